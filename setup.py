@@ -1,11 +1,22 @@
 """Build script. The checkout is the package: `mpu/` here is `shardzoo.mpu`. Metadata lives in pyproject.toml."""
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 PARTS = ("mpu", "models", "ops", "csrc", "data", "trainer", "convert", "generation", "cli")
 SUBPACKAGES = find_packages(".", include=[pattern for part in PARTS for pattern in (part, f"{part}.*")])
 
+
+class BuildPackage(build_py):
+    """Keeps this script, which lies in the root package's folder, out of the wheel."""
+
+    def find_package_modules(self, package, package_dir):
+        modules = super().find_package_modules(package, package_dir)
+        return [module for module in modules if module[:2] != ("shardzoo", "setup")]
+
+
 setup(
     package_dir={"shardzoo": "."},
     packages=["shardzoo", *(f"shardzoo.{name}" for name in SUBPACKAGES)],
+    cmdclass={"build_py": BuildPackage},
 )
