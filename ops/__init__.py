@@ -1,0 +1,36 @@
+"""Fused operators, each with a PyTorch reference and C++, CUDA and Triton variants behind one dispatch.
+
+They compute on one rank's tensors and know nothing of ranks: offsets into unsplit tensors are passed as
+numbers.
+"""
+
+from .bias_dropout_residual import bias_dropout_residual, dropout
+from .bias_gelu import bias_gelu
+from .cross_entropy import cross_entropy, cross_entropy_grad, cross_entropy_loss, cross_entropy_stats
+from .dispatch import current_choice, kernels
+from .dropout_mask import dropout_keep, dropout_keys
+from .glu import geglu, swiglu
+from .layer_norm import add_layer_norm, layer_norm
+from .rms_norm import add_rms_norm, rms_norm
+from .softmax import masked_softmax
+
+__all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
+    "bias_dropout_residual",
+    "bias_gelu",
+    "cross_entropy",
+    "cross_entropy_grad",
+    "cross_entropy_loss",
+    "cross_entropy_stats",
+    "current_choice",
+    "dropout",
+    "dropout_keep",
+    "dropout_keys",
+    "geglu",
+    "kernels",
+    "layer_norm",
+    "masked_softmax",
+    "rms_norm",
+    "swiglu",
+]

@@ -1,0 +1,245 @@
+"""Cross-entropy over a vocabulary that may be split over ranks.
+
+For one token with logits x over V classes, target t, lse = log sum exp x, smoothing a and z-loss weight z:
+
+    loss = (1 - a) (lse - x_t) + a (lse - mean x) + z lse^2
+
+A rank holding the columns [first, first + columns) of the vocabulary, padded to the width of its logits,
+computes `cross_entropy_stats`; the ranks combine them (maximum by MAX; sum_exp, rescaled to the common
+maximum, target_logit and sum_logits by SUM); `cross_entropy_loss` turns them into losses and
+`cross_entropy_grad` into the gradient of the local logits. None of them makes an fp32 copy of the logits.
+`cross_entropy` is the whole thing on one rank.
+
+Label smoothing: Szegedy et al. 2016; z-loss: Chowdhery et al. 2022 (PaLM).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .dispatch import same_dtype
+from .library import LIBRARY, Op, compute_dtype
+
+IGNORE_INDEX = -100
+
+
+def stats_reference(logits, target, first, columns):
+    """(maximum, sum of exp(x - maximum), target logit or 0, sum of logits), each [T]."""
+    x = logits[:, :columns].to(compute_dtype(logits))
+    here = (target >= first) & (target < first + columns)
+    if columns == 0:
+        zero = torch.zeros_like(target, dtype=x.dtype)
+        return zero - float("inf"), zero, zero.clone(), zero.clone()
+    maximum = x.amax(-1)
+    shift = torch.where(maximum == float("-inf"), 0.0, maximum)
+    sum_exp = torch.exp(x - shift[:, None]).sum(-1)
+    picked = x.gather(1, (target - first).clamp(0, columns - 1)[:, None])[:, 0]
+    return maximum, sum_exp, torch.where(here, picked, 0.0), x.sum(-1)
+
+
+def grad_reference(
+    logits, target, grad, log_z, first, columns, num_classes, label_smoothing, z_loss, ignore_index
+):
+    """The gradient of the local logits [T, Vp]; 0 in padding columns and ignored rows."""
+    dtype = compute_dtype(logits)
+    x, scale, lse = logits[:, :columns].to(dtype), grad.to(dtype)[:, None], log_z.to(dtype)[:, None]
+    result = torch.exp(x - lse) * (1.0 + 2.0 * z_loss * lse) - label_smoothing / num_classes
+    column = torch.arange(columns, device=logits.device) + first
+    result = result - (1.0 - label_smoothing) * (column == target[:, None]).to(dtype)
+    result = torch.where((target == ignore_index)[:, None], 0.0, result * scale)
+    return (torch.nn.functional.pad(result, (0, logits.shape[1] - columns)).to(logits.dtype),)
+
+
+def _allocate_stats(logits, target, first, columns):
+    return tuple(logits.new_empty(logits.shape[0], dtype=compute_dtype(logits)) for _ in range(4))
+
+
+def _prepare_stats(logits, target, first, columns):
+    return same_dtype(logits) or (logits.contiguous(), target.contiguous(), first, columns)
+
+
+def _prepare_grad(logits, target, grad, log_z, *settings):
+    wide = compute_dtype(logits)
+    vectors = (grad.to(wide).contiguous(), log_z.to(wide).contiguous())
+    return same_dtype(logits) or (logits.contiguous(), target.contiguous(), *vectors, *settings)
+
+
+_SETTINGS = (
+    "SymInt first, SymInt columns, SymInt num_classes, float label_smoothing, float z_loss, int ignore_index"
+)
+stats_op = Op(
+    "cross_entropy_stats",
+    "Tensor logits, Tensor target, SymInt first, SymInt columns",
+    ("maximum", "sum_exp", "target_logit", "sum_logits"),
+    allocate=_allocate_stats,
+    reference=stats_reference,
+    prepare=_prepare_stats,
+)
+grad_op = Op(
+    "cross_entropy_grad",
+    f"Tensor logits, Tensor target, Tensor grad, Tensor log_z, {_SETTINGS}",
+    ("grad_logits",),
+    allocate=lambda logits, *_: (torch.empty_like(logits, memory_format=torch.contiguous_format),),
+    reference=grad_reference,
+    prepare=_prepare_grad,
+)
+
+# The gradient written over the logits; an op of its own, because an op's inputs and its `out` must not
+# overlap.
+LIBRARY.define(
+    f"cross_entropy_grad_(Tensor(a!) logits, Tensor target, Tensor grad, Tensor log_z, {_SETTINGS}) -> ()"
+)
+torch.library.register_fake("shardzoo::cross_entropy_grad_", lambda *_: None, lib=LIBRARY)
+
+
+def _grad_in_place(logits, *arguments):
+    if logits.is_contiguous() and grad_op.run_fast((logits, *arguments), (logits,)):
+        return
+    logits.copy_(grad_reference(logits, *arguments)[0])
+
+
+LIBRARY.impl("cross_entropy_grad_", _grad_in_place, "CompositeExplicitAutograd")
+
+# The whole loss on one rank, differentiable.
+LIBRARY.define(
+    "cross_entropy(Tensor logits, Tensor target, float label_smoothing, float z_loss, int ignore_index) "
+    "-> (Tensor losses, Tensor log_z)"
+)
+
+
+def _loss(logits, target, label_smoothing, z_loss, ignore_index):
+    columns = logits.shape[1]
+    maximum, sum_exp, picked, total = torch.ops.shardzoo.cross_entropy_stats(logits, target, 0, columns)
+    log_z = maximum + torch.log(sum_exp)
+    losses = cross_entropy_loss(
+        log_z,
+        picked,
+        total,
+        target,
+        num_classes=columns,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        ignore_index=ignore_index,
+    )
+    return losses, log_z
+
+
+LIBRARY.impl("cross_entropy", _loss, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "shardzoo::cross_entropy", lambda logits, *_: _allocate_stats(logits, None, 0, 0)[:2], lib=LIBRARY
+)
+
+
+def _setup_context(ctx, inputs, output):
+    logits, target, *ctx.settings = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(logits, target, output[1])
+
+
+def _backward(ctx, grad_losses, grad_log_z):
+    logits, target, log_z = ctx.saved_tensors
+    columns = logits.shape[1]
+    grad = torch.ops.shardzoo.cross_entropy_grad(
+        logits, target, grad_losses, log_z, 0, columns, columns, *ctx.settings
+    )
+    return grad, None, None, None, None
+
+
+torch.library.register_autograd(
+    "shardzoo::cross_entropy", _backward, setup_context=_setup_context, lib=LIBRARY
+)
+
+
+def _check(logits: torch.Tensor, target: torch.Tensor) -> None:
+    if logits.dim() != 2 or tuple(target.shape) != (logits.shape[0],):
+        raise ValueError(
+            f"expected logits [T, V] and target [T], got {tuple(logits.shape)} and {tuple(target.shape)}"
+        )
+
+
+def cross_entropy_stats(
+    logits: torch.Tensor, target: torch.Tensor, first: int, columns: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A rank's share of the cross-entropy, in one pass over its logits. Not differentiable.
+
+    Args:
+        logits: [T, Vp], the columns [first, first + columns) of the vocabulary, then padding.
+        target: int64 [T], class numbers of the whole vocabulary.
+        first, columns: see above; columns may be 0 on a rank that holds padding alone.
+
+    Returns:
+        maximum, sum_exp (of exp(x - maximum)), target_logit (0 if the target is elsewhere), sum_logits:
+        each [T], fp32 (fp64 for fp64 logits). A row of nothing but -inf has maximum -inf and sum_exp 0.
+    """
+    _check(logits, target)
+    if not 0 <= columns <= logits.shape[1]:
+        raise ValueError(f"columns must lie in 0..{logits.shape[1]}, got {columns}")
+    return torch.ops.shardzoo.cross_entropy_stats(logits, target, first, columns)
+
+
+def cross_entropy_loss(
+    log_z: torch.Tensor,
+    target_logit: torch.Tensor,
+    sum_logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    num_classes: int,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int = IGNORE_INDEX,
+) -> torch.Tensor:
+    """The losses [T] from statistics combined over the ranks; 0 where the target is `ignore_index`."""
+    loss = log_z - target_logit
+    if label_smoothing:
+        loss = (1.0 - label_smoothing) * loss + label_smoothing * (log_z - sum_logits / num_classes)
+    if z_loss:
+        loss = loss + z_loss * log_z.square()
+    return torch.where(target == ignore_index, 0.0, loss)
+
+
+def cross_entropy_grad(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    grad: torch.Tensor,
+    log_z: torch.Tensor,
+    *,
+    first: int,
+    columns: int,
+    num_classes: int,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int = IGNORE_INDEX,
+    in_place: bool = False,
+) -> torch.Tensor:
+    """The gradient of a rank's logits [T, Vp], in their dtype.
+
+    Args:
+        logits, target, first, columns: as in `cross_entropy_stats`.
+        grad: [T], the gradient of each token's loss.
+        log_z: [T], log of the sum of exp over the whole vocabulary.
+        num_classes: unpadded size of the whole vocabulary.
+        in_place: write over the logits and return them; only if nothing else needs their values.
+    """
+    _check(logits, target)
+    settings = (first, columns, num_classes, float(label_smoothing), float(z_loss), ignore_index)
+    if in_place:
+        torch.ops.shardzoo.cross_entropy_grad_(logits, target, grad, log_z, *settings)
+        return logits
+    return torch.ops.shardzoo.cross_entropy_grad(logits, target, grad, log_z, *settings)
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int = IGNORE_INDEX,
+) -> torch.Tensor:
+    """Cross-entropy losses [T] (fp32; fp64 for fp64) of whole logits [T, V] and target int64 [T];
+    differentiable.
+    """
+    _check(logits, target)
+    return torch.ops.shardzoo.cross_entropy(
+        logits, target, float(label_smoothing), float(z_loss), ignore_index
+    )[0]

@@ -1,0 +1,119 @@
+"""Registers an op in `torch.ops.shardzoo`: schema, fake kernel, `out` form, and the variants behind them.
+
+Every op is described by pure functions:
+
+    allocate(*arguments) -> tuple of fresh, unwritten outputs (it is also the fake kernel)
+    reference(*arguments) -> tuple of outputs, in PyTorch operators, naive: the ground truth of every other
+    variant prepare(*arguments) -> the arguments as the compiled kernels take them (contiguous), or a string:
+    why they cannot
+
+An op `name` gets a sibling `name_out` that writes into tensors passed by the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from . import dispatch, native
+
+LIBRARY = torch.library.Library("shardzoo", "DEF")
+Outputs = tuple[torch.Tensor, ...]
+
+
+class Op:
+    """One operator of `torch.ops.shardzoo`. Its Triton kernel, if any, is added with `op.triton = function`.
+
+    Args:
+        name: the operator's name.
+        arguments: its arguments in schema syntax.
+        outputs: names of the tensors it returns; an output that a call has no use for is a tensor of size 0.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        arguments: str,
+        outputs: Sequence[str],
+        *,
+        allocate: Callable[..., Outputs],
+        reference: Callable[..., Outputs],
+        prepare: Callable[..., tuple | str],
+    ) -> None:
+        self.name, self.outputs = name, tuple(outputs)
+        self.allocate, self.reference, self.prepare = allocate, reference, prepare
+        self.triton: Callable[..., None] | None = None
+        returned = ", ".join(f"Tensor {output}" for output in outputs)
+        LIBRARY.define(f"{name}({arguments}) -> ({returned})")
+        LIBRARY.impl(name, self._call, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"shardzoo::{name}", self._fake, lib=LIBRARY)
+        written = ", ".join(f"Tensor({chr(ord('a') + i)}!) {output}" for i, output in enumerate(outputs))
+        LIBRARY.define(f"{name}_out({arguments}, *, {written}) -> ()")
+        LIBRARY.impl(f"{name}_out", self._call_out, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"shardzoo::{name}_out", lambda *_, **__: None, lib=LIBRARY)
+
+    def _single_or_tuple(self, outputs: Outputs) -> Any:
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def _fake(self, *arguments) -> Any:
+        return self._single_or_tuple(self.allocate(*arguments))
+
+    def _call(self, *arguments) -> Any:
+        outputs = self.allocate(*arguments)
+        if not self.run_fast(arguments, outputs):
+            outputs = tuple(output.contiguous() for output in self.reference(*arguments))
+        return self._single_or_tuple(outputs)
+
+    def _call_out(self, *arguments, **outputs) -> None:
+        targets = tuple(outputs[name] for name in self.outputs)
+        for name, target, expected in zip(self.outputs, targets, self._shapes(arguments), strict=True):
+            if target.shape != expected.shape or target.dtype != expected.dtype:
+                raise ValueError(
+                    f"{self.name}_out writes `{name}` as {tuple(expected.shape)} {expected.dtype}, "
+                    f"got {tuple(target.shape)} {target.dtype}"
+                )
+        if all(target.is_contiguous() for target in targets) and self.run_fast(arguments, targets):
+            return
+        for target, value in zip(targets, self.reference(*arguments), strict=True):
+            target.copy_(value)
+
+    def _shapes(self, arguments: tuple) -> Outputs:
+        meta = [value.to("meta") if isinstance(value, torch.Tensor) else value for value in arguments]
+        return self.allocate(*meta)
+
+    def run_fast(self, arguments: tuple, outputs: Outputs) -> bool:
+        """Run a variant other than the reference into `outputs`; False if the reference has to."""
+        first = next(value for value in arguments if isinstance(value, torch.Tensor))
+        variant = dispatch.choose(first.device.type)
+        if variant == "reference":
+            return False
+        prepared = "an empty tensor" if first.numel() == 0 else self.prepare(*arguments)
+        if not isinstance(prepared, str) and variant == "triton" and self.triton is None:
+            prepared = "no Triton kernel"
+        if isinstance(prepared, str):
+            dispatch.announce_fallback(self.name, variant, prepared)
+            return False
+        if variant == "triton":
+            assert self.triton is not None
+            self.triton(*prepared, *outputs)
+        else:
+            native.call(self.name, *prepared, *outputs)
+        return True
+
+    def autograd(self, setup_context: Callable, backward: Callable) -> None:
+        """Give the op its gradient formula (`torch.library.register_autograd`)."""
+        torch.library.register_autograd(
+            f"shardzoo::{self.name}", backward, setup_context=setup_context, lib=LIBRARY
+        )
+
+
+def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """fp32 for fp32 and the half types, fp64 for fp64: the type every variant calculates in."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def nothing(like: torch.Tensor) -> torch.Tensor:
+    """A size-0 tensor that stands for an output this call has no use for."""
+    return like.new_empty(0)

@@ -1,0 +1,42 @@
+"""Loads the compiled kernel library, if it was built, and says why it is not there if it was not."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import torch
+
+LIBRARY = Path(__file__).with_name("_kernels.so")
+
+
+@functools.cache
+def load_error() -> str | None:
+    """Load the library once. None if its operators are registered, else the reason why not."""
+    if not LIBRARY.exists():
+        return "the compiled kernels were not built (see `shardzoo doctor`)"
+    try:
+        torch.ops.load_library(str(LIBRARY))
+    except OSError as error:
+        return f"{LIBRARY.name} does not load: {error}"
+    return None
+
+
+@functools.cache
+def has_cuda_kernels() -> bool:
+    """Whether the loaded library was compiled with the CUDA kernels."""
+    return load_error() is None and torch.ops.shardzoo_kernels.has_cuda()
+
+
+@functools.cache
+def missing(device_type: str) -> str | None:
+    """None if compiled kernels exist for `device_type` ("cpu" or "cuda"), else the reason why not."""
+    error = load_error()
+    if error is None and device_type == "cuda" and not has_cuda_kernels():
+        return "the library was built without CUDA kernels (no nvcc at build time)"
+    return error
+
+
+def call(name: str, *arguments) -> None:
+    """Run one compiled kernel; the last arguments are the tensors it writes."""
+    getattr(torch.ops.shardzoo_kernels, name)(*arguments)

@@ -1,0 +1,205 @@
+"""Scaled, masked, biased softmax over attention scores, with dropout.
+
+    z = scale * scores + bias + mask,   probs = softmax(z, last dimension)
+
+A key is visible to a query if the boolean mask, the causal rule and the prefix rule (GLM's `sep`) all let it
+be. A row without any visible key, or with nothing but -inf, is 0 everywhere (as in
+scaled_dot_product_attention); a NaN at a visible key makes its row NaN. Calculated in fp32 (fp64 for fp64
+scores) and rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .dispatch import same_dtype
+from .dropout_mask import dropout_keep
+from .library import Op, compute_dtype, nothing
+
+
+def reference(scores, mask, bias, prefix, keys, scale, causal, dropout, offset):
+    """The naive definition; arguments as in the schema."""
+    dtype = compute_dtype(scores)
+    z = scores.to(dtype) * scale  # [B, N, Sq, Sk]
+    if bias is not None:
+        z = z + bias.to(dtype)
+    if mask is not None and mask.dtype != torch.bool:
+        z = z + mask.to(dtype)
+    visible = visible_keys(scores, mask, prefix, causal)
+    if visible is not None:
+        z = z.masked_fill(~visible, float("-inf"))
+    empty = (z == float("-inf")).all(-1, keepdim=True)
+    probs = z.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+    if dropout == 0.0:
+        return probs.to(scores.dtype), nothing(scores)
+    keep = dropout_keep(keys, tuple(scores.shape), dropout, offset)
+    dropped = torch.where(keep, probs / (1.0 - dropout), 0.0)
+    return probs.to(scores.dtype), dropped.to(scores.dtype)
+
+
+def visible_keys(scores, mask, prefix, causal):
+    """Boolean, broadcastable to the scores: which keys take part; None if all do."""
+    visible = mask if mask is not None and mask.dtype == torch.bool else None
+    if not causal:
+        return visible
+    queries, columns = scores.shape[-2:]
+    key = torch.arange(columns, device=scores.device)
+    last = torch.arange(queries, device=scores.device)[:, None] + (columns - queries)
+    rule = key <= last  # [Sq, Sk]
+    if prefix is not None:
+        rule = rule | (key < prefix.reshape(-1, 1, 1, 1))  # [B, 1, Sq, Sk]
+    return rule if visible is None else visible & rule
+
+
+def backward_reference(grad, probs, keys, scale, dropout, offset, bias_batch):
+    """Gradients of the scores and, if bias_batch is 1 or B, of a bias [bias_batch, N, Sq, Sk]."""
+    dtype = compute_dtype(probs)
+    grad, p = grad.to(dtype), probs.to(dtype)
+    if dropout:
+        keep = dropout_keep(keys, tuple(probs.shape), dropout, offset)
+        grad = torch.where(keep, grad / (1.0 - dropout), 0.0)
+    grad_z = p * (grad - (grad * p).sum(-1, keepdim=True))
+    grad_bias = nothing(probs)
+    if bias_batch:
+        grad_bias = (grad_z if bias_batch == probs.shape[0] else grad_z.sum(0, keepdim=True)).to(probs.dtype)
+    return (grad_z * scale).to(probs.dtype), grad_bias
+
+
+def _allocate(scores, mask, bias, prefix, keys, scale, causal, dropout, offset):
+    def like():
+        return torch.empty_like(scores, memory_format=torch.contiguous_format)
+
+    return like(), like() if dropout else nothing(scores)
+
+
+def _allocate_backward(grad, probs, keys, scale, dropout, offset, bias_batch):
+    grad_scores = torch.empty_like(probs, memory_format=torch.contiguous_format)
+    return grad_scores, probs.new_empty((bias_batch, *probs.shape[1:])) if bias_batch else nothing(probs)
+
+
+def _expanded(tensor, like):
+    """`tensor` expanded to the scores' shape with unit stride along the keys; no copy for the usual masks."""
+    if tensor is None:
+        return None
+    tensor = tensor.expand(like.shape)
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _prepare(scores, mask, bias, prefix, keys, scale, causal, dropout, offset):
+    additive = mask if mask is not None and mask.dtype != torch.bool else None
+    return same_dtype(scores, bias, additive) or (
+        scores.contiguous(),
+        _expanded(mask, scores),
+        _expanded(bias, scores),
+        None if prefix is None else prefix.contiguous(),
+        None if keys is None else keys.contiguous(),
+        scale,
+        causal,
+        dropout,
+        offset,
+    )
+
+
+def _prepare_backward(grad, probs, keys, scale, dropout, offset, bias_batch):
+    keys = None if keys is None else keys.contiguous()
+    return same_dtype(grad, probs) or (
+        grad.contiguous(),
+        probs.contiguous(),
+        keys,
+        scale,
+        dropout,
+        offset,
+        bias_batch,
+    )
+
+
+forward_op = Op(
+    "masked_softmax",
+    "Tensor scores, Tensor? mask, Tensor? bias, Tensor? prefix, Tensor? keys, float scale, bool causal, "
+    "float dropout, SymInt offset",
+    ("probs", "dropped"),
+    allocate=_allocate,
+    reference=reference,
+    prepare=_prepare,
+)
+backward_op = Op(
+    "masked_softmax_backward",
+    "Tensor grad, Tensor probs, Tensor? keys, float scale, float dropout, SymInt offset, SymInt bias_batch",
+    ("grad_scores", "grad_bias"),
+    allocate=_allocate_backward,
+    reference=backward_reference,
+    prepare=_prepare_backward,
+)
+
+
+def _setup_context(ctx, inputs, output):
+    _, _, bias, _, keys, ctx.scale, _, ctx.dropout, ctx.offset = inputs
+    ctx.bias_shape = None if bias is None or not bias.requires_grad else bias.shape
+    ctx.save_for_backward(output[0], keys)
+
+
+def _backward(ctx, grad_probs, grad_dropped):
+    probs, keys = ctx.saved_tensors
+    shape = ctx.bias_shape
+    bias_batch = 0 if shape is None else shape[0]
+    grad = grad_dropped if ctx.dropout else grad_probs
+    grad_scores, grad_bias = torch.ops.shardzoo.masked_softmax_backward(
+        grad, probs, keys, ctx.scale, ctx.dropout, ctx.offset, bias_batch
+    )
+    grad_bias = None if shape is None else grad_bias.sum_to_size(shape)
+    return grad_scores, None, grad_bias, None, None, None, None, None, None
+
+
+forward_op.autograd(_setup_context, _backward)
+
+
+def masked_softmax(
+    scores: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    causal: bool = False,
+    prefix: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    keys: torch.Tensor | None = None,
+    offset: int = 0,
+) -> torch.Tensor:
+    """Attention probabilities, softmax(scale * scores + bias + mask), after dropout if any.
+
+    Args:
+        scores: [B, N, Sq, Sk], fp32, bf16, fp16 or fp64.
+        mask: broadcastable to the scores. Boolean: True lets a key take part. Floating point: added.
+        bias: [1 or B, 1 or N, 1 or Sq, 1 or Sk], trained (T5's relative positions); it gets a gradient.
+        scale: multiplies the scores, in the calculation's precision.
+        causal: query i sees keys j <= i + Sk - Sq, so that the last query sees every key.
+        prefix: int64 [B], with `causal` only: every query of sample b also sees the keys j < prefix[b].
+        dropout: probability of dropping a probability; needs `keys`.
+        keys: int64 [B], `dropout_keys`.
+        offset: index of this tensor's first element within the unsplit sample [N of all ranks, Sq, Sk].
+
+    Raises:
+        ValueError: for shapes that do not fit, a prefix without `causal`, or dropout without keys.
+    """
+    if scores.dim() != 4:
+        raise ValueError(f"attention scores must be [B, N, Sq, Sk], got shape {tuple(scores.shape)}")
+    if prefix is not None and (not causal or tuple(prefix.shape) != (scores.shape[0],)):
+        raise ValueError(
+            f"a prefix widens the causal mask and holds one length per sample: pass causal=True and shape "
+            f"({scores.shape[0]},), got causal={causal} and shape {tuple(prefix.shape)}"
+        )
+    if dropout and keys is None:
+        raise ValueError("dropout needs `keys`, one per sample (see dropout_keys)")
+    for name, tensor in (("mask", mask), ("bias", bias)):
+        if tensor is not None and any(
+            size not in (1, full) for size, full in zip(tensor.shape[::-1], scores.shape[::-1], strict=False)
+        ):
+            raise ValueError(
+                f"{name} {tuple(tensor.shape)} does not broadcast to the scores {tuple(scores.shape)}"
+            )
+    if bias is not None and bias.dim() != 4:
+        bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
+    probs, dropped = torch.ops.shardzoo.masked_softmax(
+        scores, mask, bias, prefix, keys, float(scale), causal, float(dropout), offset
+    )
+    return dropped if dropout else probs
