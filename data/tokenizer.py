@@ -1,0 +1,199 @@
+"""One interface over the tokenizers that the zoo reads: Hugging Face `tokenizers`, SentencePiece,
+`transformers`.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SENTENCEPIECE_FILES = ("spiece.model", "sentencepiece.bpe.model", "tokenizer.model")
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back. `encode` adds no special tokens, and text that spells one stays ordinary
+    text.
+
+    Attributes:
+        vocab_size: number of ids, added tokens included; every id is below it.
+        special: ids of the special tokens by their Hugging Face name ("eos_token": 0, …).
+    """
+
+    vocab_size: int
+    special: dict[str, int]
+
+    @abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
+
+    @abstractmethod
+    def token_to_id(self, token: str) -> int | None: ...
+
+    @abstractmethod
+    def id_to_token(self, index: int) -> str: ...
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0]
+
+    def special_id(self, name: str) -> int:
+        """Id of a special token such as "eos_token"; ValueError if the tokenizer has none."""
+        if name not in self.special:
+            known = ", ".join(f"{key}={value}" for key, value in self.special.items()) or "none"
+            raise ValueError(f"this tokenizer has no {name}; its special tokens are {known}")
+        return self.special[name]
+
+    @property
+    def eos_token_id(self) -> int:
+        return self.special_id("eos_token")
+
+    @property
+    def pad_token_id(self) -> int:
+        return self.special_id("pad_token")
+
+
+class FastTokenizer(Tokenizer):
+    """A `tokenizer.json`, run by the Rust library without importing transformers."""
+
+    def __init__(self, file: str | Path, special_tokens: dict[str, str] | None = None) -> None:
+        from tokenizers import Tokenizer as RustTokenizer
+
+        try:
+            self.backend = RustTokenizer.from_file(str(file))
+        except Exception as error:  # the Rust library raises bare Exception
+            raise ValueError(f"{file} is not a readable tokenizer.json: {error}") from None
+        self.backend.encode_special_tokens = (
+            True  # "<|endoftext|>" inside a document is text, not the end of it
+        )
+        self.backend.no_padding()
+        self.backend.no_truncation()
+        highest = max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.vocab_size = highest + 1
+        ids = {name: self.backend.token_to_id(token) for name, token in (special_tokens or {}).items()}
+        self.special = {name: index for name, index in ids.items() if index is not None}
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_to_id(self, token: str) -> int | None:
+        return self.backend.token_to_id(token)
+
+    def id_to_token(self, index: int) -> str:
+        token = self.backend.id_to_token(index)
+        if token is None:
+            raise ValueError(f"token id {index} is not in the vocabulary of {self.vocab_size}")
+        return token
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece `.model` as it is, with its own normalisation."""
+
+    def __init__(self, file: str | Path) -> None:
+        from sentencepiece import SentencePieceProcessor
+
+        try:
+            self.backend = SentencePieceProcessor(model_file=str(file))
+        except (OSError, RuntimeError) as error:
+            raise ValueError(f"{file} is not a readable SentencePiece model: {error}") from None
+        self.file = Path(file)
+        self.vocab_size = self.backend.get_piece_size()
+        ids = {
+            "bos_token": self.backend.bos_id(),
+            "eos_token": self.backend.eos_id(),
+            "unk_token": self.backend.unk_id(),
+            "pad_token": self.backend.pad_id(),
+        }
+        self.special = {name: index for name, index in ids.items() if index >= 0}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"file": self.file}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["file"])
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return self.backend.encode(list(texts), num_threads=1)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        special = set(self.special.values()) if skip_special_tokens else set()
+        return self.backend.decode([int(index) for index in ids if index not in special])
+
+    def token_to_id(self, token: str) -> int | None:
+        index = self.backend.piece_to_id(token)
+        return index if self.backend.id_to_piece(index) == token else None
+
+    def id_to_token(self, index: int) -> str:
+        if not 0 <= index < self.vocab_size:
+            raise ValueError(f"token id {index} is not in the vocabulary of {self.vocab_size}")
+        return self.backend.id_to_piece(index)
+
+
+class TransformersTokenizer(Tokenizer):
+    """Any other folder that `transformers.AutoTokenizer` reads."""
+
+    def __init__(self, folder: str | Path) -> None:
+        from transformers import AutoTokenizer
+
+        self.backend = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        self.vocab_size = len(self.backend)
+        ids = {name: getattr(self.backend, f"{name}_id") for name in SPECIAL_NAMES}
+        self.special = {name: index for name, index in ids.items() if index is not None}
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return self.backend(
+            list(texts), add_special_tokens=False, split_special_tokens=True, verbose=False
+        ).input_ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_to_id(self, token: str) -> int | None:
+        index = self.backend.convert_tokens_to_ids(token)
+        return index if self.id_to_token(index) == token else None
+
+    def id_to_token(self, index: int) -> str:
+        return self.backend.convert_ids_to_tokens(index)
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """A tokenizer from a `tokenizer.json`, a SentencePiece `.model`, or a folder that holds one; never the
+    network.
+    """
+    path = Path(path)
+    if path.is_file():
+        return SentencePieceTokenizer(path) if path.suffix == ".model" else _fast(path, path.parent)
+    if not path.is_dir():
+        raise ValueError(
+            f"{path} does not exist; give a tokenizer.json, a SentencePiece .model, or a folder with one"
+        )
+    if (path / "tokenizer.json").is_file():
+        return _fast(path / "tokenizer.json", path)
+    for name in SENTENCEPIECE_FILES:
+        if (path / name).is_file() and not (path / "tokenizer_config.json").is_file():
+            return SentencePieceTokenizer(path / name)
+    try:
+        return TransformersTokenizer(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} holds no tokenizer that transformers reads: {error}") from None
+
+
+def _fast(file: Path, folder: Path) -> FastTokenizer:
+    """The special tokens' roles are not in tokenizer.json but beside it."""
+    names: dict[str, str] = {}
+    for side in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (folder / side).is_file():
+            values = json.loads((folder / side).read_text(encoding="utf-8"))
+            for name in SPECIAL_NAMES:
+                value = values.get(name)
+                value = value.get("content") if isinstance(value, dict) else value
+                if isinstance(value, str):
+                    names[name] = value
+    return FastTokenizer(file, names)
