@@ -1,0 +1,194 @@
+"""One pretraining run, from the corpus to the Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from ..convert.manifest import Manifest
+from ..convert.merge import merge
+from ..convert.sharded import ShardedReader
+from ..data import Corpus, GPTDataset, IndexedDataset, prepare_corpus, unigram_entropy
+from ..models import Execution, from_config
+from ..models.common.causal_lm import CausalLM
+from ..models.common.config import ModelConfig
+from ..mpu import ParallelMesh
+from ..trainer.coordination import on_first_rank
+from ..trainer.environment import Launch, initialize_distributed
+from ..trainer.loop import Trainer
+from ..trainer.loss_plot import plot_loss
+from ..trainer.reporter import RunReporter, SilentReporter
+from ..trainer.run_folder import RunFolder
+from .hf_check import held_out_loss, sample_continuation
+from .progress import corpus_progress
+from .tables import run_results, run_summary
+
+if TYPE_CHECKING:
+    from ..pretrain import PretrainArguments
+
+
+class HeldOut:
+    """The samples of one pass over the held-out text."""
+
+    def __init__(self, dataset: GPTDataset) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return max(1, int(self._dataset.samples_per_epoch))
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self._dataset[index]
+
+
+class Pretraining:
+    """A checked run on this rank. Making it joins the processes and prepares folder, corpus and model.
+
+    Raises `ValueError` on every rank for what is wrong with the output folder or the data.
+    """
+
+    def __init__(self, arguments: PretrainArguments, config: ModelConfig, launch: Launch) -> None:
+        self.arguments = arguments
+        self.console = Console(quiet=not launch.is_first)
+        self.device = initialize_distributed(launch)
+        self.mesh = ParallelMesh(arguments.model_parallel_size)
+        self.run_folder, self.first_step = on_first_rank(self._open_run_folder)
+        self.corpus: Corpus = on_first_rank(self._prepare_corpus)
+        self.config = config.with_changes(
+            vocab_size=self.corpus.vocab_size,
+            bos_token_id=self.corpus.eos_token_id,
+            eos_token_id=self.corpus.eos_token_id,
+        )
+        self.sequence_length = arguments.sequence_length or config.max_sequence_length
+        self.valid = IndexedDataset(self.corpus.valid_prefix)
+        self.train = GPTDataset(IndexedDataset(self.corpus.train_prefix), self.sequence_length, arguments.seed)
+        self.held_out = HeldOut(GPTDataset(self.valid, self.sequence_length, seed=0))
+        self.model = self._build_model()
+
+    def run(self) -> None:
+        """Trains, evaluates, exports, and shows the results."""
+        started = time.monotonic()
+        entropy = unigram_entropy(self.valid)
+        self.console.print(self._summary(entropy))
+        trainer = self._make_trainer()
+        with trainer.reporter:
+            trainer.train()
+            if self.arguments.precision != "fp32":
+                self.model.float()  # the exported weights are compared in fp32, whatever they were trained in
+            loss = trainer.evaluate(self.arguments.final_eval_sequences)
+            trainer.reporter.evaluation(trainer.step, loss)
+        on_first_rank(lambda: self._finish(trainer, entropy, loss, (time.monotonic() - started) / 60))
+
+    def _open_run_folder(self) -> tuple[RunFolder, int]:
+        arguments = self.arguments
+        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+        folder = RunFolder(Path(arguments.output_dir or f"runs/{Path(arguments.model).name}-{stamp}"))
+        return folder, folder.open(arguments.of_the_run(), resume=arguments.resume, overwrite=arguments.overwrite)
+
+    def _prepare_corpus(self) -> Corpus:
+        arguments = self.arguments
+        with corpus_progress(self.console) as progress:
+            return prepare_corpus(
+                arguments.data,
+                self.run_folder.path / "data",
+                vocab_size=arguments.vocab_size,
+                held_out_fraction=arguments.held_out_fraction,
+                seed=arguments.seed,
+                progress=progress,
+            )
+
+    def _build_model(self) -> CausalLM:
+        arguments = self.arguments
+        dtype = torch.bfloat16 if arguments.precision == "bf16" else torch.float32
+        model = from_config(
+            self.config,
+            self.mesh,
+            device=self.device,
+            dtype=dtype,
+            seed=arguments.seed,
+            execution=Execution(arguments.sequence_parallel, arguments.recompute),
+        )
+        if self.first_step:
+            self._load_weights(model)
+        return model
+
+    def _load_weights(self, model: CausalLM) -> None:
+        folder = self.run_folder.checkpoint(self.first_step)
+        saved = type(self.config).from_dict(json.loads((folder / "config.json").read_text()))
+        if saved != self.config:
+            raise ValueError(f"--resume: {folder} holds a model with {saved}, not {self.config}; use its own arguments")
+        parameters = dict(model.named_parameters())
+        shards = {name: getattr(parameter, "shard", None) for name, parameter in parameters.items()}
+        reader = ShardedReader(folder, "rank", Manifest.read(folder).tensor_parallel_size, shards)
+        for name, parameter in parameters.items():
+            parameter.data.copy_(reader.local(name, self.mesh.tp_rank, self.mesh.tp_size))
+
+    def _summary(self, entropy: float) -> Table:
+        return run_summary(
+            model_name=self.arguments.model,
+            model=self.model,
+            mesh=self.mesh,
+            arguments=self.arguments,
+            train_tokens=self.train.tokens_per_epoch,
+            valid_tokens=self.valid.num_tokens,
+            sequence_length=self.sequence_length,
+            unigram_entropy=entropy,
+            first_step=self.first_step,
+        )
+
+    def _make_trainer(self) -> Trainer:
+        steps = self.arguments.train_steps
+        reporter = (
+            RunReporter(self.console, self.run_folder, first_step=self.first_step, total_steps=steps)
+            if self.mesh.rank == 0
+            else SilentReporter()
+        )
+        trainer = Trainer(
+            self.model,
+            self.arguments,
+            self.mesh,
+            train_data=self.train,
+            valid_data=self.held_out,
+            run_folder=self.run_folder,
+            reporter=reporter,
+            tokenizer=self.corpus.tokenizer_dir,
+        )
+        if self.first_step:
+            trainer.resume(self.first_step)
+        return trainer
+
+    def _finish(self, trainer: Trainer, entropy: float, loss: float, minutes: float) -> None:
+        folder, arguments = self.run_folder, self.arguments
+        plot_loss(
+            folder.metrics(),
+            folder.loss_plot,
+            tokens_per_step=trainer.global_batch_size * (self.sequence_length - 1),
+            unigram_entropy=entropy,
+            title=f"{arguments.model} on {self.mesh.tp_size} tensor-parallel processes",
+        )
+        shutil.rmtree(folder.hf, ignore_errors=True)
+        merge(folder.checkpoint(trainer.step), folder.hf)
+        self.console.print("loading the exported folder with transformers …")
+        count = min(arguments.final_eval_sequences, len(self.held_out))
+        hf_loss = held_out_loss(folder.hf, (self.held_out[i] for i in range(count)))
+        self.console.print(
+            run_results(
+                folder=folder.path,
+                loss=loss,
+                unigram_entropy=entropy,
+                hf_loss=hf_loss,
+                tensor_parallel_size=self.mesh.tp_size,
+                minutes=minutes,
+            )
+        )
+        text = sample_continuation(folder.hf, arguments.sample_prompt)
+        self.console.print(Panel(Text(text), title="the exported model continues", title_align="left"))

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: shards, their manifest, and Hugging Face folders."""

@@ -1,0 +1,1 @@
+"""Blocks shared by the families."""

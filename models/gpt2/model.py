@@ -1,0 +1,122 @@
+"""GPT-2 (Radford et al., 2019, "Language Models are Unsupervised Multitask Learners").
+
+- learned positions, added to the word embeddings
+- pre-LayerNorm blocks: x + attention(norm(x)), then x + mlp(norm(x)); one more norm at the end
+- fused qkv with biases, causal attention, GELU by its tanh approximation
+- the output head is the word embedding; its rows are split over the ranks, so the logits are vocabulary-parallel
+- weights N(0, 0.02), those that write into the residual stream smaller by √(2 · layers); biases zero
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ...mpu import (
+    LayerNorm,
+    ParallelMesh,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    checkpoint,
+)
+from ..common.attention import SelfAttention, causal_mask
+from ..common.causal_lm import VOCABULARY_MULTIPLE, CausalLM, PositionEmbedding
+from ..common.dropout import residual_dropout
+from ..common.execution import Execution
+from ..common.mlp import MLP
+from ..common.outputs import CausalLMOutput
+from .config import GPT2Config
+
+
+class GPT2Block(nn.Module):
+    def __init__(self, config: GPT2Config, layer: int, mesh: ParallelMesh | None, execution: Execution) -> None:
+        super().__init__()
+        size, eps = config.n_embd, config.layer_norm_epsilon
+        scale = (size // config.n_head) ** -0.5 if config.scale_attn_weights else 1.0
+        if config.scale_attn_by_inverse_layer_idx:
+            scale /= layer + 1
+        shared = {"mesh": mesh, "sequence_parallel": execution.sequence_parallel}
+        self.ln_1 = LayerNorm(size, eps, **shared)
+        self.attention = SelfAttention(
+            size, config.n_head, scale=scale, dropout=config.attn_pdrop, mesh=mesh, execution=execution
+        )
+        self.ln_2 = LayerNorm(size, eps, **shared)
+        self.mlp = MLP(size, config.inner_size, config.activation_function, mesh=mesh, execution=execution)
+
+        self.attention_dropout = residual_dropout(config.resid_pdrop, mesh, execution)
+        self.mlp_dropout = residual_dropout(config.resid_pdrop, mesh, execution)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        x = x + self.attention_dropout(self.attention(self.ln_1(x), mask, causal=True))
+        return x + self.mlp_dropout(self.mlp(self.ln_2(x)))
+
+
+class GPT2LMHeadModel(CausalLM):
+    """GPT-2 with its language-modelling head. `mesh=None` is the unsplit model."""
+
+    def __init__(
+        self, config: GPT2Config, mesh: ParallelMesh | None = None, execution: Execution | None = None
+    ) -> None:
+        super().__init__()
+        execution = execution or Execution()
+        self.config, self.mesh = config, mesh
+        self.recompute_blocks = execution.recompute == "full"
+        shared = {"mesh": mesh, "sequence_parallel": execution.sequence_parallel}
+        self.word_embeddings = VocabParallelEmbedding(
+            config.vocab_size, config.n_embd, pad_multiple=VOCABULARY_MULTIPLE, **shared
+        )
+        self.position_embeddings = PositionEmbedding(config.n_positions, config.n_embd, **shared)
+        self.embedding_dropout = residual_dropout(config.embd_pdrop, mesh, execution)
+        self.blocks = nn.ModuleList(GPT2Block(config, layer, mesh, execution) for layer in range(config.n_layer))
+        self.final_norm = LayerNorm(config.n_embd, config.layer_norm_epsilon, **shared)
+        tied = self.word_embeddings if config.tie_word_embeddings else None
+        self.head = VocabParallelHead(
+            config.n_embd, config.vocab_size, tied=tied, pad_multiple=VOCABULARY_MULTIPLE, **shared
+        )
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        output_hidden_states: bool = False,
+    ) -> CausalLMOutput:
+        """input_ids, labels: int64 [B, S]; attention_mask: [B, S], 0 for padding; position_ids: [B, S] or [1, S].
+
+        labels are shifted here, as in transformers; -100 is ignored. The loss is the mean over the labels, or
+        their sum divided by `num_items_in_batch`.
+        """
+        length = input_ids.shape[1]
+        if length > self.config.n_positions:
+            raise ValueError(
+                f"the sequence has {length} tokens, but the model only {self.config.n_positions} positions"
+            )
+        if position_ids is None:
+            position_ids = torch.arange(length, device=input_ids.device)[None]
+        x = self.word_embeddings(input_ids) + self.position_embeddings(position_ids)
+        x = self.embedding_dropout(x)  # [B, S, H], or [B, S/tp, H] under sequence parallelism
+        mask = causal_mask(attention_mask, length)
+        hidden_states = [x]
+        for block in self.blocks:
+            x = checkpoint(block, x, mask) if self.recompute_blocks else block(x, mask)
+            hidden_states.append(x)
+        x = self.final_norm(x)
+        hidden_states[-1] = x
+        logits = self.head(x)  # [B, S, Vp]
+        loss = None if labels is None else self.loss(logits, labels, num_items_in_batch)
+        return CausalLMOutput(loss, logits, tuple(hidden_states) if output_hidden_states else None)
+
+    def initial_value(self, name: str, full: Tensor, generator: torch.Generator) -> None:
+        """Fills a parameter's unsplit value in place."""
+        if name.endswith(".bias"):
+            full.zero_()
+        elif "ln_" in name or "norm" in name:
+            full.fill_(1.0)
+        else:
+            writes_residual = name.endswith((".output.weight", ".down.weight"))
+            std = self.config.initializer_range / (math.sqrt(2 * self.config.n_layer) if writes_residual else 1.0)
+            full.normal_(0.0, std, generator=generator)

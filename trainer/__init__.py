@@ -1,0 +1,1 @@
+"""Training: arguments, processes, the loop, checkpoints and what a person sees."""
