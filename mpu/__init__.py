@@ -1,0 +1,56 @@
+"""Tensor parallelism: the mesh, collectives, the split declaration, parallel layers, loss, random state."""
+
+from .collectives import (
+    copy_to_tp,
+    gather_from_tp,
+    gather_sequence,
+    reduce_from_tp,
+    reduce_scatter_sequence,
+    scatter_sequence,
+    scatter_to_tp,
+)
+from .cross_entropy import vocab_parallel_cross_entropy
+from .divide import divide
+from .dropout import Dropout, assign_dropout_sites, dropout_state
+from .embedding import VocabParallelEmbedding, VocabParallelHead
+from .grad_norm import clip_grad_norm_, grad_norm
+from .init import initialize
+from .linear import ColumnParallelLinear, RowParallelLinear
+from .mesh import ParallelMesh, tp_rank, tp_size, validate_layout
+from .norm import LayerNorm, RMSNorm
+from .parameter import materialize
+from .recompute import checkpoint
+from .shard import Shard
+from .softmax import scaled_masked_softmax
+
+__all__ = [
+    "ColumnParallelLinear",
+    "Dropout",
+    "LayerNorm",
+    "ParallelMesh",
+    "RMSNorm",
+    "RowParallelLinear",
+    "Shard",
+    "VocabParallelEmbedding",
+    "VocabParallelHead",
+    "assign_dropout_sites",
+    "checkpoint",
+    "clip_grad_norm_",
+    "copy_to_tp",
+    "divide",
+    "dropout_state",
+    "gather_from_tp",
+    "gather_sequence",
+    "grad_norm",
+    "initialize",
+    "materialize",
+    "reduce_from_tp",
+    "reduce_scatter_sequence",
+    "scaled_masked_softmax",
+    "scatter_sequence",
+    "scatter_to_tp",
+    "tp_rank",
+    "tp_size",
+    "validate_layout",
+    "vocab_parallel_cross_entropy",
+]

@@ -1,0 +1,111 @@
+"""Collectives on tensors, outside autograd. Each can be started early and finished after other work.
+
+Sums of 16-bit tensors over more than two ranks are exchanged as they are and added in fp32, so that the
+result is rounded once however many ranks there are. A ring or a tree would round after every hop. The volume
+is that of a
+ring: an all-to-all moves what a reduce-scatter does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .divide import divide
+
+Finish = Callable[[], Tensor]
+_HALF = (torch.bfloat16, torch.float16)
+# torch 2.13 renamed these two and warns at the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _rounds_every_hop(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    return tensor.dtype in _HALF and group.size() > 2
+
+
+def _start_exchange_and_sum(pieces: Tensor, group: dist.ProcessGroup) -> Finish:
+    """`pieces[r]` goes to rank r; the sum of what all ranks sent here, accumulated in fp32. pieces: [size,
+    ...]"""
+    received = torch.empty_like(pieces)
+    work: Any = dist.all_to_all_single(received, pieces, group=group, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return received.sum(0, dtype=torch.float32).to(pieces.dtype)
+
+    return finish
+
+
+def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Finish:
+    """Sum over the group. The caller gives up `tensor`: it may be overwritten."""
+    if group.size() == 1 or tensor.numel() == 0:
+        return lambda: tensor
+    if not _rounds_every_hop(tensor, group):
+        tensor = tensor.contiguous()
+        work: Any = dist.all_reduce(tensor, group=group, async_op=True)
+
+        def finish() -> Tensor:
+            work.wait()
+            return tensor
+
+        return finish
+    size = group.size()
+    pieces = tensor.new_zeros(size, -(-tensor.numel() // size))
+    pieces.view(-1)[: tensor.numel()].copy_(tensor.reshape(-1))
+    finish_sum = _start_exchange_and_sum(pieces, group)
+
+    def finish_in_fp32() -> Tensor:
+        summed = start_all_gather(finish_sum(), 0, group)()
+        return summed[: tensor.numel()].view(tensor.shape)
+
+    return finish_in_fp32
+
+
+def start_all_gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Finish:
+    """Concatenate the ranks' tensors along `dim`, in rank order."""
+    size, dim = group.size(), dim % tensor.dim()
+    if size == 1:
+        return lambda: tensor
+    gathered = tensor.new_empty(size, *tensor.shape)
+    work = None
+    if tensor.numel():
+        work = _all_gather(gathered.view(-1), tensor.reshape(-1), group=group, async_op=True)
+
+    def finish() -> Tensor:
+        if work is not None:
+            work.wait()
+        return gathered.movedim(0, dim).flatten(dim, dim + 1)
+
+    return finish
+
+
+def start_reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Finish:
+    """Sum over the group and keep this rank's equal share of `dim`."""
+    size, dim = group.size(), dim % tensor.dim()
+    if size == 1:
+        return lambda: tensor
+    share = divide(tensor.shape[dim], size, f"positions of dim {dim}")
+    pieces = tensor.unflatten(dim, (size, share)).movedim(dim, 0).contiguous()  # [size, ..., share, ...]
+    if tensor.numel() == 0:
+        return lambda: pieces[0]
+    if _rounds_every_hop(tensor, group):
+        return _start_exchange_and_sum(pieces, group)
+    output = torch.empty_like(pieces[0])
+    work: Any = _reduce_scatter(output.view(-1), pieces.view(-1), group=group, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return output
+
+    return finish
+
+
+def take_share(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's equal share of `dim`, as a copy so that the whole can be freed."""
+    share = divide(tensor.shape[dim], group.size(), f"positions of dim {dim % tensor.dim()}")
+    return tensor.narrow(dim, group.rank() * share, share).clone(memory_format=torch.contiguous_format)

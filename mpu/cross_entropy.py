@@ -1,0 +1,129 @@
+"""Cross-entropy of logits that are split along the vocabulary, without gathering them.
+
+Each rank reduces its columns to two or three numbers per token; those are gathered ([T, 3] in fp32), and the
+loss of every token follows:  loss = lse - (1 - ε) x_target - ε mean(x) + z lse²,  lse = log Σ exp(x).
+ε is label smoothing as in `torch.nn.functional.cross_entropy`, z the coefficient of the z-loss of PaLM
+(arXiv:2204.02311, section 5). Rows are processed in chunks, so no fp32 copy of the logits ever exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from .communication import start_all_gather
+from .embedding import check_ids
+from .mesh import ParallelMesh, tp_rank, tp_size
+
+CHUNK_ELEMENTS = 1 << 21  # of the widened logits: 8 MiB in fp32
+
+
+def _chunks(rows: int, width: int) -> Iterator[slice]:
+    step = max(1, CHUNK_ELEMENTS // max(width, 1))
+    return (slice(start, start + step) for start in range(0, rows, step))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class _TokenLosses(Function):
+    """logits [T, Vp], targets [T] as columns of this rank, classes, smoothing, z, ... -> losses [T]"""
+
+    @staticmethod
+    def forward(
+        ctx, logits: Tensor, target: Tensor, kept: Tensor, classes: int, smoothing: float, z_loss: float, mesh
+    ) -> Tensor:
+        start = tp_rank(mesh) * logits.shape[1]
+        width = min(max(classes - start, 0), logits.shape[1])  # columns that are not padding
+        column = target - start  # [T]
+        here = kept & (column >= 0) & (column < width)
+        column = column.masked_fill(~here, 0)
+        stats = logits.new_zeros(3 if smoothing else 2, len(logits), dtype=_wide(logits.dtype))
+        stats[0] = float("-inf")
+        if width:
+            for rows in _chunks(*logits.shape):
+                chunk = logits[rows, :width].to(stats.dtype)  # [t, width]
+                stats[0, rows] = chunk.logsumexp(1)
+                stats[1, rows] = chunk.gather(1, column[rows, None]).squeeze(1).masked_fill(~here[rows], 0)
+                if smoothing:
+                    stats[2, rows] = chunk.sum(1)
+        if mesh is not None:
+            stats = start_all_gather(stats[None], 0, mesh.tp_group)()  # [tp, 3, T]
+        else:
+            stats = stats[None]
+        lse = stats[:, 0].logsumexp(0)  # [T]
+        losses = lse - (1 - smoothing) * stats[:, 1].sum(0)
+        if smoothing:
+            losses -= smoothing / classes * stats[:, 2].sum(0)
+        if z_loss:
+            losses += z_loss * lse.square()
+        ctx.save_for_backward(logits, column, here, kept, lse)
+        ctx.width, ctx.classes, ctx.smoothing, ctx.z_loss = width, classes, smoothing, z_loss
+        return losses.masked_fill_(~kept, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor):
+        logits, column, here, kept, lse = ctx.saved_tensors
+        width, smoothing = ctx.width, ctx.smoothing
+        scale = grads[0].to(lse.dtype).masked_fill(~kept, 0)  # [T]
+        # d/dx_j = softmax_j (1 + 2 z lse) - (1 - ε) [j is the target] - ε / classes
+        of_softmax = scale * (1 + 2 * ctx.z_loss * lse)
+        of_target = (scale * (1 - smoothing)).masked_fill(~here, 0)
+        logits_grad = torch.zeros_like(logits) if width < logits.shape[1] else torch.empty_like(logits)
+        if width:
+            for rows in _chunks(*logits.shape):
+                chunk = logits[rows, :width].to(lse.dtype)
+                chunk = chunk.sub_(lse[rows, None]).exp_().mul_(of_softmax[rows, None])
+                if smoothing:
+                    chunk -= (scale[rows] * (smoothing / ctx.classes))[:, None]
+                chunk.scatter_add_(1, column[rows, None], -of_target[rows, None])
+                # An ignored row has no gradient even where its logits are not finite.
+                logits_grad[rows, :width] = chunk.masked_fill_(~kept[rows, None], 0)
+        return logits_grad, None, None, None, None, None, None
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    num_classes: int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    mesh: ParallelMesh | None = None,
+) -> Tensor:
+    """`torch.nn.functional.cross_entropy` over a vocabulary that is split over the tensor-parallel ranks.
+
+    logits: [..., Vp], this rank's columns; labels: [...] integers, the same on every rank.
+    num_classes: the true vocabulary; columns from there on are padding and never enter the softmax. Default:
+    all tp * Vp columns. label_smoothing and z_loss: see the module's text. Returns fp32 (fp64 for fp64
+    logits), the same on every rank: the mean over the labels that are not ignored (NaN if there is none, as
+    torch does), their sum, or one loss per label. The gradient has the logits' dtype.
+    Raises `ValueError` for shapes that do not match, more classes than columns, and labels outside [0,
+    num_classes).
+    """
+    columns = logits.shape[-1] * tp_size(mesh)
+    classes = columns if num_classes is None else num_classes
+    if not 0 < classes <= columns:
+        raise ValueError(f"num_classes {classes} must be between 1 and the {columns} columns of all ranks")
+    if logits.shape[:-1] != labels.shape:
+        raise ValueError(f"labels {tuple(labels.shape)} do not match logits {tuple(logits.shape)}")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction {reduction!r} must be 'mean', 'sum' or 'none'")
+    target = labels.reshape(-1)
+    kept = target != ignore_index
+    target = target.masked_fill(~kept, 0)
+    check_ids(target, classes, "label")
+    flat = logits.reshape(-1, logits.shape[-1])
+    losses = _TokenLosses.apply(flat, target, kept, classes, label_smoothing, z_loss, mesh)
+    if reduction == "none":
+        return losses.view(labels.shape)
+    return losses.sum() / kept.sum() if reduction == "mean" else losses.sum()

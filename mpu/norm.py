@@ -1,0 +1,74 @@
+"""Normalisation layers whose replicated parameters get the right gradient on a split sequence."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .collectives import copy_to_tp
+from .mesh import ParallelMesh
+
+
+class LayerNorm(nn.Module):
+    """Layer normalisation over the last dimension (Ba et al. 2016, arXiv:1607.06450).
+
+    sequence_parallel: the input is this rank's part of the sequence, so the parameters' gradients are summed
+    over the tensor-parallel ranks, inside autograd, where every engine sees them. Input and output [..., H].
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        mesh: ParallelMesh | None = None,
+    ):
+        super().__init__()
+        self.hidden_size, self.eps = hidden_size, eps
+        self.sequence_parallel, self.mesh = sequence_parallel, mesh
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.bias = nn.Parameter(torch.zeros(hidden_size)) if bias else None
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        weight, bias = self.weight, self.bias
+        if self.sequence_parallel and bias is not None:
+            weight, bias = copy_to_tp(torch.stack([weight, bias]), self.mesh).unbind()  # one all-reduce for both
+        elif self.sequence_parallel:
+            weight = copy_to_tp(weight, self.mesh)
+        return F.layer_norm(tensor, (self.hidden_size,), weight, bias, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, eps={self.eps}, sequence_parallel={self.sequence_parallel}"
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation (Zhang & Sennrich 2019, arXiv:1910.07467) in the rounding order of
+    transformers: computed in fp32, cast to the input's dtype, then multiplied by the weight.
+
+    sequence_parallel: as for `LayerNorm`. Input and output [..., H].
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        *,
+        sequence_parallel: bool = False,
+        mesh: ParallelMesh | None = None,
+    ):
+        super().__init__()
+        self.hidden_size, self.eps = hidden_size, eps
+        self.sequence_parallel, self.mesh = sequence_parallel, mesh
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        weight = copy_to_tp(self.weight, self.mesh) if self.sequence_parallel else self.weight
+        wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return weight * normed.to(tensor.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, eps={self.eps}, sequence_parallel={self.sequence_parallel}"

@@ -1,0 +1,141 @@
+"""How one parameter is split over tensor-parallel ranks: the declaration that layers, initialisation,
+checkpoints and the converter share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from .divide import describe_sizes, divisors
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The split of a full tensor along one dimension. It does not depend on the number of ranks.
+
+    shape: full shape, without padding.
+    dim: the dimension that is split (negative counts from the end).
+    groups: sizes of the blocks stacked along `dim`, each of which is split separately, e.g. the three blocks
+        of a fused QKV weight or the two of a fused gate/up projection. Empty means one block.
+    unit: a rank's piece of every group is a whole number of units, e.g. the head size.
+    pad_multiple: 0 means that every group must divide evenly. m > 0 is for vocabularies: every rank holds
+        ceil(n / size) rows rounded up to a multiple of m, and those beyond the last true row are zeros.
+    tied_to: the name of the parameter whose values this one repeats, if any.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    groups: tuple[int, ...] = ()
+    unit: int = 1
+    pad_multiple: int = 0
+    tied_to: str | None = None
+
+    def __post_init__(self) -> None:
+        set_field = object.__setattr__  # the frozen dataclass's own way of normalising a field
+        set_field(self, "shape", tuple(self.shape))
+        set_field(self, "groups", tuple(self.groups))
+        if not -len(self.shape) <= self.dim < len(self.shape):
+            raise ValueError(f"dim {self.dim} is outside a tensor of shape {self.shape}")
+        set_field(self, "dim", self.dim % len(self.shape))
+        length = self.shape[self.dim]
+        if self.groups and (sum(self.groups) != length or min(self.groups) < 1):
+            raise ValueError(f"groups {self.groups} must be > 0 and add up to {length}, dim {self.dim} of {self.shape}")
+        if self.pad_multiple < 0 or self.unit < 1:
+            raise ValueError(f"pad_multiple {self.pad_multiple} must be >= 0 and unit {self.unit} >= 1")
+        if self.pad_multiple and (len(self.groups) > 1 or self.unit > 1):
+            raise ValueError("pad_multiple is for a single block of single rows; drop groups and unit")
+        for width in self._blocks:
+            if width % self.unit:
+                raise ValueError(f"a block of {width} rows is not a whole number of units of {self.unit}")
+
+    @property
+    def _blocks(self) -> tuple[int, ...]:
+        return self.groups or (self.shape[self.dim],)
+
+    def legal_sizes(self, limit: int) -> list[int]:
+        """The numbers of ranks up to `limit` over which this tensor can be split."""
+        if self.pad_multiple:
+            return list(range(1, limit + 1))
+        common = gcd(*(width // self.unit for width in self._blocks))
+        return [size for size in divisors(common) if size <= limit] if common else list(range(1, limit + 1))
+
+    def check(self, size: int) -> None:
+        """Raise `ValueError`, naming the sizes that work, if `size` ranks cannot share this tensor."""
+        if size >= 1 and (self.pad_multiple or all((width // self.unit) % size == 0 for width in self._blocks)):
+            return
+        units = f" in units of {self.unit}" if self.unit > 1 else ""
+        blocks = " + ".join(str(width // self.unit) for width in self._blocks)
+        raise ValueError(
+            f"{blocks} rows{units} (dim {self.dim} of {self.shape}) cannot be split {size} ways; "
+            f"use {describe_sizes(self.legal_sizes(max(self.shape[self.dim], 1)))}"
+        )
+
+    def _width(self, block: int, size: int) -> int:
+        """Rows of one block on each rank, padding included."""
+        width = -(-block // size)
+        return -(-width // self.pad_multiple) * self.pad_multiple if self.pad_multiple else width
+
+    def local_shape(self, size: int) -> tuple[int, ...]:
+        """The shape that each of `size` ranks holds, padding included."""
+        self.check(size)
+        local = sum(self._width(block, size) for block in self._blocks)
+        return (*self.shape[: self.dim], local, *self.shape[self.dim + 1 :])
+
+    def ranges(self, rank: int, size: int) -> list[tuple[int, int]]:
+        """The [start, stop) ranges along `dim` of the full tensor that `rank` holds, in local order, one per
+        block.
+
+        Padding belongs to no range, so a rank that holds nothing but padding has an empty one.
+        """
+        self.check(size)
+        if not 0 <= rank < size:
+            raise ValueError(f"rank {rank} is outside 0..{size - 1}")
+        ranges, offset = [], 0
+        for block in self._blocks:
+            width = self._width(block, size)
+            ranges.append((offset + min(rank * width, block), offset + min((rank + 1) * width, block)))
+            offset += block
+        return ranges
+
+    def slice(self, full: Tensor, rank: int, size: int) -> Tensor:
+        """This rank's part of `full` as a new contiguous tensor; padding rows are zeros."""
+        if tuple(full.shape) != self.shape:
+            raise ValueError(f"expected the full tensor of shape {self.shape}, got {tuple(full.shape)}")
+        pieces = [full.narrow(self.dim, start, stop - start) for start, stop in self.ranges(rank, size)]
+        local = torch.zeros(self.local_shape(size), dtype=full.dtype, device=full.device)
+        offset = 0
+        for piece in pieces:
+            local.narrow(self.dim, offset, piece.shape[self.dim]).copy_(piece)
+            offset += piece.shape[self.dim]
+        return local
+
+    def merge(self, parts: Sequence[Tensor]) -> Tensor:
+        """The full tensor from all ranks' parts in rank order, without padding. Exact inverse of `slice`."""
+        size = len(parts)
+        expected = self.local_shape(size)
+        full = parts[0].new_empty(self.shape)
+        for rank, part in enumerate(parts):
+            if tuple(part.shape) != expected or part.dtype != full.dtype:
+                raise ValueError(f"part {rank} is {part.dtype} {tuple(part.shape)}; expected {full.dtype} {expected}")
+            offset = 0
+            for start, stop in self.ranges(rank, size):
+                full.narrow(self.dim, start, stop - start).copy_(part.narrow(self.dim, offset, stop - start))
+                offset += stop - start
+        return full
+
+    def describe(self) -> str:
+        """One line for a layer's `extra_repr`."""
+        notes = [f"{'x'.join(map(str, self.shape))} split along {self.dim}"]
+        if len(self.groups) > 1:
+            notes.append(f"in blocks {'+'.join(map(str, self.groups))}")
+        if self.unit > 1:
+            notes.append(f"in units of {self.unit}")
+        if self.pad_multiple:
+            notes.append(f"padded to multiples of {self.pad_multiple}")
+        if self.tied_to:
+            notes.append(f"tied to {self.tied_to}")
+        return " ".join(notes)
