@@ -10,6 +10,7 @@ from .index_format import dtype_for_vocabulary
 from .indexed import IndexedDataset
 from .indexed_writer import IndexedDatasetWriter, WriterState
 from .merge import merge_datasets, split_dataset
+from .prepare import PrepareOptions, PrepareReport, prepare_dataset
 from .stdlib import python_stdlib
 from .tokenizer import Tokenizer, load_tokenizer
 from .tokenizer_training import train_byte_level_bpe
@@ -19,6 +20,8 @@ __all__ = [
     "GPTDataset",
     "IndexedDataset",
     "IndexedDatasetWriter",
+    "PrepareOptions",
+    "PrepareReport",
     "SourceReport",
     "Tokenizer",
     "WriterState",
@@ -28,6 +31,7 @@ __all__ = [
     "load_tokenizer",
     "merge_datasets",
     "prepare_corpus",
+    "prepare_dataset",
     "python_stdlib",
     "skip_bad",
     "split_dataset",

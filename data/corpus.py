@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
-
 from .documents import SourceReport, iter_documents, skip_bad, source_name
+from .encoding import encode_documents
 from .entropy import token_counts
 from .index_format import bin_path, dtype_for_vocabulary, idx_path
 from .indexed import IndexedDataset
@@ -67,9 +66,7 @@ def prepare_corpus(
         ValueError: nothing there, no text, fewer than two different documents, or no tokenizer beside a pair.
     """
     if not 0 < held_out_fraction < 1:
-        raise ValueError(
-            f"held_out_fraction is {held_out_fraction}; it must lie between 0 and 1, such as 0.05"
-        )
+        raise ValueError(f"held_out_fraction is {held_out_fraction}; it must lie between 0 and 1, such as 0.05")
     output = Path(output_dir)
     prefix = as_prefix(source)
     if prefix is not None:
@@ -184,22 +181,8 @@ def _write_batches(
 ) -> None:
     for held_out, writer in ((False, train), (True, valid)):
         if batches[held_out]:
-            writer.add_documents(*encode_documents(tokenizer, batches[held_out]))
+            writer.add_documents(*encode_documents(tokenizer, batches[held_out], writer.dtype))
             batches[held_out].clear()
-
-
-def encode_documents(tokenizer: Tokenizer, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of all texts, each with the end-of-text token behind it (int64 [total]), and their lengths."""
-    eos = tokenizer.eos_token_id
-    encoded = tokenizer.encode_batch(texts)
-    lengths = np.fromiter((len(ids) + 1 for ids in encoded), np.int64, len(encoded))
-    tokens = np.empty(int(lengths.sum()), np.int64)
-    start = 0
-    for ids in encoded:
-        tokens[start : start + len(ids)] = ids
-        tokens[start + len(ids)] = eos
-        start += len(ids) + 1
-    return tokens, lengths
 
 
 def _from_prefix(prefix: Path, output: Path, fraction: float, seed: int) -> Corpus:
@@ -219,9 +202,7 @@ def _from_prefix(prefix: Path, output: Path, fraction: float, seed: int) -> Corp
     else:
         train, valid = output / "train", output / "valid"
         if dataset.num_documents < 2:
-            raise ValueError(
-                f"{prefix} holds {dataset.num_documents} document(s); splitting needs at least 2"
-            )
+            raise ValueError(f"{prefix} holds {dataset.num_documents} document(s); splitting needs at least 2")
         split_dataset(dataset, {train: 1 - fraction, valid: fraction}, seed=seed)
     return Corpus(train, valid, tokenizer_dir, tokenizer.vocab_size, tokenizer.eos_token_id)
 
@@ -233,8 +214,7 @@ def find_tokenizer(prefix: Path) -> Path:
         if (candidate / "tokenizer.json").is_file() or list(candidate.glob("*.model")):
             return candidate
     raise ValueError(
-        f"no tokenizer beside {prefix}: looked for {prefix.name}_tokenizer/, tokenizer/ and tokenizer.json "
-        f"in {folder}"
+        f"no tokenizer beside {prefix}: looked for {prefix.name}_tokenizer/, tokenizer/ and tokenizer.json in {folder}"
     )
 
 

@@ -45,9 +45,7 @@ class GPTDataset:
 
     def __init__(self, indexed: IndexedDataset, sequence_length: int, seed: int = 1234) -> None:
         if sequence_length < 2:
-            raise ValueError(
-                f"sequence_length is {sequence_length}; predicting a next token needs at least 2"
-            )
+            raise ValueError(f"sequence_length is {sequence_length}; predicting a next token needs at least 2")
         if indexed.num_tokens == 0:
             raise ValueError(f"{indexed.prefix} holds no tokens")
         if seed < 0:

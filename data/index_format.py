@@ -60,9 +60,7 @@ def parse_header(raw: bytes, path: Path) -> tuple[np.dtype, int, int]:
     if not raw:
         raise ValueError(f"{path} is empty; an index begins with {MAGIC!r}")
     if raw.startswith(LEGACY_MAGIC):
-        raise ValueError(
-            f"{path} is a legacy fairseq index (TNTIDX); only Megatron's memory-mapped format is read"
-        )
+        raise ValueError(f"{path} is a legacy fairseq index (TNTIDX); only Megatron's memory-mapped format is read")
     if not raw.startswith(MAGIC):
         raise ValueError(f"{path} is not a Megatron index: it begins with {raw[:9]!r} instead of {MAGIC!r}")
     if len(raw) < HEADER.size:
@@ -71,9 +69,7 @@ def parse_header(raw: bytes, path: Path) -> tuple[np.dtype, int, int]:
     if version == int.from_bytes(VERSION.to_bytes(8, "big"), "little"):
         raise ValueError(f"{path} was written on a big-endian machine; the format is little endian")
     if version != VERSION:
-        raise ValueError(
-            f"{path} has index version {version}; only version {VERSION} exists in Megatron-LM and LiBai"
-        )
+        raise ValueError(f"{path} has index version {version}; only version {VERSION} exists in Megatron-LM and LiBai")
     if code not in DTYPE_CODES:
         raise ValueError(f"{path} names token dtype code {code}; known codes are 1 to {max(DTYPE_CODES)}")
     return DTYPE_CODES[code], sequences, documents

@@ -8,9 +8,7 @@ import numpy as np
 
 from .index_format import HEADER, bin_path, idx_path, parse_header
 
-CHECK_BLOCK = (
-    1 << 22
-)  # index entries that are checked at a time, so that opening needs no memory per sequence
+CHECK_BLOCK = 1 << 22  # index entries that are checked at a time, so that opening needs no memory per sequence
 
 
 class IndexedDataset:
@@ -35,9 +33,7 @@ class IndexedDataset:
         index, tokens = idx_path(prefix), bin_path(prefix)
         for path in (index, tokens):
             if not path.is_file():
-                raise FileNotFoundError(
-                    f"{path} does not exist; an indexed dataset is a .bin and an .idx file"
-                )
+                raise FileNotFoundError(f"{path} does not exist; an indexed dataset is a .bin and an .idx file")
         with index.open("rb") as file:
             self.dtype, sequences, documents = parse_header(file.read(HEADER.size), index)
         expected = HEADER.size + sequences * 12 + documents * 8
@@ -87,9 +83,7 @@ class IndexedDataset:
 
     def token_range(self, document: int) -> tuple[int, int]:
         """Where the document lies in `tokens`: (start, stop)."""
-        return self._token_at(self.document_indices[document]), self._token_at(
-            self.document_indices[document + 1]
-        )
+        return self._token_at(self.document_indices[document]), self._token_at(self.document_indices[document + 1])
 
     def document_lengths(self) -> np.ndarray:
         """Tokens per document, int64 [documents]."""

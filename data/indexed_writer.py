@@ -77,13 +77,9 @@ class IndexedDatasetWriter:
         """Append several sequences at once: `tokens` [sum(lengths)] is their concatenation."""
         tokens, lengths = np.asarray(tokens), np.asarray(lengths)
         if tokens.ndim != 1 or lengths.sum() != len(tokens):
-            raise ValueError(
-                f"tokens of shape {tokens.shape} do not add up to the lengths' sum {lengths.sum()}"
-            )
+            raise ValueError(f"tokens of shape {tokens.shape} do not add up to the lengths' sum {lengths.sum()}")
         if len(lengths) and lengths.max() > np.iinfo(np.int32).max:
-            raise ValueError(
-                f"a sequence of {lengths.max()} tokens is too long; the format stores lengths as int32"
-            )
+            raise ValueError(f"a sequence of {lengths.max()} tokens is too long; the format stores lengths as int32")
         self._check_range(tokens)
         self._files["bin"].write(tokens.astype(self.dtype, copy=False).tobytes())
         self._files["sizes"].write(lengths.astype("<i4").tobytes())
@@ -93,6 +89,15 @@ class IndexedDatasetWriter:
     def end_document(self) -> None:
         """Close the open document; it consists of the sequences added since the last call."""
         self._mark_documents(np.array([self._sequences]))
+
+    def end_documents(self, sequences: np.ndarray) -> None:
+        """Close several documents at once; `sequences` [documents] says how many of the last sequences each
+        has.
+        """
+        ends = self._last_mark + np.cumsum(sequences)
+        if len(ends) and ends[-1] != self._sequences:
+            raise ValueError(f"the documents end at sequence {ends[-1]}, but {self._sequences} were added")
+        self._mark_documents(ends)
 
     def add_documents(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
         """Append documents of one sequence each; `tokens` [sum(lengths)] is their concatenation."""
@@ -105,9 +110,7 @@ class IndexedDatasetWriter:
     def add_dataset(self, dataset: IndexedDataset) -> None:
         """Append all documents of another dataset of the same dtype (a merge)."""
         if dataset.dtype != self.dtype:
-            raise ValueError(
-                f"{dataset.prefix} holds {dataset.dtype} tokens and cannot be appended to {self.dtype}"
-            )
+            raise ValueError(f"{dataset.prefix} holds {dataset.dtype} tokens and cannot be appended to {self.dtype}")
         first, step = self._sequences, COPY_BYTES // 8
         for start in range(0, dataset.num_tokens, step):
             self._files["bin"].write(dataset.tokens[start : start + step].tobytes())

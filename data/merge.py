@@ -38,9 +38,7 @@ def split_dataset(dataset: IndexedDataset, shares: Mapping[Path, float], *, seed
     names = list(shares)
     weights = np.array([shares[name] for name in names], np.float64)
     if (weights < 0).any() or abs(weights.sum() - 1) > 1e-6:
-        raise ValueError(
-            f"the shares {weights.tolist()} must be positive and sum to 1, such as 0.9 0.05 0.05"
-        )
+        raise ValueError(f"the shares {weights.tolist()} must be positive and sum to 1, such as 0.9 0.05 0.05")
     counts = _counts(weights, dataset.num_documents, dataset.prefix)
     order = np.random.default_rng([seed, dataset.num_documents]).permutation(dataset.num_documents)
     owner = np.empty(dataset.num_documents, np.int8)
@@ -58,9 +56,7 @@ def split_dataset(dataset: IndexedDataset, shares: Mapping[Path, float], *, seed
 def _counts(weights: np.ndarray, documents: int, prefix: Path) -> np.ndarray:
     needed = int((weights > 0).sum())
     if documents < needed:
-        raise ValueError(
-            f"{prefix} holds {documents} document(s), fewer than the {needed} parts to split into"
-        )
+        raise ValueError(f"{prefix} holds {documents} document(s), fewer than the {needed} parts to split into")
     counts = np.maximum(np.round(weights * documents).astype(np.int64), weights > 0)
     counts[counts.argmax()] += documents - counts.sum()
     return counts

@@ -47,7 +47,5 @@ def _cut_of_block(file: BinaryIO, number: int, block: int) -> int | None:
             return first + found + len(separator)
     if number % HARD_CUT_BLOCKS:
         return None
-    ahead = next(
-        (i for i, byte in enumerate(raw[:4]) if byte & 0xC0 != 0x80), 0
-    )  # not inside a UTF-8 character
+    ahead = next((i for i, byte in enumerate(raw[:4]) if byte & 0xC0 != 0x80), 0)  # not inside a UTF-8 character
     return first + ahead

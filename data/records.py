@@ -11,7 +11,7 @@ from typing import BinaryIO
 from .pieces import text_pieces
 from .sources import Chunk
 
-LARGEST_RECORD_BYTES = 64 << 20
+LARGEST_RECORD_BYTES = 16 << 20  # tokenising one takes some 50 times its size
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,7 @@ class ChunkText:
 
 def read_chunk(chunk: Chunk, text_key: str = "text") -> ChunkText:
     """Documents of one chunk. Defective records are returned, not raised; a missing file is an OSError."""
-    reader = {"jsonl": _jsonl, "text": _text, "files": _files, "parquet": _parquet, "arrow": _arrow}[
-        chunk.kind
-    ]
+    reader = {"jsonl": _jsonl, "text": _text, "files": _files, "parquet": _parquet, "arrow": _arrow}[chunk.kind]
     found = ChunkText()
     reader(chunk, text_key, found)
     return found
@@ -61,9 +59,7 @@ def _jsonl(chunk: Chunk, text_key: str, found: ChunkText) -> None:
             found.lines += 1
             found.bytes += len(raw)
             if len(raw) > LARGEST_RECORD_BYTES:
-                found.bad.append(
-                    BadRecord(path, found.lines, f"line longer than {LARGEST_RECORD_BYTES >> 20} MiB")
-                )
+                found.bad.append(BadRecord(path, found.lines, f"line longer than {LARGEST_RECORD_BYTES >> 20} MiB"))
             elif raw.isspace():
                 found.empty += 1
             else:
@@ -86,9 +82,7 @@ def text_of(raw: bytes, text_key: str) -> str:
     if not isinstance(value, dict):
         raise ValueError(f"a JSON {type(value).__name__} instead of an object with the key {text_key!r}")
     if text_key not in value:
-        raise ValueError(
-            f"no key {text_key!r}; the keys are {', '.join(map(repr, list(value)[:8])) or 'none'}"
-        )
+        raise ValueError(f"no key {text_key!r}; the keys are {', '.join(map(repr, list(value)[:8])) or 'none'}")
     return check_text(value[text_key], f"the value of {text_key!r}")
 
 
@@ -142,9 +136,7 @@ def _add_raw(path: Path, raw: bytes, found: ChunkText) -> None:
     found.lines += 1
     found.bytes += len(raw)
     if b"\0" in raw:
-        found.bad.append(
-            BadRecord(path, found.lines, f"NUL byte at byte {raw.index(0)} of the piece: not text")
-        )
+        found.bad.append(BadRecord(path, found.lines, f"NUL byte at byte {raw.index(0)} of the piece: not text"))
         return
     try:
         found.add(raw.decode("utf-8-sig"))

@@ -20,6 +20,7 @@ JSON_SUFFIXES = frozenset({".jsonl", ".ndjson", ".json"})
 # One file of text is cut into documents, so that some can be held out; in a folder each file is a document.
 # Longer ones are cut at the larger size, which bounds the memory of a worker.
 PIECE_BYTES = 16 << 10
+LEAST_PIECE_BYTES = 512
 FILE_PIECE_BYTES = 1 << 20
 SNIFF_BYTES = 8192
 
@@ -49,9 +50,7 @@ def plan_chunks(source: Source) -> list[Chunk]:
         return _plan_files([Path(path) for path in source], "the given list")
     path = Path(source)
     if not path.exists():
-        raise ValueError(
-            f"{path} does not exist; give a text file, JSON lines, parquet, or a folder of those"
-        )
+        raise ValueError(f"{path} does not exist; give a text file, JSON lines, parquet, or a folder of those")
     if path.is_dir() and ((path / "state.json").is_file() or (path / "dataset_dict.json").is_file()):
         return _arrow_chunks(path)
     files = list_files(path) if path.is_dir() else [path]
@@ -61,9 +60,7 @@ def plan_chunks(source: Source) -> list[Chunk]:
 def list_files(folder: Path) -> list[Path]:
     """Regular files below a folder, sorted, without hidden ones."""
     found = (path for path in folder.rglob("*") if path.is_file())
-    return sorted(
-        path for path in found if not any(p.startswith(".") for p in path.relative_to(folder).parts)
-    )
+    return sorted(path for path in found if not any(p.startswith(".") for p in path.relative_to(folder).parts))
 
 
 def fingerprint(source: Source) -> str:
@@ -73,9 +70,7 @@ def fingerprint(source: Source) -> str:
         digest.update(f"{chunk.kind} {chunk.start} {chunk.stop}".encode())
         for path in chunk.paths:
             stat = path.stat()
-            digest.update(
-                f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode("utf-8", "surrogateescape")
-            )
+            digest.update(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
 
 
@@ -99,13 +94,12 @@ def _plan_files(files: list[Path], described: str) -> list[Chunk]:
         elif len(files) == 1 or is_text(path):
             texts.append(path)
     if len(texts) == 1 and not chunks:
-        chunks = _range_chunks("text", texts[0], PIECE_BYTES)
+        size = texts[0].stat().st_size
+        chunks = _range_chunks("text", texts[0], max(LEAST_PIECE_BYTES, min(PIECE_BYTES, size // 64)))
     else:
         chunks += _files_chunks(texts)
     if not chunks:
-        raise ValueError(
-            f"{described} holds no text: looked for text files, .jsonl, .ndjson, .json and .parquet"
-        )
+        raise ValueError(f"{described} holds no text: looked for text files, .jsonl, .ndjson, .json and .parquet")
     return chunks
 
 
@@ -151,8 +145,6 @@ def _arrow_chunks(folder: Path) -> list[Chunk]:
 
     dataset = load_from_disk(str(folder))
     if not isinstance(dataset, Dataset):
-        raise ValueError(
-            f"{folder} holds several splits ({', '.join(map(str, dataset))}); give one of its subfolders"
-        )
+        raise ValueError(f"{folder} holds several splits ({', '.join(map(str, dataset))}); give one of its subfolders")
     starts = range(0, len(dataset), ROWS_PER_CHUNK)
     return [Chunk("arrow", (folder,), row, min(row + ROWS_PER_CHUNK, len(dataset))) for row in starts]

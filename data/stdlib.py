@@ -18,7 +18,5 @@ def python_stdlib() -> list[Path]:
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     if not found:
-        raise ValueError(
-            f"this interpreter has no standard library source under {root}; give a corpus of your own"
-        )
+        raise ValueError(f"this interpreter has no standard library source under {root}; give a corpus of your own")
     return sorted(found)

@@ -67,9 +67,7 @@ class FastTokenizer(Tokenizer):
             self.backend = RustTokenizer.from_file(str(file))
         except Exception as error:  # the Rust library raises bare Exception
             raise ValueError(f"{file} is not a readable tokenizer.json: {error}") from None
-        self.backend.encode_special_tokens = (
-            True  # "<|endoftext|>" inside a document is text, not the end of it
-        )
+        self.backend.encode_special_tokens = True  # "<|endoftext|>" inside a document is text, not the end of it
         self.backend.no_padding()
         self.backend.no_truncation()
         highest = max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -148,9 +146,7 @@ class TransformersTokenizer(Tokenizer):
         self.special = {name: index for name, index in ids.items() if index is not None}
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return self.backend(
-            list(texts), add_special_tokens=False, split_special_tokens=True, verbose=False
-        ).input_ids
+        return self.backend(list(texts), add_special_tokens=False, split_special_tokens=True, verbose=False).input_ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -171,9 +167,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if path.is_file():
         return SentencePieceTokenizer(path) if path.suffix == ".model" else _fast(path, path.parent)
     if not path.is_dir():
-        raise ValueError(
-            f"{path} does not exist; give a tokenizer.json, a SentencePiece .model, or a folder with one"
-        )
+        raise ValueError(f"{path} does not exist; give a tokenizer.json, a SentencePiece .model, or a folder with one")
     if (path / "tokenizer.json").is_file():
         return _fast(path / "tokenizer.json", path)
     for name in SENTENCEPIECE_FILES:

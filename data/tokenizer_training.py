@@ -23,9 +23,7 @@ def train_byte_level_bpe(
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     if vocab_size < LEAST_BPE_VOCABULARY:
-        raise ValueError(
-            f"a byte-level vocabulary needs at least {LEAST_BPE_VOCABULARY} entries, not {vocab_size}"
-        )
+        raise ValueError(f"a byte-level vocabulary needs at least {LEAST_BPE_VOCABULARY} entries, not {vocab_size}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
