@@ -12,27 +12,27 @@ from .dropout_mask import dropout_keep
 from .library import Op, compute_dtype, nothing
 
 
-def _dropped(value, keys, p, offset, row_stride):
+def _dropped(value, keys, p, first_row, first_column):
     if p == 0.0:
         return value
-    keep = dropout_keep(keys, tuple(value.shape), p, offset, row_stride)
+    keep = dropout_keep(keys, tuple(value.shape), p, first_row, first_column)
     return torch.where(keep, value / (1.0 - p), 0.0)
 
 
-def reference(x, bias, residual, keys, p, offset, row_stride):
+def reference(x, bias, residual, keys, p, first_row, first_column):
     """The naive definition; arguments as in the schema."""
     z = x.to(compute_dtype(x))
     if bias is not None:
         z = z + bias.to(z.dtype)
-    z = _dropped(z, keys, p, offset, row_stride)
+    z = _dropped(z, keys, p, first_row, first_column)
     if residual is not None:
         z = z + residual.to(z.dtype)
     return (z.to(x.dtype),)
 
 
-def backward_reference(grad, keys, p, offset, row_stride, has_bias):
+def backward_reference(grad, keys, p, first_row, first_column, has_bias):
     """Gradients of x and of the bias; the residual's is `grad` itself."""
-    grad_z = _dropped(grad.to(compute_dtype(grad)), keys, p, offset, row_stride)
+    grad_z = _dropped(grad.to(compute_dtype(grad)), keys, p, first_row, first_column)
     grad_bias = grad_z.flatten(0, -2).sum(0).to(grad.dtype) if has_bias else nothing(grad)
     return grad_z.to(grad.dtype), grad_bias
 
@@ -41,12 +41,12 @@ def _contiguous(*tensors):
     return tuple(None if tensor is None else tensor.contiguous() for tensor in tensors)
 
 
-def _prepare(x, bias, residual, keys, p, offset, row_stride):
-    return same_dtype(x, bias, residual) or (*_contiguous(x, bias, residual, keys), p, offset, row_stride)
+def _prepare(x, bias, residual, keys, p, first_row, first_column):
+    return same_dtype(x, bias, residual) or (*_contiguous(x, bias, residual, keys), p, first_row, first_column)
 
 
-def _prepare_backward(grad, keys, p, offset, row_stride, has_bias):
-    return same_dtype(grad) or (*_contiguous(grad, keys), p, offset, row_stride, has_bias)
+def _prepare_backward(grad, keys, p, first_row, first_column, has_bias):
+    return same_dtype(grad) or (*_contiguous(grad, keys), p, first_row, first_column, has_bias)
 
 
 def _empty(like):
@@ -55,7 +55,7 @@ def _empty(like):
 
 forward_op = Op(
     "bias_dropout_residual",
-    "Tensor x, Tensor? bias, Tensor? residual, Tensor? keys, float p, SymInt offset, SymInt row_stride",
+    "Tensor x, Tensor? bias, Tensor? residual, Tensor? keys, float p, SymInt first_row, SymInt first_column",
     ("y",),
     allocate=lambda x, *_: (_empty(x),),
     reference=reference,
@@ -63,7 +63,7 @@ forward_op = Op(
 )
 backward_op = Op(
     "bias_dropout_residual_backward",
-    "Tensor grad, Tensor? keys, float p, SymInt offset, SymInt row_stride, bool has_bias",
+    "Tensor grad, Tensor? keys, float p, SymInt first_row, SymInt first_column, bool has_bias",
     ("grad_x", "grad_bias"),
     allocate=lambda grad, *rest: (
         _empty(grad),
@@ -75,7 +75,7 @@ backward_op = Op(
 
 
 def _setup_context(ctx, inputs, output):
-    _, bias, residual, keys, ctx.p, ctx.offset, ctx.row_stride = inputs
+    _, bias, residual, keys, ctx.p, ctx.first_row, ctx.first_column = inputs
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.residual_dtype = None if residual is None else residual.dtype
     ctx.save_for_backward(keys)
@@ -85,7 +85,7 @@ def _backward(ctx, grad):
     (keys,) = ctx.saved_tensors
     has_bias = ctx.bias_dtype is not None
     grad_x, grad_bias = torch.ops.shardzoo.bias_dropout_residual_backward(
-        grad, keys, ctx.p, ctx.offset, ctx.row_stride, has_bias
+        grad, keys, ctx.p, ctx.first_row, ctx.first_column, has_bias
     )
     grad_bias = grad_bias.to(ctx.bias_dtype) if has_bias else None
     grad_residual = None if ctx.residual_dtype is None else grad.to(ctx.residual_dtype)
@@ -102,8 +102,8 @@ def bias_dropout_residual(
     *,
     p: float,
     keys: torch.Tensor | None = None,
-    offset: int = 0,
-    row_stride: int | None = None,
+    first_row: int = 0,
+    first_column: int = 0,
 ) -> torch.Tensor:
     """residual + dropout(x + bias).
 
@@ -113,7 +113,7 @@ def bias_dropout_residual(
         residual: x's shape, or None.
         p: probability of dropping an element; survivors are multiplied by 1 / (1 - p).
         keys: int64 [B] of `dropout_keys`; needed if p > 0.
-        offset, row_stride: where x lies within the unsplit sample (see `dropout_keep`).
+        first_row, first_column: where x begins within the unsplit sample (see `dropout_keep`).
 
     Raises:
         ValueError: for shapes that do not fit, p outside [0, 1), or p > 0 without keys.
@@ -122,25 +122,20 @@ def bias_dropout_residual(
         raise ValueError(f"a dropout probability must be at least 0 and less than 1, got {p}")
     if p and (keys is None or tuple(keys.shape) != (x.shape[0],)):
         got = "none" if keys is None else f"shape {tuple(keys.shape)}"
-        raise ValueError(
-            f"dropout of x {tuple(x.shape)} needs one key per sample, shape ({x.shape[0]},); got {got}"
-        )
+        raise ValueError(f"dropout of x {tuple(x.shape)} needs one key per sample, shape ({x.shape[0]},); got {got}")
     if bias is not None and tuple(bias.shape) != (x.shape[-1],):
-        raise ValueError(
-            f"the bias of x {tuple(x.shape)} has shape ({x.shape[-1]},), got {tuple(bias.shape)}"
-        )
+        raise ValueError(f"the bias of x {tuple(x.shape)} has shape ({x.shape[-1]},), got {tuple(bias.shape)}")
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"x {tuple(x.shape)} and residual {tuple(residual.shape)} must have the same shape")
-    stride = x.shape[-1] if row_stride is None else row_stride
     return torch.ops.shardzoo.bias_dropout_residual(
-        x, bias, residual, keys if p else None, float(p), offset, stride
+        x, bias, residual, keys if p else None, float(p), first_row, first_column
     )
 
 
 def dropout(
-    x: torch.Tensor, p: float, keys: torch.Tensor | None, *, offset: int = 0, row_stride: int | None = None
+    x: torch.Tensor, p: float, keys: torch.Tensor | None, *, first_row: int = 0, first_column: int = 0
 ) -> torch.Tensor:
     """Counter-based dropout of x [B, ..., C]; arguments as in `bias_dropout_residual`."""
     if p == 0.0:
         return x
-    return bias_dropout_residual(x, None, None, p=p, keys=keys, offset=offset, row_stride=row_stride)
+    return bias_dropout_residual(x, None, None, p=p, keys=keys, first_row=first_row, first_column=first_column)

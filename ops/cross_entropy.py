@@ -37,9 +37,7 @@ def stats_reference(logits, target, first, columns):
     return maximum, sum_exp, torch.where(here, picked, 0.0), x.sum(-1)
 
 
-def grad_reference(
-    logits, target, grad, log_z, first, columns, num_classes, label_smoothing, z_loss, ignore_index
-):
+def grad_reference(logits, target, grad, log_z, first, columns, num_classes, label_smoothing, z_loss, ignore_index):
     """The gradient of the local logits [T, Vp]; 0 in padding columns and ignored rows."""
     dtype = compute_dtype(logits)
     x, scale, lse = logits[:, :columns].to(dtype), grad.to(dtype)[:, None], log_z.to(dtype)[:, None]
@@ -64,9 +62,7 @@ def _prepare_grad(logits, target, grad, log_z, *settings):
     return same_dtype(logits) or (logits.contiguous(), target.contiguous(), *vectors, *settings)
 
 
-_SETTINGS = (
-    "SymInt first, SymInt columns, SymInt num_classes, float label_smoothing, float z_loss, int ignore_index"
-)
+_SETTINGS = "SymInt first, SymInt columns, SymInt num_classes, float label_smoothing, float z_loss, int ignore_index"
 stats_op = Op(
     "cross_entropy_stats",
     "Tensor logits, Tensor target, SymInt first, SymInt columns",
@@ -86,9 +82,7 @@ grad_op = Op(
 
 # The gradient written over the logits; an op of its own, because an op's inputs and its `out` must not
 # overlap.
-LIBRARY.define(
-    f"cross_entropy_grad_(Tensor(a!) logits, Tensor target, Tensor grad, Tensor log_z, {_SETTINGS}) -> ()"
-)
+LIBRARY.define(f"cross_entropy_grad_(Tensor(a!) logits, Tensor target, Tensor grad, Tensor log_z, {_SETTINGS}) -> ()")
 torch.library.register_fake("shardzoo::cross_entropy_grad_", lambda *_: None, lib=LIBRARY)
 
 
@@ -139,22 +133,16 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, grad_losses, grad_log_z):
     logits, target, log_z = ctx.saved_tensors
     columns = logits.shape[1]
-    grad = torch.ops.shardzoo.cross_entropy_grad(
-        logits, target, grad_losses, log_z, 0, columns, columns, *ctx.settings
-    )
+    grad = torch.ops.shardzoo.cross_entropy_grad(logits, target, grad_losses, log_z, 0, columns, columns, *ctx.settings)
     return grad, None, None, None, None
 
 
-torch.library.register_autograd(
-    "shardzoo::cross_entropy", _backward, setup_context=_setup_context, lib=LIBRARY
-)
+torch.library.register_autograd("shardzoo::cross_entropy", _backward, setup_context=_setup_context, lib=LIBRARY)
 
 
 def _check(logits: torch.Tensor, target: torch.Tensor) -> None:
     if logits.dim() != 2 or tuple(target.shape) != (logits.shape[0],):
-        raise ValueError(
-            f"expected logits [T, V] and target [T], got {tuple(logits.shape)} and {tuple(target.shape)}"
-        )
+        raise ValueError(f"expected logits [T, V] and target [T], got {tuple(logits.shape)} and {tuple(target.shape)}")
 
 
 def cross_entropy_stats(
@@ -240,6 +228,4 @@ def cross_entropy(
     differentiable.
     """
     _check(logits, target)
-    return torch.ops.shardzoo.cross_entropy(
-        logits, target, float(label_smoothing), float(z_loss), ignore_index
-    )[0]
+    return torch.ops.shardzoo.cross_entropy(logits, target, float(label_smoothing), float(z_loss), ignore_index)[0]

@@ -1,12 +1,16 @@
 """Counter-based dropout: whether an element is kept is a pure integer function of where it is.
 
-The mask of an element depends on (seed, global sample index, site, element index within the sample) and on
-nothing else, so that it is the same whatever the tensor-parallel degree, the micro-batch size or the number
-of recomputations. A sample's 64-bit key condenses (seed, sample, site); the element's 64-bit index is hashed
-with it in 32-bit arithmetic, which PyTorch, C++, CUDA and Triton evaluate to identical bits.
+The mask depends on a 64-bit key per sample (`mpu.dropout` derives it from seed, site, visit and global sample
+index), on the element's row and column in the sample's unsplit tensor, and on nothing else. All arithmetic is
+on unsigned integers modulo 2^64 or 2^32, so PyTorch, C++, CUDA and Triton evaluate it to identical bits:
 
-The hash is two rounds of a multiply-xorshift finalizer (constants: MurmurHash3's fmix32 and Wellons'
-lowbias32).
+    mix64(z): z ^= z >> 30; z *= 0xbf58476d1ce4e5b9; z ^= z >> 27; z *= 0x94d049bb133111eb; z ^= z >> 31
+    chain(key, value) = mix64(key + 0x9e3779b97f4a7c15 * (value + 1))
+    row key = chain(sample's key, row);  low, high = its halves
+    h = low + column;  h ^= h >> 16;  h *= 0x21f0aaad;  h ^= high;  h ^= h >> 15;  h *= 0x735a2d97;  h ^= h >>
+    15 kept = h >= round(p * 2^32)
+
+mix64 is the finalizer of SplitMix64 (Steele et al. 2014); the 32-bit constants are Wellons' low-bias ones.
 """
 
 from __future__ import annotations
@@ -14,10 +18,11 @@ from __future__ import annotations
 import torch
 
 _LOW = 0xFFFFFFFF
+_GOLDEN = 0x9E3779B97F4A7C15
 
 
-def _int64(value: int) -> int:
-    """The signed 64-bit integer with the same bits as `value` modulo 2^64."""
+def _signed(value: int) -> int:
+    """The signed 64-bit integer with the same bits as `value` modulo 2^64: torch has no unsigned arithmetic."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value
 
@@ -26,20 +31,19 @@ def _shift_right(value: torch.Tensor, bits: int) -> torch.Tensor:
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _mix64(value: torch.Tensor) -> torch.Tensor:
-    """splitmix64's finalizer on int64 bits (Steele, Lea and Flood 2014)."""
-    value = (value ^ _shift_right(value, 30)) * _int64(0xBF58476D1CE4E5B9)
-    value = (value ^ _shift_right(value, 27)) * _int64(0x94D049BB133111EB)
-    return value ^ _shift_right(value, 31)
+def _chain(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    z = key + (value + 1) * _signed(_GOLDEN)
+    z = (z ^ _shift_right(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift_right(z, 27)) * _signed(0x94D049BB133111EB)
+    return z ^ _shift_right(z, 31)
 
 
-def dropout_keys(seed: int, samples: torch.Tensor, site: int) -> torch.Tensor:
-    """The key of each sample of a batch: int64 [B], from `seed`, global sample indices int64 [B] and a site's
-    number.
+def dropout_keys(key: int, first_sample: int, batch: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """int64 [batch], a key per sample: chain(key, first_sample + b), from the 64-bit key of one use of a
+    site.
     """
-    golden = 0x9E3779B97F4A7C15
-    start = _mix64(torch.full_like(samples, _int64(seed * golden + golden)))
-    return _mix64(_mix64(start ^ samples) + _int64(site * golden + golden))
+    samples = torch.arange(first_sample, first_sample + batch, device=device)
+    return _chain(torch.full_like(samples, _signed(key)), samples)
 
 
 def dropout_threshold(p: float) -> int:
@@ -49,37 +53,28 @@ def dropout_threshold(p: float) -> int:
     return min(round(p * 2**32), _LOW)
 
 
-def hash32(keys: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """The 32-bit hash (as int64 in [0, 2^32)) of int64 element indices under int64 keys; the two broadcast."""
-    h = (indices & _LOW) ^ (keys & _LOW)
-    h = ((h ^ (h >> 16)) * 0x85EBCA6B) & _LOW
-    h = h ^ (h >> 13)
-    h = (h + _shift_right(keys, 32) + _shift_right(indices, 32) * 0x9E3779B9) & _LOW
-    h = (h * 0xC2B2AE35) & _LOW
-    h = ((h ^ (h >> 16)) * 0x7FEB352D) & _LOW
-    h = ((h ^ (h >> 15)) * 0x846CA68B) & _LOW
-    return h ^ (h >> 16)
-
-
 def dropout_keep(
-    keys: torch.Tensor, shape: tuple[int, ...], p: float, offset: int = 0, row_stride: int | None = None
+    keys: torch.Tensor, shape: tuple[int, ...], p: float, first_row: int = 0, first_column: int = 0
 ) -> torch.Tensor:
     """Boolean mask of kept elements for a tensor [B, ..., C].
 
     Args:
         keys: int64 [B] of `dropout_keys`.
-        shape: the tensor's shape; the first dimension is the batch.
+        shape: the tensor's shape. Its dimensions between the first and the last are the rows of a sample.
         p: probability of dropping an element.
-        offset: index, within the unsplit sample, of this tensor's first element.
-        row_stride: distance in the unsplit sample between two rows of this tensor; its last dimension by
-            default. A rank holding columns [f0, f0 + Fp) of [S, F] passes offset=f0 and row_stride=F.
+        first_row, first_column: where the tensor begins within the sample's unsplit tensor. A rank with heads
+            [n0, n0 + Np) of [N, Sq, Sk] has first_row = n0 * Sq; one with columns [f0, f0 + Fp) of [S, F] has
+            first_column = f0.
     """
-    batch, columns = shape[0], shape[-1]
     rows = 1
     for size in shape[1:-1]:
         rows *= size
-    stride = columns if row_stride is None else row_stride
-    row = torch.arange(rows, device=keys.device)[:, None] * stride + offset
-    indices = row + torch.arange(columns, device=keys.device)  # [rows, C]
-    kept = hash32(keys.reshape(batch, 1, 1), indices) >= dropout_threshold(p)
-    return kept.reshape(shape)
+    row = torch.arange(first_row, first_row + rows, device=keys.device)
+    row_keys = _chain(keys.reshape(-1, 1), row)[:, :, None]  # [B, rows, 1]
+    column = torch.arange(first_column, first_column + shape[-1], device=keys.device)
+    h = ((row_keys & _LOW) + column) & _LOW
+    h = ((h ^ (h >> 16)) * 0x21F0AAAD) & _LOW
+    h = h ^ _shift_right(row_keys, 32)
+    h = ((h ^ (h >> 15)) * 0x735A2D97) & _LOW
+    h = h ^ (h >> 15)
+    return (h >= dropout_threshold(p)).reshape(shape)

@@ -41,7 +41,7 @@ def backward_reference(grad, gate, up, activation):
 
 
 def _rows(tensor):
-    """The tensor as [rows, F] with unit stride in F: a half of a stacked projection [..., 2F] needs no copy."""
+    """The tensor as [rows, F] with unit stride in F: half of a stacked projection [..., 2F] needs no copy."""
     if tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
         try:
             return tensor.view(-1, tensor.shape[-1])
@@ -89,9 +89,7 @@ forward_op.autograd(_setup_context, _backward)
 
 def _checked(gate: torch.Tensor, up: torch.Tensor) -> None:
     if gate.shape != up.shape or gate.dim() == 0:
-        raise ValueError(
-            f"gate {tuple(gate.shape)} and up {tuple(up.shape)} must have the same shape [..., F]"
-        )
+        raise ValueError(f"gate {tuple(gate.shape)} and up {tuple(up.shape)} must have the same shape [..., F]")
 
 
 def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -99,9 +97,7 @@ def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: str = "none") -> to
     v1.1).
     """
     if approximate not in APPROXIMATIONS:
-        raise ValueError(
-            f"GELU has approximate = {' or '.join(map(repr, APPROXIMATIONS))}, got {approximate!r}"
-        )
+        raise ValueError(f"GELU has approximate = {' or '.join(map(repr, APPROXIMATIONS))}, got {approximate!r}")
     _checked(gate, up)
     return torch.ops.shardzoo.glu(gate, up, GELU_TANH if approximate == "tanh" else GELU)
 

@@ -104,9 +104,7 @@ class Op:
 
     def autograd(self, setup_context: Callable, backward: Callable) -> None:
         """Give the op its gradient formula (`torch.library.register_autograd`)."""
-        torch.library.register_autograd(
-            f"shardzoo::{self.name}", backward, setup_context=setup_context, lib=LIBRARY
-        )
+        torch.library.register_autograd(f"shardzoo::{self.name}", backward, setup_context=setup_context, lib=LIBRARY)
 
 
 def compute_dtype(tensor: torch.Tensor) -> torch.dtype:

@@ -17,7 +17,7 @@ from .dropout_mask import dropout_keep
 from .library import Op, compute_dtype, nothing
 
 
-def reference(scores, mask, bias, prefix, keys, scale, causal, dropout, offset):
+def reference(scores, mask, bias, prefix, keys, scale, causal, dropout, first_row):
     """The naive definition; arguments as in the schema."""
     dtype = compute_dtype(scores)
     z = scores.to(dtype) * scale  # [B, N, Sq, Sk]
@@ -32,7 +32,7 @@ def reference(scores, mask, bias, prefix, keys, scale, causal, dropout, offset):
     probs = z.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
     if dropout == 0.0:
         return probs.to(scores.dtype), nothing(scores)
-    keep = dropout_keep(keys, tuple(scores.shape), dropout, offset)
+    keep = dropout_keep(keys, tuple(scores.shape), dropout, first_row)
     dropped = torch.where(keep, probs / (1.0 - dropout), 0.0)
     return probs.to(scores.dtype), dropped.to(scores.dtype)
 
@@ -51,12 +51,12 @@ def visible_keys(scores, mask, prefix, causal):
     return rule if visible is None else visible & rule
 
 
-def backward_reference(grad, probs, keys, scale, dropout, offset, bias_batch):
+def backward_reference(grad, probs, keys, scale, dropout, first_row, bias_batch):
     """Gradients of the scores and, if bias_batch is 1 or B, of a bias [bias_batch, N, Sq, Sk]."""
     dtype = compute_dtype(probs)
     grad, p = grad.to(dtype), probs.to(dtype)
     if dropout:
-        keep = dropout_keep(keys, tuple(probs.shape), dropout, offset)
+        keep = dropout_keep(keys, tuple(probs.shape), dropout, first_row)
         grad = torch.where(keep, grad / (1.0 - dropout), 0.0)
     grad_z = p * (grad - (grad * p).sum(-1, keepdim=True))
     grad_bias = nothing(probs)
@@ -65,14 +65,14 @@ def backward_reference(grad, probs, keys, scale, dropout, offset, bias_batch):
     return (grad_z * scale).to(probs.dtype), grad_bias
 
 
-def _allocate(scores, mask, bias, prefix, keys, scale, causal, dropout, offset):
+def _allocate(scores, mask, bias, prefix, keys, scale, causal, dropout, first_row):
     def like():
         return torch.empty_like(scores, memory_format=torch.contiguous_format)
 
     return like(), like() if dropout else nothing(scores)
 
 
-def _allocate_backward(grad, probs, keys, scale, dropout, offset, bias_batch):
+def _allocate_backward(grad, probs, keys, scale, dropout, first_row, bias_batch):
     grad_scores = torch.empty_like(probs, memory_format=torch.contiguous_format)
     return grad_scores, probs.new_empty((bias_batch, *probs.shape[1:])) if bias_batch else nothing(probs)
 
@@ -85,7 +85,7 @@ def _expanded(tensor, like):
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _prepare(scores, mask, bias, prefix, keys, scale, causal, dropout, offset):
+def _prepare(scores, mask, bias, prefix, keys, scale, causal, dropout, first_row):
     additive = mask if mask is not None and mask.dtype != torch.bool else None
     return same_dtype(scores, bias, additive) or (
         scores.contiguous(),
@@ -96,11 +96,11 @@ def _prepare(scores, mask, bias, prefix, keys, scale, causal, dropout, offset):
         scale,
         causal,
         dropout,
-        offset,
+        first_row,
     )
 
 
-def _prepare_backward(grad, probs, keys, scale, dropout, offset, bias_batch):
+def _prepare_backward(grad, probs, keys, scale, dropout, first_row, bias_batch):
     keys = None if keys is None else keys.contiguous()
     return same_dtype(grad, probs) or (
         grad.contiguous(),
@@ -108,7 +108,7 @@ def _prepare_backward(grad, probs, keys, scale, dropout, offset, bias_batch):
         keys,
         scale,
         dropout,
-        offset,
+        first_row,
         bias_batch,
     )
 
@@ -116,7 +116,7 @@ def _prepare_backward(grad, probs, keys, scale, dropout, offset, bias_batch):
 forward_op = Op(
     "masked_softmax",
     "Tensor scores, Tensor? mask, Tensor? bias, Tensor? prefix, Tensor? keys, float scale, bool causal, "
-    "float dropout, SymInt offset",
+    "float dropout, SymInt first_row",
     ("probs", "dropped"),
     allocate=_allocate,
     reference=reference,
@@ -124,7 +124,7 @@ forward_op = Op(
 )
 backward_op = Op(
     "masked_softmax_backward",
-    "Tensor grad, Tensor probs, Tensor? keys, float scale, float dropout, SymInt offset, SymInt bias_batch",
+    "Tensor grad, Tensor probs, Tensor? keys, float scale, float dropout, SymInt first_row, SymInt bias_batch",
     ("grad_scores", "grad_bias"),
     allocate=_allocate_backward,
     reference=backward_reference,
@@ -133,7 +133,7 @@ backward_op = Op(
 
 
 def _setup_context(ctx, inputs, output):
-    _, _, bias, _, keys, ctx.scale, _, ctx.dropout, ctx.offset = inputs
+    _, _, bias, _, keys, ctx.scale, _, ctx.dropout, ctx.first_row = inputs
     ctx.bias_shape = None if bias is None or not bias.requires_grad else bias.shape
     ctx.save_for_backward(output[0], keys)
 
@@ -144,7 +144,7 @@ def _backward(ctx, grad_probs, grad_dropped):
     bias_batch = 0 if shape is None else shape[0]
     grad = grad_dropped if ctx.dropout else grad_probs
     grad_scores, grad_bias = torch.ops.shardzoo.masked_softmax_backward(
-        grad, probs, keys, ctx.scale, ctx.dropout, ctx.offset, bias_batch
+        grad, probs, keys, ctx.scale, ctx.dropout, ctx.first_row, bias_batch
     )
     grad_bias = None if shape is None else grad_bias.sum_to_size(shape)
     return grad_scores, None, grad_bias, None, None, None, None, None, None
@@ -163,7 +163,7 @@ def masked_softmax(
     prefix: torch.Tensor | None = None,
     dropout: float = 0.0,
     keys: torch.Tensor | None = None,
-    offset: int = 0,
+    first_row: int = 0,
 ) -> torch.Tensor:
     """Attention probabilities, softmax(scale * scores + bias + mask), after dropout if any.
 
@@ -176,7 +176,7 @@ def masked_softmax(
         prefix: int64 [B], with `causal` only: every query of sample b also sees the keys j < prefix[b].
         dropout: probability of dropping a probability; needs `keys`.
         keys: int64 [B], `dropout_keys`.
-        offset: index of this tensor's first element within the unsplit sample [N of all ranks, Sq, Sk].
+        first_row: row of the unsplit sample [N of all ranks, Sq, Sk] where this tensor begins: its head * Sq.
 
     Raises:
         ValueError: for shapes that do not fit, a prefix without `causal`, or dropout without keys.
@@ -194,12 +194,10 @@ def masked_softmax(
         if tensor is not None and any(
             size not in (1, full) for size, full in zip(tensor.shape[::-1], scores.shape[::-1], strict=False)
         ):
-            raise ValueError(
-                f"{name} {tuple(tensor.shape)} does not broadcast to the scores {tuple(scores.shape)}"
-            )
+            raise ValueError(f"{name} {tuple(tensor.shape)} does not broadcast to the scores {tuple(scores.shape)}")
     if bias is not None and bias.dim() != 4:
         bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
     probs, dropped = torch.ops.shardzoo.masked_softmax(
-        scores, mask, bias, prefix, keys, float(scale), causal, float(dropout), offset
+        scores, mask, bias, prefix, keys, float(scale), causal, float(dropout), first_row
     )
     return dropped if dropout else probs

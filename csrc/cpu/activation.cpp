@@ -1,0 +1,82 @@
+#include "entry.h"
+#include "math.h"
+
+namespace shardzoo {
+namespace {
+
+template <class T>
+void gelu_forward(const GeluForward& a, int64_t begin, int64_t end) {
+  using C = Compute<T>;
+  using V = VectorOf<T>;
+  const T* bias = at<T>(a.bias, 0);
+  const int activation = a.tanh ? kGeluTanh : kGelu;
+  for (int64_t r = begin; r < end; ++r) {
+    const T* x = at<T>(a.x, r * a.columns);
+    T* y = at<T>(a.y, r * a.columns);
+    for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
+      V z = load(x + i, part);
+      if (bias != nullptr) z += load(bias + i, part);
+      store(y + i, activate<C>(z, activation), part);
+    });
+  }
+}
+
+template <class T>
+void gelu_backward(const GeluBackward& a, int64_t begin, int64_t end) {
+  using C = Compute<T>;
+  using V = VectorOf<T>;
+  const T* bias = at<T>(a.bias, 0);
+  const int activation = a.tanh ? kGeluTanh : kGelu;
+  for (int64_t chunk = begin; chunk < end; ++chunk) {
+    C* sum_bias = zeroed(at<C>(a.partial_bias, chunk * a.columns), a.columns);
+    const int64_t stop = end_row(chunk, a.chunk_rows, a.rows);
+    for (int64_t r = first_row(chunk, a.chunk_rows); r < stop; ++r) {
+      const T *x = at<T>(a.x, r * a.columns), *grad = at<T>(a.grad, r * a.columns);
+      T* out = at<T>(a.grad_x, r * a.columns);
+      for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
+        V z = load(x + i, part), derivative;
+        if (bias != nullptr) z += load(bias + i, part);
+        activate_with_derivative<C>(z, activation, derivative);
+        const V grad_z = load(grad + i, part) * derivative;
+        store(out + i, grad_z, part);
+        if (sum_bias != nullptr) store(sum_bias + i, load(sum_bias + i, part) + grad_z, part);
+      });
+    }
+  }
+}
+
+template <class T>
+void glu_forward(const GluForward& a, int64_t begin, int64_t end) {
+  for (int64_t r = begin; r < end; ++r) {
+    const T *gate = at<T>(a.gate, r * a.gate_stride), *up = at<T>(a.up, r * a.up_stride);
+    T* y = at<T>(a.y, r * a.columns);
+    for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
+      store(y + i, activate<Compute<T>>(load(gate + i, part), a.activation) * load(up + i, part), part);
+    });
+  }
+}
+
+template <class T>
+void glu_backward(const GluBackward& a, int64_t begin, int64_t end) {
+  using V = VectorOf<T>;
+  for (int64_t r = begin; r < end; ++r) {
+    const T *gate = at<T>(a.gate, r * a.gate_stride), *up = at<T>(a.up, r * a.up_stride);
+    const T* grad = at<T>(a.grad, r * a.grad_stride);
+    T *grad_gate = at<T>(a.grad_gate, r * a.columns), *grad_up = at<T>(a.grad_up, r * a.columns);
+    for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
+      V derivative;
+      const V value = activate_with_derivative<Compute<T>>(load(gate + i, part), a.activation, derivative);
+      const V dy = load(grad + i, part);
+      store(grad_gate + i, dy * load(up + i, part) * derivative, part);
+      store(grad_up + i, dy * value, part);
+    });
+  }
+}
+
+}  // namespace
+}  // namespace shardzoo
+
+SHARDZOO_CPU_KERNEL(gelu_forward, GeluForward)
+SHARDZOO_CPU_KERNEL(gelu_backward, GeluBackward)
+SHARDZOO_CPU_KERNEL(glu_forward, GluForward)
+SHARDZOO_CPU_KERNEL(glu_backward, GluBackward)

@@ -1,0 +1,78 @@
+#include "entry.h"
+#include "math.h"
+
+namespace shardzoo {
+namespace {
+
+constexpr int64_t kBlock = 2048;  // read twice, once for the maximum and once for the sum: it stays in the L1 cache
+
+template <class T>
+void cross_entropy_stats(const CrossEntropyStats& a, int64_t begin, int64_t end) {
+  using C = Compute<T>;
+  using V = VectorOf<T>;
+  const C lowest = -kInfinity;
+  for (int64_t r = begin; r < end; ++r) {
+    const T* x = at<T>(a.logits, r * a.row_stride);
+    C top = lowest;
+    V exps = {}, sums = {};
+    for (int64_t block = 0; block < a.columns; block += kBlock) {
+      const int64_t size = a.columns - block < kBlock ? a.columns - block : kBlock;
+      V block_top = V{} + lowest;
+      for_vectors<T>(size, [&](int64_t i, auto part) LAMBDA {
+        block_top = larger(keep_lanes<C>(load(x + block + i, part), part, lowest), block_top);
+      });
+      const C largest = max_lanes<C>(block_top);
+      if (largest > top) {
+        // Before the first finite logit the sums are 0 (or NaN) and have no scale.
+        if (top != lowest) exps *= exp(V{} + (top - largest));
+        top = largest;
+      }
+      const C shift = top == lowest ? 0 : top;
+      for_vectors<T>(size, [&](int64_t i, auto part) LAMBDA {
+        const V value = load(x + block + i, part);
+        exps += exp(keep_lanes<C>(value - shift, part, lowest));
+        sums += value;
+      });
+    }
+    const int64_t column = a.target[r] - a.first;
+    const bool here = column >= 0 && column < a.columns;
+    static_cast<C*>(a.maximum)[r] = top;
+    static_cast<C*>(a.sum_exp)[r] = sum_lanes<C>(exps);
+    static_cast<C*>(a.sum_logits)[r] = sum_lanes<C>(sums);
+    static_cast<C*>(a.target_logit)[r] = here ? load(x + column, Part{1})[0] : 0;
+  }
+}
+
+template <class T>
+void cross_entropy_grad(const CrossEntropyGrad& a, int64_t begin, int64_t end) {
+  using C = Compute<T>;
+  using V = VectorOf<T>;
+  for (int64_t r = begin; r < end; ++r) {
+    const T* x = at<T>(a.logits, r * a.row_stride);
+    T* out = at<T>(a.grad_logits, r * a.row_stride);
+    int64_t written = 0;
+    if (a.target[r] != a.ignore_index) {
+      const C scale = static_cast<const C*>(a.grad)[r], log_z = static_cast<const C*>(a.log_z)[r];
+      const C slope = scale * (1 + static_cast<C>(2 * a.z_loss) * log_z);
+      const C uniform = scale * static_cast<C>(a.label_smoothing / static_cast<double>(a.num_classes));
+      const int64_t column = a.target[r] - a.first;
+      const bool here = column >= 0 && column < a.columns;
+      const C target_logit = here ? load(x + column, Part{1})[0] : 0;  // before it is written over
+      for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
+        store(out + i, exp(load(x + i, part) - log_z) * slope - uniform, part);
+      });
+      if (here) {
+        const C hit = scale * static_cast<C>(1 - a.label_smoothing);
+        store(out + column, exp(V{} + (target_logit - log_z)) * slope - uniform - hit, Part{1});
+      }
+      written = a.columns;
+    }
+    for_vectors<T>(a.row_stride - written, [&](int64_t i, auto part) LAMBDA { store(out + written + i, V{}, part); });
+  }
+}
+
+}  // namespace
+}  // namespace shardzoo
+
+SHARDZOO_CPU_KERNEL(cross_entropy_stats, CrossEntropyStats)
+SHARDZOO_CPU_KERNEL(cross_entropy_grad, CrossEntropyGrad)

@@ -1,0 +1,68 @@
+// Picks the instruction set once, when the library is loaded, and runs kernels by number.
+#include <cstdlib>
+#include <cstring>
+
+#include "../kernels.h"
+
+using Entry = void (*)(int dtype, const void* parameters, int64_t begin, int64_t end);
+
+#define SHARDZOO_EACH_KERNEL(isa)                                                              \
+  X(softmax_forward, isa)                                                                      \
+  X(softmax_backward, isa)                                                                     \
+  X(norm_forward, isa) X(norm_backward, isa) X(column_sum, isa) X(gelu_forward, isa)           \
+  X(gelu_backward, isa) X(glu_forward, isa) X(glu_backward, isa) X(dropout_forward, isa)       \
+  X(dropout_backward, isa) X(cross_entropy_stats, isa) X(cross_entropy_grad, isa)
+
+#define X(name, isa) extern "C" void shardzoo_##name##_##isa(int, const void*, int64_t, int64_t);
+SHARDZOO_EACH_KERNEL(baseline)
+#ifdef SHARDZOO_X86
+SHARDZOO_EACH_KERNEL(v3)
+SHARDZOO_EACH_KERNEL(v4)
+#endif
+#undef X
+
+namespace {
+
+struct Isa {
+  const char* name;
+  Entry entries[shardzoo::kKernels];  // in the order of the enumeration Kernel
+};
+
+#define X(name, isa) shardzoo_##name##_##isa,
+constexpr Isa kBaseline = {"baseline", {SHARDZOO_EACH_KERNEL(baseline)}};
+#ifdef SHARDZOO_X86
+constexpr Isa kV3 = {"x86-64-v3", {SHARDZOO_EACH_KERNEL(v3)}};
+constexpr Isa kV4 = {"x86-64-v4", {SHARDZOO_EACH_KERNEL(v4)}};
+#endif
+#undef X
+
+const Isa& choose() {
+#ifdef SHARDZOO_X86
+  __builtin_cpu_init();
+  const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+  const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                  __builtin_cpu_supports("avx512cd");
+  // A lower instruction set can be asked for (tests do); a higher one than the processor has is not given.
+  const char* wanted = std::getenv("SHARDZOO_CPU_ISA");
+  const bool any = wanted == nullptr || *wanted == '\0';
+  if (v4 && (any || std::strcmp(wanted, kV4.name) == 0)) return kV4;
+  if (v3 && (any || std::strcmp(wanted, kBaseline.name) != 0)) return kV3;
+#endif
+  return kBaseline;
+}
+
+const Isa& chosen() {
+  static const Isa& isa = choose();
+  return isa;
+}
+
+}  // namespace
+
+extern "C" int shardzoo_cpu_run(int kernel, int dtype, const void* parameters, int64_t begin, int64_t end) {
+  if (kernel < 0 || kernel >= shardzoo::kKernels || dtype < 0 || dtype >= shardzoo::kDTypes) return -1;
+  chosen().entries[kernel](dtype, parameters, begin, end);
+  return 0;
+}
+
+extern "C" const char* shardzoo_cpu_isa() { return chosen().name; }

@@ -1,0 +1,84 @@
+// Exports a kernel template from a file that is compiled once per instruction set (SHARDZOO_ISA: v4, v3, baseline).
+//
+// Everything else in such a file has internal linkage, so that the linker cannot pick code made for one instruction
+// set to serve another; for the same reason these files use no containers of the standard library.
+#pragma once
+
+#include <cstdlib>
+
+#include "../kernels.h"
+#include "vector.h"
+
+#define SHARDZOO_JOIN_(name, isa) shardzoo_##name##_##isa
+#define SHARDZOO_JOIN(name, isa) SHARDZOO_JOIN_(name, isa)
+
+#define SHARDZOO_CPU_KERNEL(name, Parameters)                                                              \
+  extern "C" void SHARDZOO_JOIN(name, SHARDZOO_ISA)(int dtype, const void* p, int64_t begin, int64_t end); \
+  void SHARDZOO_JOIN(name, SHARDZOO_ISA)(int dtype, const void* p, int64_t begin, int64_t end) {           \
+    using namespace shardzoo;                                                                              \
+    const Parameters& a = *static_cast<const Parameters*>(p);                                              \
+    if (dtype == kFloat) name<float>(a, begin, end);                                                       \
+    if (dtype == kBFloat16) name<BFloat16>(a, begin, end);                                                 \
+    if (dtype == kHalf) name<Half>(a, begin, end);                                                         \
+    if (dtype == kDouble) name<double>(a, begin, end);                                                     \
+  }
+
+namespace shardzoo {
+namespace {
+
+// A thread's row of intermediate values, padded to whole vectors.
+template <class C>
+class Scratch {
+ public:
+  explicit Scratch(int64_t columns) : data_(allocate(columns)) {}
+  ~Scratch() { std::free(data_); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  C* get() const { return data_; }
+
+ private:
+  static C* allocate(int64_t columns) {
+    const size_t bytes = (static_cast<size_t>(columns) * sizeof(C) / 64 + 1) * 64;
+    void* data = std::aligned_alloc(64, bytes);
+    if (data == nullptr) std::abort();  // a few KiB; there is nothing left to report it with
+    return static_cast<C*>(data);
+  }
+  C* data_;
+};
+
+template <class C, class V>
+INLINE V keep_lanes(V v, Full, C) {
+  return v;
+}
+// Replaces the lanes beyond the end of a row.
+template <class C, class V>
+INLINE V keep_lanes(V v, Part part, C fill) {
+  for (int lane = part.count; lane < Wide<C>::lanes; ++lane) v[lane] = fill;
+  return v;
+}
+
+// A possibly absent tensor's row: at(nullptr, ...) is null.
+template <class T>
+INLINE const T* at(const void* base, int64_t offset) {
+  return base == nullptr ? nullptr : static_cast<const T*>(base) + offset;
+}
+template <class T>
+INLINE T* at(void* base, int64_t offset) {
+  return base == nullptr ? nullptr : static_cast<T*>(base) + offset;
+}
+
+// The first row and one past the last of a chunk.
+INLINE int64_t first_row(int64_t chunk, int64_t chunk_rows) { return chunk * chunk_rows; }
+INLINE int64_t end_row(int64_t chunk, int64_t chunk_rows, int64_t rows) {
+  const int64_t end = (chunk + 1) * chunk_rows;
+  return end < rows ? end : rows;
+}
+
+template <class C>
+INLINE C* zeroed(C* row, int64_t columns) {
+  if (row != nullptr) std::memset(row, 0, columns * sizeof(C));
+  return row;
+}
+
+}  // namespace
+}  // namespace shardzoo

@@ -1,0 +1,124 @@
+#include "entry.h"
+#include "math.h"
+
+namespace shardzoo {
+namespace {
+
+INLINE int64_t visible_columns(const SoftmaxForward& a, int64_t b, int64_t q) {
+  if (!a.causal) return a.columns;
+  int64_t limit = q + a.columns - a.queries + 1;
+  if (a.prefix != nullptr && a.prefix[b] > limit) limit = a.prefix[b];
+  return limit < 0 ? 0 : limit < a.columns ? limit : a.columns;
+}
+
+// z = scale * scores + bias + mask into `z`, padded with -inf to whole vectors; returns the largest.
+template <class T>
+INLINE Compute<T> masked_scores(const SoftmaxForward& a, int64_t b, int64_t n, int64_t q, int64_t limit,
+                                Compute<T>* z) {
+  using C = Compute<T>;
+  using V = VectorOf<T>;
+  const T* scores = at<T>(a.scores, ((b * a.heads + n) * a.queries + q) * a.columns);
+  const T* bias = at<T>(a.bias, b * a.bias_stride[0] + n * a.bias_stride[1] + q * a.bias_stride[2]);
+  const int64_t mask_row = b * a.mask_stride[0] + n * a.mask_stride[1] + q * a.mask_stride[2];
+  const T* added = a.mask_is_bool ? nullptr : at<T>(a.mask, mask_row);
+  const uint8_t* visible = a.mask_is_bool ? at<uint8_t>(a.mask, mask_row) : nullptr;
+  const C scale = static_cast<C>(a.scale), lowest = -kInfinity;
+  V top = V{} + lowest;
+  for_vectors<T>(limit, [&](int64_t i, auto part) LAMBDA {
+    V value = load(scores + i, part) * scale;
+    if (bias != nullptr) value += load(bias + i, part);
+    if (added != nullptr) value += load(added + i, part);
+    if (visible != nullptr) value = load_bool<C>(visible + i, part) ? value : V{} + lowest;
+    value = keep_lanes<C>(value, part, lowest);
+    store(z + i, value, Full{});
+    top = larger(value, top);  // a NaN is passed over here and found again in the sum
+  });
+  return max_lanes<C>(top);
+}
+
+template <class T>
+void softmax_forward(const SoftmaxForward& a, int64_t begin, int64_t end) {
+  using C = Compute<T>;
+  using V = VectorOf<T>;
+  const Scratch<C> scratch(a.columns);
+  C* row = scratch.get();
+  for (int64_t unit = begin; unit < end; ++unit) {
+    const int64_t q = unit % a.queries, n = unit / a.queries % a.heads, b = unit / a.queries / a.heads;
+    const int64_t limit = visible_columns(a, b, q);
+    const C top = masked_scores<T>(a, b, n, q, limit, row);
+    const C shift = top == -kInfinity ? 0 : top;  // then every exp is 0, or NaN where the score is
+    V sums = {};
+    for (int64_t i = 0; i < limit; i += kLanes<T>) {
+      const V e = exp(load(row + i, Full{}) - shift);
+      store(row + i, e, Full{});
+      sums += e;
+    }
+    const C total = sum_lanes<C>(sums);
+    const C inverse = total == 0 ? 0 : 1 / total;
+    T* probs = at<T>(a.probs, unit * a.columns);
+    for_vectors<T>(limit, [&](int64_t i, auto part) LAMBDA {
+      store(probs + i, load(row + i, Full{}) * inverse, part);
+    });
+    for_vectors<T>(a.columns - limit, [&](int64_t i, auto part) LAMBDA {
+      store(probs + limit + i, V{} * inverse, part);  // 0, or NaN like the rest of the row
+    });
+    if (a.dropout.keys == nullptr) continue;
+    T* dropped = at<T>(a.dropped, unit * a.columns);
+    const uint64_t key = row_key(a.dropout.keys[b], a.dropout.first_row + n * a.queries + q);
+    for (int64_t i = limit; i < a.columns; ++i) row[i] = 0;
+    for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
+      const V keep = keep_factor<C>(key, i, a.dropout.threshold, a.dropout.keep_scale);
+      const V value = load(row + i, Full{}) * inverse;
+      store(dropped + i, keep == 0 ? V{} : value * keep, part);
+    });
+  }
+}
+
+template <class T>
+INLINE VectorOf<T> dropped_grad(const Dropout& d, uint64_t key, int64_t i, VectorOf<T> value) {
+  if (d.keys == nullptr) return value;
+  const VectorOf<T> keep = keep_factor<Compute<T>>(key, i, d.threshold, d.keep_scale);
+  return keep == 0 ? VectorOf<T>{} : value * keep;
+}
+
+template <class T>
+void softmax_backward(const SoftmaxBackward& a, int64_t begin, int64_t end) {
+  using C = Compute<T>;
+  using V = VectorOf<T>;
+  const Scratch<C> scratch(a.columns);
+  const bool shared_bias = a.bias_batch == 1;
+  C* bias_sum = shared_bias ? scratch.get() : nullptr;
+  const C scale = static_cast<C>(a.scale);
+  const int64_t plane = a.heads * a.queries;
+  for (int64_t unit = begin; unit < end; ++unit) {
+    zeroed(bias_sum, a.columns);
+    for (int64_t b = 0; b < a.batch; ++b) {
+      const int64_t row = (b * plane + unit) * a.columns;
+      const uint64_t key = a.dropout.keys == nullptr ? 0 : row_key(a.dropout.keys[b], a.dropout.first_row + unit);
+      const T *grad = at<T>(a.grad, row), *probs = at<T>(a.probs, row);
+      V sums = {};
+      for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
+        sums += load(probs + i, part) * dropped_grad<T>(a.dropout, key, i, load(grad + i, part));
+      });
+      const C dot = sum_lanes<C>(sums);
+      T* out = at<T>(a.grad_scores, row);
+      T* bias_out = a.bias_batch > 1 ? at<T>(a.grad_bias, row) : nullptr;
+      for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
+        const V g = dropped_grad<T>(a.dropout, key, i, load(grad + i, part));
+        const V grad_z = load(probs + i, part) * (g - dot);
+        store(out + i, grad_z * scale, part);
+        if (bias_sum != nullptr) store(bias_sum + i, load(bias_sum + i, part) + grad_z, part);
+        if (bias_out != nullptr) store(bias_out + i, grad_z, part);
+      });
+    }
+    if (bias_sum == nullptr) continue;
+    T* out = at<T>(a.grad_bias, unit * a.columns);
+    for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA { store(out + i, load(bias_sum + i, part), part); });
+  }
+}
+
+}  // namespace
+}  // namespace shardzoo
+
+SHARDZOO_CPU_KERNEL(softmax_forward, SoftmaxForward)
+SHARDZOO_CPU_KERNEL(softmax_backward, SoftmaxBackward)

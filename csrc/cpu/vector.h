@@ -1,0 +1,207 @@
+// Vectors of 64 bytes of the calculation's type, loaded from and stored to every dtype.
+//
+// Written with the compilers' vector extension, not intrinsics: the same source, compiled once per instruction
+// set, becomes AVX-512, pairs of AVX2 or quadruples of SSE2 (or NEON) registers. The number of lanes, and with it
+// the order of every sum, is the same on all of them.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#include "../hash.h"
+
+#define INLINE static inline __attribute__((always_inline))
+#define LAMBDA __attribute__((always_inline))
+
+namespace shardzoo {
+namespace {
+
+template <class C>
+struct Wide;
+template <>
+struct Wide<float> {
+  static constexpr int lanes = 16;
+  typedef float V __attribute__((vector_size(64)));
+  typedef int32_t I __attribute__((vector_size(64)));
+  typedef uint32_t U __attribute__((vector_size(64)));
+};
+template <>
+struct Wide<double> {
+  static constexpr int lanes = 8;
+  typedef double V __attribute__((vector_size(64)));
+  typedef int64_t I __attribute__((vector_size(64)));
+};
+using VF = Wide<float>::V;
+using VI = Wide<float>::I;
+using VU = Wide<float>::U;
+using VD = Wide<double>::V;
+typedef uint16_t V16 __attribute__((vector_size(32)));
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Half {
+  uint16_t bits;
+};
+
+template <class T>
+struct ComputeType {
+  using type = float;
+};
+template <>
+struct ComputeType<double> {
+  using type = double;
+};
+template <class T>
+using Compute = typename ComputeType<T>::type;
+template <class T>
+using VectorOf = typename Wide<Compute<T>>::V;
+template <class T>
+constexpr int kLanes = Wide<Compute<T>>::lanes;
+
+// How much of a vector a step touches: all of it, or the first `count` lanes at the end of a row.
+struct Full {};
+struct Part {
+  int count;
+};
+
+template <class V, class T>
+INLINE V read(const T* from) {
+  V v;
+  std::memcpy(&v, from, sizeof(V));
+  return v;
+}
+
+INLINE VF widen(const float* p) { return read<VF>(p); }
+INLINE VD widen(const double* p) { return read<VD>(p); }
+INLINE VF widen(const BFloat16* p) { return (VF)(__builtin_convertvector(read<V16>(p), VU) << 16); }
+INLINE VF widen(const Half* p) {
+  const VU h = __builtin_convertvector(read<V16>(p), VU);
+  const VU magnitude = (h & 0x7FFF) << 13;
+  // the exponent's bias differs by 112; multiplying also normalizes subnormal halves
+  const VU finite = (VU)((VF)magnitude * 0x1p112f);
+  const VU value = (VI)((h & 0x7C00) == 0x7C00) ? (magnitude | 0x7F800000u) : finite;
+  return (VF)(value | ((h & 0x8000) << 16));
+}
+
+INLINE V16 narrow(VU bits) { return __builtin_convertvector(bits, V16); }
+INLINE void narrow_to(float* p, VF v) { std::memcpy(p, &v, sizeof v); }
+INLINE void narrow_to(double* p, VD v) { std::memcpy(p, &v, sizeof v); }
+INLINE void narrow_to(BFloat16* p, VF v) {
+  const VU u = (VU)v;
+  const VU rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;  // to nearest, ties to even
+  const V16 bits = narrow(v != v ? ((u >> 16) | 0x40u) : rounded);
+  std::memcpy(p, &bits, sizeof bits);
+}
+INLINE void narrow_to(Half* p, VF v) {
+  const VU sign = (VU)v & 0x80000000u, u = (VU)v ^ sign;
+  const VU special = (VI)(u > 0x7F800000u) ? (VU{} + 0x7E00u) : (VU{} + 0x7C00u);
+  const VU subnormal = (VU)((VF)u + 0.5f) - 0x3F000000u;  // adding 0.5 rounds at the half's last place
+  const VU normal = (u + 0xC8000FFFu + ((u >> 13) & 1u)) >> 13;
+  VU bits = (VI)(u < 0x38800000u) ? subnormal : normal;
+  bits = (VI)(u >= 0x47800000u) ? special : bits;
+  const V16 half = narrow(bits | (sign >> 16));
+  std::memcpy(p, &half, sizeof half);
+}
+
+template <class T>
+INLINE VectorOf<T> load(const T* p, Full, Compute<T> = 0) {
+  return widen(p);
+}
+template <class T>
+INLINE VectorOf<T> load(const T* p, Part part, Compute<T> fill = 0) {
+  T padded[kLanes<T>];
+  std::memset(padded, 0, sizeof padded);
+  std::memcpy(padded, p, part.count * sizeof(T));
+  VectorOf<T> v = widen(padded);
+  if (fill != 0) {
+    for (int lane = part.count; lane < kLanes<T>; ++lane) v[lane] = fill;
+  }
+  return v;
+}
+template <class T>
+INLINE void store(T* p, VectorOf<T> v, Full) {
+  narrow_to(p, v);
+}
+template <class T>
+INLINE void store(T* p, VectorOf<T> v, Part part) {
+  T padded[kLanes<T>];
+  narrow_to(padded, v);
+  std::memcpy(p, padded, part.count * sizeof(T));
+}
+
+// The value that a tensor of dtype T would hold after storing v.
+template <class T>
+INLINE VectorOf<T> round_to(VectorOf<T> v) {
+  T stored[kLanes<T>];
+  narrow_to(stored, v);
+  return widen(stored);
+}
+
+// Lanes whose byte is not 0.
+template <class C>
+INLINE typename Wide<C>::I load_bool(const uint8_t* p, int count) {
+  constexpr int lanes = Wide<C>::lanes;
+  typedef uint8_t Bytes __attribute__((vector_size(lanes)));
+  Bytes bytes = {};
+  std::memcpy(&bytes, p, count);
+  return __builtin_convertvector(bytes, typename Wide<C>::I) != 0;
+}
+template <class C>
+INLINE typename Wide<C>::I load_bool(const uint8_t* p, Full) {
+  return load_bool<C>(p, Wide<C>::lanes);
+}
+template <class C>
+INLINE typename Wide<C>::I load_bool(const uint8_t* p, Part part) {
+  return load_bool<C>(p, part.count);
+}
+
+// Calls step(i, Full or Part) for i = 0, lanes, ... over n elements of dtype T's vectors.
+template <class T, class F>
+INLINE void for_vectors(int64_t n, F step) {
+  int64_t i = 0;
+  for (; i + kLanes<T> <= n; i += kLanes<T>) step(i, Full{});
+  if (i < n) step(i, Part{static_cast<int>(n - i)});
+}
+
+// Sums and maxima over the lanes, always in the same order: halves, quarters, ...
+template <class C, class V>
+INLINE C sum_lanes(V v) {
+  for (int width = Wide<C>::lanes / 2; width > 0; width /= 2) {
+    for (int lane = 0; lane < width; ++lane) v[lane] += v[lane + width];
+  }
+  return v[0];
+}
+template <class C, class V>
+INLINE C max_lanes(V v) {
+  C result = v[0];
+  for (int lane = 1; lane < Wide<C>::lanes; ++lane) result = v[lane] > result ? v[lane] : result;
+  return result;
+}
+
+template <class V>
+INLINE V larger(V a, V b) {
+  return a > b ? a : b;
+}
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// Multipliers of lanes in columns `column`, column + 1, ...: keep_scale where the element is kept, else 0.
+template <class C>
+INLINE typename Wide<C>::V keep_factor(uint64_t key, int64_t column, uint32_t threshold, double keep_scale) {
+  const VU lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const VU hash = element_hash<VU>(key, lane + static_cast<uint32_t>(column));
+  typename Wide<C>::V factor;
+  for (int i = 0; i < Wide<C>::lanes; ++i) factor[i] = hash[i] >= threshold ? static_cast<C>(keep_scale) : 0;
+  return factor;
+}
+template <>
+INLINE VF keep_factor<float>(uint64_t key, int64_t column, uint32_t threshold, double keep_scale) {
+  const VU lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const VU hash = element_hash<VU>(key, lane + static_cast<uint32_t>(column));
+  return (VI)(hash >= threshold) ? (VF{} + static_cast<float>(keep_scale)) : VF{};
+}
+
+}  // namespace
+}  // namespace shardzoo

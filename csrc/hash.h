@@ -1,0 +1,34 @@
+// The dropout hash of ops/dropout_mask.py, for scalars and for vectors of uint32 alike.
+#pragma once
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define SHARDZOO_HASH __host__ __device__ __forceinline__
+#else
+#define SHARDZOO_HASH static inline __attribute__((always_inline))
+#endif
+
+namespace shardzoo {
+namespace {
+
+// The key of a row from the key of its sample; `row` counts within the unsplit sample.
+SHARDZOO_HASH uint64_t row_key(int64_t sample_key, int64_t row) {
+  uint64_t z = static_cast<uint64_t>(sample_key) + 0x9E3779B97F4A7C15u * (static_cast<uint64_t>(row) + 1);
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+  return z ^ (z >> 31);
+}
+
+// The hash of the element in `column` (U: uint32_t or a vector of them).
+template <class U>
+SHARDZOO_HASH U element_hash(uint64_t key, U column) {
+  U h = column + static_cast<uint32_t>(key);
+  h = (h ^ (h >> 16)) * 0x21F0AAADu;
+  h = h ^ static_cast<uint32_t>(key >> 32);
+  h = (h ^ (h >> 15)) * 0x735A2D97u;
+  return h ^ (h >> 15);
+}
+
+}  // namespace
+}  // namespace shardzoo

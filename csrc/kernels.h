@@ -1,0 +1,164 @@
+// What every kernel computes on: plain pointers and sizes. No torch header is needed to compile a kernel.
+//
+// CPU and CUDA kernels take the same structs, so the binding fills one struct and runs it on either device.
+// Sizes and strides count elements. "wide" is the type of the calculation: double for double, else float.
+// An absent tensor is a null pointer. A null `keys` means no dropout.
+#pragma once
+
+#include <cstdint>
+
+namespace shardzoo {
+
+enum DType : int { kFloat = 0, kBFloat16 = 1, kHalf = 2, kDouble = 3, kDTypes = 4 };
+
+enum Kernel : int {
+  kSoftmaxForward,
+  kSoftmaxBackward,
+  kNormForward,
+  kNormBackward,
+  kColumnSum,
+  kGeluForward,
+  kGeluBackward,
+  kGluForward,
+  kGluBackward,
+  kDropoutForward,
+  kDropoutBackward,
+  kCrossEntropyStats,
+  kCrossEntropyGrad,
+  kKernels,
+};
+
+enum Activation : int { kGelu = 0, kGeluTanh = 1, kSilu = 2 };
+
+// Where a tensor lies within its unsplit sample, and how its elements are kept or dropped (hash.h).
+struct Dropout {
+  const int64_t* keys;  // [batch]
+  uint32_t threshold;   // an element whose hash is below this is dropped
+  double keep_scale;    // 1 / (1 - p)
+  int64_t first_row;    // where the tensor begins within the sample
+  int64_t first_column;
+};
+
+// One unit of work is a row of `columns` scores, unit (b * heads + n) * queries + q.
+struct SoftmaxForward {
+  const void *scores, *mask, *bias;  // scores contiguous; mask and bias by strides, unit stride along the keys
+  const int64_t* prefix;             // [batch]
+  void *probs, *dropped;
+  int64_t batch, heads, queries, columns;
+  int64_t mask_stride[3], bias_stride[3];  // of batch, heads, queries
+  int mask_is_bool, causal;
+  double scale;
+  Dropout dropout;
+};
+
+// One unit of work is one (n, q) over the whole batch, because a bias without a batch sums over it.
+struct SoftmaxBackward {
+  const void *grad, *probs;
+  void *grad_scores, *grad_bias;
+  int64_t batch, heads, queries, columns;
+  int64_t bias_batch;  // 0: no bias; 1: summed over the batch; else batch
+  double scale;
+  Dropout dropout;
+};
+
+// LayerNorm, or RMSNorm if `mean` is null. One unit of work is a row.
+struct NormForward {
+  const void *x, *residual, *weight, *bias;
+  void *y, *summed;
+  void *mean, *rstd;  // wide [rows]
+  int64_t rows, columns;
+  double eps;
+};
+
+// One unit of work is a chunk of `chunk_rows` rows, whose column sums go to row `chunk` of the partial sums.
+struct NormBackward {
+  const void *grad, *grad_summed, *h, *weight;
+  const void *mean, *rstd;  // wide [rows]
+  void* grad_x;
+  void *partial_weight, *partial_bias;  // wide [chunks, columns]
+  int64_t rows, columns, chunk_rows;
+};
+
+// Sums partial sums over the chunks, in order. One unit of work is a column.
+struct ColumnSum {
+  const void* partial;  // wide [chunks, columns]
+  void* out;
+  int64_t chunks, columns;
+};
+
+struct GeluForward {
+  const void *x, *bias;
+  void* y;
+  int64_t rows, columns;
+  int tanh;
+};
+
+// One unit of work is a chunk of rows, as in NormBackward.
+struct GeluBackward {
+  const void *grad, *x, *bias;
+  void *grad_x, *partial_bias;
+  int64_t rows, columns, chunk_rows;
+  int tanh;
+};
+
+struct GluForward {
+  const void *gate, *up;
+  void* y;
+  int64_t rows, columns, gate_stride, up_stride;
+  int activation;
+};
+
+struct GluBackward {
+  const void *grad, *gate, *up;
+  void *grad_gate, *grad_up;
+  int64_t rows, columns, grad_stride, gate_stride, up_stride;
+  int activation;
+};
+
+struct DropoutForward {
+  const void *x, *bias, *residual;
+  void* y;
+  int64_t rows, columns, rows_per_sample;
+  Dropout dropout;
+};
+
+// One unit of work is a chunk of rows, as in NormBackward.
+struct DropoutBackward {
+  const void* grad;
+  void *grad_x, *partial_bias;
+  int64_t rows, columns, chunk_rows, rows_per_sample;
+  Dropout dropout;
+};
+
+struct CrossEntropyStats {
+  const void* logits;
+  const int64_t* target;
+  void *maximum, *sum_exp, *target_logit, *sum_logits;  // wide [rows]
+  int64_t rows, row_stride, first, columns;
+};
+
+struct CrossEntropyGrad {
+  const void* logits;
+  const int64_t* target;
+  const void *grad, *log_z;  // wide [rows]
+  void* grad_logits;         // may be the logits themselves
+  int64_t rows, row_stride, first, columns, num_classes, ignore_index;
+  double label_smoothing, z_loss;
+};
+
+}  // namespace shardzoo
+
+extern "C" {
+// Runs units [begin, end) of a kernel on the CPU. `parameters` points to the kernel's struct. 0, or -1 if the
+// kernel or dtype does not exist.
+int shardzoo_cpu_run(int kernel, int dtype, const void* parameters, int64_t begin, int64_t end);
+
+// The instruction set chosen at load time: "x86-64-v4", "x86-64-v3" or "baseline".
+const char* shardzoo_cpu_isa();
+
+// Queues a whole kernel on a CUDA stream of the current device. 0, or a cudaError_t; -1 as above.
+int shardzoo_cuda_run(int kernel, int dtype, const void* parameters, void* stream);
+
+// Text of a cudaError_t.
+const char* shardzoo_cuda_error(int code);
+}
