@@ -48,7 +48,7 @@ class PretrainArguments(TrainingArguments):
     data: str | None = None
     """A text file, a folder of text, JSON lines with a `text` key, or the prefix of a prepared .bin/.idx pair; by
     default the source of the Python standard library."""
-    vocab_size: int = 8192
+    vocab_size: int = 4096
     """Size of the byte-level BPE vocabulary that is trained on the corpus."""
     held_out_fraction: float = 0.02
     """Share of the documents that is never trained on."""
@@ -95,6 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     code = exit_code_of(prepare, quiet=quiet)
     for pretraining in ready:
         pretraining.run()
+        pretraining.close()
     return code
 
 

@@ -13,7 +13,10 @@ from torch import Tensor
 def load_with_transformers(folder: Path) -> torch.nn.Module:
     """The folder's model in fp32. ValueError if a key is missing or unexpected, which transformers only warns of."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # what it would warn of, missing keys, is an error here
     model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     problems = {kind: sorted(keys) for kind, keys in report.items() if keys}
     if problems:

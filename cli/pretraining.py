@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
@@ -87,6 +88,10 @@ class Pretraining:
             loss = trainer.evaluate(self.arguments.final_eval_sequences)
             trainer.reporter.evaluation(trainer.step, loss)
         on_first_rank(lambda: self._finish(trainer, entropy, loss, (time.monotonic() - started) / 60))
+
+    def close(self) -> None:
+        """Leaves the other processes. Without it, threads of the process group may abort the interpreter's end."""
+        dist.destroy_process_group()
 
     def _open_run_folder(self) -> tuple[RunFolder, int]:
         arguments = self.arguments

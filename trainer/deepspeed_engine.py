@@ -34,11 +34,14 @@ class DeepSpeedEngine:
             betas=(arguments.beta1, arguments.beta2),
             fused=True,
         )
+        # DeepSpeed would compile this CPU collective at run time, with a lock file that a killed run leaves behind.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self._engine, *_ = deepspeed.initialize(
             model=model, optimizer=self.optimizer, config=deepspeed_config(arguments, mesh.dp_size), mpu=mesh
         )
         self._zero = arguments.zero_stage > 0
         self._keeps_master_weights = arguments.precision != "fp32"
+        self._create_optimizer_state()
 
     @property
     def module(self) -> nn.Module:
@@ -78,7 +81,8 @@ class DeepSpeedEngine:
 
     def load_optimizer_tensors(self, tensors: dict[str, Tensor], step: int) -> None:
         """Puts back what `optimizer_tensors` gave after `step` steps."""
-        self._create_optimizer_state(step)
+        for state in self.optimizer.state.values():
+            state["step"].fill_(step)
         for name, parameter in self.module.named_parameters():
             for moment in ADAM_MOMENTS:
                 self._set_state(parameter, moment, tensors[f"{moment}/{name}"])
@@ -96,12 +100,13 @@ class DeepSpeedEngine:
         else:
             self.optimizer.state[parameter][moment].copy_(value)
 
-    def _create_optimizer_state(self, step: int) -> None:
-        # Adam makes its state in the first step; ZeRO has put its flat partitions into the parameter groups.
+    def _create_optimizer_state(self) -> None:
+        # Adam would make its state in the first step; DeepSpeed 0.19 then links only the first parameter group's
+        # to the parameters. ZeRO has put its flat partitions into the parameter groups by now.
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 state: dict[str, Any] = {moment: torch.zeros_like(parameter) for moment in ADAM_MOMENTS}
-                self.optimizer.state[parameter] = {"step": torch.tensor(float(step)), **state}
+                self.optimizer.state[parameter] = {"step": torch.tensor(0.0), **state}
         if self._zero:
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()
 
