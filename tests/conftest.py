@@ -1,0 +1,36 @@
+"""Fixtures shared by all tests: functions that run on several ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores; also the workers inherit it
+
+# Workers import the harness by name, and so must this process; pytest's importlib mode adds no path by itself.
+sys.path.insert(0, str(Path(__file__).parent / "harness"))
+
+
+@pytest.fixture(scope="session")
+def rank_pools():
+    """The session's worker pools."""
+    from rank_pool import RankPools
+
+    pools = RankPools()
+    yield pools
+    pools.close()
+
+
+@pytest.fixture(scope="session")
+def run_ranks(rank_pools):
+    """`run_ranks(n, function, *args)`: call a function in n processes of a gloo group, results in rank order."""
+    return rank_pools.run_ranks
+
+
+@pytest.fixture(scope="session")
+def run_mesh(rank_pools):
+    """`run_mesh(tp, function, *args, data=1, pipeline=1)`: call `function(mesh, *args)` on every rank of a mesh."""
+    return rank_pools.run_mesh

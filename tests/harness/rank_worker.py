@@ -1,0 +1,65 @@
+"""What runs in each worker process of a pool: receive a function, run it, send back its result or its traceback."""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import os
+import signal
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+# A collective that waits longer than this raises in its rank, so even a deadlock of all ranks ends.
+COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=12)
+
+_meshes: dict[tuple[int, int], Any] = {}
+
+
+def with_mesh(tensor_parallel_size: int, pipeline_parallel_size: int, function, *args):
+    """Call `function(mesh, *args)`; process groups live as long as the worker, so a mesh costs time once."""
+    from shardzoo.mpu import ParallelMesh
+
+    sizes = (tensor_parallel_size, pipeline_parallel_size)
+    if sizes not in _meshes:
+        _meshes[sizes] = ParallelMesh(*sizes)
+    return function(_meshes[sizes], *args)
+
+
+def serve(connection: Connection, rank: int, world_size: int, port: int, prefix: str, stack_path: str) -> None:
+    """The life of one worker: join the process group, then run functions until the connection closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then closes the connections
+    stack_file = open(stack_path, "w")  # noqa: SIM115 - it stays open for the signal handler
+    faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        LOCAL_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    torch.set_num_threads(1)
+    store = dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port, is_master=False))
+    dist.distributed_c10d.default_pg_timeout = COLLECTIVE_TIMEOUT  # also for the groups a test creates
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
+    while True:
+        try:
+            job = connection.recv_bytes()
+        except (EOFError, OSError):
+            os._exit(0)  # no teardown: a peer may already be gone
+        connection.send_bytes(_run(job))
+
+
+def _run(job: bytes) -> bytes:
+    try:
+        function, args, kwargs = cloudpickle.loads(job)
+        return cloudpickle.dumps((True, function(*args, **kwargs)))
+    except BaseException:  # whatever it is, even SystemExit, belongs to the test
+        return cloudpickle.dumps((False, traceback.format_exc()))
