@@ -19,7 +19,10 @@ FAMILIES = ("gpt2",)
 
 
 def family(model_type: str) -> ModuleType:
-    """The family's package, which has `Config`, `Model`, `NAME_MAP` and `PRESETS`."""
+    """The family's package, which has `Config`, `Model`, `NAME_MAP` and `PRESETS`.
+
+    A family with several heads also has `MODELS`: the architecture's name, as in `config.architecture` -> its class.
+    """
     if model_type not in FAMILIES:
         raise ValueError(f"there is no model family {model_type!r}; use one of {', '.join(FAMILIES)}")
     return importlib.import_module(f".{model_type}", __package__)
@@ -43,6 +46,12 @@ def config_from_dict(values: dict[str, Any]) -> ModelConfig:
     return family(values["model_type"]).Config.from_dict(values)
 
 
+def model_class(config: ModelConfig) -> type[nn.Module]:
+    """The class that `config.architecture` names."""
+    package = family(config.model_type)
+    return getattr(package, "MODELS", {}).get(config.architecture, package.Model)
+
+
 def from_config(
     config: ModelConfig | dict[str, Any] | str,
     mesh: ParallelMesh | None = None,
@@ -63,7 +72,7 @@ def from_config(
     elif isinstance(config, dict):
         config = config_from_dict(config)
     with torch.device("meta"):
-        model = family(config.model_type).Model(config, mesh=mesh, execution=execution or Execution())
+        model = model_class(config)(config, mesh=mesh, execution=execution or Execution())
     if torch.device(device).type != "meta":
         materialize(model, device, dtype)
         initialize(model, model.initial_value, seed, mesh)

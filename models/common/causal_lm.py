@@ -1,42 +1,17 @@
-"""What causal language models share around their blocks: positions, the shifted loss, logits."""
+"""Causal language models: each position predicts the next token."""
 
 from __future__ import annotations
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...mpu import ParallelMesh, gather_from_tp, scatter_sequence, vocab_parallel_cross_entropy
-from .config import ModelConfig
+from .language_model import IGNORED, VOCABULARY_MULTIPLE, LanguageModel, PositionEmbedding
 
-IGNORED = -100
-VOCABULARY_MULTIPLE = 64  # a rank's logits are this aligned, which GPUs multiply much faster
+__all__ = ["IGNORED", "VOCABULARY_MULTIPLE", "CausalLM", "PositionEmbedding"]
 
 
-class PositionEmbedding(nn.Embedding):
-    """A learned, replicated table of positions; under sequence parallelism a rank gets its slice of the output."""
-
-    def __init__(
-        self,
-        positions: int,
-        hidden_size: int,
-        *,
-        sequence_parallel: bool = False,
-        mesh: ParallelMesh | None = None,
-    ) -> None:
-        super().__init__(positions, hidden_size)
-        self.sequence_parallel, self.mesh = sequence_parallel, mesh
-
-    def forward(self, position_ids: Tensor) -> Tensor:
-        """[B, S] -> [B, S, H], or [B, S/tp, H]"""
-        x = super().forward(position_ids)
-        return scatter_sequence(x, self.mesh) if self.sequence_parallel else x
-
-
-class CausalLM(nn.Module):
+class CausalLM(LanguageModel):
     """Base of the models that predict each token from those before it; their logits are vocabulary-parallel."""
-
-    config: ModelConfig
-    mesh: ParallelMesh | None
 
     def loss(self, logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Cross-entropy of position t's logits [B, S, Vp] with the label at t + 1; labels int64 [B, S], -100 ignored.
@@ -44,17 +19,8 @@ class CausalLM(nn.Module):
         The mean over the labels, or their sum divided by `num_items_in_batch`, as in transformers.
         """
         # Shifting the labels, not the logits, keeps the logits contiguous and uncopied.
-        labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        reduction = "mean" if num_items_in_batch is None else "sum"
-        loss = vocab_parallel_cross_entropy(
-            logits, labels, num_classes=self.config.vocab_size, mesh=self.mesh, reduction=reduction
-        )
-        return loss if num_items_in_batch is None else loss / num_items_in_batch
+        return super().loss(logits, F.pad(labels[:, 1:], (0, 1), value=IGNORED), num_items_in_batch)
 
     def count_targets(self, labels: Tensor) -> Tensor:
         """How many predictions the loss of `labels` is made of."""
-        return (labels[:, 1:] != IGNORED).sum()
-
-    def gather_logits(self, logits: Tensor) -> Tensor:
-        """Each rank's [B, S, Vp] -> [B, S, V]"""
-        return gather_from_tp(logits, self.mesh)[..., : self.config.vocab_size]
+        return super().count_targets(labels[:, 1:])

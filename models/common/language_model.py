@@ -1,0 +1,60 @@
+"""What models that predict tokens share around their blocks: the loss, logits, learned positions."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ...mpu import ParallelMesh, gather_from_tp, scatter_sequence, vocab_parallel_cross_entropy
+from .config import ModelConfig
+
+IGNORED = -100
+VOCABULARY_MULTIPLE = 64  # a rank's logits are this aligned, which GPUs multiply much faster
+
+
+class PositionEmbedding(nn.Embedding):
+    """A learned, replicated table of positions or segments; under sequence parallelism a rank gets its slice of
+    the output. The row of `padding_idx` gets no gradient."""
+
+    def __init__(
+        self,
+        positions: int,
+        hidden_size: int,
+        *,
+        padding_idx: int | None = None,
+        sequence_parallel: bool = False,
+        mesh: ParallelMesh | None = None,
+    ) -> None:
+        super().__init__(positions, hidden_size, padding_idx=padding_idx)
+        self.sequence_parallel, self.mesh = sequence_parallel, mesh
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        """[B, S] -> [B, S, H], or [B, S/tp, H]"""
+        x = super().forward(position_ids)
+        return scatter_sequence(x, self.mesh) if self.sequence_parallel else x
+
+
+class LanguageModel(nn.Module):
+    """Base of the models whose logits at a position are for the label at that position (masked language models,
+    decoders whose labels are aligned); their logits are vocabulary-parallel."""
+
+    config: ModelConfig
+    mesh: ParallelMesh | None
+
+    def loss(self, logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        """Cross-entropy of logits [B, S, Vp] with labels int64 [B, S], of which -100 is ignored.
+
+        The mean over the labels, or their sum divided by `num_items_in_batch`, as in transformers.
+        """
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        loss = vocab_parallel_cross_entropy(
+            logits, labels, num_classes=self.config.vocab_size, mesh=self.mesh, reduction=reduction
+        )
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+    def count_targets(self, labels: Tensor) -> Tensor:
+        """How many predictions the loss of `labels` is made of."""
+        return (labels != IGNORED).sum()
+
+    def gather_logits(self, logits: Tensor) -> Tensor:
+        """Each rank's [B, S, Vp] -> [B, S, V]"""
+        return gather_from_tp(logits, self.mesh)[..., : self.config.vocab_size]
