@@ -1,0 +1,36 @@
+# Tested versions are pinned in constraints.txt; setup.py and pyproject.toml keep ranges.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: setup pretrain test lint format clean
+
+setup: $(VENV)/.complete
+
+# torch comes first: DeepSpeed's set-up and our own look at it.
+$(VENV)/.complete: pyproject.toml setup.py constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip setuptools wheel packaging ninja pybind11
+	$(PIP) torch numpy
+	DS_BUILD_OPS=0 $(PIP) --no-build-isolation --editable ".[dev]"
+	$(PIP) --no-deps megatron-core
+	touch $@
+
+pretrain: setup
+	$(BIN)/deepspeed pretrain.py --model-parallel-size 2 --output-dir runs/quickstart $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info runs

@@ -1,0 +1,56 @@
+"""`shardzoo <command>`: finds the command's module and imports nothing else, so that light commands start fast."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+
+# command -> (module with `main(argv) -> exit code`, what it does)
+COMMANDS = {
+    "pretrain": ("shardzoo.pretrain", "pretrain a model on text"),
+    "convert": ("shardzoo.cli.convert", "split, merge, reshard and verify checkpoints"),
+    "models": ("shardzoo.cli.models", "list families, presets and their sizes"),
+    "data": ("shardzoo.cli.data", "prepare, merge, split and inspect corpora; train tokenizers"),
+    "bench": ("shardzoo.cli.bench", "measure the fused kernels"),
+    "doctor": ("shardzoo.cli.doctor", "say what is built and what is used"),
+}
+
+USAGE_ERROR = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    command, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
+    if command in ("-h", "--help"):
+        print(usage())
+        return 0
+    if command == "--version":
+        print(f"shardzoo {__version__}")
+        return 0
+    if command not in COMMANDS:
+        close = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(COMMANDS)}"
+        print(f"error: there is no command {command!r}; {hint}", file=sys.stderr)
+        return USAGE_ERROR
+    return importlib.import_module(COMMANDS[command][0]).main(rest)
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {help_text}" for name, (_, help_text) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: shardzoo <command> [options]",
+            "",
+            *lines,
+            "",
+            "`shardzoo <command> --help` shows a command's options.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""Training is the same under every layout, and goes on as if it had never stopped."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+# Losses in fp32 differ by the order of sums alone.
+SAME_LOSS = {"rel": 1e-5, "abs": 0}
+STEPS = 20
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def losses_of_training(mesh, folder: Path, first_step: int = 0, **changes) -> list[float]:
+    """Trains a small GPT-2 with everything on (dropout, clipping, a vocabulary that does not divide)."""
+    from shardzoo.convert.sharded import ShardedReader
+    from shardzoo.models import Execution, find_config, from_config
+    from shardzoo.trainer.arguments import TrainingArguments
+    from shardzoo.trainer.loop import Trainer
+    from shardzoo.trainer.reporter import SilentReporter
+    from shardzoo.trainer.run_folder import RunFolder
+
+    class Samples:
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            generator = torch.Generator().manual_seed(index)
+            start, stride = torch.randint(1, 97, (2,), generator=generator)
+            tokens = (start + stride * torch.arange(24)) % 13
+            labels = tokens.clone()
+            labels[: index % 7] = -100  # unequal numbers of targets in micro-batches
+            return {"input_ids": tokens, "labels": labels}
+
+        def __len__(self) -> int:
+            return 8
+
+    class Losses(SilentReporter):
+        values: list[float] = []  # noqa: RUF012
+
+        def training(self, step: int, values: dict[str, float]) -> None:
+            self.values.append(values["loss"])
+
+    config = find_config("gpt2").with_changes(
+        vocab_size=97, n_positions=24, n_embd=48, n_layer=2, n_head=12, bos_token_id=0, eos_token_id=0
+    )
+    arguments = TrainingArguments(
+        **{"train_steps": STEPS, "lr": 5e-3, "warmup_steps": 4, "micro_batch_size": 2, "global_batch_size": 8, "clip_grad": 0.5}
+        | changes,
+        model_parallel_size=mesh.tp_size,
+    )
+    execution = Execution(arguments.sequence_parallel, arguments.recompute)
+    model = from_config(config, mesh, dtype=DTYPES[arguments.precision], execution=execution)
+    run_folder = RunFolder(folder)
+    if first_step:
+        parameters = dict(model.named_parameters())
+        shards = {name: getattr(parameter, "shard", None) for name, parameter in parameters.items()}
+        saved_size = len(list(run_folder.checkpoint(first_step).glob("rank_*.safetensors")))
+        reader = ShardedReader(run_folder.checkpoint(first_step), "rank", saved_size, shards)
+        for name, parameter in parameters.items():
+            parameter.data.copy_(reader.local(name, mesh.tp_rank, mesh.tp_size))
+    reporter = Losses()
+    reporter.values = []
+    trainer = Trainer(
+        model, arguments, mesh, train_data=Samples(), valid_data=Samples(), run_folder=run_folder, reporter=reporter
+    )
+    if first_step:
+        trainer.resume(first_step)
+    trainer.train()
+    return reporter.values
+
+
+@pytest.fixture
+def train(run_mesh, tmp_path):
+    """`train(tp, data=1, folder="run", **arguments)`: the losses, the same on every rank."""
+
+    def run(tp: int, *, data: int = 1, folder: str = "run", first_step: int = 0, **changes) -> list[float]:
+        training = partial(losses_of_training, folder=tmp_path / folder, first_step=first_step, **changes)
+        by_rank = run_mesh(tp, training, data=data)
+        assert all(losses == by_rank[0] for losses in by_rank)
+        return by_rank[0]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def unsplit_losses(run_mesh, tmp_path_factory):
+    return run_mesh(1, losses_of_training, tmp_path_factory.mktemp("unsplit"))[0]
+
+
+def test_loss_falls(unsplit_losses):
+    assert len(unsplit_losses) == STEPS
+    assert unsplit_losses[-1] < unsplit_losses[0] - 1
+
+
+@pytest.mark.parametrize(("tp", "data"), [(2, 1), (4, 1), (1, 2), (2, 2)])
+def test_first_losses_do_not_depend_on_the_layout(train, unsplit_losses, tp, data):
+    assert train(tp, data=data) == pytest.approx(unsplit_losses, **SAME_LOSS)
+
+
+def test_sequence_parallelism_and_recomputation_change_nothing(train, unsplit_losses):
+    assert train(2, sequence_parallel=True, recompute="full") == pytest.approx(unsplit_losses, **SAME_LOSS)
+
+
+@pytest.mark.parametrize(("tp", "data", "zero_stage"), [(2, 1, 0), (2, 1, 1), (2, 1, 2), (2, 2, 2)])
+def test_resuming_repeats_the_run_bit_for_bit(train, unsplit_losses, tp, data, zero_stage):
+    whole = train(tp, data=data, zero_stage=zero_stage, save_interval=8)
+    assert whole == pytest.approx(unsplit_losses, **SAME_LOSS)
+    assert train(tp, data=data, zero_stage=zero_stage, first_step=8) == whole[8:]
+
+
+def test_resuming_at_another_layout(train, unsplit_losses):
+    train(4, save_interval=8)
+    assert train(2, data=2, first_step=8) == pytest.approx(unsplit_losses[8:], **SAME_LOSS)
+
+
+def test_bf16_with_master_weights_resumes_bit_for_bit(train, unsplit_losses):
+    whole = train(2, precision="bf16", save_interval=8)
+    assert whole == pytest.approx(unsplit_losses, rel=2e-2)
+    assert train(2, precision="bf16", first_step=8) == whole[8:]
