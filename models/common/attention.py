@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,16 +12,69 @@ from ...mpu import (
     ParallelMesh,
     RowParallelLinear,
     checkpoint,
-    scaled_masked_softmax,
+    dropout_state,
+    tp_rank,
     tp_size,
 )
+from ...ops import dropout_keys, masked_softmax
 from .execution import Execution
+from .masks import visible_before
+
+
+class AttentionCore(nn.Module):
+    """softmax(scale · q·kᵀ + position_bias, over the keys that the mask shows)·v, of this rank's heads.
+
+    A query that sees no key gets zeros, as in `scaled_dot_product_attention`. Selective recomputation keeps only q,
+    k and v for the backward pass.
+    """
+
+    def __init__(self, *, scale: float, dropout: float, mesh: ParallelMesh | None, execution: Execution) -> None:
+        super().__init__()
+        self.scale, self.mesh = scale, mesh
+        self.dropout = Dropout(dropout, split_dim=1, mesh=mesh)
+        self.recompute = execution.recompute == "selective"
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position_bias: Tensor | None, causal: bool
+    ) -> Tensor:
+        """q: [B, Np, Sq, D]; k, v: [B, Np, Sk, D]; returns [B, Np, Sq, D]. The other arguments: `SelfAttention`."""
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self.attend, q, k, v, mask, position_bias, causal)
+        return self.attend(q, k, v, mask, position_bias, causal)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position_bias: Tensor | None, causal: bool
+    ) -> Tensor:
+        drops = self.training and self.dropout.p > 0
+        causal = causal and mask is None
+        if position_bias is None and not drops:
+            if causal and q.shape[2] != k.shape[2]:
+                mask, causal = visible_before(q.shape[2], k.shape[2], q.device), False
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, is_causal=causal)
+        # The probabilities are written out: for the gradient of a trained bias, and for a dropout mask that does
+        # not depend on the layout.
+        scores = q @ k.mT  # [B, Np, Sq, Sk]
+        return masked_softmax(
+            scores, mask, position_bias, scale=self.scale, causal=causal, **(self.drop(scores) if drops else {})
+        ) @ v  # fmt: skip
+
+    def drop(self, scores: Tensor) -> dict[str, object]:
+        """Where this use of the core stands in the unsplit model's dropout."""
+        if self.dropout.site is None:
+            raise RuntimeError("call assign_dropout_sites(model) once after building the model")
+        key, first_sample = dropout_state.visit(self.dropout.site)
+        return {
+            "dropout": self.dropout.p,
+            "keys": dropout_keys(key, first_sample, scores.shape[0], scores.device),
+            "first_row": tp_rank(self.mesh) * scores.shape[1] * scores.shape[2],
+        }
 
 
 class SelfAttention(nn.Module):
-    """softmax(q·kᵀ·scale + mask)·v with a fused, bias-carrying qkv product [Q|K|V] and an output product.
+    """Attention of a sequence to itself, with a fused qkv product [Q|K|V] and an output product.
 
-    Heads are whole on a rank; ValueError where the tensor-parallel size does not divide them.
+    head_size: by default hidden_size / num_heads. bias: whether the products have biases. Heads are whole on a rank;
+    ValueError where the tensor-parallel size does not divide them.
     """
 
     def __init__(
@@ -31,6 +82,8 @@ class SelfAttention(nn.Module):
         hidden_size: int,
         num_heads: int,
         *,
+        head_size: int | None = None,
+        bias: bool = True,
         scale: float,
         dropout: float = 0.0,
         mesh: ParallelMesh | None = None,
@@ -38,57 +91,90 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_heads(num_heads, tp_size(mesh))
-        self.head_size = hidden_size // num_heads
-        self.scale = scale
-        self.dropout = Dropout(dropout, split_dim=1, mesh=mesh)
-        self.recompute_core = execution.recompute == "selective"
-        sequence_parallel = execution.sequence_parallel
-        self.qkv = ColumnParallelLinear(
-            hidden_size,
-            3 * hidden_size,
-            groups=(hidden_size,) * 3,
-            unit=self.head_size,
-            sequence_parallel=sequence_parallel,
-            mesh=mesh,
-        )
-        self.output = RowParallelLinear(
-            hidden_size, hidden_size, unit=self.head_size, sequence_parallel=sequence_parallel, mesh=mesh
-        )
+        self.head_size = head_size or hidden_size // num_heads
+        inner_size = num_heads * self.head_size
+        shared = {
+            "bias": bias,
+            "unit": self.head_size,
+            "sequence_parallel": execution.sequence_parallel,
+            "mesh": mesh,
+        }
+        self.core = AttentionCore(scale=scale, dropout=dropout, mesh=mesh, execution=execution)
+        self.qkv = ColumnParallelLinear(hidden_size, 3 * inner_size, groups=(inner_size,) * 3, **shared)
+        self.output = RowParallelLinear(inner_size, hidden_size, **shared)
 
-    def forward(self, x: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
-        """x: [B, S, H]. mask: bool, broadcastable to [B, Np, S, S], True where attended; None for all.
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        *,
+        causal: bool = False,
+        memory: Tensor | None = None,
+    ) -> Tensor:
+        """[B, S, H] -> [B, S, H]
 
-        causal without a mask lets a position see itself and those before it.
+        mask: bool, broadcastable to [B, Np, S, S], True where attended; None for all.
+        position_bias: [1 or B, Np, S, S], added to the scaled scores; it may be trained.
+        causal: without a mask, lets a position see itself and those before it.
+        memory: [B, M, H] of the positions before x, which are attended too; the keys are then M + S. Not under
+            sequence parallelism, where x is a part of the sequence.
         """
-        q, k, v = (self.split_heads(part) for part in self.qkv(x).chunk(3, dim=-1))  # [B, Np, S, D]
-        core = partial(checkpoint, self.attend) if self.recompute_core else self.attend
-        y = core(q, k, v, mask, causal)
-        return self.output(y.transpose(1, 2).flatten(2))  # [B, S, H]
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-        """q, k, v: [B, Np, S, D]; returns [B, Np, S, D]."""
-        if not self.training or self.dropout.p == 0:
-            return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, scale=self.scale, is_causal=causal and mask is None
-            )
-        if causal and mask is None:
-            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-        # The probabilities are written out for the dropout mask, which does not depend on the layout.
-        return scaled_masked_softmax(q @ k.mT, mask, scale=self.scale, dropout=self.dropout) @ v
-
-    def split_heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        qkv = self.qkv(x if memory is None else torch.cat([memory, x], dim=1))
+        q, k, v = (split_heads(part, self.head_size) for part in qkv.chunk(3, dim=-1))  # [B, Np, S, D]
+        if memory is not None:
+            q = q[:, :, memory.shape[1] :]
+        return self.output(merge_heads(self.core(q, k, v, mask, position_bias, causal)))
 
 
-def causal_mask(attention_mask: Tensor | None, sequence_length: int) -> Tensor | None:
-    """What a causal model's queries see: None without padding, else bool [B, 1, S, S].
+class CrossAttention(nn.Module):
+    """Attention of one sequence to another, with a query product, a fused [K|V] product, and an output product.
 
-    attention_mask: [B, S], nonzero for tokens and 0 for padding, as in transformers.
+    Arguments as for `SelfAttention`.
     """
-    if attention_mask is None:
-        return None
-    causal = torch.ones(sequence_length, sequence_length, dtype=torch.bool, device=attention_mask.device).tril()
-    return causal & attention_mask.bool()[:, None, None, :]
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        head_size: int | None = None,
+        bias: bool = True,
+        scale: float,
+        dropout: float = 0.0,
+        mesh: ParallelMesh | None = None,
+        execution: Execution,
+    ) -> None:
+        super().__init__()
+        check_heads(num_heads, tp_size(mesh))
+        self.head_size = head_size or hidden_size // num_heads
+        inner_size = num_heads * self.head_size
+        shared = {
+            "bias": bias,
+            "unit": self.head_size,
+            "sequence_parallel": execution.sequence_parallel,
+            "mesh": mesh,
+        }
+        self.core = AttentionCore(scale=scale, dropout=dropout, mesh=mesh, execution=execution)
+        self.query = ColumnParallelLinear(hidden_size, inner_size, **shared)
+        self.key_value = ColumnParallelLinear(hidden_size, 2 * inner_size, groups=(inner_size,) * 2, **shared)
+        self.output = RowParallelLinear(inner_size, hidden_size, **shared)
+
+    def forward(self, x: Tensor, source: Tensor, mask: Tensor | None = None) -> Tensor:
+        """x: [B, S, H]; source: [B, T, H], what is attended; mask: bool, broadcastable to [B, Np, S, T]."""
+        q = split_heads(self.query(x), self.head_size)  # [B, Np, S, D]
+        k, v = (split_heads(part, self.head_size) for part in self.key_value(source).chunk(2, dim=-1))
+        return self.output(merge_heads(self.core(q, k, v, mask, None, False)))
+
+
+def split_heads(x: Tensor, head_size: int) -> Tensor:
+    """[B, S, Hp] -> [B, Np, S, D]"""
+    return x.unflatten(-1, (-1, head_size)).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """[B, Np, S, D] -> [B, S, Hp]"""
+    return x.transpose(1, 2).flatten(2)
 
 
 def check_heads(num_heads: int, tensor_parallel_size: int) -> None:

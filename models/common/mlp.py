@@ -1,26 +1,45 @@
-"""The two-layer feed-forward block, split over its inner width."""
+"""The feed-forward blocks, split over their inner width."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...mpu import ColumnParallelLinear, ParallelMesh, RowParallelLinear
+from ...mpu import ColumnParallelLinear, Dropout, ParallelMesh, RowParallelLinear
+from ...ops import geglu, swiglu
 from .execution import Execution
 
+gelu_tanh = partial(F.gelu, approximate="tanh")
+
 # transformers' names; "gelu_new" and its like are the tanh approximation.
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
-    "gelu_new": partial(F.gelu, approximate="tanh"),
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_new": gelu_tanh,
+    "gelu_fast": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
     "relu": F.relu,
+    "silu": F.silu,
+    "swish": F.silu,
+}
+GATES: dict[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]] = {
+    F.gelu: geglu,
+    gelu_tanh: partial(geglu, approximate="tanh"),
+    F.silu: swiglu,
 }
 
 
+def find_activation(name: str) -> Callable[[Tensor], Tensor]:
+    """ValueError for a name that is not transformers'."""
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation {name!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
 class MLP(nn.Module):
-    """down(activation(up(x)))."""
+    """down(dropout(activation(up(x))))."""
 
     def __init__(
         self,
@@ -28,17 +47,47 @@ class MLP(nn.Module):
         inner_size: int,
         activation: str,
         *,
+        bias: bool = True,
+        dropout: float = 0.0,
         mesh: ParallelMesh | None = None,
         execution: Execution,
     ) -> None:
         super().__init__()
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation {activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
-        self.activation = ACTIVATIONS[activation]
-        sequence_parallel = execution.sequence_parallel
-        self.up = ColumnParallelLinear(hidden_size, inner_size, sequence_parallel=sequence_parallel, mesh=mesh)
-        self.down = RowParallelLinear(inner_size, hidden_size, sequence_parallel=sequence_parallel, mesh=mesh)
+        shared = {"bias": bias, "sequence_parallel": execution.sequence_parallel, "mesh": mesh}
+        self.activation = find_activation(activation)
+        self.up = ColumnParallelLinear(hidden_size, inner_size, **shared)
+        self.dropout = Dropout(dropout, split_dim=-1, mesh=mesh)
+        self.down = RowParallelLinear(inner_size, hidden_size, **shared)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, H] -> [B, S, H]"""
-        return self.down(self.activation(self.up(x)))
+        return self.down(self.dropout(self.activation(self.up(x))))
+
+
+class GatedMLP(nn.Module):
+    """down(dropout(activation(gate(x)) · up(x))), with a fused product [gate|up] (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        inner_size: int,
+        activation: str,
+        *,
+        bias: bool = True,
+        dropout: float = 0.0,
+        mesh: ParallelMesh | None = None,
+        execution: Execution,
+    ) -> None:
+        super().__init__()
+        shared = {"bias": bias, "sequence_parallel": execution.sequence_parallel, "mesh": mesh}
+        self.activation = find_activation(activation)
+        self.gate_up = ColumnParallelLinear(hidden_size, 2 * inner_size, groups=(inner_size,) * 2, **shared)
+        self.dropout = Dropout(dropout, split_dim=-1, mesh=mesh)
+        self.down = RowParallelLinear(inner_size, hidden_size, **shared)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, H] -> [B, S, H]"""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)  # [B, S, Fp] each
+        fused = GATES.get(self.activation)
+        product = self.activation(gate) * up if fused is None else fused(gate, up)
+        return self.down(self.dropout(product))

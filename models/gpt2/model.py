@@ -21,10 +21,11 @@ from ...mpu import (
     VocabParallelHead,
     checkpoint,
 )
-from ..common.attention import SelfAttention, causal_mask
+from ..common.attention import SelfAttention
 from ..common.causal_lm import VOCABULARY_MULTIPLE, CausalLM, PositionEmbedding
 from ..common.dropout import residual_dropout
 from ..common.execution import Execution
+from ..common.masks import causal_mask
 from ..common.mlp import MLP
 from ..common.outputs import CausalLMOutput
 from .config import GPT2Config
