@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import pkgutil
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +17,13 @@ from ..mpu import ParallelMesh, initialize, materialize
 from .common.config import ModelConfig
 from .common.execution import Execution
 
-FAMILIES = ("gpt2",)
+# A family is a folder beside this file, named after its `model_type`.
+FAMILIES = tuple(
+    sorted(
+        module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])
+        if module.ispkg and module.name != "common"
+    )
+)  # fmt: skip
 
 
 def family(model_type: str) -> ModuleType:
@@ -28,16 +36,34 @@ def family(model_type: str) -> ModuleType:
     return importlib.import_module(f".{model_type}", __package__)
 
 
+def presets() -> Iterator[tuple[str, ModelConfig]]:
+    """All presets by name, family by family."""
+    for model_type in FAMILIES:
+        yield from family(model_type).PRESETS.items()
+
+
 def find_config(name: str) -> ModelConfig:
     """The configuration of a preset, or of a folder with a `config.json`, or of such a file."""
-    presets = {preset: config for model_type in FAMILIES for preset, config in family(model_type).PRESETS.items()}
-    if name in presets:
-        return presets[name]
+    for preset, config in presets():
+        if preset == name:
+            return config
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        raise ValueError(f"model {name!r} is no preset and no folder with a config.json; presets: {', '.join(presets)}")
-    return config_from_dict(json.loads(path.read_text()))
+        known = ", ".join(preset for preset, _ in presets())
+        raise ValueError(f"model {name!r} is no preset and no folder with a config.json; presets: {known}")
+    return config_from_dict(read_config(path))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The contents of a `config.json`. ValueError if it is none."""
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not a readable config.json: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold a JSON object, not a {type(values).__name__}")
+    return values
 
 
 def config_from_dict(values: dict[str, Any]) -> ModelConfig:
@@ -46,14 +72,34 @@ def config_from_dict(values: dict[str, Any]) -> ModelConfig:
     return family(values["model_type"]).Config.from_dict(values)
 
 
+def as_config(config: ModelConfig | dict[str, Any] | str | Any) -> ModelConfig:
+    """A family's configuration from itself, from the contents of a `config.json`, from a preset's name or a path, or
+    from transformers' configuration object."""
+    if isinstance(config, ModelConfig):
+        return config
+    if isinstance(config, (str, Path)):
+        return find_config(str(config))
+    if isinstance(config, dict):
+        return config_from_dict(config)
+    if hasattr(config, "to_dict"):
+        return config_from_dict(config.to_dict())
+    raise ValueError(f"a model's configuration cannot be a {type(config).__name__}; pass a dict, a preset or a path")
+
+
 def model_class(config: ModelConfig) -> type[nn.Module]:
     """The class that `config.architecture` names."""
     package = family(config.model_type)
     return getattr(package, "MODELS", {}).get(config.architecture, package.Model)
 
 
+def build_on_meta(config: ModelConfig, mesh: ParallelMesh | None, execution: Execution | None = None) -> nn.Module:
+    """This rank's part of the model as shapes alone: each parameter has its `.shard`, none has storage."""
+    with torch.device("meta"):
+        return model_class(config)(config, mesh=mesh, execution=execution or Execution())
+
+
 def from_config(
-    config: ModelConfig | dict[str, Any] | str,
+    config: ModelConfig | dict[str, Any] | str | Any,
     mesh: ParallelMesh | None = None,
     *,
     device: torch.device | str = "cpu",
@@ -63,16 +109,11 @@ def from_config(
 ) -> nn.Module:
     """A new model with freshly drawn weights, this rank's part of it under a mesh.
 
-    config: a family's configuration, the contents of a `config.json`, or a preset's name.
+    config: a family's configuration, the contents of a `config.json`, a preset's name, or transformers' object.
     device: "meta" gives the whole layout (each parameter's `.shard`) and no storage.
     seed: with the parameters' names it decides the weights, whatever the mesh.
     """
-    if isinstance(config, str):
-        config = find_config(config)
-    elif isinstance(config, dict):
-        config = config_from_dict(config)
-    with torch.device("meta"):
-        model = model_class(config)(config, mesh=mesh, execution=execution or Execution())
+    model = build_on_meta(as_config(config), mesh, execution)
     if torch.device(device).type != "meta":
         materialize(model, device, dtype)
         initialize(model, model.initial_value, seed, mesh)
