@@ -1,0 +1,89 @@
+"""The loss of sequence classification: one label, several labels or numbers for each sequence."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..common.language_model import IGNORED
+from .config import BertConfig, ProblemType
+from .outputs import SequenceClassifierOutput
+
+
+def class_loss(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+    """Cross-entropy of logits [B, C], which every rank has whole, with classes int64 [B]; -100 is ignored.
+
+    The mean, or the sum divided by `num_items_in_batch`. fp32.
+    """
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    loss = F.cross_entropy(widen(logits), labels.view(-1), ignore_index=IGNORED, reduction=reduction)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+def widen(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+class SequenceClassifier(nn.Module):
+    """Base of the models that classify whole sequences; every rank has all logits."""
+
+    config: BertConfig
+    encoder: nn.Module
+
+    def classify(self, first: Tensor) -> Tensor:
+        """The first token's state [B, H] -> [B, num_labels]"""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        output_hidden_states: bool = False,
+    ) -> SequenceClassifierOutput:
+        """input_ids, token_type_ids: int64 [B, S]; attention_mask: [B, S], 0 for padding; labels: see `loss`."""
+        hidden_states = self.encoder(input_ids, attention_mask, token_type_ids, position_ids)
+        logits = self.classify(self.encoder.first_token(hidden_states[-1]))  # [B, num_labels]
+        loss = None if labels is None else self.loss(logits, labels, num_items_in_batch)
+        return SequenceClassifierOutput(loss, logits, hidden_states if output_hidden_states else None)
+
+    def problem_type(self, labels: Tensor) -> ProblemType:
+        """The configuration's, or what transformers infers: one output is a number, integers are classes."""
+        if self.config.problem_type is not None:
+            return self.config.problem_type
+        if self.config.num_labels == 1:
+            return "regression"
+        return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+
+    def loss(self, logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        """logits: [B, num_labels]. labels: classes int64 [B] (-100 is ignored), or floats [B, num_labels] (or [B] for
+        one output): cross-entropy, squared error, or binary cross-entropy for each label.
+
+        The mean, or the sum divided by `num_items_in_batch`; see `count_targets`.
+        """
+        problem = self.problem_type(labels)
+        if problem == "single_label_classification":
+            return class_loss(logits, labels, num_items_in_batch)
+        if labels.numel() != logits.numel():
+            raise ValueError(
+                f"{problem} needs labels of shape {tuple(logits.shape)}, one for each output, not {tuple(labels.shape)}"
+            )
+        function = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
+        wide = widen(logits)
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        loss = function(wide, labels.view_as(wide).to(wide.dtype), reduction=reduction)
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+    def count_targets(self, labels: Tensor) -> Tensor:
+        """How many terms the loss of `labels` is the mean of."""
+        if self.problem_type(labels) == "single_label_classification":
+            return (labels != IGNORED).sum()
+        return torch.tensor(labels.numel(), device=labels.device)
+
+    def gather_logits(self, logits: Tensor) -> Tensor:
+        """[B, num_labels], as every rank has them."""
+        return logits

@@ -1,0 +1,123 @@
+"""BERT's configuration: the keys of Hugging Face's `config.json`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from typing_extensions import Self
+
+from ..common.config import ModelConfig
+
+ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
+
+
+@dataclass(frozen=True)
+class BertConfig(ModelConfig):
+    """Sizes and constants of a BERT; names, meanings and defaults are transformers'.
+
+    architecture: the head, by transformers' class name.
+    num_labels, problem_type: of the sequence classification head; `config.json` keeps the first as `id2label`.
+    id2label, label2id: the labels' names; `LABEL_0`, … where none are given.
+    """
+
+    model_type: ClassVar[str] = "bert"
+    architectures: ClassVar[tuple[str, ...]] = (
+        "BertForMaskedLM",
+        "BertForPreTraining",
+        "BertForSequenceClassification",
+    )
+
+    vocab_size: int = 30522
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12  # type: ignore[assignment] - a property of the base
+    intermediate_size: int = 3072
+    hidden_act: str = "gelu"
+    hidden_dropout_prob: float = 0.1
+    attention_probs_dropout_prob: float = 0.1
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 2
+    initializer_range: float = 0.02
+    layer_norm_eps: float = 1e-12
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    classifier_dropout: float | None = None
+    is_decoder: bool = False
+    add_cross_attention: bool = False
+    tie_word_embeddings: bool = True
+    position_embedding_type: str = "absolute"
+    architecture: str = "BertForMaskedLM"  # type: ignore[misc] - a class variable of the families with one head
+    num_labels: int = 2
+    problem_type: ProblemType | None = None
+    id2label: dict[str, str] | None = None
+    label2id: dict[str, int] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_labels"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.hidden_size % self.num_attention_heads:
+            fitting = [n for n in range(1, 4 * self.num_attention_heads + 1) if self.hidden_size % n == 0]
+            raise ValueError(
+                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads="
+                f"{self.num_attention_heads}; use num_attention_heads from {fitting}"
+            )
+        if self.architecture not in self.architectures:
+            raise ValueError(
+                f"architecture {self.architecture!r} is not in the zoo; use one of {', '.join(self.architectures)}"
+            )
+        if self.is_decoder or self.add_cross_attention:
+            raise ValueError(f"{self.model_type} is an encoder here: is_decoder and add_cross_attention must be false")
+        if not self.tie_word_embeddings:
+            raise ValueError(f"{self.model_type}'s output head is its word embedding: tie_word_embeddings must be true")
+        if self.position_embedding_type != "absolute":
+            raise ValueError(
+                f"position_embedding_type {self.position_embedding_type!r} is not supported; use 'absolute'"
+            )
+        if self.problem_type == "single_label_classification" and self.num_labels == 1:
+            raise ValueError("problem_type='single_label_classification' needs num_labels of at least 2, not 1")
+        if self.id2label is not None and len(self.id2label) != self.num_labels:
+            raise ValueError(
+                f"id2label names {len(self.id2label)} labels, but num_labels is {self.num_labels}; "
+                "change both, or set id2label and label2id to None"
+            )
+
+    @property
+    def max_sequence_length(self) -> int:
+        return self.max_position_embeddings
+
+    @property
+    def head_act(self) -> str:
+        """The activation inside the masked-language-model head."""
+        return self.hidden_act
+
+    @property
+    def classifier_dropout_prob(self) -> float:
+        return self.hidden_dropout_prob if self.classifier_dropout is None else self.classifier_dropout
+
+    @property
+    def position_padding_idx(self) -> int | None:
+        """The position that padding gets and that is not learned; None if padding has positions like any token."""
+        return None
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        values = dict(values)
+        if architectures := values.get("architectures"):
+            values["architecture"] = architectures[0]
+        if (names := values.get("id2label")) is not None:
+            values["num_labels"] = len(names)
+            if set(names.values()) == {f"LABEL_{i}" for i in range(len(names))}:
+                values["id2label"] = values["label2id"] = None  # transformers' names for labels without one
+        return super().from_dict(values)
+
+    def to_dict(self) -> dict[str, Any]:
+        values = super().to_dict()
+        del values["architecture"]
+        number = values.pop("num_labels")
+        if self.id2label is None:
+            values["id2label"] = {str(i): f"LABEL_{i}" for i in range(number)}
+            values["label2id"] = {f"LABEL_{i}": i for i in range(number)}
+        return values

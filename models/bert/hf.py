@@ -1,0 +1,54 @@
+"""Where Hugging Face's BERT checkpoints keep each native parameter, whichever head they have."""
+
+from __future__ import annotations
+
+from ..common.name_map import Entry, NameMap
+
+
+# Files made from the TensorFlow checkpoints.
+OLD_NORM_NAMES = ((r"(.*LayerNorm)\.gamma", r"\1.weight"), (r"(.*LayerNorm)\.beta", r"\1.bias"))
+
+
+def both(native: str, stored: str) -> tuple[Entry, Entry]:
+    """The entries of a weight and its bias."""
+    return tuple(Entry(f"{native}.{kind}", f"{stored}.{kind}") for kind in ("weight", "bias"))  # type: ignore[return-value]
+
+
+def encoder_entries(prefix: str) -> tuple[Entry, ...]:
+    """The body, stored under `bert.` or `roberta.`."""
+    layer = f"{prefix}encoder.layer.{{i}}"
+    separate = [f"{layer}.attention.self.{name}" for name in ("query", "key", "value")]
+    return (
+        Entry("encoder.word_embeddings.weight", f"{prefix}embeddings.word_embeddings.weight"),
+        Entry("encoder.position_embeddings.weight", f"{prefix}embeddings.position_embeddings.weight"),
+        Entry("encoder.token_type_embeddings.weight", f"{prefix}embeddings.token_type_embeddings.weight"),
+        *both("encoder.embedding_norm", f"{prefix}embeddings.LayerNorm"),
+        Entry("encoder.blocks.{i}.attention.qkv.weight", tuple(f"{name}.weight" for name in separate)),
+        Entry("encoder.blocks.{i}.attention.qkv.bias", tuple(f"{name}.bias" for name in separate)),
+        *both("encoder.blocks.{i}.attention.output", f"{layer}.attention.output.dense"),
+        *both("encoder.blocks.{i}.attention_norm", f"{layer}.attention.output.LayerNorm"),
+        *both("encoder.blocks.{i}.mlp.up", f"{layer}.intermediate.dense"),
+        *both("encoder.blocks.{i}.mlp.down", f"{layer}.output.dense"),
+        *both("encoder.blocks.{i}.mlp_norm", f"{layer}.output.LayerNorm"),
+    )
+
+
+NAME_MAP = NameMap(
+    prefix="bert.",
+    entries=(
+        *encoder_entries("bert."),
+        *both("head.dense", "cls.predictions.transform.dense"),
+        *both("head.norm", "cls.predictions.transform.LayerNorm"),
+        Entry("head.decoder.bias", "cls.predictions.bias"),
+        *both("pooler", "bert.pooler.dense"),
+        *both("next_sentence", "cls.seq_relationship"),
+        *both("classifier", "classifier"),
+    ),
+    aliases=(
+        ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
+        ("cls.predictions.decoder.bias", "cls.predictions.bias"),
+    ),
+    renamed=OLD_NORM_NAMES,
+    # A buffer of files written before transformers 4.31.
+    ignored=(r"(bert\.)?embeddings\.position_ids",),
+)

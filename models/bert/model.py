@@ -1,0 +1,228 @@
+"""BERT (Devlin et al., 2018, "BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding").
+
+- word, position and segment embeddings, added and normalised
+- post-LayerNorm blocks: norm(x + attention(x)), then norm(x + mlp(x)); every token sees every token but padding
+- fused qkv with biases, exact GELU
+- masked-language-model head: a replicated dense layer and norm, then the word embedding with a bias of its own, both
+  split over the vocabulary
+- the first token's state, through a tanh layer, is the sequence's: for next-sentence prediction and classification
+- weights N(0, 0.02), the padding token's embedding and all biases zero
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ...mpu import Dropout, LayerNorm, ParallelMesh, VocabParallelEmbedding, VocabParallelHead, checkpoint
+from ..common.attention import SelfAttention
+from ..common.dropout import residual_dropout
+from ..common.execution import Execution
+from ..common.language_model import VOCABULARY_MULTIPLE, LanguageModel, PositionEmbedding
+from ..common.masks import key_mask
+from ..common.mlp import MLP, find_activation
+from ..common.replicated import ReplicatedLinear, first_token
+from .classification import SequenceClassifier, class_loss
+from .config import BertConfig
+from .outputs import MaskedLMOutput, PreTrainingOutput
+from .positions import position_ids_of
+
+
+class BertBlock(nn.Module):
+    def __init__(self, config: BertConfig, mesh: ParallelMesh | None, execution: Execution) -> None:
+        super().__init__()
+        size, eps, heads = config.hidden_size, config.layer_norm_eps, config.num_attention_heads
+        shared = {"mesh": mesh, "sequence_parallel": execution.sequence_parallel}
+        self.attention = SelfAttention(
+            size,
+            heads,
+            scale=(size // heads) ** -0.5,
+            dropout=config.attention_probs_dropout_prob,
+            mesh=mesh,
+            execution=execution,
+        )
+        self.attention_dropout = residual_dropout(config.hidden_dropout_prob, mesh, execution)
+        self.attention_norm = LayerNorm(size, eps, **shared)
+        self.mlp = MLP(size, config.intermediate_size, config.hidden_act, mesh=mesh, execution=execution)
+        self.mlp_dropout = residual_dropout(config.hidden_dropout_prob, mesh, execution)
+        self.mlp_norm = LayerNorm(size, eps, **shared)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        x = self.attention_norm(x + self.attention_dropout(self.attention(x, mask)))
+        return self.mlp_norm(x + self.mlp_dropout(self.mlp(x)))
+
+
+class BertEncoder(nn.Module):
+    """Embeddings and blocks, without a head."""
+
+    def __init__(self, config: BertConfig, mesh: ParallelMesh | None, execution: Execution) -> None:
+        super().__init__()
+        self.config, self.mesh = config, mesh
+        self.sequence_parallel = execution.sequence_parallel
+        self.recompute_blocks = execution.recompute == "full"
+        size = config.hidden_size
+        shared = {"mesh": mesh, "sequence_parallel": execution.sequence_parallel}
+        self.word_embeddings = VocabParallelEmbedding(
+            config.vocab_size, size, padding_idx=config.pad_token_id, pad_multiple=VOCABULARY_MULTIPLE, **shared
+        )
+        self.position_embeddings = PositionEmbedding(
+            config.max_position_embeddings, size, padding_idx=config.position_padding_idx, **shared
+        )
+        self.token_type_embeddings = PositionEmbedding(config.type_vocab_size, size, **shared)
+        self.embedding_norm = LayerNorm(size, config.layer_norm_eps, **shared)
+        self.embedding_dropout = residual_dropout(config.hidden_dropout_prob, mesh, execution)
+        self.blocks = nn.ModuleList(BertBlock(config, mesh, execution) for _ in range(config.num_hidden_layers))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """The embedding output and each block's output, [B, S, H] or [B, S/tp, H]."""
+        if position_ids is None:
+            position_ids = position_ids_of(input_ids, self.config)
+        if token_type_ids is None:
+            token_type_ids = torch.zeros_like(input_ids[:1])
+        x = self.word_embeddings(input_ids) + self.token_type_embeddings(token_type_ids)
+        x = self.embedding_dropout(self.embedding_norm(x + self.position_embeddings(position_ids)))
+        mask = key_mask(attention_mask)
+        hidden_states = [x]
+        for block in self.blocks:
+            x = checkpoint(block, x, mask) if self.recompute_blocks else block(x, mask)
+            hidden_states.append(x)
+        return tuple(hidden_states)
+
+    def first_token(self, x: Tensor) -> Tensor:
+        """[B, S, H] or [B, S/tp, H] -> the first token's [B, H] on every rank"""
+        return first_token(x, sequence_parallel=self.sequence_parallel, mesh=self.mesh)
+
+
+class MaskedLMHead(nn.Module):
+    """norm(activation(dense(x))) times the word embeddings, plus a bias."""
+
+    def __init__(self, encoder: BertEncoder, activation: str) -> None:
+        super().__init__()
+        config, size = encoder.config, encoder.config.hidden_size
+        shared = {"mesh": encoder.mesh, "sequence_parallel": encoder.sequence_parallel}
+        self.activation = find_activation(activation)
+        self.dense = ReplicatedLinear(size, size, **shared)
+        self.norm = LayerNorm(size, config.layer_norm_eps, **shared)
+        self.decoder = VocabParallelHead(size, config.vocab_size, bias=True, tied=encoder.word_embeddings, **shared)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, H] or [B, S/tp, H] -> [B, S, Vp]"""
+        return self.decoder(self.norm(self.activation(self.dense(x))))
+
+
+class BertModel(nn.Module):
+    """What all heads share. `mesh=None` is the unsplit model."""
+
+    config: BertConfig
+
+    def __init__(
+        self, config: BertConfig, mesh: ParallelMesh | None = None, execution: Execution | None = None
+    ) -> None:
+        super().__init__()
+        self.config, self.mesh = config, mesh
+        self.encoder = BertEncoder(config, mesh, execution or Execution())
+
+    def initial_value(self, name: str, full: Tensor, generator: torch.Generator) -> None:
+        """Fills a parameter's unsplit value in place."""
+        if name.endswith(".bias"):
+            full.zero_()
+        elif "norm" in name:
+            full.fill_(1.0)
+        else:
+            full.normal_(0.0, self.config.initializer_range, generator=generator)
+            if "word_embeddings" in name and self.config.pad_token_id is not None:
+                full[self.config.pad_token_id].zero_()
+            if "position_embeddings" in name and self.config.position_padding_idx is not None:
+                full[self.config.position_padding_idx].zero_()
+
+
+class BertForMaskedLM(BertModel, LanguageModel):
+    """Predicts the masked tokens."""
+
+    def __init__(
+        self, config: BertConfig, mesh: ParallelMesh | None = None, execution: Execution | None = None
+    ) -> None:
+        super().__init__(config, mesh, execution)
+        self.head = MaskedLMHead(self.encoder, config.head_act)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        output_hidden_states: bool = False,
+    ) -> MaskedLMOutput:
+        """input_ids, token_type_ids, labels: int64 [B, S]; attention_mask: [B, S], 0 for padding.
+
+        labels are of the position itself; -100 is ignored. The loss is the mean over the labels, or their sum divided
+        by `num_items_in_batch`.
+        """
+        hidden_states = self.encoder(input_ids, attention_mask, token_type_ids, position_ids)
+        logits = self.head(hidden_states[-1])  # [B, S, Vp]
+        loss = None if labels is None else self.loss(logits, labels, num_items_in_batch)
+        return MaskedLMOutput(loss, logits, hidden_states if output_hidden_states else None)
+
+
+class BertForPreTraining(BertModel, LanguageModel):
+    """Predicts the masked tokens, and whether the second sentence follows the first."""
+
+    def __init__(
+        self, config: BertConfig, mesh: ParallelMesh | None = None, execution: Execution | None = None
+    ) -> None:
+        super().__init__(config, mesh, execution)
+        self.head = MaskedLMHead(self.encoder, config.head_act)
+        self.pooler = nn.Linear(config.hidden_size, config.hidden_size)
+        self.next_sentence = nn.Linear(config.hidden_size, 2)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        next_sentence_label: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        num_sequences_in_batch: Tensor | int | None = None,
+        output_hidden_states: bool = False,
+    ) -> PreTrainingOutput:
+        """As `BertForMaskedLM`; next_sentence_label: int64 [B], 0 where the second sentence follows, 1 where not.
+
+        As in transformers there is a loss only with both kinds of labels: the sum of their two means, or of their
+        sums divided by `num_items_in_batch` labels and `num_sequences_in_batch` sequences.
+        """
+        hidden_states = self.encoder(input_ids, attention_mask, token_type_ids, position_ids)
+        logits = self.head(hidden_states[-1])  # [B, S, Vp]
+        scores = self.next_sentence(self.pooler(self.encoder.first_token(hidden_states[-1])).tanh())  # [B, 2]
+        loss = None
+        if labels is not None and next_sentence_label is not None:
+            if (num_items_in_batch is None) != (num_sequences_in_batch is None):
+                raise ValueError("give both num_items_in_batch and num_sequences_in_batch, or neither")
+            loss = self.loss(logits, labels, num_items_in_batch)
+            loss = loss + class_loss(scores, next_sentence_label, num_sequences_in_batch)
+        return PreTrainingOutput(loss, logits, scores, hidden_states if output_hidden_states else None)
+
+
+class BertForSequenceClassification(BertModel, SequenceClassifier):
+    """A linear classifier on the first token's pooled state."""
+
+    def __init__(
+        self, config: BertConfig, mesh: ParallelMesh | None = None, execution: Execution | None = None
+    ) -> None:
+        super().__init__(config, mesh, execution)
+        self.pooler = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dropout = Dropout(config.classifier_dropout_prob)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+
+    def classify(self, first: Tensor) -> Tensor:
+        """The first token's state [B, H] -> [B, num_labels]"""
+        return self.classifier(self.dropout(self.pooler(first).tanh()))

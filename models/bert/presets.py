@@ -1,0 +1,21 @@
+"""The released BERT sizes under Hugging Face's names. The cased vocabularies are smaller."""
+
+from __future__ import annotations
+
+from .config import BertConfig
+
+_BASE = BertConfig()
+_LARGE = BertConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
+_CASED = 28996
+
+PRESETS: dict[str, BertConfig] = {
+    "bert-base-uncased": _BASE,
+    "bert-base-cased": _BASE.with_changes(vocab_size=_CASED),
+    "bert-large-uncased": _LARGE,
+    "bert-large-cased": _LARGE.with_changes(vocab_size=_CASED),
+    "bert-large-uncased-whole-word-masking": _LARGE,
+    "bert-large-cased-whole-word-masking": _LARGE.with_changes(vocab_size=_CASED),
+    "bert-base-chinese": _BASE.with_changes(vocab_size=21128),
+    "bert-base-multilingual-uncased": _BASE.with_changes(vocab_size=105879),
+    "bert-base-multilingual-cased": _BASE.with_changes(vocab_size=119547),
+}

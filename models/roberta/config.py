@@ -1,0 +1,41 @@
+"""RoBERTa's configuration: the keys of Hugging Face's `config.json`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..bert.config import BertConfig
+
+
+@dataclass(frozen=True)
+class RobertaConfig(BertConfig):
+    """Sizes and constants of a RoBERTa; names, meanings and defaults are transformers'."""
+
+    model_type: ClassVar[str] = "roberta"
+    architectures: ClassVar[tuple[str, ...]] = ("RobertaForMaskedLM", "RobertaForSequenceClassification")
+
+    vocab_size: int = 50265
+    pad_token_id: int | None = 1
+    bos_token_id: int | None = 0
+    eos_token_id: int | None = 2
+    architecture: str = "RobertaForMaskedLM"  # type: ignore[misc] - as in BertConfig
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pad_token_id is None:
+            raise ValueError("RoBERTa counts positions from its padding token: pad_token_id must be given")
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Positions up to that of the padding serve no token."""
+        return self.max_position_embeddings - self.position_padding_idx - 1
+
+    @property
+    def position_padding_idx(self) -> int:
+        assert self.pad_token_id is not None
+        return self.pad_token_id
+
+    @property
+    def head_act(self) -> str:
+        return "gelu"

@@ -1,0 +1,25 @@
+"""Where Hugging Face's RoBERTa checkpoints keep each native parameter, whichever head they have."""
+
+from __future__ import annotations
+
+from ..bert.hf import OLD_NORM_NAMES, both, encoder_entries
+from ..common.name_map import Entry, NameMap
+
+NAME_MAP = NameMap(
+    prefix="roberta.",
+    entries=(
+        *encoder_entries("roberta."),
+        *both("head.dense", "lm_head.dense"),
+        *both("head.norm", "lm_head.layer_norm"),
+        Entry("head.decoder.bias", "lm_head.bias"),
+        *both("pooler", "classifier.dense"),
+        *both("classifier", "classifier.out_proj"),
+    ),
+    aliases=(
+        ("lm_head.decoder.weight", "roberta.embeddings.word_embeddings.weight"),
+        ("lm_head.decoder.bias", "lm_head.bias"),
+    ),
+    renamed=OLD_NORM_NAMES,
+    # The buffer of files written before transformers 4.31, and the body's pooler, which no head uses.
+    ignored=(r"(roberta\.)?embeddings\.position_ids", r"(roberta\.)?pooler\.dense\.(weight|bias)"),
+)
