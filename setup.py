@@ -1,5 +1,8 @@
 """Build script. The checkout is the package: `mpu/` here is `shardzoo.mpu`. Metadata lives in pyproject.toml."""
 
+import importlib.util
+from pathlib import Path
+
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
@@ -15,8 +18,20 @@ class BuildPackage(build_py):
         return [module for module in modules if module[:2] != ("shardzoo", "setup")]
 
 
+def load_build():
+    """csrc/build.py, which is no part of the package."""
+    path = Path(__file__).parent / "csrc" / "build.py"
+    spec = importlib.util.spec_from_file_location("shardzoo_build", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+build = load_build()
+
 setup(
     package_dir={"shardzoo": "."},
     packages=["shardzoo", *(f"shardzoo.{name}" for name in SUBPACKAGES)],
-    cmdclass={"build_py": BuildPackage},
+    cmdclass={"build_py": BuildPackage, "build_ext": build.BuildCompiled},
+    ext_modules=build.extensions(),
 )

@@ -193,14 +193,12 @@ INLINE typename Wide<C>::V keep_factor(uint64_t key, int64_t column, uint32_t th
   const VU lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const VU hash = element_hash<VU>(key, lane + static_cast<uint32_t>(column));
   typename Wide<C>::V factor;
-  for (int i = 0; i < Wide<C>::lanes; ++i) factor[i] = hash[i] >= threshold ? static_cast<C>(keep_scale) : 0;
+  if constexpr (sizeof(C) == sizeof(float)) {
+    factor = (VI)(hash >= threshold) ? (VF{} + static_cast<float>(keep_scale)) : VF{};
+  } else {
+    for (int i = 0; i < Wide<C>::lanes; ++i) factor[i] = hash[i] >= threshold ? keep_scale : 0;
+  }
   return factor;
-}
-template <>
-INLINE VF keep_factor<float>(uint64_t key, int64_t column, uint32_t threshold, double keep_scale) {
-  const VU lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const VU hash = element_hash<VU>(key, lane + static_cast<uint32_t>(column));
-  return (VI)(hash >= threshold) ? (VF{} + static_cast<float>(keep_scale)) : VF{};
 }
 
 }  // namespace

@@ -1,0 +1,66 @@
+#include "launch.h"
+
+#include <dlfcn.h>
+
+namespace shardzoo {
+namespace {
+
+constexpr int64_t kGrain = 32768;  // elements below which a thread is not worth waking
+
+#ifdef SHARDZOO_WITH_CUDA
+// The stable ABI has no way to ask for the current CUDA stream's handle before torch 2.13. torch's own library
+// exports it; a weak symbol would stay null, because the library is loaded before this one asks.
+void* current_cuda_stream(int32_t device) {
+  using Getter = int32_t (*)(int32_t, void**);
+  static const Getter getter = [] {
+    void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+    return library == nullptr ? nullptr : reinterpret_cast<Getter>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
+  }();
+  STD_TORCH_CHECK(getter != nullptr, "libtorch_cuda.so does not tell the current CUDA stream");
+  void* stream = nullptr;
+  STD_TORCH_CHECK(getter(device, &stream) == 0, "no current CUDA stream");
+  return stream;
+}
+
+void run_cuda(Kernel kernel, const Tensor& like, const void* parameters) {
+  const int32_t device = like.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const int error = shardzoo_cuda_run(kernel, dtype_of(like), parameters, current_cuda_stream(device));
+  STD_TORCH_CHECK(error == 0, "CUDA kernel ", static_cast<int>(kernel), ": ", shardzoo_cuda_error(error));
+}
+#else
+void run_cuda(Kernel, const Tensor&, const void*) { STD_TORCH_CHECK(false, "built without CUDA kernels"); }
+#endif
+
+}  // namespace
+
+void run(Kernel kernel, const Tensor& like, const void* parameters, int64_t units, int64_t unit_size) {
+  if (!like.is_cpu()) return run_cuda(kernel, like, parameters);
+  const int dtype = dtype_of(like);
+  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(unit_size, 1));
+  torch::stable::parallel_for(0, units, grain, [&](int64_t begin, int64_t end) {
+    shardzoo_cpu_run(kernel, dtype, parameters, begin, end);  // cannot fail: `kernel` and `dtype` exist
+  });
+}
+
+Tensor partial_sums(const Tensor& like, const Chunks& chunks, int64_t columns) {
+  const std::array<int64_t, 2> size = {chunks.count, columns};
+  const bool is_double = like.scalar_type() == ScalarType::Double;
+  return torch::stable::new_empty(like, {size.data(), size.size()}, is_double ? ScalarType::Double : ScalarType::Float);
+}
+
+void sum_columns(const Tensor& partial, const Tensor& out) {
+  const ColumnSum parameters = {input(partial), output(out), partial.size(0), partial.size(1)};
+  run(kColumnSum, out, &parameters, parameters.columns, parameters.chunks);
+}
+
+}  // namespace shardzoo
+
+// For Python's ctypes: whether CUDA kernels are in the library.
+extern "C" int shardzoo_has_cuda() {
+#ifdef SHARDZOO_WITH_CUDA
+  return 1;
+#else
+  return 0;
+#endif
+}

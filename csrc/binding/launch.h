@@ -1,0 +1,68 @@
+// From tensors to the plain structs of kernels.h, and from those to a kernel running on the tensors' device.
+// Built on libtorch's stable ABI only: one library serves several torch versions.
+#pragma once
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <optional>
+
+#include "../kernels.h"
+
+namespace shardzoo {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+inline DType dtype_of(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float:
+      return kFloat;
+    case ScalarType::BFloat16:
+      return kBFloat16;
+    case ScalarType::Half:
+      return kHalf;
+    case ScalarType::Double:
+      return kDouble;
+    default:
+      STD_TORCH_CHECK(false, "no kernel for this dtype");
+      return kDTypes;
+  }
+}
+
+inline const void* input(const Tensor& tensor) { return tensor.const_data_ptr(); }
+inline const void* input(const OptionalTensor& tensor) { return tensor ? tensor->const_data_ptr() : nullptr; }
+inline const int64_t* integers(const OptionalTensor& tensor) { return static_cast<const int64_t*>(input(tensor)); }
+inline void* output(const Tensor& tensor) { return tensor.numel() == 0 ? nullptr : tensor.mutable_data_ptr(); }
+
+inline int64_t columns_of(const Tensor& tensor) { return tensor.size(tensor.dim() - 1); }
+inline int64_t rows_of(const Tensor& tensor) { return tensor.numel() / columns_of(tensor); }
+
+inline Dropout dropout_of(const OptionalTensor& keys, double p, int64_t first_row, int64_t first_column) {
+  const double threshold = std::min(std::nearbyint(p * 4294967296.0), 4294967295.0);
+  return {integers(keys), static_cast<uint32_t>(threshold), 1.0 / (1.0 - p), first_row, first_column};
+}
+
+// Runs `units` units of a kernel on the device of `like`, whose dtype it is; `unit_size` elements each.
+void run(Kernel kernel, const Tensor& like, const void* parameters, int64_t units, int64_t unit_size);
+
+// Column sums are taken over chunks of rows whose size depends on the shape alone, never on the number of threads,
+// so that results are the same from run to run and on any number of them.
+struct Chunks {
+  explicit Chunks(int64_t rows) : rows_each(std::max<int64_t>(32, (rows + 255) / 256)), count((rows + rows_each - 1) / rows_each) {}
+  int64_t rows_each, count;
+};
+
+// [chunks, columns] in the calculation's type, for partial column sums.
+Tensor partial_sums(const Tensor& like, const Chunks& chunks, int64_t columns);
+
+// out[column] = sum over the chunks of partial[chunk, column].
+void sum_columns(const Tensor& partial, const Tensor& out);
+
+}  // namespace shardzoo

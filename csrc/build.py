@@ -1,0 +1,244 @@
+"""Builds the compiled parts: the kernel library, the build information and the dataset helpers.
+
+`setup.py` loads this file by its path. Nothing here can make an installation fail, unless the environment
+says so:
+
+    SHARDZOO_BUILD   auto (default): build what can be built; required: a failure is an error; skip: build
+    nothing SHARDZOO_CUDA    auto (default): with CUDA kernels if nvcc is found; 1: required; 0: without
+    SHARDZOO_CUDA_ARCHS   compute capabilities, default "80;90"; PTX of the last one serves later GPUs CXX,
+    NVCC        the compilers
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension
+from setuptools.command.build_ext import build_ext
+
+CSRC = Path(__file__).resolve().parent
+KERNELS = "shardzoo.ops._kernels"
+BUILD_INFO = "shardzoo.ops._build_info"
+TORCH_TARGET = "0x020b000000000000"  # the oldest torch whose stable ABI the library uses: 2.11
+CPU_SOURCES = ("activation", "cross_entropy", "dropout", "norm", "softmax")
+X86_FLAGS = {"v4": "-march=x86-64-v4", "v3": "-march=x86-64-v3", "baseline": "-march=x86-64"}
+COMMON = ["-fPIC", "-Wall", "-Wextra", "-fvisibility=hidden"]
+# Rounding stays as written: no -ffast-math. Contraction to FMA, errno and trapping do not change finite
+# results.
+CPU_FLAGS = [
+    *("-O3", "-std=c++17", "-Wno-psabi", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
+    "-fno-semantic-interposition",
+]
+
+
+class CannotBuild(Exception):
+    """Why an extension cannot be built here, as one clause."""
+
+
+def extensions() -> list[Extension]:
+    """The extensions to build: none under SHARDZOO_BUILD=skip."""
+    if mode("SHARDZOO_BUILD", ("auto", "required", "skip")) == "skip":
+        return []
+    relative = [str(path.relative_to(CSRC.parent)) for path in sorted(CSRC.rglob("*.[ch]*")) if path.is_file()]
+    helpers = sorted((CSRC / "data").glob("*.cpp"))
+    return [
+        Extension(KERNELS, ["csrc/binding/ops.cpp"], depends=relative),
+        Extension(BUILD_INFO, ["csrc/build_info.cpp"]),
+        *(Extension(f"shardzoo.data._{path.stem}", [f"csrc/data/{path.name}"]) for path in helpers),
+    ]
+
+
+def mode(variable: str, values: tuple[str, ...]) -> str:
+    """The environment variable's value, the first of `values` if unset; ValueError for any other."""
+    value = os.environ.get(variable) or values[0]
+    if value not in values:
+        raise ValueError(f"{variable} is one of {', '.join(values)}; got {value!r}")
+    return value
+
+
+class BuildCompiled(build_ext):
+    """Builds each extension by itself; what fails is left out, with one line that says why."""
+
+    def run(self) -> None:
+        failures = []
+        for extension in self.extensions:
+            try:
+                self.build_one(extension)
+            except (CannotBuild, subprocess.CalledProcessError, OSError) as error:
+                self.remove(extension)
+                failures.append(f"{extension.name}: {describe(error)}")
+        if failures and mode("SHARDZOO_BUILD", ("auto", "required", "skip")) == "required":
+            raise SystemExit("SHARDZOO_BUILD=required, but:\n  " + "\n  ".join(failures))
+        if failures:
+            print(
+                "shardzoo: installed without some compiled parts; PyTorch and Python code do their work.\n  "
+                + "\n  ".join(failures),
+                file=sys.stderr,
+            )
+
+    def build_one(self, extension: Extension) -> None:
+        target = Path(self.target(extension.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        objects = Path(self.build_temp).resolve() / extension.name
+        objects.mkdir(parents=True, exist_ok=True)
+        if extension.name == KERNELS:
+            build_kernels(objects, target)
+        else:
+            build_pybind11(CSRC.parent / extension.sources[0], objects, target)
+
+    def target(self, name: str) -> str:
+        """Where an extension goes: into the source folder for editable installations."""
+        if not self.editable_mode and not self.inplace:
+            return str(Path(self.build_lib) / self.get_ext_filename(name))
+        self.inplace = True
+        return self.get_ext_fullpath(name)
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """The kernel library is no Python module: its name carries no Python version."""
+        if fullname.endswith("_kernels"):
+            return str(Path(*fullname.split("."))) + ".so"
+        return super().get_ext_filename(fullname)
+
+    def remove(self, extension: Extension) -> None:
+        """A library of earlier sources must not be taken for this build's."""
+        Path(self.target(extension.name)).unlink(missing_ok=True)
+
+    def get_outputs(self) -> list[str]:
+        targets = [self.target(extension.name) for extension in self.extensions]
+        return [target for target in targets if Path(target).exists()]
+
+
+def describe(error: Exception) -> str:
+    """One line on why a build failed."""
+    if isinstance(error, subprocess.CalledProcessError):
+        lines = (error.stderr or "").strip().splitlines()
+        first = next((line for line in lines if "error" in line), lines[0] if lines else f"exit {error.returncode}")
+        return f"{Path(error.cmd[0]).name} failed: {first}"
+    return str(error)
+
+
+def compiler() -> list[str]:
+    """The C++ compiler's command."""
+    if os.environ.get("CXX"):
+        return shlex.split(os.environ["CXX"])
+    for name in ("g++", "c++", "clang++"):
+        if shutil.which(name):
+            return [name]
+    raise CannotBuild("there is no C++ compiler (g++, c++ or clang++) on PATH")
+
+
+def package_folder(name: str) -> Path:
+    """Where an installed package lies, without importing it."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        hint = "install it first and pass --no-build-isolation"
+        raise CannotBuild(f"{name} is not installed where the build runs ({hint})")
+    return Path(spec.origin).parent
+
+
+def find_nvcc() -> str | None:
+    """The CUDA compiler, or None if CUDA kernels are not to be built."""
+    choice = mode("SHARDZOO_CUDA", ("auto", "0", "1"))
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    nvcc = os.environ.get("NVCC") or shutil.which("nvcc") or shutil.which(f"{home}/bin/nvcc")
+    if choice == "1" and nvcc is None:
+        raise CannotBuild("SHARDZOO_CUDA=1, but there is no nvcc (set NVCC or CUDA_HOME)")
+    return None if choice == "0" else nvcc
+
+
+def run_all(jobs: list[tuple[Path, Path, list[str]]]) -> None:
+    """Run compile commands (source, object, command) side by side; skips objects newer than every source."""
+    newest = max(path.stat().st_mtime for path in CSRC.rglob("*") if path.is_file())
+    stale = [job for job in jobs if not job[1].exists() or job[1].stat().st_mtime < newest]
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        for done in [pool.submit(run, command) for _, _, command in stale]:
+            done.result()
+
+
+def run(command: list[str]) -> None:
+    """Run a compiler, its warnings passed through; CalledProcessError carries its output."""
+    result = subprocess.run(command, capture_output=True, text=True)
+    sys.stderr.write(result.stderr)
+    result.check_returncode()
+
+
+def cpu_jobs(cxx: list[str], objects: Path) -> list[tuple[Path, Path, list[str]]]:
+    """The kernels, once per instruction set."""
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    clang = "clang" in Path(cxx[0]).name
+    jobs = []
+    for isa, march in X86_FLAGS.items() if x86 else (("baseline", ""),):
+        width = ["-mprefer-vector-width=512"] if isa == "v4" else []
+        flags = [*COMMON, *CPU_FLAGS, *width, *filter(None, [march]), f"-DSHARDZOO_ISA={isa}"]
+        for name in CPU_SOURCES:
+            source, target = CSRC / "cpu" / f"{name}.cpp", objects / f"{name}.{isa}.o"
+            jobs.append((source, target, [*cxx, *flags, "-c", str(source), "-o", str(target)]))
+    source, target = CSRC / "cpu" / "dispatch.cpp", objects / "dispatch.o"
+    defines = ["-DSHARDZOO_X86"] if x86 else []
+    jobs.append((source, target, [*cxx, *COMMON, "-O2", "-std=c++17", *defines, "-c", str(source), "-o", str(target)]))
+    return [(s, t, [flag for flag in c if not (clang and flag == "-Wno-psabi")]) for s, t, c in jobs]
+
+
+def cuda_architectures() -> list[str]:
+    """nvcc's -gencode flags: machine code for each capability, and PTX of the highest for later GPUs."""
+    capabilities = (os.environ.get("SHARDZOO_CUDA_ARCHS") or "80;90").split(";")
+    flags = [f"-gencode=arch=compute_{c},code=sm_{c}" for c in capabilities]
+    return [*flags, f"-gencode=arch=compute_{capabilities[-1]},code=compute_{capabilities[-1]}"]
+
+
+def cuda_jobs(nvcc: str, objects: Path) -> list[tuple[Path, Path, list[str]]]:
+    """The CUDA kernels."""
+    flags = ["-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", *cuda_architectures()]
+    sources = sorted((CSRC / "cuda").glob("*.cu"))
+    pairs = [(source, objects / f"{source.stem}.cuda.o") for source in sources]
+    return [(s, t, [nvcc, *flags, "-c", str(s), "-o", str(t)]) for s, t in pairs]
+
+
+def binding_jobs(cxx: list[str], objects: Path, torch: Path, cuda: bool) -> list[tuple[Path, Path, list[str]]]:
+    """The binding to torch, by its stable ABI."""
+    include = ["-isystem", str(torch / "include")]
+    defines = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET}", *(["-DSHARDZOO_WITH_CUDA", "-DUSE_CUDA"] if cuda else [])]
+    jobs = []
+    for source in sorted((CSRC / "binding").glob("*.cpp")):
+        target = objects / f"{source.stem}.{'cuda' if cuda else 'cpu'}.binding.o"
+        command = [*cxx, *COMMON, "-O2", "-std=c++20", *defines, *include, "-c", str(source), "-o", str(target)]
+        jobs.append((source, target, command))
+    return jobs
+
+
+def build_kernels(objects: Path, target: Path) -> None:
+    """Compile and link the kernel library."""
+    cxx, torch, nvcc = compiler(), package_folder("torch"), find_nvcc()
+    jobs = [*binding_jobs(cxx, objects, torch, nvcc is not None), *cpu_jobs(cxx, objects)]
+    link = ["-L" + str(torch / "lib"), "-ltorch_cpu", "-ldl"]
+    if nvcc is not None:
+        jobs = [*cuda_jobs(nvcc, objects), *jobs]
+        # linked statically, so that the library loads where there is no CUDA at all
+        folder = Path(nvcc).resolve().parent.parent
+        libraries = next((p.parent for p in folder.rglob("libcudart_static.a")), None)
+        if libraries is None:
+            raise CannotBuild(f"{folder} has no libcudart_static.a")
+        link += [f"-L{libraries}", "-lcudart_static", "-lrt", "-lpthread"]
+    run_all(jobs)
+    run([*cxx, "-shared", "-o", str(target), *(str(job[1]) for job in jobs), *link])
+
+
+def build_pybind11(source: Path, objects: Path, target: Path) -> None:
+    """Compile a pybind11 module; its name is that of its source, after an underscore."""
+    import sysconfig
+
+    cxx = compiler()
+    include = ["-isystem", sysconfig.get_path("include"), "-isystem", str(package_folder("pybind11") / "include")]
+    architectures = "" if find_nvcc() is None else " ".join(flag.split("=")[-1] for flag in cuda_architectures())
+    defines = [f'-DSHARDZOO_CUDA_CODE="{architectures}"', f"-DTORCH_TARGET_VERSION={TORCH_TARGET}"]
+    output = objects / f"{source.stem}.o"
+    run([*cxx, *COMMON, "-O2", "-std=c++17", *defines, *include, "-c", str(source), "-o", str(output)])
+    run([*cxx, "-shared", "-o", str(target), str(output)])

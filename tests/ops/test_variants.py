@@ -1,0 +1,32 @@
+"""Every variant of every op against the fp64 reference, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from shardzoo import ops
+
+
+@pytest.mark.parametrize("sizes", [(5, 37), (3, 64), (1, 1), (40, 130)], ids=str)
+def test_matches_fp64(zoo, case_name, variant, dtype, sizes):
+    case = zoo.cases(*sizes)[case_name]
+    expected = case.rounded(dtype).run("reference", torch.float64)
+    cancels = sizes[1] == 1  # normalizing one number leaves gradients of nothing but rounding
+    zoo.close(case.run(variant, dtype), expected, dtype, floor=1.0 if cancels else 0.0)
+
+
+def test_gradcheck(zoo, case_name, variant):
+    """The gradient formulas against finite differences, in fp64; Triton's kernels have no fp64."""
+    if variant == "triton":
+        return
+    case = zoo.cases(3, 9)[case_name]
+    leaves = [case.tensors[name].detach().clone().requires_grad_() for name in case.differentiable]
+
+    def function(*values):
+        named = dict(zip(case.differentiable, values, strict=True))
+        return case.function(**{**case.tensors, **named}, **case.constants)
+
+    with ops.kernels(variant):
+        assert gradcheck(function, leaves, nondet_tol=0.0)
