@@ -38,6 +38,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def id_to_token(self, index: int) -> str: ...
 
+    @abstractmethod
+    def add_tokens(self, tokens: Sequence[str]) -> None:
+        """Append special tokens to the vocabulary; those it has already keep their ids."""
+
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
 
@@ -84,6 +88,12 @@ class FastTokenizer(Tokenizer):
     def token_to_id(self, token: str) -> int | None:
         return self.backend.token_to_id(token)
 
+    def add_tokens(self, tokens: Sequence[str]) -> None:
+        from tokenizers import AddedToken
+
+        self.backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in tokens])
+        self.vocab_size = max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+
     def id_to_token(self, index: int) -> str:
         token = self.backend.id_to_token(index)
         if token is None:
@@ -92,9 +102,9 @@ class FastTokenizer(Tokenizer):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece `.model` as it is, with its own normalisation."""
+    """A SentencePiece `.model` as it is, with its own normalisation; added tokens follow its pieces."""
 
-    def __init__(self, file: str | Path) -> None:
+    def __init__(self, file: str | Path, added: Sequence[str] = ()) -> None:
         from sentencepiece import SentencePieceProcessor
 
         try:
@@ -102,7 +112,9 @@ class SentencePieceTokenizer(Tokenizer):
         except (OSError, RuntimeError) as error:
             raise ValueError(f"{file} is not a readable SentencePiece model: {error}") from None
         self.file = Path(file)
-        self.vocab_size = self.backend.get_piece_size()
+        self.pieces: int = self.backend.get_piece_size()
+        self.added: list[str] = []
+        self.add_tokens(added)
         ids = {
             "bos_token": self.backend.bos_id(),
             "eos_token": self.backend.eos_id(),
@@ -112,26 +124,40 @@ class SentencePieceTokenizer(Tokenizer):
         self.special = {name: index for name, index in ids.items() if index >= 0}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"file": self.file}
+        return {"file": self.file, "added": self.added}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["file"])
+        self.__init__(**state)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return self.backend.encode(list(texts), num_threads=1)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        special = set(self.special.values()) if skip_special_tokens else set()
-        return self.backend.decode([int(index) for index in ids if index not in special])
+        parts: list[str] = []
+        pieces: list[int] = []
+        for index in map(int, ids):
+            if index < self.pieces:
+                if not (skip_special_tokens and index in self.special.values()):
+                    pieces.append(index)
+            elif not skip_special_tokens:
+                parts += [self.backend.decode(pieces), self.id_to_token(index)]
+                pieces = []
+        return "".join([*parts, self.backend.decode(pieces)])
 
     def token_to_id(self, token: str) -> int | None:
+        if token in self.added:
+            return self.pieces + self.added.index(token)
         index = self.backend.piece_to_id(token)
         return index if self.backend.id_to_piece(index) == token else None
 
     def id_to_token(self, index: int) -> str:
         if not 0 <= index < self.vocab_size:
             raise ValueError(f"token id {index} is not in the vocabulary of {self.vocab_size}")
-        return self.backend.id_to_piece(index)
+        return self.backend.id_to_piece(index) if index < self.pieces else self.added[index - self.pieces]
+
+    def add_tokens(self, tokens: Sequence[str]) -> None:
+        self.added += [token for token in dict.fromkeys(tokens) if self.token_to_id(token) is None]
+        self.vocab_size = self.pieces + len(self.added)
 
 
 class TransformersTokenizer(Tokenizer):
@@ -154,6 +180,10 @@ class TransformersTokenizer(Tokenizer):
     def token_to_id(self, token: str) -> int | None:
         index = self.backend.convert_tokens_to_ids(token)
         return index if self.id_to_token(index) == token else None
+
+    def add_tokens(self, tokens: Sequence[str]) -> None:
+        self.backend.add_special_tokens({"extra_special_tokens": list(tokens)})
+        self.vocab_size = len(self.backend)
 
     def id_to_token(self, index: int) -> str:
         return self.backend.convert_ids_to_tokens(index)

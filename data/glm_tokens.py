@@ -1,0 +1,145 @@
+"""GLM's special tokens over each of its five base vocabularies, with the ids of the released models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .tokenizer import Tokenizer
+
+Family = Literal["bert", "gpt2", "roberta", "chinese", "chinese-10b"]
+
+# Order in which the reference appends tokens to a base vocabulary; the last three only where they are
+# switched on.
+_APPENDED: dict[str, tuple[str, ...]] = {
+    "bert": ("sop", "eop", "gmask", "smask", "dblock"),
+    "gpt2": ("sop", "eop", "cls", "mask", "sep", "unk", "gmask", "smask", "dblock"),
+    "roberta": ("sop", "eop", "gmask", "smask", "dblock"),
+}
+_OWN: dict[str, dict[str, str]] = {  # roles that a token of the base vocabulary plays
+    "bert": {"eos": "[PAD]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]", "unk": "[UNK]"},
+    "gpt2": {"eos": "<|endoftext|>"},
+    "roberta": {"eos": "</s>", "cls": "<s>", "sep": "</s>", "mask": "<mask>", "unk": "<unk>"},
+}
+TOKEN_NAMES = {
+    "sop": "<|startofpiece|>",
+    "eop": "<|endofpiece|>",
+    "cls": "[CLS]",
+    "mask": "[MASK]",
+    "sep": "[SEP]",
+    "unk": "[UNK]",
+    "gmask": "[gMASK]",
+    "smask": "[sMASK]",
+    "dblock": "[dBLOCK]",
+    "eos": "<|endoftext|>",
+}
+# Offsets from the size of the Chinese SentencePiece vocabulary (50000). The reference gave sop and eop the
+# counter + 1 and + 2, but moved the counter by 3 only after a fix; the 10B model came before it, so its gMASK
+# *is* eop.
+_CHINESE = {"eos": 0, "sep": 1, "cls": 2, "mask": 3, "unk": 4, "sop": 6, "eop": 7}
+_CHINESE_TASKS = {
+    "chinese": {"smask": 8, "gmask": 9, "dblock": 10},
+    "chinese-10b": {"gmask": 7, "smask": 8, "dblock": 9},
+}
+# Where transformers' copy of glm-10b-chinese has gMASK. Its embedding row is a copy of eop's.
+HF_CHINESE_10B_GMASK = 50009
+
+
+@dataclass(frozen=True)
+class GLMTokens:
+    """Ids of GLM's special tokens. `pad` equals `eos` in every released model."""
+
+    eos: int
+    cls: int
+    sep: int
+    mask: int
+    unk: int
+    sop: int
+    eop: int
+    gmask: int
+    smask: int
+    dblock: int
+    vocab_size: int
+
+    @property
+    def pad(self) -> int:
+        return self.eos
+
+    def padded_vocab_size(self, multiple: int = 128) -> int:
+        """Rows of the released embeddings: the vocabulary rounded up, by default to a multiple of 128."""
+        return -(-self.vocab_size // multiple) * multiple
+
+
+def glm_tokens(base_size: int, family: Family, base_ids: dict[str, int] | None = None) -> GLMTokens:
+    """Ids for a base vocabulary of `base_size` entries, by the reference's rule for its family.
+
+    `base_ids` gives the ids of the roles that the base vocabulary itself plays (see `glm_tokenizer`);
+    "chinese" and "chinese-10b" have none. With "chinese-10b", gMASK has eop's id, as in the model's training.
+    """
+    if family in _CHINESE_TASKS:
+        offsets = {**_CHINESE, **_CHINESE_TASKS[family]}
+        return GLMTokens(
+            **{role: base_size + offset for role, offset in offsets.items()},
+            vocab_size=base_size + max(offsets.values()) + 1,
+        )
+    if family not in _APPENDED:
+        known = ", ".join([*_APPENDED, *_CHINESE_TASKS])
+        raise ValueError(f"unknown GLM vocabulary {family!r}; use one of {known}")
+    ids = dict(base_ids or {})
+    missing = [role for role in _OWN[family] if role not in ids]
+    if missing:
+        raise ValueError(f"the {family} vocabulary must have tokens for {', '.join(missing)}")
+    appended = {role: base_size + place for place, role in enumerate(_APPENDED[family])}
+    return GLMTokens(**ids, **appended, vocab_size=base_size + len(appended))
+
+
+def glm_tokenizer(tokenizer: Tokenizer, family: Family) -> GLMTokens:
+    """Append GLM's special tokens to a base tokenizer (unless it has them) and return their ids.
+
+    Raises:
+        ValueError: the vocabulary is not of that family.
+    """
+    if family in _CHINESE_TASKS:
+        base = _base_size(tokenizer)
+        tokens = glm_tokens(base, family)
+        taken = {getattr(tokens, role): name for role, name in TOKEN_NAMES.items() if role != "gmask"}
+        if family == "chinese":
+            taken[tokens.gmask] = TOKEN_NAMES["gmask"]
+        holes = {index: f"<|unused_{index - base}|>" for index in range(base, tokens.vocab_size)}
+        tokenizer.add_tokens([taken.get(index, name) for index, name in holes.items()])
+        return tokens
+    own: dict[str, int] = {}
+    for role, token in _OWN[family].items():
+        index = tokenizer.token_to_id(token)
+        if index is None:
+            raise ValueError(f"this is no {family} vocabulary: it has no {token}")
+        own[role] = index
+    base = _base_size(tokenizer)
+    tokens = glm_tokens(base, family, own)
+    tokenizer.add_tokens([TOKEN_NAMES[role] for role in _APPENDED[family]])
+    return tokens
+
+
+def _base_size(tokenizer: Tokenizer) -> int:
+    """Vocabulary size without the tokens that an earlier call appended."""
+    size = tokenizer.vocab_size
+    appended = set(TOKEN_NAMES.values())
+    while size:
+        token = tokenizer.id_to_token(size - 1)
+        if not (token.startswith("<|unused_") or (token in appended and token != "<|endoftext|>")):
+            break
+        size -= 1
+    return size
+
+
+def gmask_from_hf(ids, to: Literal["reference", "hf"] = "reference"):
+    """Map glm-10b-chinese ids (an int array) between transformers' vocabulary and the reference's.
+
+    In transformers' copy gMASK is 50009, whose vector equals eop's (50007); the reference uses 50007 for
+    both. The way back is ambiguous (50007 is also eop), so "hf" is refused.
+    """
+    if to != "reference":
+        raise ValueError("50007 stands for both gMASK and eop in the reference; there is no way back to 50009")
+    mapped = ids.copy()
+    mapped[mapped == HF_CHINESE_10B_GMASK] = HF_CHINESE_10B_GMASK - 2
+    return mapped

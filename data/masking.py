@@ -1,0 +1,111 @@
+"""Masked language modelling: BERT's and RoBERTa's 80/10/10, whole-word and n-gram masking.
+
+Devlin et al., "BERT", 2019, section 3.1; n-grams with probability 1/n as in Megatron-LM and SpanBERT's kin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Masking:
+    """Choose `probability` of the maskable tokens; 80 % become the mask, 10 % a random token, 10 % stay.
+
+    `masking(tokens [n], generator)` returns `input_ids` and `labels` (−100 where nothing is asked), int64
+    [n]. The
+    number of chosen tokens is exact: round(probability × maskable), at least 1 (with words or n-grams, as
+    many as fit).
+
+    Args:
+        mask_token_id: what hides a token.
+        vocab_size: random tokens are drawn uniformly from all ids below it that are not special.
+        special_ids: ids that are neither chosen nor drawn.
+        probability: share of maskable tokens that is chosen.
+        continues: bool [vocab_size], whether a token continues the word before it (see `continuation_ids`);
+            words are then chosen whole. None: every token is a word.
+        longest_ngram: words that are chosen together, n with probability proportional to 1/n.
+    """
+
+    mask_token_id: int
+    vocab_size: int
+    special_ids: tuple[int, ...] = ()
+    probability: float = 0.15
+    continues: np.ndarray | None = None
+    longest_ngram: int = 1
+    _drawable: np.ndarray = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.probability < 1:
+            raise ValueError(f"the masking probability is {self.probability}; it must lie between 0 and 1")
+        if self.longest_ngram < 1:
+            raise ValueError(f"longest_ngram is {self.longest_ngram}; it must be at least 1")
+        drawable = np.setdiff1d(np.arange(self.vocab_size), [*self.special_ids, self.mask_token_id])
+        if len(drawable) == 0:
+            raise ValueError(f"a vocabulary of {self.vocab_size} has no token that is not special")
+        object.__setattr__(self, "_drawable", drawable)
+
+    def __call__(self, tokens: np.ndarray, generator: np.random.Generator) -> dict[str, np.ndarray]:
+        tokens = tokens.astype(np.int64)
+        chosen = self.choose(tokens, generator)  # [chosen]
+        labels = np.full_like(tokens, IGNORED)
+        labels[chosen] = tokens[chosen]
+        fate = generator.random(len(chosen))
+        inputs = tokens.copy()
+        inputs[chosen[fate < 0.8]] = self.mask_token_id
+        swapped = chosen[(fate >= 0.8) & (fate < 0.9)]
+        inputs[swapped] = generator.choice(self._drawable, len(swapped))
+        return {"input_ids": inputs, "labels": labels}
+
+    def choose(self, tokens: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+        """Positions that are asked for, sorted: int64 [chosen]."""
+        maskable = np.flatnonzero(~np.isin(tokens, np.array([*self.special_ids, self.mask_token_id])))
+        if len(maskable) == 0:
+            return np.empty(0, np.int64)
+        budget = max(1, round(self.probability * len(maskable)))
+        if self.continues is None and self.longest_ngram == 1:
+            return np.sort(generator.choice(maskable, budget, replace=False))
+        return self._choose_words(tokens, maskable, budget, generator)
+
+    def _choose_words(
+        self, tokens: np.ndarray, maskable: np.ndarray, budget: int, generator: np.random.Generator
+    ) -> np.ndarray:
+        new_word = np.ones(len(maskable), bool)
+        if self.continues is not None:
+            adjoining = np.diff(maskable, prepend=-2) == 1  # a special token between two pieces ends the word
+            new_word = ~(self.continues[tokens[maskable]] & adjoining)
+        borders = np.append(np.flatnonzero(new_word), len(maskable))  # [words + 1]
+        words = len(borders) - 1
+        weights = 1 / np.arange(1, self.longest_ngram + 1)
+        ngrams = generator.choice(np.arange(1, self.longest_ngram + 1), words, p=weights / weights.sum())
+        taken = np.zeros(words, bool)
+        left = budget
+        for word in generator.permutation(words):
+            stop = word
+            while (
+                stop < min(words, word + ngrams[word]) and not taken[stop] and borders[stop + 1] - borders[word] <= left
+            ):
+                stop += 1
+            taken[word:stop] = True
+            left -= int(borders[stop] - borders[word])
+            if left == 0:
+                break
+        if not taken.any():  # every word is longer than the budget
+            taken[generator.integers(words)] = True
+        return maskable[np.repeat(taken, np.diff(borders))]
+
+
+def continuation_ids(tokens: list[str]) -> np.ndarray:
+    """bool [V] for a vocabulary: which tokens continue the word before them.
+
+    WordPiece marks continuations ("##ing"); SentencePiece and byte-level BPE mark beginnings ("▁the",
+    "Ġthe").
+    """
+    if any(token.startswith("##") for token in tokens):
+        return np.array([token.startswith("##") for token in tokens])
+    begins = ("▁", "Ġ", "Ċ", "ĉ", "<")
+    return np.array([not token.startswith(begins) for token in tokens])

@@ -1,0 +1,41 @@
+"""The sentinels of T5-like vocabularies: where they are, and how to add them to a vocabulary without any."""
+
+from __future__ import annotations
+
+import re
+
+from .tokenizer import Tokenizer
+
+EXTRA_ID = re.compile(r"^(?:▁)?<extra_id_(\d+)>$")
+T5_SENTINELS = 100
+
+
+def sentinel_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Ids of `<extra_id_0>`, `<extra_id_1>`, …, the order in which spans use them.
+
+    T5 counts them down from the end of its vocabulary (`<extra_id_0>` = 32099); others count up. Only the
+    names decide. mT5 has none and uses the last ids of its SentencePiece vocabulary, as its published model
+    does.
+    """
+    found: dict[int, int] = {}
+    for index in range(tokenizer.vocab_size):
+        try:
+            match = EXTRA_ID.match(tokenizer.id_to_token(index))
+        except ValueError:  # a hole in the vocabulary
+            continue
+        if match:
+            found[int(match[1])] = index
+    if not found:
+        raise ValueError("this vocabulary has no <extra_id_0> …; put them behind it with add_sentinels")
+    missing = [number for number in range(len(found)) if number not in found]
+    if missing:
+        raise ValueError(f"the sentinels are not numbered without gaps: <extra_id_{missing[0]}> is missing")
+    return tuple(found[number] for number in range(len(found)))
+
+
+def add_sentinels(tokenizer: Tokenizer, count: int = T5_SENTINELS) -> tuple[int, ...]:
+    """Append `<extra_id_0>` … to a vocabulary and return their ids, `<extra_id_0>` last as in T5 (32099
+    there).
+    """
+    tokenizer.add_tokens([f"<extra_id_{number}>" for number in reversed(range(count))])
+    return sentinel_ids(tokenizer)

@@ -1,0 +1,127 @@
+"""T5's objectives: span corruption and prefix language modelling.
+
+Raffel et al., "Exploring the limits of transfer learning with a unified text-to-text transformer", 2020,
+section 3.1.4; the segmentation is that of `random_spans_noise_mask` in the published T5 code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+Sample = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class SpanCorruption:
+    """Replace random spans by sentinels; the target spells out the spans, each behind its sentinel.
+
+    `corruption(tokens [n], generator)` returns `input_ids` and `labels`, int64, both closed by one
+    end-of-sequence token. Their lengths depend on n alone; see `lengths`.
+
+    Args:
+        sentinels: ids of the sentinels, the first one first (see `sentinel_ids`).
+        eos_token_id: closes input and target.
+        noise_density: share of tokens that is corrupted.
+        mean_span_length: corrupted tokens per span on average.
+    """
+
+    sentinels: tuple[int, ...]
+    eos_token_id: int
+    noise_density: float = 0.15
+    mean_span_length: float = 3.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.noise_density < 1:
+            raise ValueError(f"noise_density is {self.noise_density}; it must lie between 0 and 1")
+        if self.mean_span_length < 1:
+            raise ValueError(f"mean_span_length is {self.mean_span_length}; a span has at least 1 token")
+
+    def __call__(self, tokens: np.ndarray, generator: np.random.Generator) -> Sample:
+        noise, spans = self.counts(len(tokens))
+        noise_lengths = random_segments(noise, spans, generator)
+        kept_lengths = random_segments(len(tokens) - noise, spans, generator)
+        ends = np.cumsum(np.stack([kept_lengths, noise_lengths], axis=1).ravel())
+        return self.corrupt(tokens, ends[0::2], ends[1::2])
+
+    def corrupt(self, tokens: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Sample:
+        """The sample for given spans [starts, stops), in order and not touching."""
+        sentinels = np.array(self.sentinels[: len(starts)], np.int64)
+        inside = np.zeros(len(tokens) + 1, np.int64)
+        inside[starts] += 1
+        inside[stops] -= 1
+        noise = np.cumsum(inside[:-1]).astype(bool)  # [n]
+        at = np.concatenate([[0], np.cumsum(~noise)])[starts]  # where each span was, counted in kept tokens
+        inputs = np.insert(tokens[~noise].astype(np.int64), at, sentinels)
+        lengths = stops - starts
+        labels = np.insert(tokens[noise].astype(np.int64), np.cumsum(lengths) - lengths, sentinels)
+        end = np.int64(self.eos_token_id)
+        return {"input_ids": np.append(inputs, end), "labels": np.append(labels, end)}
+
+    def counts(self, length: int) -> tuple[int, int]:
+        """(corrupted tokens, spans) for a text of `length` tokens; ValueError if it is too short or too long."""
+        if length < 2:
+            raise ValueError(f"span corruption needs at least 2 tokens, not {length}")
+        noise = min(max(round(length * self.noise_density), 1), length - 1)
+        spans = min(max(round(noise / self.mean_span_length), 1), noise, length - noise)
+        if spans > len(self.sentinels):
+            raise ValueError(
+                f"{length} tokens at noise density {self.noise_density} make {spans} spans, but there are "
+                "only "
+                f"{len(self.sentinels)} sentinels; use shorter texts, longer spans or more sentinels"
+            )
+        return noise, spans
+
+    def lengths(self, length: int) -> tuple[int, int]:
+        """(input, target) lengths for a text of `length` tokens, end-of-sequence tokens included."""
+        noise, spans = self.counts(length)
+        return length - noise + spans + 1, noise + spans + 1
+
+    def raw_length(self, input_length: int, target_length: int | None = None) -> int:
+        """The longest text whose input fits `input_length` and whose target fits `target_length`."""
+        length = 1
+        while True:
+            try:
+                inputs, targets = self.lengths(length + 1)
+            except ValueError:
+                if length > 1:
+                    return length
+                raise
+            if inputs > input_length or targets > (target_length or targets):
+                break
+            length += 1
+        if length < 2:
+            raise ValueError(f"no text fits an input of {input_length} and a target of {target_length} tokens")
+        return length
+
+
+def random_segments(total: int, parts: int, generator: np.random.Generator) -> np.ndarray:
+    """Cut `total` into `parts` positive lengths, every way equally likely: int64 [parts]."""
+    cuts = np.sort(generator.permutation(total - 1)[: parts - 1]) + 1
+    return np.diff(np.concatenate([[0], cuts, [total]]).astype(np.int64))
+
+
+@dataclass(frozen=True)
+class PrefixLM:
+    """Predict the end of a text from its beginning; the border is uniform.
+
+    With `decoder_only` the sample is one sequence whose labels are −100 on the prefix, and `prefix_length` []
+    says how far attention goes both ways. Otherwise `input_ids` is the prefix and `labels` the rest, each
+    closed by the end-of-sequence token.
+    """
+
+    eos_token_id: int
+    decoder_only: bool = False
+
+    def __call__(self, tokens: np.ndarray, generator: np.random.Generator) -> Sample:
+        if len(tokens) < 2:
+            raise ValueError(f"a prefix and a rest need at least 2 tokens, not {len(tokens)}")
+        border = int(generator.integers(1, len(tokens)))
+        tokens = tokens.astype(np.int64)
+        if self.decoder_only:
+            labels = tokens.copy()
+            labels[:border] = -100
+            return {"input_ids": tokens, "labels": labels, "prefix_length": np.array(border, np.int64)}
+        end = np.int64(self.eos_token_id)
+        return {"input_ids": np.append(tokens[:border], end), "labels": np.append(tokens[border:], end)}
