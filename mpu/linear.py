@@ -10,7 +10,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from .collectives import SEQUENCE_DIM, copy_to_tp, gather_from_tp, scatter_to_tp
+from .collectives import SEQUENCE_DIM, gather_from_tp, scatter_to_tp
 from .communication import start_all_gather, start_all_reduce, start_reduce_scatter
 from .mesh import ParallelMesh, tp_size
 from .parameter import split_parameter
@@ -72,14 +72,20 @@ class _ColumnParallel(Function):
 
 
 class _RowParallel(Function):
-    """Every rank multiplies its features by its columns of the weight; the partial products are summed in
-    place."""
+    """Every rank multiplies its features by its columns of the weight; the partial products are summed in place.
+
+    The bias enters once, on the first rank: its product adds it before rounding, so a 16-bit result is rounded as
+    often as without. Backward has the gradient of the whole sequence on every rank anyway, so the bias gradient
+    needs no communication.
+    """
 
     @staticmethod
-    def forward(ctx, tensor: Tensor, weight: Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> Tensor:
+    def forward(
+        ctx, tensor: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, sequence_parallel: bool
+    ) -> Tensor:
         ctx.save_for_backward(tensor, weight)
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
-        partial = F.linear(tensor, weight)
+        partial = F.linear(tensor, weight, bias if group.rank() == 0 else None)
         if sequence_parallel:
             return start_reduce_scatter(partial, SEQUENCE_DIM, group)()
         return start_all_reduce(partial, group)()
@@ -88,10 +94,12 @@ class _RowParallel(Function):
     @once_differentiable
     def backward(ctx, *grads: Tensor):
         tensor, weight = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad = start_all_gather(grads[0], SEQUENCE_DIM, ctx.group)() if ctx.sequence_parallel else grads[0]
-        input_grad = grad @ weight if ctx.needs_input_grad[0] else None
-        weight_grad = _weight_grad(grad, tensor) if ctx.needs_input_grad[1] else None
-        return input_grad, weight_grad, None, None
+        input_grad = grad @ weight if needs_input else None
+        weight_grad = _weight_grad(grad, tensor) if needs_weight else None
+        bias_grad = _bias_grad(grad) if needs_bias else None
+        return input_grad, weight_grad, bias_grad, None, None
 
 
 def _autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -169,7 +177,7 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """y = x Wᵀ + b with the input features split over the tensor-parallel ranks. Weight [out, in].
 
-    The bias is replicated and added once, after the ranks' products are summed.
+    The bias is replicated and added once to the sum of the ranks' products.
 
     unit: a rank's piece of the input is a whole number of units, e.g. the head size.
     input_is_parallel: the input is already this rank's features; otherwise it is replicated and split here.
@@ -202,12 +210,8 @@ class RowParallelLinear(nn.Module):
             tensor = scatter_to_tp(tensor, self.mesh)
         if self.mesh is None or tp_size(self.mesh) == 1:
             return F.linear(tensor, self.weight, self.bias)
-        tensor, weight, bias = _autocast(tensor, self.weight, self.bias)  # type: ignore[assignment]
-        output = _RowParallel.apply(tensor, weight, self.mesh.tp_group, self.sequence_parallel)
-        if bias is None:
-            return output
-        # Each rank adds the bias to its own part of the sequence, so its gradients are parts of a sum.
-        return output + (copy_to_tp(bias, self.mesh) if self.sequence_parallel else bias)
+        arguments = _autocast(tensor, self.weight, self.bias)
+        return _RowParallel.apply(*arguments, self.mesh.tp_group, self.sequence_parallel)
 
     def extra_repr(self) -> str:
         bias = self.bias is not None
