@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ..common.name_map import Entry, NameMap
 
-
 # Files made from the TensorFlow checkpoints.
 OLD_NORM_NAMES = ((r"(.*LayerNorm)\.gamma", r"\1.weight"), (r"(.*LayerNorm)\.beta", r"\1.bias"))
 

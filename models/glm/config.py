@@ -1,0 +1,89 @@
+"""The original GLM's configuration: the keys of its `config.json` on the Hugging Face hub."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from typing_extensions import Self
+
+from ..common.config import ModelConfig
+
+_ORIGINAL_KEYS = ("num_layers", "block_position_encoding")
+
+
+@dataclass(frozen=True)
+class GLMConfig(ModelConfig):
+    """Sizes and constants of a GLM; names, meanings and defaults are those of its authors.
+
+    vocab_size: rows of the embedding, those included that its authors padded it with; they take part in the softmax.
+    max_sequence_length: the tables of positions have one row more.
+    hidden_act: "gelu_new", the tanh approximation with which every release was trained. The modelling code on the
+        hub computes the exact function instead: "gelu" gives its numbers.
+    attention_scale: scales attention scores down before the product and up in the softmax, to stay within fp16; here
+        the softmax is fp32, so it changes nothing.
+    """
+
+    model_type: ClassVar[str] = "glm"
+    architecture: ClassVar[str] = "GLMModel"
+    attribute_map: ClassVar[dict[str, str]] = {
+        "num_hidden_layers": "num_layers",
+        "max_position_embeddings": "max_sequence_length",
+    }
+    layer_norm_eps: ClassVar[float] = 1e-5
+
+    vocab_size: int = 30592
+    num_layers: int = 24
+    hidden_size: int = 1024
+    num_attention_heads: int = 16  # type: ignore[assignment] - a property of the base
+    embedding_dropout_prob: float = 0.1
+    attention_dropout_prob: float = 0.1
+    output_dropout_prob: float = 0.1
+    max_sequence_length: int = 512  # type: ignore[assignment] - a property of the base
+    initializer_range: float = 0.02
+    attention_scale: float = 1.0
+    hidden_act: str = "gelu_new"
+    relative_encoding: bool = False
+    block_position_encoding: bool = True
+    spell_length: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "num_layers", "hidden_size", "num_attention_heads", "max_sequence_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.hidden_size % self.num_attention_heads:
+            fitting = [n for n in range(1, 4 * self.num_attention_heads + 1) if self.hidden_size % n == 0]
+            raise ValueError(
+                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads="
+                f"{self.num_attention_heads}; use num_attention_heads from {fitting}"
+            )
+        if self.relative_encoding or not self.block_position_encoding:
+            raise ValueError(
+                "only GLM's two-dimensional positions are supported: relative_encoding must be false and "
+                "block_position_encoding true, as in every release"
+            )
+        if self.spell_length is not None:
+            raise ValueError(
+                f"prompt tuning (spell_length={self.spell_length}) is not supported; use spell_length=null"
+            )
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """ValueError for the GLM-4 line of 2024, whose `model_type` is "glm" too."""
+        if not any(key in values for key in _ORIGINAL_KEYS):
+            raise ValueError(
+                'this configuration says model_type "glm" but has none of the keys num_layers and '
+                "block_position_encoding: it belongs to the GLM-4 line of 2024 (GlmForCausalLM), another architecture. "
+                "This family is the original GLM of 2021-22, e.g. glm-10b or glm-large-chinese"
+            )
+        return super().from_dict(values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """With the names of the classes on the hub, which only `trust_remote_code` loads: without it, transformers
+        would take the folder for the other architecture of this `model_type`."""
+        auto_map = {
+            "AutoConfig": "configuration_glm.GLMConfig",
+            "AutoModel": "modeling_glm.GLMModel",
+            "AutoModelForSeq2SeqLM": "modeling_glm.GLMForConditionalGeneration",
+        }
+        return {**super().to_dict(), "auto_map": auto_map, "output_predict": True}

@@ -1,0 +1,34 @@
+"""What GLM's queries see, from the three things its `attention_mask` can be."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def visible_keys(attention_mask: Tensor | None, queries: int, memory: int) -> tuple[Tensor | None, bool]:
+    """(bool mask broadcastable to [B, N, S, M + S], causal), for S = `queries` after M = `memory` cached positions.
+
+    attention_mask is one of
+    - None: causal.
+    - numbers [B], [1], [B, 1] or a scalar, the length of part A: its positions are seen by all of this sequence, those
+      of part B by themselves and what follows; all memory is seen.
+    - [B, ≥ M + S]: nonzero for the keys that every query sees.
+    - [B or 1, N or 1, S or 1, ≥ M + S]: nonzero where a query sees a key. Of longer masks the last M + S columns count.
+    """
+    keys = memory + queries
+    if attention_mask is None:
+        return None, True
+    if attention_mask.dim() < 2 or (attention_mask.dim() == 2 and attention_mask.shape[1] == 1):
+        prefix = attention_mask.reshape(-1, 1, 1, 1)
+        key = torch.arange(-memory, queries, device=attention_mask.device)  # negative in memory
+        query = torch.arange(queries, device=attention_mask.device)[:, None]
+        return (key <= query) | (key < prefix), False  # [B, 1, S, M + S]
+    if attention_mask.dim() == 2 and attention_mask.shape[-1] >= keys:
+        return attention_mask.bool()[:, None, None, -keys:], False
+    if attention_mask.dim() == 4 and attention_mask.shape[-1] >= keys and attention_mask.shape[-2] in (1, queries):
+        return attention_mask.bool()[..., -keys:], False
+    raise ValueError(
+        f"attention_mask has shape {tuple(attention_mask.shape)}; for {queries} tokens after {memory} cached ones use "
+        f"[B] (the length of part A), [B, {keys}] or [B, 1, {queries}, {keys}]"
+    )

@@ -1,0 +1,163 @@
+"""GLM (Du et al., 2021, "GLM: General Language Model Pretraining with Autoregressive Blank Infilling").
+
+- two positions for each token, learned and added to its embedding: where it or its span stands in the corrupted text,
+  and its place within the span (0 in the text itself)
+- part A, the corrupted text, sees all of itself; part B, the spans, sees part A and what precedes in part B
+- pre-LayerNorm blocks with fused, bias-carrying qkv; GELU by its tanh approximation; one more norm at the end
+- the output head is the word embedding, without a bias
+- decoding continues from the hidden states of earlier tokens (`mems`), of which each block computes keys and values
+- weights N(0, 0.02), those that write into the residual stream smaller by √(2 · layers); biases zero
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding, VocabParallelHead, checkpoint
+from ..common.attention import SelfAttention
+from ..common.dropout import residual_dropout
+from ..common.execution import Execution
+from ..common.language_model import VOCABULARY_MULTIPLE, LanguageModel, PositionEmbedding
+from ..common.mlp import MLP
+from .config import GLMConfig
+from .masks import visible_keys
+from .outputs import GLMOutput
+
+
+class GLMBlock(nn.Module):
+    def __init__(self, config: GLMConfig, mesh: ParallelMesh | None, execution: Execution) -> None:
+        super().__init__()
+        size, heads, eps = config.hidden_size, config.num_attention_heads, config.layer_norm_eps
+        shared = {"mesh": mesh, "sequence_parallel": execution.sequence_parallel}
+        self.ln_1 = LayerNorm(size, eps, **shared)
+        self.attention = SelfAttention(
+            size,
+            heads,
+            scale=(size // heads) ** -0.5,
+            dropout=config.attention_dropout_prob,
+            mesh=mesh,
+            execution=execution,
+        )
+        self.attention_dropout = residual_dropout(config.output_dropout_prob, mesh, execution)
+        self.ln_2 = LayerNorm(size, eps, **shared)
+        self.mlp = MLP(size, 4 * size, config.hidden_act, mesh=mesh, execution=execution)
+        self.mlp_dropout = residual_dropout(config.output_dropout_prob, mesh, execution)
+
+    def forward(self, x: Tensor, mask: Tensor | None, causal: bool, memory: Tensor | None = None) -> Tensor:
+        """memory: [B, M, H], this block's inputs at earlier positions."""
+        memory = None if memory is None else self.ln_1(memory)
+        x = x + self.attention_dropout(self.attention(self.ln_1(x), mask, causal=causal, memory=memory))
+        return x + self.mlp_dropout(self.mlp(self.ln_2(x)))
+
+
+class GLMForConditionalGeneration(LanguageModel):
+    """GLM with its output head: fills in blanks. `mesh=None` is the unsplit model."""
+
+    config: GLMConfig
+
+    def __init__(self, config: GLMConfig, mesh: ParallelMesh | None = None, execution: Execution | None = None) -> None:
+        super().__init__()
+        execution = execution or Execution()
+        self.config, self.mesh = config, mesh
+        self.sequence_parallel = execution.sequence_parallel
+        self.recompute_blocks = execution.recompute == "full"
+        size, positions = config.hidden_size, config.max_sequence_length + 1
+        shared = {"mesh": mesh, "sequence_parallel": execution.sequence_parallel}
+        self.word_embeddings = VocabParallelEmbedding(
+            config.vocab_size, size, pad_multiple=VOCABULARY_MULTIPLE, **shared
+        )
+        self.position_embeddings = PositionEmbedding(positions, size, **shared)
+        self.block_position_embeddings = PositionEmbedding(positions, size, **shared)
+        self.embedding_dropout = residual_dropout(config.embedding_dropout_prob, mesh, execution)
+        self.blocks = nn.ModuleList(GLMBlock(config, mesh, execution) for _ in range(config.num_layers))
+        self.final_norm = LayerNorm(size, config.layer_norm_eps, **shared)
+        self.head = VocabParallelHead(size, config.vocab_size, tied=self.word_embeddings, **shared)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        mems: Sequence[Tensor] | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool = False,
+    ) -> GLMOutput:
+        """input_ids: int64 [B, S]. position_ids: int64 [B or 1, 2, S], positions in the text and within the span; by
+        default 0, 1, … and zeros. attention_mask: the length of part A [B], or a mask; see `masks.visible_keys`.
+
+        labels: int64 [B, S], of the position itself (part B's targets); -100 is ignored. The loss is the mean over
+        the labels, or their sum divided by `num_items_in_batch`.
+        mems: what an earlier call returned; its M positions precede these. use_cache: whether to return the mems of
+        all M + S positions; by default when not training and without labels. Neither works under sequence
+        parallelism, where a rank has a part of the positions.
+        """
+        if use_cache is None:
+            use_cache = not self.training and labels is None and not self.sequence_parallel
+        if self.sequence_parallel and (use_cache or mems is not None):
+            raise ValueError("mems need whole sequences on a rank: build the model without sequence parallelism")
+        memory = self.memory_length(mems)
+        x = self.embed(input_ids, position_ids, memory)  # [B, S, H], or [B, S/tp, H] under sequence parallelism
+        mask, causal = visible_keys(attention_mask, input_ids.shape[1], memory)
+        hidden_states = [x]
+        for i, block in enumerate(self.blocks):
+            earlier = None if mems is None else mems[i]
+            if self.recompute_blocks:
+                x = checkpoint(block, x, mask, causal, earlier)
+            else:
+                x = block(x, mask, causal, earlier)
+            hidden_states.append(x)
+        cache = extend_mems(mems, hidden_states) if use_cache else None
+        x = self.final_norm(x)
+        hidden_states[-1] = x
+        logits = self.head(x)  # [B, S, Vp]
+        loss = None if labels is None else self.loss(logits, labels, num_items_in_batch)
+        return GLMOutput(loss, logits, cache, tuple(hidden_states) if output_hidden_states else None)
+
+    def embed(self, input_ids: Tensor, position_ids: Tensor | None, memory: int) -> Tensor:
+        if position_ids is None:
+            if memory:
+                raise ValueError("with mems, position_ids must say where the new tokens stand")
+            length, positions = input_ids.shape[1], self.position_embeddings.num_embeddings
+            if length > positions:
+                raise ValueError(f"the sequence has {length} tokens, but the model only {positions} positions")
+            text = torch.arange(length, device=input_ids.device)
+            position_ids = torch.stack([text, torch.zeros_like(text)])[None]
+        if position_ids.dim() != 3 or position_ids.shape[1:] != (2, input_ids.shape[1]):
+            raise ValueError(
+                f"position_ids has shape {tuple(position_ids.shape)}; use [B, 2, {input_ids.shape[1]}], positions in "
+                "the text and within the span"
+            )
+        text, span = position_ids.unbind(1)
+        x = self.word_embeddings(input_ids) + self.position_embeddings(text) + self.block_position_embeddings(span)
+        return self.embedding_dropout(x)
+
+    def memory_length(self, mems: Sequence[Tensor] | None) -> int:
+        if mems is None:
+            return 0
+        if len(mems) != len(self.blocks) + 1:
+            raise ValueError(f"mems has {len(mems)} tensors, but {len(self.blocks)} blocks need {len(self.blocks) + 1}")
+        return mems[0].shape[1]
+
+    def initial_value(self, name: str, full: Tensor, generator: torch.Generator) -> None:
+        """Fills a parameter's unsplit value in place."""
+        if name.endswith(".bias"):
+            full.zero_()
+        elif "ln_" in name or "norm" in name:
+            full.fill_(1.0)
+        else:
+            writes_residual = name.endswith((".output.weight", ".down.weight"))
+            std = self.config.initializer_range / (math.sqrt(2 * self.config.num_layers) if writes_residual else 1.0)
+            full.normal_(0.0, std, generator=generator)
+
+
+def extend_mems(mems: Sequence[Tensor] | None, new: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The cached hidden states of all positions so far, [B, M + S, H] for the embedding and for each block."""
+    if mems is None:
+        return tuple(state.detach() for state in new)
+    return tuple(torch.cat([old, state.detach()], dim=1) for old, state in zip(mems, new, strict=True))
