@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor, nn
 
-from ...mpu import ParallelMesh, gather_from_tp, scatter_sequence, vocab_parallel_cross_entropy
+from ...mpu import (
+    ParallelMesh,
+    gather_from_tp,
+    gather_sequence,
+    scatter_sequence,
+    vocab_parallel_cross_entropy,
+)
 from .config import ModelConfig
+from .execution import Execution
 
 IGNORED = -100
 VOCABULARY_MULTIPLE = 64  # a rank's logits are this aligned, which GPUs multiply much faster
@@ -39,6 +48,7 @@ class LanguageModel(nn.Module):
 
     config: ModelConfig
     mesh: ParallelMesh | None
+    execution: Execution
 
     def loss(self, logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Cross-entropy of logits [B, S, Vp] with labels int64 [B, S], of which -100 is ignored.
@@ -58,3 +68,14 @@ class LanguageModel(nn.Module):
     def gather_logits(self, logits: Tensor) -> Tensor:
         """Each rank's [B, S, Vp] -> [B, S, V]"""
         return gather_from_tp(logits, self.mesh)[..., : self.config.vocab_size]
+
+    def whole_sequence(self, x: Tensor) -> Tensor:
+        """What a caller gets to see of [B, S, H] hidden states, of which a rank may hold [B, S/tp, H]."""
+        return gather_sequence(x, self.mesh, partial_grad=False) if self.execution.sequence_parallel else x
+
+    def whole_sequences(self, hidden_states: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(self.whole_sequence(x) for x in hidden_states)
+
+    def own_sequence(self, x: Tensor) -> Tensor:
+        """The part of a caller's [B, S, H] that this rank's blocks work on."""
+        return scatter_sequence(x, self.mesh) if self.execution.sequence_parallel else x

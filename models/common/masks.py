@@ -9,17 +9,18 @@ from torch import Tensor
 def key_mask(attention_mask: Tensor | None) -> Tensor | None:
     """What bidirectional attention and cross-attention see: None without padding, else every key but the padding.
 
-    attention_mask: [B, Sk], nonzero for tokens and 0 for padding, as in transformers; or bool [B or 1, N or 1, Sq,
-    Sk], a finished mask. ValueError for another number of dimensions, or an additive mask.
+    attention_mask: [B, Sk], nonzero for tokens and 0 for padding, as in transformers; or [B or 1, N or 1, Sq, Sk],
+    a finished mask, nonzero where attended. ValueError for other shapes and for a 4-D mask of floats, which may be
+    meant to be added.
     """
     if attention_mask is None:
         return None
     if attention_mask.dim() == 2:
         return attention_mask.bool()[:, None, None, :]
-    if attention_mask.dim() == 4 and attention_mask.dtype == torch.bool:
-        return attention_mask
+    if attention_mask.dim() == 4 and not attention_mask.is_floating_point():
+        return attention_mask.bool()
     raise ValueError(
-        "attention_mask must be [B, S], 0 for padding, or bool [B, N, Sq, Sk], True where attended; "
+        "attention_mask must be [B, S], 0 for padding, or a bool or integer [B, N, Sq, Sk], 0 where not attended; "
         f"got {attention_mask.dtype} {tuple(attention_mask.shape)}"
     )
 

@@ -62,7 +62,7 @@ class GPT2LMHeadModel(CausalLM):
     ) -> None:
         super().__init__()
         execution = execution or Execution()
-        self.config, self.mesh = config, mesh
+        self.config, self.mesh, self.execution = config, mesh, execution
         self.recompute_blocks = execution.recompute == "full"
         shared = {"mesh": mesh, "sequence_parallel": execution.sequence_parallel}
         self.word_embeddings = VocabParallelEmbedding(
@@ -82,11 +82,13 @@ class GPT2LMHeadModel(CausalLM):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         output_hidden_states: bool = False,
     ) -> CausalLMOutput:
-        """input_ids, labels: int64 [B, S]; attention_mask: [B, S], 0 for padding; position_ids: [B, S] or [1, S].
+        """input_ids, labels: int64 [B, S]; attention_mask: [B, S], 0 for padding; position_ids: [B, S] or [1, S];
+        token_type_ids: int64 [B, S], tokens whose embeddings are added.
 
         labels are shifted here, as in transformers; -100 is ignored. The loss is the mean over the labels, or
         their sum divided by `num_items_in_batch`.
@@ -99,6 +101,8 @@ class GPT2LMHeadModel(CausalLM):
         if position_ids is None:
             position_ids = torch.arange(length, device=input_ids.device)[None]
         x = self.word_embeddings(input_ids) + self.position_embeddings(position_ids)
+        if token_type_ids is not None:
+            x = x + self.word_embeddings(token_type_ids)
         x = self.embedding_dropout(x)  # [B, S, H], or [B, S/tp, H] under sequence parallelism
         mask = causal_mask(attention_mask, length)
         hidden_states = [x]
@@ -109,7 +113,7 @@ class GPT2LMHeadModel(CausalLM):
         hidden_states[-1] = x
         logits = self.head(x)  # [B, S, Vp]
         loss = None if labels is None else self.loss(logits, labels, num_items_in_batch)
-        return CausalLMOutput(loss, logits, tuple(hidden_states) if output_hidden_states else None)
+        return CausalLMOutput(loss, logits, self.whole_sequences(hidden_states) if output_hidden_states else None)
 
     def initial_value(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """Fills a parameter's unsplit value in place."""

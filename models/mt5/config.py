@@ -1,0 +1,36 @@
+"""mT5's configuration: T5's keys with other defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from typing_extensions import Self
+
+from ..t5.config import T5Config
+
+
+@dataclass(frozen=True)
+class MT5Config(T5Config):
+    """Sizes and constants of an mT5; names, meanings and defaults are transformers'. The output is never scaled."""
+
+    model_type: ClassVar[str] = "mt5"
+    architecture: ClassVar[str] = "MT5ForConditionalGeneration"
+
+    vocab_size: int = 250112
+    d_ff: int = 1024
+    num_layers: int = 8
+    num_heads: int = 6
+    feed_forward_proj: str = "gated-gelu"
+    tie_word_embeddings: bool = False
+
+    def scales_by_default(self) -> bool:
+        return False
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        return super().from_dict({**values, "scale_decoder_outputs": False})
+
+    @classmethod
+    def ties_in_version(cls, values: dict[str, Any]) -> bool:
+        return False

@@ -1,0 +1,13 @@
+"""The released mT5 sizes under Hugging Face's names."""
+
+from __future__ import annotations
+
+from .config import MT5Config
+
+PRESETS: dict[str, MT5Config] = {
+    "mt5-small": MT5Config(),
+    "mt5-base": MT5Config(d_model=768, d_ff=2048, num_layers=12, num_heads=12),
+    "mt5-large": MT5Config(d_model=1024, d_ff=2816, num_layers=24, num_heads=16),
+    "mt5-xl": MT5Config(d_model=2048, d_ff=5120, num_layers=24, num_heads=32),
+    "mt5-xxl": MT5Config(d_model=4096, d_ff=10240, num_layers=24, num_heads=64),
+}

@@ -1,0 +1,113 @@
+"""T5's configuration: the keys of Hugging Face's `config.json`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from typing_extensions import Self
+
+from ..common.config import ModelConfig
+from ..common.mlp import find_activation
+
+PRETRAINED_LENGTH = 512  # positions are relative, so longer sequences work too
+
+
+@dataclass(frozen=True)
+class T5Config(ModelConfig):
+    """Sizes and constants of a T5; names, meanings and defaults are transformers'.
+
+    tie_word_embeddings: whether the output head is the word embedding (v1.0) or a matrix of its own (v1.1). When
+        weights are loaded, their files decide; see `from_dict`.
+    scale_decoder_outputs: whether the head's input is multiplied by d_model^-0.5; None: as tie_word_embeddings.
+    """
+
+    model_type: ClassVar[str] = "t5"
+    architecture: ClassVar[str] = "T5ForConditionalGeneration"
+    attribute_map: ClassVar[dict[str, str]] = {
+        "hidden_size": "d_model",
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+        "head_dim": "d_kv",
+    }
+
+    vocab_size: int = 32128
+    d_model: int = 512
+    d_kv: int = 64
+    d_ff: int = 2048
+    num_layers: int = 6
+    num_decoder_layers: int | None = None
+    num_heads: int = 8
+    relative_attention_num_buckets: int = 32
+    relative_attention_max_distance: int = 128
+    dropout_rate: float = 0.1
+    layer_norm_epsilon: float = 1e-6
+    initializer_factor: float = 1.0
+    feed_forward_proj: str = "relu"
+    tie_word_embeddings: bool = True
+    scale_decoder_outputs: bool | None = None
+    is_encoder_decoder: bool = True
+    pad_token_id: int = 0
+    eos_token_id: int | None = 1
+    decoder_start_token_id: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "decoder_layers", "num_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        exact = self.relative_attention_num_buckets // 4  # of the encoder, which uses half of them in each direction
+        if exact < 1 or self.relative_attention_max_distance <= 2 * exact:
+            raise ValueError(
+                f"relative_attention_num_buckets={self.relative_attention_num_buckets} must be at least 4, and "
+                f"relative_attention_max_distance={self.relative_attention_max_distance} more than half of it"
+            )
+        parts = self.feed_forward_proj.split("-")
+        if len(parts) > 2 or (len(parts) == 2 and parts[0] != "gated"):
+            raise ValueError(f"feed_forward_proj={self.feed_forward_proj!r} must be ACTIVATION or gated-ACTIVATION")
+        find_activation(self.activation)
+        if self.scale_decoder_outputs is None:
+            object.__setattr__(self, "scale_decoder_outputs", self.scales_by_default())
+
+    def scales_by_default(self) -> bool:
+        """Version 1.0, which ties, scales the decoder's output; version 1.1 does neither."""
+        return self.tie_word_embeddings
+
+    @property
+    def activation(self) -> str:
+        """The name of the feed-forward activation; the gated GELU is the tanh form, as in transformers."""
+        name = self.feed_forward_proj.split("-")[-1]
+        return "gelu_new" if self.feed_forward_proj == "gated-gelu" else name
+
+    @property
+    def is_gated(self) -> bool:
+        return self.feed_forward_proj.startswith("gated-")
+
+    @property
+    def decoder_layers(self) -> int:
+        return self.num_layers if self.num_decoder_layers is None else self.num_decoder_layers
+
+    @property
+    def num_attention_heads(self) -> int:
+        return self.num_heads
+
+    @property
+    def max_sequence_length(self) -> int:
+        return PRETRAINED_LENGTH
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """From the keys of a `config.json`.
+
+        transformers 5 writes `tie_word_embeddings: true` into every T5's file (huggingface/transformers#48154), so
+        a true flag from there says nothing, and the version of the architecture decides.
+        """
+        values = {name: value for name, value in values.items() if value is not None}
+        version = str(values.get("transformers_version", "0")).split(".")[0]
+        if version.isdigit() and int(version) >= 5 and values.get("tie_word_embeddings") is not False:
+            values["tie_word_embeddings"] = cls.ties_in_version(values)
+        return super().from_dict(values)
+
+    @classmethod
+    def ties_in_version(cls, values: dict[str, Any]) -> bool:
+        """Whether the version of the architecture that a transformers 5 file describes has a tied head."""
+        return bool(values.get("scale_decoder_outputs", True))

@@ -1,0 +1,56 @@
+"""Where Hugging Face's T5 checkpoints keep each native parameter."""
+
+from __future__ import annotations
+
+from ..common.name_map import Entry, NameMap
+
+
+def _self_attention(stack: str) -> tuple[Entry, ...]:
+    native, stored = f"{stack}.blocks.{{i}}", f"{stack}.block.{{i}}.layer.0"
+    return (
+        Entry(f"{native}.attention_norm.weight", f"{stored}.layer_norm.weight"),
+        Entry(f"{native}.attention.qkv.weight", tuple(f"{stored}.SelfAttention.{x}.weight" for x in "qkv")),
+        Entry(f"{native}.attention.output.weight", f"{stored}.SelfAttention.o.weight"),
+        # Only the first block stores it; all blocks of the stack use it.
+        Entry(f"{stack}.relative_bias.weight", f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"),
+    )
+
+
+def _feed_forward(stack: str, layer: int) -> tuple[Entry, ...]:
+    native, stored = f"{stack}.blocks.{{i}}", f"{stack}.block.{{i}}.layer.{layer}"
+    dense = f"{stored}.DenseReluDense"
+    return (
+        Entry(f"{native}.mlp_norm.weight", f"{stored}.layer_norm.weight"),
+        Entry(f"{native}.mlp.up.weight", f"{dense}.wi.weight"),
+        Entry(f"{native}.mlp.gate_up.weight", (f"{dense}.wi_0.weight", f"{dense}.wi_1.weight")),
+        Entry(f"{native}.mlp.down.weight", f"{dense}.wo.weight"),
+        Entry(f"{stack}.final_norm.weight", f"{stack}.final_layer_norm.weight"),
+    )
+
+
+_CROSS = "decoder.block.{i}.layer.1"
+
+NAME_MAP = NameMap(
+    entries=(
+        Entry("word_embeddings.weight", "shared.weight"),
+        *_self_attention("encoder"),
+        *_feed_forward("encoder", 1),
+        *_self_attention("decoder"),
+        Entry("decoder.blocks.{i}.cross_attention_norm.weight", f"{_CROSS}.layer_norm.weight"),
+        Entry("decoder.blocks.{i}.cross_attention.query.weight", f"{_CROSS}.EncDecAttention.q.weight"),
+        Entry(
+            "decoder.blocks.{i}.cross_attention.key_value.weight",
+            (f"{_CROSS}.EncDecAttention.k.weight", f"{_CROSS}.EncDecAttention.v.weight"),
+        ),
+        Entry("decoder.blocks.{i}.cross_attention.output.weight", f"{_CROSS}.EncDecAttention.o.weight"),
+        *_feed_forward("decoder", 2),
+        Entry("head.weight", "lm_head.weight"),
+    ),
+    aliases=(
+        ("encoder.embed_tokens.weight", "shared.weight"),
+        ("decoder.embed_tokens.weight", "shared.weight"),
+        ("lm_head.weight", "shared.weight"),
+    ),
+    # A bias that the first releases stored and never used.
+    ignored=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
+)

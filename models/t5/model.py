@@ -1,0 +1,211 @@
+"""T5 (Raffel et al., 2020, "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer").
+
+- encoder and decoder share the word embedding; positions enter only as a relative bias on the attention scores, one
+  table for each stack
+- pre-RMSNorm blocks: x + attention(norm(x)), in the decoder x + cross_attention(norm(x)), x + mlp(norm(x)); one more
+  norm at the end of each stack
+- no biases; attention scores are not scaled; the heads' inner width need not be the model's
+- v1.0: ReLU; the head is the word embedding, and its input is scaled by d_model^-0.5
+- v1.1 and mT5: gated tanh-GELU; the head is a matrix of its own, and nothing is scaled
+- initial weights as in the paper's code, see `initial_value`
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ...mpu import ParallelMesh, RMSNorm, VocabParallelEmbedding, VocabParallelHead, checkpoint
+from ..common.attention import CrossAttention, SelfAttention
+from ..common.dropout import residual_dropout
+from ..common.execution import Execution
+from ..common.language_model import VOCABULARY_MULTIPLE
+from ..common.masks import causal_mask, key_mask
+from ..common.mlp import MLP, GatedMLP
+from ..common.outputs import EncoderOutput, Seq2SeqLMOutput
+from ..common.seq2seq import Seq2SeqLM
+from .config import T5Config
+from .relative_bias import RelativeBias
+
+
+class T5Block(nn.Module):
+    """One layer of the encoder, or of the decoder, which also attends to the encoder's output."""
+
+    def __init__(self, config: T5Config, is_decoder: bool, mesh: ParallelMesh | None, execution: Execution) -> None:
+        super().__init__()
+        size, heads, rate = config.d_model, config.num_heads, config.dropout_rate
+        norm = {"eps": config.layer_norm_epsilon, "sequence_parallel": execution.sequence_parallel, "mesh": mesh}
+        heads_of = {"head_size": config.d_kv, "bias": False, "scale": 1.0, "dropout": rate}
+        ways = {"mesh": mesh, "execution": execution}
+        self.attention_norm = RMSNorm(size, **norm)
+        self.attention = SelfAttention(size, heads, **heads_of, **ways)
+        self.attention_dropout = residual_dropout(rate, mesh, execution)
+        self.is_decoder = is_decoder
+        if is_decoder:
+            self.cross_attention_norm = RMSNorm(size, **norm)
+            self.cross_attention = CrossAttention(size, heads, **heads_of, **ways)
+            self.cross_attention_dropout = residual_dropout(rate, mesh, execution)
+        self.mlp_norm = RMSNorm(size, **norm)
+        feed_forward = GatedMLP if config.is_gated else MLP
+        self.mlp = feed_forward(size, config.d_ff, config.activation, bias=False, dropout=rate, **ways)
+        self.mlp_dropout = residual_dropout(rate, mesh, execution)
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        position_bias: Tensor,
+        source: Tensor | None = None,
+        source_mask: Tensor | None = None,
+    ) -> Tensor:
+        """x: [B, S, H]; source: the encoder's output [B, T, H]; see `SelfAttention` for the others."""
+        y = self.attention(self.attention_norm(x), mask, position_bias, causal=self.is_decoder)
+        x = keep_finite(x + self.attention_dropout(y))
+        if self.is_decoder:
+            assert source is not None
+            y = self.cross_attention(self.cross_attention_norm(x), source, source_mask)
+            x = keep_finite(x + self.cross_attention_dropout(y))
+        return keep_finite(x + self.mlp_dropout(self.mlp(self.mlp_norm(x))))
+
+
+class T5Stack(nn.Module):
+    """The encoder or the decoder: blocks that share one relative bias, and a norm."""
+
+    def __init__(
+        self, config: T5Config, layers: int, is_decoder: bool, mesh: ParallelMesh | None, execution: Execution
+    ) -> None:
+        super().__init__()
+        self.recompute_blocks = execution.recompute == "full"
+        self.relative_bias = RelativeBias(
+            config.relative_attention_num_buckets,
+            config.num_heads,
+            config.relative_attention_max_distance,
+            bidirectional=not is_decoder,
+            mesh=mesh,
+        )
+        self.embedding_dropout = residual_dropout(config.dropout_rate, mesh, execution)
+        self.blocks = nn.ModuleList(T5Block(config, is_decoder, mesh, execution) for _ in range(layers))
+        self.final_norm = RMSNorm(
+            config.d_model, config.layer_norm_epsilon, sequence_parallel=execution.sequence_parallel, mesh=mesh
+        )
+        self.final_dropout = residual_dropout(config.dropout_rate, mesh, execution)
+
+    def forward(
+        self,
+        x: Tensor,
+        length: int,
+        mask: Tensor | None,
+        source: Tensor | None = None,
+        source_mask: Tensor | None = None,
+    ) -> list[Tensor]:
+        """x: embeddings [B, S, H], or [B, S/tp, H] under sequence parallelism; length: S.
+
+        Returns the embedding output and each block's output, the last one after the final norm.
+        """
+        position_bias = self.relative_bias(length, length)  # [1, Np, S, S]
+        x = self.embedding_dropout(x)
+        hidden_states = [x]
+        for block in self.blocks:
+            arguments = (x, mask, position_bias, source, source_mask)
+            x = checkpoint(block, *arguments) if self.recompute_blocks else block(*arguments)
+            hidden_states.append(x)
+        hidden_states[-1] = self.final_dropout(self.final_norm(x))
+        return hidden_states
+
+
+class T5ForConditionalGeneration(Seq2SeqLM):
+    """T5 with its language-modelling head. `mesh=None` is the unsplit model."""
+
+    config: T5Config
+
+    def __init__(self, config: T5Config, mesh: ParallelMesh | None = None, execution: Execution | None = None) -> None:
+        super().__init__()
+        execution = execution or Execution()
+        self.config, self.mesh, self.execution = config, mesh, execution
+        shared = {"mesh": mesh, "sequence_parallel": execution.sequence_parallel, "pad_multiple": VOCABULARY_MULTIPLE}
+        self.word_embeddings = VocabParallelEmbedding(config.vocab_size, config.d_model, **shared)
+        self.encoder = T5Stack(config, config.num_layers, False, mesh, execution)
+        self.decoder = T5Stack(config, config.decoder_layers, True, mesh, execution)
+        tied = self.word_embeddings if config.tie_word_embeddings else None
+        self.head = VocabParallelHead(config.d_model, config.vocab_size, tied=tied, **shared)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        encoder_outputs: EncoderOutput | tuple[Tensor, ...] | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        output_hidden_states: bool = False,
+    ) -> Seq2SeqLMOutput:
+        """input_ids: int64 [B, S]; decoder_input_ids, labels: int64 [B, T]; masks: as the ids, 0 for padding.
+
+        Without decoder_input_ids they are the labels moved one to the right. encoder_outputs: what `encode`
+        returned, instead of input_ids. The loss is the mean over the labels that are not -100, or their sum divided
+        by `num_items_in_batch`.
+        """
+        decoder_input_ids = self.decoder_inputs(decoder_input_ids, labels)
+        if encoder_outputs is None:
+            encoder_states = self.run_encoder(input_ids, attention_mask)
+        else:
+            encoder_states = [self.own_sequence(encoder_outputs[0])]
+        length = decoder_input_ids.shape[1]
+        decoder_states = self.decoder(
+            self.word_embeddings(decoder_input_ids),
+            length,
+            causal_mask(decoder_attention_mask, length),
+            encoder_states[-1],
+            key_mask(attention_mask),
+        )
+        x = decoder_states[-1]  # [B, T, H], or [B, T/tp, H] under sequence parallelism
+        if self.config.scale_decoder_outputs:
+            x = x * self.config.d_model**-0.5
+        logits = self.head(x)  # [B, T, Vp]
+        return Seq2SeqLMOutput(
+            None if labels is None else self.loss(logits, labels, num_items_in_batch),
+            logits,
+            self.whole_sequences(decoder_states) if output_hidden_states else None,
+            self.whole_sequence(encoder_states[-1]),
+            self.whole_sequences(encoder_states) if output_hidden_states and encoder_outputs is None else None,
+        )
+
+    def encode(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, output_hidden_states: bool = False
+    ) -> EncoderOutput:
+        """The encoder's output alone, for decoding step by step."""
+        states = self.run_encoder(input_ids, attention_mask)
+        return EncoderOutput(
+            self.whole_sequence(states[-1]), self.whole_sequences(states) if output_hidden_states else None
+        )
+
+    def run_encoder(self, input_ids: Tensor | None, attention_mask: Tensor | None) -> list[Tensor]:
+        if input_ids is None:
+            raise ValueError("pass input_ids, or encoder_outputs of an earlier call")
+        return self.encoder(self.word_embeddings(input_ids), input_ids.shape[1], key_mask(attention_mask))
+
+    def initial_value(self, name: str, full: Tensor, generator: torch.Generator) -> None:
+        """Fills a parameter's unsplit value in place, with the standard deviations of the T5 code base."""
+        config, factor = self.config, self.config.initializer_factor
+        if "norm" in name:
+            full.fill_(factor)
+            return
+        full.normal_(0.0, factor, generator=generator)
+        if name.endswith((".attention.output.weight", ".cross_attention.output.weight")):
+            full *= (config.num_heads * config.d_kv) ** -0.5
+        elif name.endswith(".down.weight"):
+            full *= config.d_ff**-0.5
+        elif name != "word_embeddings.weight":
+            full *= config.d_model**-0.5
+        # Instead of a scale on the scores, queries start smaller; they are the first block of a fused qkv.
+        if name.endswith(("attention.qkv.weight", "cross_attention.query.weight")):
+            full[: config.num_heads * config.d_kv] *= config.d_kv**-0.5
+
+
+def keep_finite(x: Tensor) -> Tensor:
+    """fp16 overflows in T5's residual stream; as in transformers it is clamped there."""
+    if x.dtype != torch.float16:
+        return x
+    most = torch.finfo(x.dtype).max - 1000
+    return x.clamp(-most, most)

@@ -1,0 +1,55 @@
+"""T5's relative position bias (Raffel et al., 2020, section 2.1): a trained number for each head and bucket of
+distances, added to the attention scores."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...mpu import ParallelMesh, Shard
+from ...mpu.parameter import split_parameter
+
+
+class RelativeBias(nn.Module):
+    """The biases of one stack, which all its layers share; a rank has those of its heads. Weight [buckets, N].
+
+    bidirectional: keys after the query have buckets of their own (half of all); otherwise they share bucket 0.
+    """
+
+    def __init__(
+        self, buckets: int, num_heads: int, max_distance: int, *, bidirectional: bool, mesh: ParallelMesh | None = None
+    ) -> None:
+        super().__init__()
+        self.buckets, self.max_distance, self.bidirectional = buckets, max_distance, bidirectional
+        self.weight = split_parameter(Shard((buckets, num_heads), 1), mesh)  # [buckets, Np]
+
+    def forward(self, queries: int, keys: int) -> Tensor:
+        """[1, Np, Sq, Sk]; the last query is at the last key's position."""
+        # The bias depends on key - query alone: look each distance up once, then lay the diagonals out.
+        distances = torch.arange(1 - keys, queries, device=self.weight.device)
+        buckets = relative_buckets(distances, self.buckets, self.max_distance, self.bidirectional)
+        by_distance = F.embedding(buckets, self.weight).t()  # [Np, Sq + Sk - 1]
+        return by_distance.unfold(1, keys, 1).flip(1)[None]
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shard.describe()}, bidirectional={self.bidirectional}"
+
+
+def relative_buckets(distances: Tensor, buckets: int, max_distance: int, bidirectional: bool) -> Tensor:
+    """The bucket of each distance key - query: exact when short, then logarithmic, the last from `max_distance` on."""
+    first = torch.zeros_like(distances)
+    if bidirectional:
+        buckets //= 2
+        first = (distances > 0).long() * buckets
+        distances = distances.abs()
+    else:
+        distances = (-distances).clamp(min=0)
+    exact = buckets // 2
+    # Distances below `exact` take the other branch; the clamp keeps log finite there. The order of operations is
+    # transformers', so that rounding puts the edges where its does.
+    steps = torch.log(distances.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (buckets - exact)
+    logarithmic = (exact + steps.long()).clamp(max=buckets - 1)
+    return first + torch.where(distances < exact, distances, logarithmic)
