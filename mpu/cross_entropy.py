@@ -79,8 +79,8 @@ class _TokenLosses(Function):
         logits_grad = torch.zeros_like(logits) if width < logits.shape[1] else torch.empty_like(logits)
         if width:
             for rows in _chunks(*logits.shape):
-                chunk = logits[rows, :width].to(lse.dtype)
-                chunk = chunk.sub_(lse[rows, None]).exp_().mul_(of_softmax[rows, None])
+                chunk = logits[rows, :width] - lse[rows, None]  # a new, wide tensor: logits are not ours
+                chunk.exp_().mul_(of_softmax[rows, None])
                 if smoothing:
                     chunk -= (scale[rows] * (smoothing / ctx.classes))[:, None]
                 chunk.scatter_add_(1, column[rows, None], -of_target[rows, None])

@@ -1,0 +1,109 @@
+"""Each collective and its gradient against the same thing computed on all ranks' tensors in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardzoo import mpu
+
+FUNCTIONS = [
+    "copy_to_tp",
+    "reduce_from_tp",
+    "gather_from_tp",
+    "scatter_to_tp",
+    "gather_sequence",
+    "gather_sequence_replicated",
+    "scatter_sequence",
+    "reduce_scatter_sequence",
+]
+
+
+def expected_results(name, xs, grads, size):
+    """Every rank's output and input gradient, in fp64."""
+    xs, grads = [x.double() for x in xs], [grad.double() for grad in grads]
+    dim = -1 if name in ("gather_from_tp", "scatter_to_tp") else 1
+
+    def share(tensor, rank):
+        return tensor.chunk(size, dim)[rank]
+
+    ranks = range(size)
+    if name == "copy_to_tp":
+        return xs, [sum(grads)] * size
+    if name == "reduce_from_tp":
+        return [sum(xs)] * size, grads
+    if name == "gather_sequence":
+        return [torch.cat(xs, dim)] * size, [share(sum(grads), rank) for rank in ranks]
+    if name in ("gather_from_tp", "gather_sequence_replicated"):
+        return [torch.cat(xs, dim)] * size, [share(grads[rank], rank) for rank in ranks]
+    if name == "reduce_scatter_sequence":
+        return [share(sum(xs), rank) for rank in ranks], [torch.cat(grads, dim)] * size
+    return [share(xs[rank], rank) for rank in ranks], [torch.cat(grads, dim)] * size
+
+
+def apply(mesh, name, xs, grads, strided):
+    x, grad = xs[mesh.tp_rank], grads[mesh.tp_rank]
+    if strided:
+        x, grad = (t.transpose(0, 2).contiguous().transpose(0, 2) for t in (x, grad))
+    x.requires_grad_()
+    kept = x.detach().clone(), grad.clone()
+    if name == "gather_sequence_replicated":
+        output = mpu.gather_sequence(x, mesh, partial_grad=False)
+    else:
+        output = getattr(mpu, name)(x, mesh)
+    output.backward(grad)
+    assert torch.equal(x.detach(), kept[0])
+    assert torch.equal(grad, kept[1])
+    return output.detach(), x.grad
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+def test_forward_and_backward(tp, name, run_mesh):
+    shrinks = name in ("scatter_to_tp", "scatter_sequence", "reduce_scatter_sequence")
+    grows = name.startswith("gather")
+    dim = 2 if name.endswith("_tp") else 1
+
+    @given(
+        sizes=st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(1, 4)),
+        dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+        strided=st.booleans(),
+    )
+    def check(sizes, dtype, strided):
+        wide = list(sizes)
+        wide[dim] *= tp
+        x_shape, grad_shape = (wide if shrinks else sizes), (wide if grows else sizes)
+        generator = torch.Generator().manual_seed(0)
+        xs, grads = (
+            [torch.randn(*shape, generator=generator).to(dtype) for _ in range(tp)] for shape in (x_shape, grad_shape)
+        )
+        outputs, x_grads = expected_results(name, xs, grads, tp)
+        for rank, (output, x_grad) in enumerate(run_mesh(tp, apply, name, xs, grads, strided)):
+            assert output.dtype == x_grad.dtype == dtype
+            # Sums of up to four numbers; in bf16 they are rounded exactly once, however many ranks there are.
+            tolerance = {
+                torch.float32: {"rtol": 1e-5, "atol": 1e-6},
+                torch.float64: {"rtol": 1e-14, "atol": 1e-14},
+                torch.bfloat16: {"rtol": 2**-8, "atol": 1e-6},
+            }[dtype]
+            torch.testing.assert_close(output.double(), outputs[rank], **tolerance)
+            torch.testing.assert_close(x_grad.double(), x_grads[rank], **tolerance)
+
+    check()
+
+
+def test_without_a_mesh_everything_is_the_identity():
+    x = torch.ones(2, 3, 4)
+    for name in FUNCTIONS:
+        assert getattr(mpu, name.removesuffix("_replicated"))(x, None) is x
+
+
+def test_a_sequence_that_does_not_divide_is_refused(run_mesh):
+    def refused(mesh):
+        for function in (mpu.scatter_sequence, mpu.reduce_scatter_sequence):
+            with pytest.raises(ValueError, match="9 positions of dim 1 cannot be split 2 ways; use 1, 3 or 9"):
+                function(torch.zeros(2, 9, 4), mesh)
+
+    run_mesh(2, refused)

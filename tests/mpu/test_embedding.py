@@ -1,0 +1,162 @@
+"""The vocabulary-parallel embedding and head against `F.embedding` and `F.linear` on the whole table."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from shardzoo.mpu import VocabParallelEmbedding, VocabParallelHead
+
+
+def pad(tensor, rank, size, multiple):
+    """Rank's rows of a vocabulary, zeros where there are none; written without `Shard`."""
+    width = math.ceil(math.ceil(len(tensor) / size) / multiple) * multiple
+    whole = torch.cat([tensor, tensor.new_zeros(width * size - len(tensor), *tensor.shape[1:])])
+    return whole[rank * width : (rank + 1) * width]
+
+
+def embed(mesh, pad, ids, table, grad, padding_idx, multiple, sequence_parallel):
+    rank, size = mesh.tp_rank, mesh.tp_size
+    layer = VocabParallelEmbedding(
+        *table.shape,
+        padding_idx=padding_idx,
+        pad_multiple=multiple,
+        sequence_parallel=sequence_parallel,
+        mesh=mesh,
+    )
+    with torch.no_grad():
+        layer.weight.copy_(pad(table, rank, size, multiple))
+    output = layer(ids)
+    output.backward(grad.chunk(size, 1)[rank] if sequence_parallel else grad)
+    return output.detach(), layer.weight.grad
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+def test_embedding_equals_unsplit(tp, run_mesh, helpers):
+    @given(
+        batch=st.integers(0, 3),
+        positions=st.integers(1, 3),
+        vocabulary=st.integers(1, 23),
+        hidden=st.integers(1, 5),
+        multiple=st.sampled_from([1, 4]),
+        with_padding_idx=st.booleans(),
+        sequence_parallel=st.booleans(),
+        data=st.data(),
+    )
+    def check(batch, positions, vocabulary, hidden, multiple, with_padding_idx, sequence_parallel, data):
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(vocabulary, (batch, positions * tp), generator=generator)
+        padding_idx = data.draw(st.integers(-vocabulary, vocabulary - 1)) if with_padding_idx else None
+        table = torch.randn(vocabulary, hidden, generator=generator).requires_grad_()
+        grad = torch.randn(batch, positions * tp, hidden, generator=generator)
+        expected = F.embedding(ids, table, padding_idx)
+        expected.backward(grad)
+        results = run_mesh(tp, embed, pad, ids, table.detach(), grad, padding_idx, multiple, sequence_parallel)
+        for rank, (output, weight_grad) in enumerate(results):
+            helpers.close(output, expected.detach().chunk(tp, 1)[rank] if sequence_parallel else expected.detach())
+            helpers.close(weight_grad, pad(table.grad, rank, tp, multiple))
+
+    check()
+
+
+def project(mesh, pad, x, table, bias, grad, multiple, sequence_parallel, tied):
+    rank, size = mesh.tp_rank, mesh.tp_size
+    vocabulary, hidden = table.shape
+    embedding = VocabParallelEmbedding(vocabulary, hidden, pad_multiple=multiple, mesh=mesh) if tied else None
+    head = VocabParallelHead(
+        hidden,
+        vocabulary,
+        bias=bias is not None,
+        tied=embedding,
+        pad_multiple=multiple,
+        sequence_parallel=sequence_parallel,
+        mesh=mesh,
+    )
+    assert not tied or head.weight is embedding.weight
+    with torch.no_grad():
+        head.weight.copy_(pad(table, rank, size, multiple))
+        if bias is not None:
+            head.bias.copy_(pad(bias, rank, size, multiple))
+    x = (x.chunk(size, 1)[rank] if sequence_parallel else x).clone().requires_grad_()
+    logits = head(x)
+    logits.backward(pad(grad.movedim(-1, 0), rank, size, multiple).movedim(0, -1))
+    return logits.detach(), x.grad, head.weight.grad, None if bias is None else head.bias.grad
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+def test_head_equals_unsplit(tp, run_mesh, helpers):
+    @given(
+        batch=st.integers(0, 3),
+        positions=st.integers(1, 3),
+        vocabulary=st.integers(1, 23),
+        hidden=st.integers(1, 5),
+        multiple=st.sampled_from([1, 4]),
+        with_bias=st.booleans(),
+        sequence_parallel=st.booleans(),
+        tied=st.booleans(),
+    )
+    def check(batch, positions, vocabulary, hidden, multiple, with_bias, sequence_parallel, tied):
+        generator = torch.Generator().manual_seed(0)
+        x, table, bias, grad = (
+            torch.randn(*shape, generator=generator)
+            for shape in (
+                (batch, positions * tp, hidden),
+                (vocabulary, hidden),
+                (vocabulary,),
+                (batch, positions * tp, vocabulary),
+            )
+        )
+        whole = [t.clone().requires_grad_() for t in (x, table, bias)]
+        logits = F.linear(whole[0], whole[1], whole[2] if with_bias else None)
+        logits.backward(grad)
+        results = run_mesh(
+            tp,
+            project,
+            pad,
+            x,
+            table,
+            bias if with_bias else None,
+            grad,
+            multiple,
+            sequence_parallel,
+            tied,
+        )
+        for rank, (output, x_grad, weight_grad, bias_grad) in enumerate(results):
+            expected = pad(logits.detach().movedim(-1, 0), rank, tp, multiple).movedim(0, -1)
+            helpers.close(output, expected)
+            expected_x_grad = whole[0].grad
+            assert expected_x_grad is not None
+            helpers.close(x_grad, expected_x_grad.chunk(tp, 1)[rank] if sequence_parallel else expected_x_grad)
+            helpers.close(weight_grad, pad(whole[1].grad, rank, tp, multiple))
+            if with_bias:
+                helpers.close(bias_grad, pad(whole[2].grad, rank, tp, multiple))
+
+    check()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("bad", [-1, 7, 8])
+def test_an_id_outside_the_vocabulary_is_an_error_even_where_padding_rows_exist(tp, bad, run_mesh):
+    def refused(mesh):
+        layer = VocabParallelEmbedding(7, 2, pad_multiple=8, mesh=mesh)
+        with pytest.raises(ValueError, match=rf"token id {bad} is outside 0\.\.6"):
+            layer(torch.tensor([[0, bad]]))
+
+    run_mesh(tp, refused)
+
+
+def test_mismatched_ties_and_padding_indices_are_refused():
+    with pytest.raises(ValueError, match="a head of 8 x 4 cannot be tied to an embedding of 7 x 4"):
+        VocabParallelHead(4, 8, tied=VocabParallelEmbedding(7, 4))
+    with pytest.raises(ValueError, match="padding_idx 7 is outside a vocabulary of 7"):
+        VocabParallelEmbedding(7, 4, padding_idx=7)
+
+
+def test_layers_print_their_shard():
+    assert "7x4 split along 0 padded to multiples of 8" in repr(VocabParallelEmbedding(7, 4, pad_multiple=8))
+    assert "7x4 split along 0" in repr(VocabParallelHead(4, 7, bias=True))

@@ -1,0 +1,76 @@
+"""The norms against torch and transformers, and their parameters' gradients on a split sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from shardzoo.mpu import LayerNorm, RMSNorm
+
+
+def reference(kind, hidden):
+    return nn.RMSNorm(hidden, 1e-6) if kind == "rms" else nn.LayerNorm(hidden, 1e-6, bias=kind == "layer")
+
+
+def build(kind, hidden, **options):
+    if kind == "rms":
+        return RMSNorm(hidden, 1e-6, **options)
+    return LayerNorm(hidden, 1e-6, bias=kind == "layer", **options)
+
+
+def normalise(mesh, build, kind, state, x, grad, sequence_parallel):
+    layer = build(kind, x.shape[-1], sequence_parallel=sequence_parallel, mesh=mesh)
+    layer.load_state_dict(state)
+    if sequence_parallel:
+        x, grad = (t.chunk(mesh.tp_size, 1)[mesh.tp_rank] for t in (x, grad))
+    x = x.clone().requires_grad_()
+    output = layer(x)
+    output.backward(grad)
+    return output.detach(), x.grad, {name: p.grad for name, p in layer.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["layer", "layer without bias", "rms"])
+@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+def test_equals_torch(tp, kind, run_mesh, helpers):
+    @given(
+        batch=st.integers(0, 3),
+        positions=st.integers(1, 3),
+        hidden=st.integers(2, 9),
+        sequence_parallel=st.booleans(),
+    )
+    def check(batch, positions, hidden, sequence_parallel):
+        generator = torch.Generator().manual_seed(0)
+        x, grad = (torch.randn(batch, positions * tp, hidden, generator=generator) for _ in range(2))
+        whole = reference(kind, hidden)
+        for parameter in whole.parameters():
+            nn.init.normal_(parameter, generator=generator)
+        x.requires_grad_()
+        expected = whole(x)
+        expected.backward(grad)
+        results = run_mesh(tp, normalise, build, kind, whole.state_dict(), x.detach(), grad, sequence_parallel)
+        for rank, (output, x_grad, parameter_grads) in enumerate(results):
+            mine = [t.chunk(tp, 1)[rank] if sequence_parallel else t for t in (expected.detach(), x.grad)]
+            torch.testing.assert_close(output, mine[0], rtol=1e-5, atol=2e-6)
+            # The input gradient is a difference of near-equal terms when H is tiny.
+            torch.testing.assert_close(x_grad, mine[1], rtol=1e-4, atol=1e-5)
+            for name, parameter in whole.named_parameters():
+                torch.testing.assert_close(parameter_grads[name], parameter.grad, rtol=1e-5, atol=2e-6)
+
+    check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_rounds_as_transformers_does(dtype):
+    from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+    generator = torch.Generator().manual_seed(0)
+    theirs, ours = T5LayerNorm(64, 1e-6).to(dtype), RMSNorm(64, 1e-6).to(dtype)
+    weight = torch.randn(64, generator=generator).to(dtype)
+    x = 300 * torch.randn(4, 7, 64, generator=generator).to(dtype)
+    with torch.no_grad():
+        theirs.weight.copy_(weight)
+        ours.weight.copy_(weight)
+    assert torch.equal(ours(x), theirs(x))
