@@ -18,7 +18,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import tyro
 
-from shardzoo.cli.arguments import exit_code_of, parse
+from shardzoo.cli.arguments import exit_code_of, parse, read_yaml
 from shardzoo.models import find_config
 from shardzoo.models.common.attention import check_heads
 from shardzoo.mpu import validate_layout
@@ -72,6 +72,18 @@ class PretrainArguments(TrainingArguments):
 
 
 INVOCATION = ("resume", "overwrite", "config", "local_rank")
+# What a run keeps for its whole life.
+FIXED = (
+    "model",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "data",
+    "vocab_size",
+    "held_out_fraction",
+    "sequence_length",
+    "seed",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -110,7 +122,14 @@ def read_arguments(argv: Sequence[str], *, quiet: bool) -> PretrainArguments:
     saved = RunFolder(Path(arguments.output_dir)).arguments_file
     if not saved.exists():
         raise ValueError(f"--resume: {arguments.output_dir} holds no run; start one without --resume")
-    return parse(PretrainArguments, argv, defaults=saved, **describe)
+    arguments = parse(PretrainArguments, argv, defaults=saved, **describe)
+    for name, value in read_yaml(PretrainArguments, saved).items():
+        if name in FIXED and getattr(arguments, name) != value:
+            raise ValueError(
+                f"--resume: the run has {name}={value}, and {getattr(arguments, name)} would make it another run; "
+                f"leave {name} out, or start a new run in another --output-dir"
+            )
+    return arguments
 
 
 def check(arguments: PretrainArguments, launch: Launch) -> ModelConfig:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from dataclasses import fields, replace
 from datetime import datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import torch
@@ -62,8 +64,7 @@ class Pretraining:
         self.console = Console(quiet=not launch.is_first)
         self.device = initialize_distributed(launch)
         self.mesh = ParallelMesh(arguments.model_parallel_size)
-        self.run_folder, self.first_step = on_first_rank(self._open_run_folder)
-        self.corpus: Corpus = on_first_rank(self._prepare_corpus)
+        self.run_folder, self.first_step, self.corpus = on_first_rank(self._prepare_folder)
         self.config = config.with_changes(
             vocab_size=self.corpus.vocab_size,
             bos_token_id=self.corpus.eos_token_id,
@@ -74,37 +75,54 @@ class Pretraining:
         self.train = GPTDataset(IndexedDataset(self.corpus.train_prefix), self.sequence_length, arguments.seed)
         self.held_out = HeldOut(GPTDataset(self.valid, self.sequence_length, seed=0))
         self.model = self._build_model()
+        self.unigram_entropy = unigram_entropy(self.valid)
+        self.console.print(self._summary())
+        self.trainer = self._make_trainer()
 
     def run(self) -> None:
         """Trains, evaluates, exports, and shows the results."""
         started = time.monotonic()
-        entropy = unigram_entropy(self.valid)
-        self.console.print(self._summary(entropy))
-        trainer = self._make_trainer()
+        trainer = self.trainer
         with trainer.reporter:
             trainer.train()
             if self.arguments.precision != "fp32":
                 self.model.float()  # the exported weights are compared in fp32, whatever they were trained in
             loss = trainer.evaluate(self.arguments.final_eval_sequences)
             trainer.reporter.evaluation(trainer.step, loss)
-        on_first_rank(lambda: self._finish(trainer, entropy, loss, (time.monotonic() - started) / 60))
+        on_first_rank(lambda: self._finish(loss, (time.monotonic() - started) / 60))
 
     def close(self) -> None:
         """Leaves the other processes. Without it, threads of the process group may abort the interpreter's end."""
         dist.destroy_process_group()
 
-    def _open_run_folder(self) -> tuple[RunFolder, int]:
+    def _prepare_folder(self) -> tuple[RunFolder, int, Corpus]:
+        """The run's folder with its corpus. A mistake in either leaves what was in the folder as it was."""
         arguments = self.arguments
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
         folder = RunFolder(Path(arguments.output_dir or f"runs/{Path(arguments.model).name}-{stamp}"))
-        return folder, folder.open(arguments.of_the_run(), resume=arguments.resume, overwrite=arguments.overwrite)
+        first_step = folder.first_step(resume=arguments.resume, overwrite=arguments.overwrite)
+        if first_step:
+            folder.go_on(arguments.of_the_run(), first_step)
+            return folder, first_step, self._prepare_corpus(folder.data)
+        nearest = next(parent for parent in folder.path.absolute().parents if parent.is_dir())
+        with TemporaryDirectory(dir=nearest, prefix=f".{folder.path.name}-") as aside:
+            prepared = Path(aside) / "data"
+            prepared.mkdir()
+            corpus = self._prepare_corpus(prepared)
+            folder.begin(arguments.of_the_run(), prepared)
+        moved = {
+            field.name: folder.data / path.relative_to(prepared)
+            for field in fields(corpus)
+            if isinstance(path := getattr(corpus, field.name), Path) and path.is_relative_to(prepared)
+        }
+        return folder, first_step, replace(corpus, **moved)
 
-    def _prepare_corpus(self) -> Corpus:
+    def _prepare_corpus(self, folder: Path) -> Corpus:
         arguments = self.arguments
         with corpus_progress(self.console) as progress:
             return prepare_corpus(
                 arguments.data,
-                self.run_folder.path / "data",
+                folder,
                 vocab_size=arguments.vocab_size,
                 held_out_fraction=arguments.held_out_fraction,
                 seed=arguments.seed,
@@ -137,7 +155,7 @@ class Pretraining:
         for name, parameter in parameters.items():
             parameter.data.copy_(reader.local(name, self.mesh.tp_rank, self.mesh.tp_size))
 
-    def _summary(self, entropy: float) -> Table:
+    def _summary(self) -> Table:
         return run_summary(
             model_name=self.arguments.model,
             model=self.model,
@@ -146,7 +164,7 @@ class Pretraining:
             train_tokens=self.train.tokens_per_epoch,
             valid_tokens=self.valid.num_tokens,
             sequence_length=self.sequence_length,
-            unigram_entropy=entropy,
+            unigram_entropy=self.unigram_entropy,
             first_step=self.first_step,
         )
 
@@ -171,13 +189,13 @@ class Pretraining:
             trainer.resume(self.first_step)
         return trainer
 
-    def _finish(self, trainer: Trainer, entropy: float, loss: float, minutes: float) -> None:
-        folder, arguments = self.run_folder, self.arguments
+    def _finish(self, loss: float, minutes: float) -> None:
+        folder, arguments, trainer = self.run_folder, self.arguments, self.trainer
         plot_loss(
             folder.metrics(),
             folder.loss_plot,
             tokens_per_step=trainer.global_batch_size * (self.sequence_length - 1),
-            unigram_entropy=entropy,
+            unigram_entropy=self.unigram_entropy,
             title=f"{arguments.model} on {self.mesh.tp_size} tensor-parallel processes",
         )
         shutil.rmtree(folder.hf, ignore_errors=True)
@@ -189,7 +207,7 @@ class Pretraining:
             run_results(
                 folder=folder.path,
                 loss=loss,
-                unigram_entropy=entropy,
+                unigram_entropy=self.unigram_entropy,
                 hf_loss=hf_loss,
                 tensor_parallel_size=self.mesh.tp_size,
                 minutes=minutes,

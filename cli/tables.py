@@ -60,8 +60,8 @@ def run_summary(
             "precision": f"{arguments.precision}, ZeRO stage {arguments.zero_stage}",
             "corpus": f"{train_tokens:,} tokens to train on, {valid_tokens:,} held out",
             "unigram entropy": f"{unigram_entropy:.3f} nats per token of the held-out text",
-            "global batch": f"{sequences} sequences x {sequence_length} tokens = {sequences * sequence_length:,} tokens "
-            f"({accumulation} micro-batches of {arguments.micro_batch_size} a rank)",
+            "global batch": f"{sequences} sequences x {sequence_length} tokens = {sequences * sequence_length:,} "
+            f"tokens ({accumulation} micro-batches of {arguments.micro_batch_size} a rank)",
             "steps": f"{steps} = {arguments.train_steps * sequences * sequence_length:,} tokens",
         },
     )

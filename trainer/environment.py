@@ -62,8 +62,11 @@ def cpu_environment(local_world_size: int) -> dict[str, str]:
 def start_missing_processes(world_size: int) -> int:
     """Runs this same command as `world_size` processes on this machine; returns the exit code of the job.
 
-    The first process that fails takes the others down with it, and its exit code is the job's.
+    The first process that fails takes the others down with it, and its exit code is the job's. ValueError if the
+    machine has GPUs, but fewer than processes.
     """
+    if 0 < torch.cuda.device_count() < world_size:
+        raise ValueError(f"{world_size} processes need as many GPUs; this machine has {torch.cuda.device_count()}")
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
     shared = {

@@ -67,8 +67,16 @@ class Trainer:
         self.step = 0
 
     def resume(self, step: int) -> None:
-        """Goes on from a checkpoint whose weights the model already has."""
+        """Goes on from a checkpoint whose weights the model already has.
+
+        ValueError if the global batch has another size now, since the data's position counts in batches.
+        """
         state = load_checkpoint(self.run_folder.checkpoint(step), self.engine, self.mesh)
+        if state.consumed_samples != state.step * self.global_batch_size:
+            raise ValueError(
+                f"the run was trained with a global batch of {state.consumed_samples // state.step} sequences and "
+                f"cannot go on with {self.global_batch_size}; set micro_batch_size and global_batch_size to match"
+            )
         self.step = state.step
 
     def train(self) -> None:

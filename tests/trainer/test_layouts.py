@@ -45,7 +45,14 @@ def losses_of_training(mesh, folder: Path, first_step: int = 0, **changes) -> li
         vocab_size=97, n_positions=24, n_embd=48, n_layer=2, n_head=12, bos_token_id=0, eos_token_id=0
     )
     arguments = TrainingArguments(
-        **{"train_steps": STEPS, "lr": 5e-3, "warmup_steps": 4, "micro_batch_size": 2, "global_batch_size": 8, "clip_grad": 0.5}
+        **{
+            "train_steps": STEPS,
+            "lr": 5e-3,
+            "warmup_steps": 4,
+            "micro_batch_size": 2,
+            "global_batch_size": 8,
+            "clip_grad": 0.5,
+        }
         | changes,
         model_parallel_size=mesh.tp_size,
     )
