@@ -152,33 +152,70 @@ def test_torchrun(workspace):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["--model-parallel-size", "5"],
-            "12 attention heads cannot be split 5 ways; use a model-parallel size of 1, 2",
-        ),
-        (["--data", "nowhere"], "nowhere"),
-        (["--data", "empty"], "empty"),
-        (["--model-paralle-size", "2"], "--model-parallel-size"),
-        (["--sequence-length", "1000"], "256 positions"),
-        (["--model", "gpt5"], "'gpt5' is no preset"),
-        (["--global-batch-size", "7"], "use a multiple of 4"),
-        (["--resume"], "--output-dir"),
-        (["--resume", "--output-dir", "nothing"], "holds no run"),
-        (["--output-dir", "texts"], "not a run's"),
-        (["--precision", "bf16", "--zero-stage", "0"], "use 1 or 2"),
-    ],
-)
-def test_a_mistake_is_one_message_with_exit_code_2(workspace, arguments, message):
-    (workspace / "empty").mkdir(exist_ok=True)
+BEFORE_ANY_PROCESS = [
+    (["--model-parallel-size", "5"], "12 attention heads cannot be split 5 ways; use a model-parallel size of 1, 2"),
+    (["--model-paralle-size", "2"], "--model-parallel-size INT"),
+    (["--sequence-length", "1000"], "256 positions"),
+    (["--model", "gpt5"], "'gpt5' is no preset"),
+    (["--global-batch-size", "7"], "use a multiple of 4"),
+    (["--resume"], "--output-dir"),
+    (["--resume", "--output-dir", "nothing"], "holds no run"),
+    (["--precision", "bf16", "--zero-stage", "0"], "use 1 or 2"),
+    (["--deepspeed-config", "nothing.json"], "no file nothing.json"),
+]
+ON_EVERY_RANK = [
+    (["--data", "nowhere"], "nowhere does not exist"),
+    (["--data", "empty"], "empty holds no"),
+    (["--output-dir", "texts"], "texts holds files that are not a run's"),
+    (["--output-dir", "another"], "holds another run (with nothing saved yet)"),
+]
+
+
+def outcome(arguments: list[str], folder: Path) -> tuple[int, str]:
+    """Exit code and messages of `pretrain.py` in this process, which may be one of several ranks."""
+    import contextlib
+    import io
+
+    import torch.distributed as dist
+
+    import shardzoo.pretrain
+
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    os.environ |= {"RANK": str(dist.get_rank() if size > 1 else 0), "WORLD_SIZE": str(size), "COLUMNS": "200"}
+    here = os.getcwd()
+    os.chdir(folder)
+    with contextlib.redirect_stderr(io.StringIO()) as messages:
+        try:
+            code = shardzoo.pretrain.main(["--config", "tiny.yaml", *arguments])
+        except SystemExit as exit_:
+            code = int(exit_.code or 0)
+        finally:
+            os.chdir(here)
+    return code, messages.getvalue()
+
+
+@pytest.mark.parametrize(("arguments", "message"), BEFORE_ANY_PROCESS)
+def test_a_mistake_is_one_message_with_exit_code_2(workspace, monkeypatch, arguments, message):
+    monkeypatch.setenv("COLUMNS", "200")
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "")  # restored afterwards
     before = sorted(workspace.rglob("*"))
-    failed = run(sys.executable, PRETRAIN, "--config", "tiny.yaml", *arguments, cwd=workspace)
-    assert failed.returncode == 2, failed.stdout + failed.stderr
-    assert failed.stderr.count(message) == 1
-    assert message in failed.stderr
-    assert "Traceback" not in failed.stderr
+    code, messages = outcome(arguments, workspace)
+    assert code == 2
+    assert messages.count(message) == 1
+    assert sorted(workspace.rglob("*")) == before
+
+
+@pytest.mark.parametrize(("arguments", "message"), ON_EVERY_RANK)
+def test_a_mistake_that_one_rank_finds_ends_all(workspace, run_ranks, arguments, message):
+    (workspace / "empty").mkdir(exist_ok=True)
+    (workspace / "another").mkdir(exist_ok=True)
+    (workspace / "another" / "arguments.yaml").touch()
+    before = sorted(workspace.rglob("*"))
+    (first, shown), (second, also_shown) = run_ranks(2, outcome, ["--model-parallel-size", "2", *arguments], workspace)
+    assert (first, second) == (2, 2)
+    assert shown.count(message) == 1
+    assert also_shown == ""
     assert sorted(workspace.rglob("*")) == before
 
 
@@ -192,13 +229,9 @@ def test_a_mistake_in_a_started_job_is_one_message(workspace):
     assert "Traceback" not in failed.stderr
 
 
-def test_a_world_that_does_not_divide(workspace):
-    failed = run(
-        *(sys.executable, PRETRAIN, "--model-parallel-size", "2", "--config", "tiny.yaml"),
-        cwd=workspace,
-        WORLD_SIZE="3",
-        RANK="0",
-    )
-    assert failed.returncode == 2
-    assert "3 processes" in failed.stderr
-    assert "use tensor_parallel_size 1 or 3" in failed.stderr
+def test_a_world_that_does_not_divide(workspace, run_ranks):
+    outcomes = run_ranks(3, outcome, ["--model-parallel-size", "2"], workspace)
+    assert [code for code, _ in outcomes] == [2, 2, 2]
+    assert "3 processes" in outcomes[0][1]
+    assert "use tensor_parallel_size 1 or 3" in outcomes[0][1]
+    assert outcomes[1][1] == outcomes[2][1] == ""
