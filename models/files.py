@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -120,10 +120,11 @@ def read_torch_file(path: Path) -> list[StoredTensor]:
         raise ValueError(f"{path} is no readable file of tensors: {str(error).splitlines()[0]}") from None
     if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
         raise ValueError(f"{path} must hold a dictionary of named tensors and nothing else")
-    return list(_located(path, state, zipped))
+    return list(located_tensors(path, state, zipped))
 
 
-def _located(path: Path, state: dict[str, Tensor], zipped: bool) -> Iterable[StoredTensor]:
+def located_tensors(path: Path, state: Mapping[str, Tensor], zipped: bool) -> Iterable[StoredTensor]:
+    """The tensors that `torch.load` made on meta of a zipped file, or the loaded ones of an older one."""
     for name, tensor in state.items():
         dtype = tensor.dtype if tensor.dtype in _DTYPES.values() else None
         if not zipped:

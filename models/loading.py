@@ -16,6 +16,7 @@ from .common.config import ModelConfig
 from .common.execution import Execution
 from .common.name_map import NameMap
 from .files import MANIFEST, StoredTensor, huggingface_tensors, native_tensors
+from .glm.legacy import legacy_config, legacy_files, place_legacy, read_ranks
 from .placement import Placement, place_huggingface, place_native
 from .reading import TensorReader
 
@@ -32,7 +33,8 @@ def from_pretrained(
     """The model of a folder, this rank's part of it under a mesh, in evaluation mode as transformers returns it.
 
     path: a Hugging Face folder (`model.safetensors`, `pytorch_model.bin`, or several files with their index) or a
-        shardzoo folder (`manifest.json`), written by any number of ranks. Nothing is downloaded.
+        shardzoo folder (`manifest.json`), written by any number of ranks, or a checkpoint of the original GLM by its
+        authors or FlagAI (`glm.legacy`). Nothing is downloaded.
     dtype: of the parameters; by default the stored one.
     config: instead of the folder's `config.json`, e.g. to choose another head.
 
@@ -43,13 +45,16 @@ def from_pretrained(
     folder = Path(path)
     if not folder.is_dir():
         raise ValueError(f"{path} is no folder; download the checkpoint first, models are only read from disk")
-    values = read_config(folder / "config.json") if config is None else {}
-    settings = config_from_dict(values) if config is None else as_config(config)
-    if (folder / MANIFEST).exists():
-        model, placements = _native(folder, settings, mesh, execution)
-        repeats: list[Placement] = []
+    repeats: list[Placement] = []
+    if not (folder / MANIFEST).exists() and (files := legacy_files(folder)):
+        model, placements = _legacy(files, None if config is None else as_config(config), mesh, execution)
     else:
-        model, placements, repeats = _huggingface(folder, values, settings, mesh, execution)
+        values = read_config(folder / "config.json") if config is None else {}
+        settings = config_from_dict(values) if config is None else as_config(config)
+        if (folder / MANIFEST).exists():
+            model, placements = _native(folder, settings, mesh, execution)
+        else:
+            model, placements, repeats = _huggingface(folder, values, settings, mesh, execution)
     stored = [part.tensor.dtype for placement in placements for part in placement.parts if part.tensor.dtype]
     if dtype is None:
         dtype = stored[0]
@@ -68,6 +73,12 @@ def _native(folder: Path, config: ModelConfig, mesh, execution) -> tuple[nn.Modu
         config = config.with_changes(tie_word_embeddings=not own & ranks[0].keys())
     model = build_on_meta(config, mesh, execution)
     return model, place_native(model, ranks)
+
+
+def _legacy(files: list[Path], config: ModelConfig | None, mesh, execution) -> tuple[nn.Module, list[Placement]]:
+    ranks = read_ranks(files)
+    model = build_on_meta(config or legacy_config(files, ranks), mesh, execution)
+    return model, place_legacy(model, ranks)
 
 
 def _huggingface(
