@@ -181,7 +181,7 @@ def _write_batches(
 ) -> None:
     for held_out, writer in ((False, train), (True, valid)):
         if batches[held_out]:
-            writer.add_documents(*encode_documents(tokenizer, batches[held_out], writer.dtype))
+            writer.add_documents(*encode_documents(tokenizer, batches[held_out], writer.dtype, tokenizer.eos_token_id))
             batches[held_out].clear()
 
 

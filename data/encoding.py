@@ -24,19 +24,19 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], dtype: np.dtype) ->
 
 
 def encode_documents(
-    tokenizer: Tokenizer, texts: Sequence[str], dtype: np.dtype, *, append_eos: bool = True
+    tokenizer: Tokenizer, texts: Sequence[str], dtype: np.dtype, end: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One sequence per document, closed by the end-of-text token: tokens [total], lengths int64 [texts]."""
+    """One sequence per document, closed by the token `end` if given: tokens [total], lengths int64 [texts]."""
     tokens, lengths = encode_texts(tokenizer, texts, dtype)
-    if not append_eos:
+    if end is None:
         return tokens, lengths
-    return np.insert(tokens, np.cumsum(lengths), tokenizer.eos_token_id), lengths + 1
+    return np.insert(tokens, np.cumsum(lengths), end), lengths + 1
 
 
 def encode_sentences(
-    tokenizer: Tokenizer, texts: Sequence[str], dtype: np.dtype, *, append_eos: bool = True
+    tokenizer: Tokenizer, texts: Sequence[str], dtype: np.dtype, end: int | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One sequence per sentence; the last of a document gets the end-of-text token.
+    """One sequence per sentence; the last of a document is closed by the token `end` if given.
 
     Returns tokens [total], lengths int64 [sentences], and sentences per document, int64 [texts].
     """
@@ -44,8 +44,8 @@ def encode_sentences(
     tokens, lengths = encode_texts(tokenizer, [s for document in sentences for s in document], dtype)
     counts = np.array([len(document) for document in sentences], np.int64)
     last = np.cumsum(counts) - 1
-    if append_eos and len(counts):
-        tokens = np.insert(tokens, np.cumsum(lengths)[last], tokenizer.eos_token_id)
+    if end is not None and len(counts):
+        tokens = np.insert(tokens, np.cumsum(lengths)[last], end)
         lengths[last] += 1
     return tokens, lengths, counts
 

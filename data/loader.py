@@ -99,7 +99,8 @@ class ResumableLoader:
     ) -> None:
         self.share = share
         self.consumed = consumed
-        self.total, self.last = total, last
+        self.total = total
+        self.last: Literal["drop", "pad"] = last
         self.num_workers = num_workers
         self.collate = collate or PadBatch()
         self._view = _Placed(dataset, order)

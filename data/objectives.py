@@ -96,9 +96,9 @@ class SentencePairDataset:
         self.pairs = pairs
         self.seed = seed
         self.short_probability = short_probability
-        self._marks = np.require(indexed.document_indices, requirements="CA")  # the file's arrays are unaligned
+        self._marks = np.require(indexed.document_indices, requirements=["C", "A"])  # the file's arrays are unaligned
         self._runs = sentence_index(
-            np.require(indexed.sizes, requirements="CA"),
+            np.require(indexed.sizes, requirements=["C", "A"]),
             self._marks,
             pairs.max_length - 3,
             short_probability,

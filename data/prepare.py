@@ -35,12 +35,14 @@ class PrepareOptions:
         tokenizer: path of the tokenizer (see `load_tokenizer`).
         text_key: key or column that holds the text.
         append_eos: put the end-of-text token behind every document.
+        eos_token: which token that is, by name; None: the tokenizer's own.
         split_sentences: one sequence per sentence (for sentence pairs) instead of one per document.
     """
 
     tokenizer: Path
     text_key: str = "text"
     append_eos: bool = True
+    eos_token: str | None = None
     split_sentences: bool = False
 
 
@@ -51,6 +53,16 @@ class PrepareReport(SourceReport):
     tokens: int = 0
     seconds: float = 0.0
     resumed_chunks: int = 0
+    resumed_documents: int = 0
+    resumed_bytes: int = 0
+
+    @property
+    def documents_per_second(self) -> float:
+        return (self.documents - self.resumed_documents) / max(self.seconds, 1e-9)
+
+    @property
+    def megabytes_per_second(self) -> float:
+        return (self.bytes - self.resumed_bytes) / 1e6 / max(self.seconds, 1e-9)
 
 
 PrepareProgress = Callable[[PrepareReport, int, int], None]  # (so far, chunks done, chunks in all)
@@ -96,8 +108,7 @@ def prepare_dataset(
         raise ValueError(f"workers is {workers}; at least 1 process has to do the work")
     chunks = plan_chunks(source)
     tokenizer = load_tokenizer(options.tokenizer)
-    if options.append_eos:
-        tokenizer.special_id("eos_token")  # a clear error now rather than in a worker
+    _end_of_text(tokenizer, options)  # a clear error now rather than in a worker
     dtype = dtype_for_vocabulary(tokenizer.vocab_size)
     journal = _Journal(Path(f"{output}.progress.json"), _settings(source, options))
     state, report, numbers = journal.read() if resume else journal.fresh()
@@ -139,14 +150,32 @@ def _write(writer: IndexedDatasetWriter, part: _Encoded) -> None:
 def _encode(chunk: Chunk, options: PrepareOptions, tokenizer: Tokenizer) -> _Encoded:
     text = read_chunk(chunk, options.text_key)
     dtype = dtype_for_vocabulary(tokenizer.vocab_size)
-    sequences = None
+    sequences, end = None, _end_of_text(tokenizer, options)
     if options.split_sentences:
-        tokens, lengths, sequences = encode_sentences(tokenizer, text.documents, dtype, append_eos=options.append_eos)
+        tokens, lengths, sequences = encode_sentences(tokenizer, text.documents, dtype, end)
     else:
-        tokens, lengths = encode_documents(tokenizer, text.documents, dtype, append_eos=options.append_eos)
+        tokens, lengths = encode_documents(tokenizer, text.documents, dtype, end)
     count = len(text.documents)
     text.documents.clear()  # need not travel back
     return _Encoded(tokens, lengths, sequences, text, count)
+
+
+def _end_of_text(tokenizer: Tokenizer, options: PrepareOptions) -> int | None:
+    """Id of the token behind every document, None for none."""
+    if not options.append_eos:
+        return None
+    if options.eos_token is None:
+        if "eos_token" not in tokenizer.special:
+            raise ValueError(
+                "this tokenizer has no end-of-text token; name one (--eos-token '[SEP]', say) or ask for "
+                "none "
+                "(--no-append-eos)"
+            )
+        return tokenizer.eos_token_id
+    index = tokenizer.token_to_id(options.eos_token)
+    if index is None:
+        raise ValueError(f"the tokenizer has no token {options.eos_token!r} to end documents with")
+    return index
 
 
 def _encode_all(chunks: list[Chunk], options: PrepareOptions, tokenizer: Tokenizer, workers: int) -> Iterator[_Encoded]:
@@ -213,6 +242,7 @@ class _Journal:
                 return self.fresh()
             report = PrepareReport(**values["report"])
             report.resumed_chunks = values["chunks"]
+            report.resumed_documents, report.resumed_bytes = report.documents, report.bytes
             return WriterState(**values["writer"]), report, LineNumbers(values["lines"])
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return self.fresh()

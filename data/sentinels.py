@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 
-from .tokenizer import Tokenizer
+from .tokenizer import T5_SENTINELS, Tokenizer, t5_sentinel_names
 
 EXTRA_ID = re.compile(r"^(?:▁)?<extra_id_(\d+)>$")
-T5_SENTINELS = 100
 
 
 def sentinel_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -37,5 +36,5 @@ def add_sentinels(tokenizer: Tokenizer, count: int = T5_SENTINELS) -> tuple[int,
     """Append `<extra_id_0>` … to a vocabulary and return their ids, `<extra_id_0>` last as in T5 (32099
     there).
     """
-    tokenizer.add_tokens([f"<extra_id_{number}>" for number in reversed(range(count))])
+    tokenizer.add_tokens(t5_sentinel_names(count))
     return sentinel_ids(tokenizer)

@@ -8,6 +8,7 @@ the same for all.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import count, islice
 from typing import Any, Literal, Protocol
 
@@ -15,7 +16,7 @@ import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from .collate import PadBatch
-from .documents import LineNumbers, OnBad, fail_on_bad
+from .documents import OnBad, fail_on_bad
 from .loader import Collate, Share, without_labels
 from .records import read_chunk
 from .sources import Source, plan_chunks
@@ -57,8 +58,9 @@ class DocumentRecords:
         for place in range(chunk, len(self.chunks)):
             part = self.chunks[order[place]]
             text = read_chunk(part, self.text_key)
-            for bad in LineNumbers().number(part, text):
-                self.on_bad(bad)
+            for bad in text.bad:
+                where = f" (counted from {part.start} on)" if part.start else ""
+                self.on_bad(replace(bad, reason=bad.reason + where))
             for number in range(record, len(text.documents)):
                 yield text.documents[number], [place, number + 1]
             record = 0

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+T5_SENTINELS = 100
 SENTENCEPIECE_FILES = ("spiece.model", "sentencepiece.bpe.model", "tokenizer.model")
 
 
@@ -201,12 +202,30 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if (path / "tokenizer.json").is_file():
         return _fast(path / "tokenizer.json", path)
     for name in SENTENCEPIECE_FILES:
-        if (path / name).is_file() and not (path / "tokenizer_config.json").is_file():
-            return SentencePieceTokenizer(path / name)
+        if (path / name).is_file() and (added := _behind_sentencepiece(path)) is not None:
+            return SentencePieceTokenizer(path / name, added)
     try:
         return TransformersTokenizer(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} holds no tokenizer that transformers reads: {error}") from None
+
+
+def t5_sentinel_names(count: int = T5_SENTINELS) -> list[str]:
+    """`<extra_id_99>` … `<extra_id_0>`: T5's order behind its pieces."""
+    return [f"<extra_id_{number}>" for number in reversed(range(count))]
+
+
+def _behind_sentencepiece(folder: Path) -> list[str] | None:
+    """Tokens that follow the pieces of a folder's model; None if more than that makes its vocabulary differ."""
+    config = folder / "tokenizer_config.json"
+    if not config.is_file():
+        return []
+    values = json.loads(config.read_text(encoding="utf-8"))
+    kind = str(values.get("tokenizer_class", "")).removesuffix("Fast")
+    sentinels = {"T5Tokenizer": T5_SENTINELS, "MT5Tokenizer": 0}
+    if kind not in sentinels:
+        return None
+    return t5_sentinel_names(values.get("extra_ids", sentinels[kind]))
 
 
 def _fast(file: Path, folder: Path) -> FastTokenizer:

@@ -1,0 +1,204 @@
+"""`shardzoo data`: prepare, merge, split and look at corpora, and train tokenizers."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from ..data.documents import SourceReport, fail_on_bad, iter_documents, skip_bad
+from ..data.entropy import token_counts
+from ..data.indexed import IndexedDataset
+from ..data.merge import merge_datasets, split_dataset
+from ..data.prepare import PrepareOptions, PrepareReport, prepare_dataset
+from ..data.progress import prepare_progress
+from ..data.sentencepiece_training import train_sentencepiece
+from ..data.tokenizer import load_tokenizer
+from ..data.tokenizer_training import train_byte_level_bpe
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Tokenise text into PREFIX.bin and PREFIX.idx. A run that was stopped goes on when it is started again."""
+
+    output: Path
+    """PREFIX of the files to write."""
+    tokenizer: Path
+    """tokenizer.json, SentencePiece .model, or a folder with one."""
+    input: tuple[Path, ...] = ()
+    """Text file, JSON lines, parquet, a folder of those, or a Hugging Face dataset folder; default: the
+    Python
+    standard library."""
+    workers: int = 1
+    """Processes."""
+    text_key: str = "text"
+    """Key or column of the text."""
+    append_eos: bool = True
+    """End every document with the end-of-text token."""
+    eos_token: str | None = None
+    """Which token that is; default: the tokenizer's."""
+    split_sentences: bool = False
+    """One sequence per sentence, for sentence pairs."""
+    on_bad_record: Literal["skip", "fail"] = "skip"
+    """What to do with records that hold no text."""
+    resume: bool = True
+    """Continue an interrupted run."""
+
+    def run(self, console: Console) -> None:
+        source = None if not self.input else self.input[0] if len(self.input) == 1 else list(self.input)
+        options = PrepareOptions(self.tokenizer, self.text_key, self.append_eos, self.eos_token, self.split_sentences)
+        with prepare_progress(console) as progress:
+            report = prepare_dataset(
+                source,
+                self.output,
+                options,
+                workers=self.workers,
+                on_bad=fail_on_bad if self.on_bad_record == "fail" else skip_bad,
+                resume=self.resume,
+                progress=progress,
+            )
+        _print_report(console, report)
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Write the documents of several datasets one after the other."""
+
+    inputs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Prefixes."""
+    output: Path
+    """PREFIX of the files to write."""
+
+    def run(self, console: Console) -> None:
+        merge_datasets(self.inputs, self.output)
+        console.print(IndexedDataset(self.output))
+
+
+@dataclass(frozen=True)
+class Inspect:
+    """Say what a dataset holds, after checking it."""
+
+    prefix: Annotated[Path, tyro.conf.Positional]
+    """PREFIX of the files."""
+    tokenizer: Path | None = None
+    """Show the beginning of the first documents with this tokenizer."""
+    documents: int = 3
+    """How many."""
+
+    def run(self, console: Console) -> None:
+        dataset = IndexedDataset(self.prefix)
+        console.print(_description(dataset))
+        if self.tokenizer is not None:
+            tokenizer = load_tokenizer(self.tokenizer)
+            for number in range(min(self.documents, dataset.num_documents)):
+                text = tokenizer.decode(dataset.document(number)[:64].tolist())
+                console.print(f"[bold]document {number}[/bold]", highlight=False)
+                console.print(text, markup=False, highlight=False)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Split a dataset by document into PREFIX_train, PREFIX_valid and PREFIX_test."""
+
+    prefix: Annotated[Path, tyro.conf.Positional]
+    """PREFIX of the files."""
+    output: Path
+    """PREFIX of the files to write."""
+    shares: tuple[float, float, float] = (0.9, 0.05, 0.05)
+    """Of train, valid and test; they sum to 1, and 0 leaves a part out."""
+    seed: int = 1234
+    """Chooses the documents."""
+
+    def run(self, console: Console) -> None:
+        names = (Path(f"{self.output}_{part}") for part in ("train", "valid", "test"))
+        shares = {name: share for name, share in zip(names, self.shares, strict=True) if share != 0}
+        for name, count in split_dataset(IndexedDataset(self.prefix), shares, seed=self.seed).items():
+            console.print(f"{name}: {count} documents")
+
+
+@dataclass(frozen=True)
+class TrainTokenizer:
+    """Train a byte-level BPE (GPT2's kind) or a SentencePiece unigram (T5's kind) tokenizer."""
+
+    output: Path
+    """Folder to write; transformers' AutoTokenizer loads it."""
+    input: tuple[Path, ...] = field(default=())
+    """As for `prepare`."""
+    kind: Literal["bpe", "sentencepiece"] = "bpe"
+    """Which."""
+    vocab_size: int = 32000
+    """Entries."""
+    text_key: str = "text"
+    """Key or column of the text."""
+
+    def run(self, console: Console) -> None:
+        source = None if not self.input else self.input[0] if len(self.input) == 1 else list(self.input)
+        report = SourceReport()
+        texts = iter_documents(source, text_key=self.text_key, on_bad=skip_bad, report=report)
+        train = train_byte_level_bpe if self.kind == "bpe" else train_sentencepiece
+        tokenizer = train(texts, self.vocab_size, self.output)
+        console.print(f"{self.output}: {tokenizer.vocab_size} entries from {report.documents} documents")
+        _print_bad(console, report)
+
+
+Command = (
+    Annotated[Prepare, tyro.conf.subcommand("prepare")]
+    | Annotated[Merge, tyro.conf.subcommand("merge")]
+    | Annotated[Inspect, tyro.conf.subcommand("inspect")]
+    | Annotated[Split, tyro.conf.subcommand("split")]
+    | Annotated[TrainTokenizer, tyro.conf.subcommand("train-tokenizer")]
+)
+
+
+def main(argv: list[str]) -> int:
+    """Run `shardzoo data …`; 0, or 2 with one line on standard error for a mistake."""
+    command = tyro.cli(Command, args=argv, prog="shardzoo data")  # type: ignore[call-overload]
+    try:
+        command.run(Console())
+    except (ValueError, FileNotFoundError, RuntimeError) as error:
+        print(f"shardzoo data: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _print_report(console: Console, report: PrepareReport) -> None:
+    console.print(
+        f"{report.documents} documents, {report.tokens} tokens, {report.bytes / 1e6:.1f} MB in "
+        f"{report.seconds:.1f} s "
+        f"({report.documents_per_second:.0f} documents/s, {report.megabytes_per_second:.1f} MB/s)"
+        + (f"; {report.resumed_chunks} chunks were there already" if report.resumed_chunks else "")
+    )
+    _print_bad(console, report)
+
+
+def _print_bad(console: Console, report: SourceReport) -> None:
+    if report.empty:
+        console.print(f"{report.empty} empty documents left out")
+    if report.bad:
+        console.print(f"{report.bad} bad records skipped; the first:")
+        for line in report.first_bad:
+            console.print(f"  {line}", markup=False, highlight=False)
+
+
+def _description(dataset: IndexedDataset) -> Table:
+    lengths = dataset.document_lengths()
+    counts = token_counts(dataset)
+    rows = {
+        "documents": str(dataset.num_documents),
+        "sequences": str(len(dataset)),
+        "tokens": str(dataset.num_tokens),
+        "token type": str(dataset.dtype),
+        "largest token id": str(len(counts) - 1 if dataset.num_tokens else "-"),
+        "distinct tokens": str(int((counts > 0).sum())),
+    }
+    if len(lengths):
+        rows["tokens per document"] = f"{lengths.min()} to {lengths.max()}, mean {lengths.mean():.1f}"
+    table = Table(title=str(dataset.prefix), show_header=False)
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
