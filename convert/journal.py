@@ -1,0 +1,81 @@
+"""The record of an unfinished conversion: what it is, and which of its copies are complete."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from .engine import Digests
+
+JOURNAL = ".journal.jsonl"
+SYNC_SECONDS = 1.0
+
+
+class Journal:
+    """Appended to while a conversion runs, made durable once a second, and locked against a second run."""
+
+    def __init__(self, folder: Path, fingerprint: str) -> None:
+        """Opens or begins the journal. ValueError if another process writes it, or it is of other work."""
+        path = folder / JOURNAL
+        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - closed by close()
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise ValueError(f"another process is writing {folder}") from None
+        self.finished: dict[int, Digests] = {}
+        lines = _complete_lines(path)
+        if lines:
+            if lines[0].get("fingerprint") != fingerprint:
+                self._file.close()
+                raise ValueError(
+                    f"{folder} was begun with another source or other arguments, or the source has changed since; "
+                    f"start over with --overwrite"
+                )
+            self.finished = {line["copy"]: _digests(line["sha256"]) for line in lines[1:]}
+        else:
+            self._file.truncate(0)
+            self._append({"fingerprint": fingerprint})
+        self._end_torn_line(path)
+        self._synced = time.monotonic()
+
+    def record(self, index: int, digests: Digests) -> None:
+        by_file: dict[str, dict[str, str]] = {}
+        for (file, tensor), digest in digests.items():
+            by_file.setdefault(str(file), {})[tensor] = digest
+        self._append({"copy": index, "sha256": by_file})
+        self.finished[index] = digests
+        if time.monotonic() - self._synced > SYNC_SECONDS:
+            os.fsync(self._file.fileno())
+            self._synced = time.monotonic()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _append(self, line: Mapping[str, object]) -> None:
+        self._file.write(json.dumps(line).encode() + b"\n")
+
+    def _end_torn_line(self, path: Path) -> None:
+        content = path.read_bytes()
+        if not content.endswith(b"\n"):
+            self._file.truncate(content.rfind(b"\n") + 1)
+
+
+def _complete_lines(path: Path) -> list[dict]:
+    lines = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            break
+        if not line.endswith(b"\n"):
+            lines.pop()
+    return lines
+
+
+def _digests(by_file: Mapping[str, Mapping[str, str]]) -> Digests:
+    return {(Path(file), tensor): digest for file, tensors in by_file.items() for tensor, digest in tensors.items()}

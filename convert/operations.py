@@ -1,0 +1,222 @@
+"""Converts folders: Hugging Face to shards, shards to other shards, shards to Hugging Face."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from .destination import Destination
+from .dtypes import torch_name
+from .engine import Digests, run_copies
+from .file_io import Files, Writer, hash_stored, open_for_reading
+from .folder_files import companion_files
+from .manifest import ExtraRecord, Manifest, TensorRecord
+from .plan import Plan, make_plan, source_state
+from .source import EXTRAS, open_source
+from .source_layout import MappedSource, entries, map_source
+from .target import LARGEST_FILE, Target, huggingface_target, shards_target
+
+ProgressReport = Callable[[int, int], None]  # bytes done, bytes in all
+
+
+@dataclass(frozen=True)
+class Options:
+    """overwrite: replace a destination that exists. resume: go on with an interrupted conversion.
+
+    jobs: threads; None: one for each core, at most four. dtype: convert floats to it (safetensors' name).
+    config_file: a config.json, or its folder, for sources without one.
+    largest_file: bytes of weights in one file of a Hugging Face folder.
+    """
+
+    overwrite: bool = False
+    resume: bool = False
+    jobs: int | None = None
+    dtype: str | None = None
+    config_file: Path | None = None
+    largest_file: int = LARGEST_FILE
+
+    @property
+    def threads(self) -> int:
+        if self.jobs is not None and not 1 <= self.jobs <= 64:
+            raise ValueError(f"jobs must be from 1 to 64, not {self.jobs}")
+        return self.jobs or min(4, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a conversion did. kept: bytes that an interrupted run had written and that were found intact."""
+
+    tensors: int
+    nbytes: int
+    kept: int
+
+
+def split(
+    source: Path, destination: Path, size: int, options: Options | None = None, report: ProgressReport | None = None
+) -> Outcome:
+    """Writes a shardzoo folder of `size` tensor-parallel ranks from a folder of any format.
+
+    ValueError, with nothing left behind, for anything amiss in the source, sizes that do not divide, and a
+    destination that exists or whose disk is too full.
+    """
+    return _convert(source, destination, options, report, lambda mapped, dtype: shards_target(mapped, size, dtype))
+
+
+def merge(
+    source: Path, destination: Path, options: Options | None = None, report: ProgressReport | None = None
+) -> Outcome:
+    """Writes what `transformers.AutoModel…from_pretrained(destination)` loads.
+
+    source: a folder of any format; a training checkpoint is a folder of shards. Errors as in `split`.
+    """
+    largest = (options or Options()).largest_file
+    return _convert(
+        source, destination, options, report, lambda mapped, dtype: huggingface_target(mapped, dtype, largest)
+    )
+
+
+def plan(source: Path, make_target: Callable[[MappedSource], Target], config_file: Path | None = None) -> Plan:
+    """What a conversion would do, after all the checks that need no tensor's bytes."""
+    mapped = map_source(open_source(source, config_file))
+    return make_plan(mapped, make_target(mapped))
+
+
+def _convert(
+    source: Path,
+    destination: Path,
+    options: Options | None,
+    report: ProgressReport | None,
+    make_target: Callable[[MappedSource, str | None], Target],
+) -> Outcome:
+    options = options or Options()
+    threads = options.threads
+    place = Destination(destination)
+    place.check(source, overwrite=options.overwrite, resume=options.resume)
+    todo = plan(source, lambda mapped: make_target(mapped, options.dtype), options.config_file)
+    if options.resume and place.is_complete():
+        _check_complete(todo, destination)
+        place.tidy()
+        return Outcome(len(todo.copies), todo.nbytes, todo.nbytes)
+    try:
+        return _run(todo, place, options, threads, report or (lambda done, total: None))
+    except (ValueError, MemoryError):
+        place.abandon()
+        raise
+
+
+def _run(todo: Plan, place: Destination, options: Options, threads: int, report: ProgressReport) -> Outcome:
+    source, target = todo.mapped.source, todo.target
+    texts = _companions(todo, options)  # read first: what is wrong with them shows before the weights are copied
+    before = source_state(source.files)
+    journal = place.begin(target.files, todo.fingerprint(), overwrite=options.overwrite)
+    try:
+        digests: Digests = {}
+        with Files(open_for_reading) as inputs, Files(partial(_open_for_writing, place)) as outputs:
+            inputs.open(source.files)
+            outputs.open([Path(file.name) for file in target.files])
+            kept = _intact(todo, journal.finished, outputs)
+            for index in kept:
+                digests |= journal.finished[index]
+            rest = [index for index in range(len(todo.copies)) if index not in kept]
+            done = kept_bytes = sum(todo.copies[index].nbytes for index in kept)
+            report(done, todo.nbytes)
+            work = run_copies(
+                [todo.copies[index] for index in rest],
+                inputs,
+                todo.mapped.hashes,
+                lambda tensors: Writer(tensors, outputs),
+                threads,
+            )
+            for position, written in work:
+                journal.record(rest[position], written)
+                digests |= written
+                done += todo.copies[rest[position]].nbytes
+                report(done, todo.nbytes)
+        if source_state(source.files) != before:
+            raise ValueError(f"{source.folder} was changed while it was read; convert it again")
+        place.finish(target.files, texts, _manifest(todo, digests) if target.kind == "shards" else None)
+    finally:
+        journal.close()
+    return Outcome(len(todo.copies), todo.nbytes, kept_bytes)
+
+
+def _open_for_writing(place: Destination, path: Path) -> int:
+    return os.open(place.partial(str(path)), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+
+def _intact(todo: Plan, finished: Mapping[int, Digests], outputs: Files) -> set[int]:
+    """The copies that an interrupted run finished and whose bytes still have the hashes it noted."""
+    kept = set()
+    for index, digests in finished.items():
+        tensors = {(part.tensor.file, part.tensor.name): part.tensor for part in todo.copies[index].target.parts()}
+        if digests.keys() == tensors.keys() and all(
+            hash_stored(tensor, outputs[tensor.file], 1 << 20) == digests[key] for key, tensor in tensors.items()
+        ):
+            kept.add(index)
+    return kept
+
+
+def _companions(todo: Plan, options: Options) -> dict[str, bytes]:
+    """Small files by name: the source's own, config.json, and what the target needs."""
+    texts = {path.name: path.read_bytes() for path in companion_files(todo.mapped.source.folder)}
+    config = dict(todo.mapped.source.config)
+    if options.dtype is not None:
+        keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+        config |= dict.fromkeys(keys, torch_name(options.dtype))
+    if "config.json" not in texts or options.dtype is not None or options.config_file is not None:
+        texts["config.json"] = (json.dumps(config, indent=2) + "\n").encode()
+    return texts | {name: text.encode() for name, text in todo.target.texts.items()}
+
+
+def _manifest(todo: Plan, digests: Digests) -> Manifest:
+    model, target, names = todo.mapped.model, todo.target, todo.mapped.names
+    canonical = {name: entry.stored_names() for name, entry in entries(model).items()}
+    records = {}
+    for name, parameter in model.parameters.items():
+        tensors = list(target.layout.placements[name].parts())
+        records[name] = TensorRecord(
+            shape=parameter.shape,
+            dtype=torch_name(tensors[0].tensor.dtype),
+            shard=asdict(parameter.shard) if parameter.shard else None,
+            sha256=tuple(digests[part.tensor.file, part.tensor.name] for part in tensors),
+            stored=names.by_parameter[name] if names.by_parameter[name] != canonical[name] else (),
+        )
+    extras = {
+        name: ExtraRecord(tensor.shape, torch_name(tensor.dtype), digests[Path(EXTRAS), name])
+        for name, tensor in target.layout.extras.items()
+    }
+    return Manifest(
+        model_type=model.config.model_type,
+        tensor_parallel_size=target.size,
+        vocab_size=model.vocab_size,
+        padded_vocab_size=model.padded_vocab_size(target.size),
+        tensors=records,
+        ties=dict(names.ties),
+        extras=extras,
+    )
+
+
+def _check_complete(todo: Plan, destination: Path) -> None:
+    """ValueError unless the folder already holds what the plan would write, by its headers."""
+    found = open_source(destination)
+    there = {
+        (tensor.file.name, tensor.name): _at(tensor)
+        for rank in (*found.ranks, found.extras)
+        for tensor in rank.values()
+    }
+    wanted = {(tensor.file.name, tensor.name): _at(tensor) for tensor in _real_tensors(todo)}
+    if there != wanted:
+        raise ValueError(f"{destination} is complete, but from other work; replace it with --overwrite")
+
+
+def _at(tensor: Any) -> tuple:
+    return tensor.dtype, tensor.nbytes, tensor.offset
+
+
+def _real_tensors(todo: Plan) -> list:
+    return todo.target.layout.tensors()

@@ -1,0 +1,196 @@
+"""Where a source keeps each parameter, by the family's name map and the parameters' `Shard`s."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..models.common.name_map import Entry
+from .dtypes import torch_name
+from .layout import Layout, Part, Placement
+from .manifest import Manifest
+from .native import NativeModel, Parameter, native_model
+from .source import Source
+from .stored import StoredTensor
+from .tying import is_tied
+
+
+@dataclass(frozen=True)
+class StoredNames:
+    """What a Hugging Face folder calls things, so that a merge gives them their names back.
+
+    by_parameter: native name -> the tensor, or the tensors stacked in it. ties: a tensor that repeats another ->
+    that one.
+    """
+
+    by_parameter: Mapping[str, tuple[str, ...]]
+    ties: Mapping[str, str]
+
+    def copies(self, parameter: str) -> list[tuple[str, ...]]:
+        """The parameter's tensors, and then once more for each tensor that repeats one of them."""
+        own = self.by_parameter[parameter]
+        repeats = [(alias, kept) for alias, kept in self.ties.items() if kept in own]
+        return [own, *(tuple(alias if name == kept else name for name in own) for alias, kept in repeats)]
+
+
+@dataclass(frozen=True)
+class MappedSource:
+    """A source together with its model and where that model's parameters lie."""
+
+    source: Source
+    model: NativeModel
+    layout: Layout
+    names: StoredNames
+    hashes: Mapping[tuple[Path, str], str]  # (file, tensor) -> sha256, as far as the source records them
+
+
+def map_source(source: Source) -> MappedSource:
+    """ValueError, naming tensor and file, for what is missing, unknown, mis-shaped or stored twice."""
+    count = sum(map(len, source.ranks)) + len(source.extras)
+    try:
+        model = native_model(source.config, most_layers=count, is_tied=lambda _, names: is_tied(source, names))
+        mapped = {"huggingface": _map_huggingface, "shards": _map_shards, "legacy": _map_legacy}[source.kind](
+            source, model
+        )
+        mapped.layout.check()
+    except ValueError as error:
+        raise ValueError(f"{source.folder}: {error}") from None
+    return mapped
+
+
+def entries(model: NativeModel) -> dict[str, Entry]:
+    """Native name -> its entry of the family's name map."""
+    return {entry.native: entry for entry in model.name_map.resolve(model.parameters)}
+
+
+def stacked_ranges(parameter: Parameter, entry: Entry) -> list[tuple[int, int]]:
+    """The range of the parameter that each of its entry's stored tensors holds."""
+    length = parameter.shape[parameter.dim] if parameter.shape else 1
+    if len(entry.stored_names()) == 1:
+        return [(0, length)]
+    groups = parameter.shard.groups if parameter.shard else ()
+    if len(groups) != len(entry.stored_names()):
+        raise ValueError(f"{parameter.name} has {len(groups)} groups for {', '.join(entry.stored_names())}")
+    stops = [sum(groups[: i + 1]) for i in range(len(groups))]
+    return list(zip([0, *stops], stops, strict=False))
+
+
+def _map_huggingface(source: Source, model: NativeModel) -> MappedSource:
+    tensors = source.ranks[0]
+    match = model.name_map.match(model.parameters, tensors)
+    stored = {
+        name: tuple(match.sources[today] for today in entry.stored_names()) for name, entry in match.entries.items()
+    }
+    names = StoredNames(stored, {alias: match.sources[kept] for alias, kept in match.aliases.items()})
+    placements, used = {}, set()
+    for name, parameter in model.parameters.items():
+        entry = match.entries[name]
+        spans, copies = stacked_ranges(parameter, entry), []
+        for copy in names.copies(name):
+            used.update(copy)
+            found = (tensors[stored_name].at_least_1d() for stored_name in copy)
+            copies.append(
+                tuple(Part(tensor, (span,), entry.transpose) for tensor, span in zip(found, spans, strict=True))
+            )
+        placements[name] = Placement(name, parameter.shape or (1,), parameter.dim, tuple(copies))
+    extras = {name: tensor for name, tensor in tensors.items() if name not in used}
+    return MappedSource(source, model, Layout(placements, extras), names, {})
+
+
+def _map_shards(source: Source, model: NativeModel) -> MappedSource:
+    manifest = source.manifest
+    assert manifest is not None  # every source of this kind has one
+    _check_manifest(manifest, model)
+    layout = Layout(_by_rank(source, model.parameters, {name: name for name in model.parameters}), source.extras)
+    hashes = {
+        (tensors[name].file, name): digest
+        for name, record in manifest.tensors.items()
+        for tensors, digest in zip(source.ranks, record.sha256, strict=True)
+    }
+    for name, extra in manifest.extras.items():
+        tensor = source.extras[name]
+        if (tensor.shape, torch_name(tensor.dtype)) != (extra.shape, extra.dtype):
+            raise ValueError(f"{tensor} is {tensor.dtype} {list(tensor.shape)}, unlike the manifest's record")
+        hashes[tensor.file, name] = extra.sha256
+    known = entries(model)
+    stored = {name: manifest.tensors[name].stored or known[name].stored_names() for name in model.parameters}
+    for name, names in stored.items():
+        if len(names) != len(known[name].stored_names()):
+            raise ValueError(f"the manifest stores {name} as {', '.join(names)}")
+    if unknown := sorted(set(manifest.ties.values()) - {name for names in stored.values() for name in names}):
+        raise ValueError(f"the manifest ties a tensor to {unknown[0]}, which the model does not have")
+    return MappedSource(source, model, layout, StoredNames(stored, manifest.ties), hashes)
+
+
+def _check_manifest(manifest: Manifest, model: NativeModel) -> None:
+    """The manifest must describe the very model that config.json builds."""
+    if manifest.model_type != model.config.model_type or manifest.vocab_size != model.vocab_size:
+        raise ValueError(
+            f"the manifest is of a {manifest.model_type} with {manifest.vocab_size} tokens, config.json of a "
+            f"{model.config.model_type} with {model.vocab_size}"
+        )
+    if differing := sorted(manifest.tensors.keys() ^ model.parameters.keys()):
+        raise ValueError(f"the manifest and the model of config.json do not both have {differing[0]}")
+    for name, parameter in model.parameters.items():
+        record = manifest.tensors[name]
+        if record.shape != parameter.shape:
+            raise ValueError(f"{name} is {list(record.shape)} in the manifest, {list(parameter.shape)} by config.json")
+        mine = asdict(parameter.shard) if parameter.shard else None
+        theirs = record.shard and {
+            key: tuple(value) if isinstance(value, list) else value for key, value in record.shard.items()
+        }
+        if mine != theirs:
+            raise ValueError(f"{name} is split as {theirs} in the manifest, but as {mine} by this model")
+
+
+def _map_legacy(source: Source, model: NativeModel) -> MappedSource:
+    tensors = source.ranks[0]
+    if model.parameters.keys() <= tensors.keys():
+        names = {name: name for name in model.parameters}
+    else:
+        match = model.name_map.match(model.parameters, tensors)
+        if any(entry.transpose or len(entry.stored_names()) > 1 for entry in match.entries.values()):
+            raise ValueError("mp_rank files of this family must hold shardzoo's own names")
+        names = {name: match.sources[entry.stored_names()[0]] for name, entry in match.entries.items()}
+    if unknown := sorted(tensors.keys() - set(names.values())):
+        raise ValueError(f"{tensors[unknown[0]]} is no parameter of the model")
+    parameters = {name: parameter.without_padding() for name, parameter in model.parameters.items()}
+    padded = {name for name in names if _is_padded(model.parameters[name], source, names[name])}
+    parameters |= {name: model.parameters[name] for name in padded}
+    stored = {name: entry.stored_names() for name, entry in entries(model).items()}
+    return MappedSource(source, model, Layout(_by_rank(source, parameters, names)), StoredNames(stored, {}), {})
+
+
+def _is_padded(parameter: Parameter, source: Source, name: str) -> bool:
+    """Whether the files pad the vocabulary as this package's layers do."""
+    return bool(parameter.shard and parameter.shard.pad_multiple) and source.ranks[0][name].shape == (
+        parameter.local_shape(len(source.ranks))
+    )
+
+
+def _by_rank(source: Source, parameters: Mapping[str, Parameter], names: Mapping[str, str]) -> dict[str, Placement]:
+    size = len(source.ranks)
+    for name, parameter in parameters.items():
+        expected = parameter.local_shape(size)
+        for rank, tensors in enumerate(source.ranks):
+            tensor = tensors[names[name]]
+            if tensor.shape != expected:
+                raise ValueError(
+                    f"{tensor} has shape {list(tensor.shape)}; rank {rank} of {size} holds {list(expected)}"
+                )
+    return rank_placements(
+        parameters, [{name: tensors[names[name]] for name in parameters} for tensors in source.ranks]
+    )
+
+
+def rank_placements(
+    parameters: Mapping[str, Parameter], ranks: Sequence[Mapping[str, StoredTensor]]
+) -> dict[str, Placement]:
+    """By native name, from each rank's tensors under native names."""
+    size, placements = len(ranks), {}
+    for name, parameter in parameters.items():
+        parts = [Part(ranks[rank][name].at_least_1d(), parameter.ranges(rank, size)) for rank in range(size)]
+        copies = (tuple(parts),) if parameter.shard else tuple((part,) for part in parts)
+        placements[name] = Placement(name, parameter.shape or (1,), parameter.dim, copies)
+    return placements
