@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 
-def visible_keys(attention_mask: Tensor | None, queries: int, memory: int) -> tuple[Tensor | None, bool]:
-    """(bool mask broadcastable to [B, N, S, M + S], causal), for S = `queries` after M = `memory` cached positions.
+def visible_keys(attention_mask: Tensor | None, batch: int, queries: int, memory: int) -> tuple[Tensor | None, bool]:
+    """(bool mask broadcastable to [B, N, S, M + S], causal), where B = `batch`, and S = `queries` new positions follow
+    M = `memory` cached ones.
 
     attention_mask is one of
     - None: causal.
@@ -16,19 +17,20 @@ def visible_keys(attention_mask: Tensor | None, queries: int, memory: int) -> tu
     - [B, ≥ M + S]: nonzero for the keys that every query sees.
     - [B or 1, N or 1, S or 1, ≥ M + S]: nonzero where a query sees a key. Of longer masks the last M + S columns count.
     """
-    keys = memory + queries
     if attention_mask is None:
         return None, True
-    if attention_mask.dim() < 2 or (attention_mask.dim() == 2 and attention_mask.shape[1] == 1):
+    shape, keys = attention_mask.shape, memory + queries
+    fits = not shape or shape[0] in (1, batch)
+    if fits and (len(shape) < 2 or shape[1:] == (1,)):
         prefix = attention_mask.reshape(-1, 1, 1, 1)
         key = torch.arange(-memory, queries, device=attention_mask.device)  # negative in memory
         query = torch.arange(queries, device=attention_mask.device)[:, None]
         return (key <= query) | (key < prefix), False  # [B, 1, S, M + S]
-    if attention_mask.dim() == 2 and attention_mask.shape[-1] >= keys:
+    if fits and len(shape) == 2 and shape[1] >= keys:
         return attention_mask.bool()[:, None, None, -keys:], False
-    if attention_mask.dim() == 4 and attention_mask.shape[-1] >= keys and attention_mask.shape[-2] in (1, queries):
+    if fits and len(shape) == 4 and shape[2] in (1, queries) and shape[3] >= keys:
         return attention_mask.bool()[..., -keys:], False
     raise ValueError(
-        f"attention_mask has shape {tuple(attention_mask.shape)}; for {queries} tokens after {memory} cached ones use "
-        f"[B] (the length of part A), [B, {keys}] or [B, 1, {queries}, {keys}]"
+        f"attention_mask has shape {tuple(shape)}; for {batch} x {queries} tokens after {memory} cached ones use "
+        f"[{batch}] (the length of part A), [{batch}, {keys}] or [{batch}, 1, {queries}, {keys}]"
     )

@@ -103,7 +103,7 @@ class GLMForConditionalGeneration(LanguageModel):
             raise ValueError("mems need whole sequences on a rank: build the model without sequence parallelism")
         memory = self.memory_length(mems)
         x = self.embed(input_ids, position_ids, memory)  # [B, S, H], or [B, S/tp, H] under sequence parallelism
-        mask, causal = visible_keys(attention_mask, input_ids.shape[1], memory)
+        mask, causal = visible_keys(attention_mask, *input_ids.shape, memory)
         hidden_states = [x]
         for i, block in enumerate(self.blocks):
             earlier = None if mems is None else mems[i]
