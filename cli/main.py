@@ -11,7 +11,7 @@ from .. import __version__
 
 # command -> (module with `main(argv) -> exit code`, what it does)
 COMMANDS = {
-    "pretrain": ("shardzoo.pretrain", "pretrain a model on text"),
+    "pretrain": ("shardzoo.cli.pretrain", "pretrain a model on text"),
     "convert": ("shardzoo.cli.convert", "split, merge, reshard and verify checkpoints"),
     "models": ("shardzoo.cli.models", "list families, presets and their sizes"),
     "data": ("shardzoo.cli.data", "prepare, merge, split and inspect corpora; train tokenizers"),

@@ -37,7 +37,7 @@ from .progress import corpus_progress
 from .tables import run_results, run_summary
 
 if TYPE_CHECKING:
-    from ..pretrain import PretrainArguments
+    from .pretrain import PretrainArguments
 
 
 class HeldOut:

@@ -36,15 +36,16 @@ class DeepSpeedEngine:
         )
         # DeepSpeed would compile this CPU collective at run time, with a lock file that a killed run leaves behind.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        self._engine, *_ = deepspeed.initialize(
+        self._engine: Any = deepspeed.initialize(
             model=model, optimizer=self.optimizer, config=deepspeed_config(arguments, mesh.dp_size), mpu=mesh
-        )
+        )[0]
         self._zero = arguments.zero_stage > 0
         self._keeps_master_weights = arguments.precision != "fp32"
         self._create_optimizer_state()
 
     @property
-    def module(self) -> nn.Module:
+    def module(self) -> Any:
+        """The model."""
         return self._engine.module
 
     def forward(self, **inputs: Any) -> Any:
@@ -76,7 +77,7 @@ class DeepSpeedEngine:
             for moment in ADAM_MOMENTS:
                 tensors[f"{moment}/{name}"] = self._get_state(parameter, moment).cpu()
             if self._keeps_master_weights:
-                tensors[f"{MASTER_WEIGHT}/{name}"] = safe_get_full_fp32_param(parameter).cpu()
+                tensors[f"{MASTER_WEIGHT}/{name}"] = self._get_state(parameter, MASTER_WEIGHT).cpu()
         return tensors
 
     def load_optimizer_tensors(self, tensors: dict[str, Tensor], step: int) -> None:
@@ -89,10 +90,15 @@ class DeepSpeedEngine:
             if self._keeps_master_weights:
                 safe_set_full_fp32_param(parameter, tensors[f"{MASTER_WEIGHT}/{name}"])
 
-    def _get_state(self, parameter: nn.Parameter, moment: str) -> Tensor:
-        if self._zero:
-            return safe_get_full_optimizer_state(parameter, moment)
-        return self.optimizer.state[parameter][moment]
+    def _get_state(self, parameter: nn.Parameter, name: str) -> Tensor:
+        if not self._zero:
+            return self.optimizer.state[parameter][name]
+        if name == MASTER_WEIGHT:
+            value = safe_get_full_fp32_param(parameter)
+        else:
+            value = safe_get_full_optimizer_state(parameter, name)
+        assert value is not None
+        return value
 
     def _set_state(self, parameter: nn.Parameter, moment: str, value: Tensor) -> None:
         if self._zero:

@@ -178,7 +178,7 @@ def outcome(arguments: list[str], folder: Path) -> tuple[int, str]:
 
     import torch.distributed as dist
 
-    import shardzoo.pretrain
+    import shardzoo.cli.pretrain
 
     size = dist.get_world_size() if dist.is_initialized() else 1
     os.environ |= {"RANK": str(dist.get_rank() if size > 1 else 0), "WORLD_SIZE": str(size), "COLUMNS": "200"}
@@ -186,7 +186,7 @@ def outcome(arguments: list[str], folder: Path) -> tuple[int, str]:
     os.chdir(folder)
     with contextlib.redirect_stderr(io.StringIO()) as messages:
         try:
-            code = shardzoo.pretrain.main(["--config", "tiny.yaml", *arguments])
+            code = shardzoo.cli.pretrain.main(["--config", "tiny.yaml", *arguments])
         except SystemExit as exit_:
             code = int(exit_.code or 0)
         finally:

@@ -1,0 +1,147 @@
+"""Pretrain a causal language model of the zoo under DeepSpeed, its layers split over several processes.
+
+Without arguments a small GPT-2 learns the source of the Python standard library.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+# Read when the first tensor is made: huge pages speed memory-bound work on a CPU up.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+import tyro
+
+from ..models import find_config
+from ..models.common.attention import check_heads
+from ..mpu import validate_layout
+from ..trainer.arguments import TrainingArguments
+from ..trainer.deepspeed_config import read_deepspeed_file
+from ..trainer.environment import Launch, start_missing_processes
+from ..trainer.run_folder import RunFolder
+from .arguments import exit_code_of, parse, read_yaml
+
+if TYPE_CHECKING:
+    from ..models.common.config import ModelConfig
+    from .pretraining import Pretraining
+
+
+@dataclass(frozen=True)
+class PretrainArguments(TrainingArguments):
+    """Everything `pretrain.py` can be told."""
+
+    model: str = "gpt2-quickstart"
+    """A preset, or a folder or file with a Hugging Face config.json. The vocabulary follows the tokenizer."""
+    hidden_size: int | None = None
+    """Instead of the model's own."""
+    num_hidden_layers: int | None = None
+    """Instead of the model's own."""
+    num_attention_heads: int | None = None
+    """Instead of the model's own."""
+
+    data: str | None = None
+    """A text file, a folder of text, JSON lines with a `text` key, or the prefix of a prepared .bin/.idx pair; by
+    default the source of the Python standard library."""
+    vocab_size: int = 4096
+    """Size of the byte-level BPE vocabulary that is trained on the corpus."""
+    held_out_fraction: float = 0.02
+    """Share of the documents that is never trained on."""
+
+    output_dir: str | None = None
+    """Folder of the run; by default a new one under runs/."""
+    resume: bool = False
+    """Go on with the run in output_dir, with its arguments unless given anew."""
+    overwrite: bool = False
+    """Delete the run in output_dir first."""
+    sample_prompt: str = "def "
+    """What the sample at the end continues."""
+
+    config: Path | None = None
+    """YAML file with values for these arguments; the command line wins."""
+    local_rank: Annotated[int, tyro.conf.arg(help="Set by launchers.")] = 0
+
+    def of_the_run(self) -> dict[str, object]:
+        """Without what describes one invocation and not the run; in the form `--config` reads."""
+        return {name: value for name, value in asdict(self).items() if name not in INVOCATION}
+
+
+INVOCATION = ("resume", "overwrite", "config", "local_rank")
+# What a run keeps for its whole life.
+FIXED = (
+    "model",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "data",
+    "vocab_size",
+    "held_out_fraction",
+    "sequence_length",
+    "seed",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    launch = Launch.from_environment()
+    quiet = not launch.is_first
+    ready: list[Pretraining] = []
+
+    def prepare() -> int:
+        arguments = read_arguments(sys.argv[1:] if argv is None else argv, quiet=quiet)
+        config = check(arguments, launch)
+        size = arguments.model_parallel_size
+        if launch.world_size < size:
+            print(f"{launch.world_size} process for --model-parallel-size {size}: starting {size} on this machine")
+            return start_missing_processes(size)
+        from .pretraining import Pretraining  # DeepSpeed takes seconds to import
+
+        ready.append(Pretraining(arguments, config, launch))
+        return 0
+
+    # All ranks make the same mistakes here, so one message is enough; later errors keep their traceback.
+    code = exit_code_of(prepare, quiet=quiet)
+    for pretraining in ready:
+        pretraining.run()
+        pretraining.close()
+    return code
+
+
+def read_arguments(argv: Sequence[str], *, quiet: bool) -> PretrainArguments:
+    """The command line's arguments; with `--resume`, over those that the run was started with."""
+    describe = {"program": "pretrain.py", "description": __doc__ or "", "quiet": quiet}
+    arguments = parse(PretrainArguments, argv, **describe)
+    if not arguments.resume:
+        return arguments
+    if arguments.output_dir is None:
+        raise ValueError("--resume goes on with the run in --output-dir: name that folder too")
+    saved = RunFolder(Path(arguments.output_dir)).arguments_file
+    if not saved.exists():
+        raise ValueError(f"--resume: {arguments.output_dir} holds no run; start one without --resume")
+    arguments = parse(PretrainArguments, argv, defaults=saved, **describe)
+    for name, value in read_yaml(PretrainArguments, saved).items():
+        if name in FIXED and getattr(arguments, name) != value:
+            raise ValueError(
+                f"--resume: the run has {name}={value}, and {getattr(arguments, name)} would make it another run; "
+                f"leave {name} out, or start a new run in another --output-dir"
+            )
+    return arguments
+
+
+def check(arguments: PretrainArguments, launch: Launch) -> ModelConfig:
+    """The model's configuration, if everything that can be known before the processes meet is in order."""
+    config = find_config(arguments.model)
+    changes = {name: getattr(arguments, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
+    config = config.with_changes(**{name: value for name, value in changes.items() if value is not None})
+    size = arguments.model_parallel_size
+    check_heads(config.num_attention_heads, size)
+    data_parallel_size = validate_layout(launch.world_size if launch.world_size > 1 else size, size)
+    arguments.accumulation_steps(data_parallel_size)
+    longest, length = config.max_sequence_length, arguments.sequence_length
+    if length is not None and not 2 <= length <= longest:
+        raise ValueError(f"sequence_length must be from 2 to the model's {longest} positions, not {length}")
+    read_deepspeed_file(arguments.deepspeed_config)
+    return config
