@@ -16,10 +16,11 @@ CHUNK_BYTES = 8 << 20
 
 
 class TensorReader:
-    """Opens each file once; a context manager that closes them."""
+    """Opens each file once; a context manager that closes them. What it returns is valid until its next read."""
 
     def __init__(self) -> None:
         self._files: dict[Path, int] = {}
+        self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
 
     def __enter__(self) -> TensorReader:
         return self
@@ -67,7 +68,11 @@ class TensorReader:
         return tensor.dtype
 
     def _empty(self, tensor: StoredTensor, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self._dtype(tensor))
+        """The buffer as a tensor of this shape; a buffer of its own for a row that is longer than that."""
+        dtype = self._dtype(tensor)
+        nbytes = prod(shape) * dtype.itemsize
+        buffer = self._buffer if nbytes <= CHUNK_BYTES else torch.empty(nbytes, dtype=torch.uint8)
+        return buffer[:nbytes].view(dtype).view(shape)
 
     def _read(self, tensor: StoredTensor, element: int, into: Tensor) -> None:
         """Fills the contiguous `into` with consecutive elements."""
