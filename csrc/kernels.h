@@ -148,17 +148,22 @@ struct CrossEntropyGrad {
 
 }  // namespace shardzoo
 
+#define SHARDZOO_EXPORT __attribute__((visibility("default")))
+
 extern "C" {
 // Runs units [begin, end) of a kernel on the CPU. `parameters` points to the kernel's struct. 0, or -1 if the
 // kernel or dtype does not exist.
 int shardzoo_cpu_run(int kernel, int dtype, const void* parameters, int64_t begin, int64_t end);
 
 // The instruction set chosen at load time: "x86-64-v4", "x86-64-v3" or "baseline".
-const char* shardzoo_cpu_isa();
+SHARDZOO_EXPORT const char* shardzoo_cpu_isa();
 
 // Queues a whole kernel on a CUDA stream of the current device. 0, or a cudaError_t; -1 as above.
 int shardzoo_cuda_run(int kernel, int dtype, const void* parameters, void* stream);
 
 // Text of a cudaError_t.
 const char* shardzoo_cuda_error(int code);
+
+// Whether CUDA kernels are in the library. This and the instruction set are for Python's ctypes.
+SHARDZOO_EXPORT int shardzoo_has_cuda();
 }

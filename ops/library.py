@@ -21,6 +21,7 @@ from . import dispatch, native
 
 LIBRARY = torch.library.Library("shardzoo", "DEF")
 Outputs = tuple[torch.Tensor, ...]
+OPS: dict[str, Op] = {}  # by name
 
 
 class Op:
@@ -45,6 +46,7 @@ class Op:
         self.name, self.outputs = name, tuple(outputs)
         self.allocate, self.reference, self.prepare = allocate, reference, prepare
         self.triton: Callable[..., None] | None = None
+        OPS[name] = self
         returned = ", ".join(f"Tensor {output}" for output in outputs)
         LIBRARY.define(f"{name}({arguments}) -> ({returned})")
         LIBRARY.impl(name, self._call, "CompositeExplicitAutograd")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from pathlib import Path
 
@@ -23,9 +24,20 @@ def load_error() -> str | None:
 
 
 @functools.cache
+def _symbols() -> ctypes.CDLL:
+    symbols = ctypes.CDLL(str(LIBRARY))
+    symbols.shardzoo_cpu_isa.restype = ctypes.c_char_p
+    return symbols
+
+
 def has_cuda_kernels() -> bool:
-    """Whether the loaded library was compiled with the CUDA kernels."""
-    return load_error() is None and torch.ops.shardzoo_kernels.has_cuda()
+    """Whether the library was compiled with the CUDA kernels."""
+    return load_error() is None and bool(_symbols().shardzoo_has_cuda())
+
+
+def cpu_isa() -> str:
+    """The instruction set that the CPU kernels run on here; needs the library."""
+    return _symbols().shardzoo_cpu_isa().decode()
 
 
 @functools.cache

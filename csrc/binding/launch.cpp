@@ -56,7 +56,6 @@ void sum_columns(const Tensor& partial, const Tensor& out) {
 
 }  // namespace shardzoo
 
-// For Python's ctypes: whether CUDA kernels are in the library.
 extern "C" int shardzoo_has_cuda() {
 #ifdef SHARDZOO_WITH_CUDA
   return 1;

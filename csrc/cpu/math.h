@@ -12,6 +12,11 @@ namespace {
 // Cody-Waite reduction to |r| <= ln(2) / 2 and the polynomial of Cephes' expf.
 INLINE VF exp(VF x) {
   const float shift = 12582912.0f;  // 1.5 * 2^23: adding it leaves round(x / ln 2) in the low bits
+#if defined(__AVX512F__)
+  // bounds beyond which scalef gives exactly 0 and infinity; max and min return their second operand if it is NaN
+  x = (VF)_mm512_maskz_max_ps(0xFFFF, (__m512)(VF{} - 110.0f), (__m512)x);
+  x = (VF)_mm512_maskz_min_ps(0xFFFF, (__m512)(VF{} + 100.0f), (__m512)x);
+#endif
   const VF t = x * 1.44269504f + shift;
   const VF n = t - shift;
   const VF r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
@@ -20,11 +25,16 @@ INLINE VF exp(VF x) {
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+#if defined(__AVX512F__)
+  return (VF)_mm512_maskz_scalef_ps(0xFFFF, (__m512)p, (__m512)n);
+#else
   VF y = (VF)((VI)p + ((VI)t << 23));
   y = x < -87.33f ? VF{} : y;
   y = x > 88.7228f ? VF{} + kInfinity : y;
   return x != x ? x : y;
+#endif
 }
 INLINE VD exp(VD x) {
   for (int i = 0; i < 8; ++i) x[i] = std::exp(x[i]);

@@ -28,7 +28,7 @@ INLINE Compute<T> masked_scores(const SoftmaxForward& a, int64_t b, int64_t n, i
     V value = load(scores + i, part) * scale;
     if (bias != nullptr) value += load(bias + i, part);
     if (added != nullptr) value += load(added + i, part);
-    if (visible != nullptr) value = load_bool<C>(visible + i, part) ? value : V{} + lowest;
+    if (visible != nullptr) value = where<C>(visible + i, part, value, lowest);
     value = keep_lanes<C>(value, part, lowest);
     store(z + i, value, Full{});
     top = larger(value, top);  // a NaN is passed over here and found again in the sum

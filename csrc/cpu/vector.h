@@ -9,6 +9,10 @@
 #include <cstring>
 #include <limits>
 
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
 #include "../hash.h"
 
 #define INLINE static inline __attribute__((always_inline))
@@ -75,9 +79,35 @@ INLINE V read(const T* from) {
 
 INLINE VF widen(const float* p) { return read<VF>(p); }
 INLINE VD widen(const double* p) { return read<VD>(p); }
-INLINE VF widen(const BFloat16* p) { return (VF)(__builtin_convertvector(read<V16>(p), VU) << 16); }
+
+// 16 integers of 16 bits to 32 bits and back, by one instruction where GCC's __builtin_convertvector takes several.
+INLINE VU extend(const void* p) {
+#if defined(__AVX512F__)
+  return (VU)_mm512_maskz_cvtepu16_epi32(0xFFFF, _mm256_loadu_si256(static_cast<const __m256i*>(p)));
+#elif defined(__AVX2__)
+  const __m128i* halves = static_cast<const __m128i*>(p);
+  const __m256i both[2] = {_mm256_cvtepu16_epi32(_mm_loadu_si128(halves)),
+                           _mm256_cvtepu16_epi32(_mm_loadu_si128(halves + 1))};
+  return read<VU>(both);
+#else
+  return __builtin_convertvector(read<V16>(p), VU);
+#endif
+}
+INLINE void truncate_to(void* p, VU bits) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_maskz_cvtepi32_epi16(0xFFFF, (__m512i)bits));
+#else
+  const V16 narrow = __builtin_convertvector(bits, V16);
+  std::memcpy(p, &narrow, sizeof narrow);
+#endif
+}
+
+INLINE VF widen(const BFloat16* p) { return (VF)(extend(p) << 16); }
 INLINE VF widen(const Half* p) {
-  const VU h = __builtin_convertvector(read<V16>(p), VU);
+#if defined(__AVX512F__)
+  return (VF)_mm512_maskz_cvtph_ps(0xFFFF, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#endif
+  const VU h = extend(p);
   const VU magnitude = (h & 0x7FFF) << 13;
   // the exponent's bias differs by 112; multiplying also normalizes subnormal halves
   const VU finite = (VU)((VF)magnitude * 0x1p112f);
@@ -85,24 +115,25 @@ INLINE VF widen(const Half* p) {
   return (VF)(value | ((h & 0x8000) << 16));
 }
 
-INLINE V16 narrow(VU bits) { return __builtin_convertvector(bits, V16); }
 INLINE void narrow_to(float* p, VF v) { std::memcpy(p, &v, sizeof v); }
 INLINE void narrow_to(double* p, VD v) { std::memcpy(p, &v, sizeof v); }
 INLINE void narrow_to(BFloat16* p, VF v) {
   const VU u = (VU)v;
   const VU rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;  // to nearest, ties to even
-  const V16 bits = narrow(v != v ? ((u >> 16) | 0x40u) : rounded);
-  std::memcpy(p, &bits, sizeof bits);
+  truncate_to(p, v != v ? ((u >> 16) | 0x40u) : rounded);
 }
 INLINE void narrow_to(Half* p, VF v) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_maskz_cvtps_ph(0xFFFF, (__m512)v, _MM_FROUND_TO_NEAREST_INT));
+  return;
+#endif
   const VU sign = (VU)v & 0x80000000u, u = (VU)v ^ sign;
   const VU special = (VI)(u > 0x7F800000u) ? (VU{} + 0x7E00u) : (VU{} + 0x7C00u);
   const VU subnormal = (VU)((VF)u + 0.5f) - 0x3F000000u;  // adding 0.5 rounds at the half's last place
   const VU normal = (u + 0xC8000FFFu + ((u >> 13) & 1u)) >> 13;
   VU bits = (VI)(u < 0x38800000u) ? subnormal : normal;
   bits = (VI)(u >= 0x47800000u) ? special : bits;
-  const V16 half = narrow(bits | (sign >> 16));
-  std::memcpy(p, &half, sizeof half);
+  truncate_to(p, bits | (sign >> 16));
 }
 
 template <class T>
@@ -139,22 +170,28 @@ INLINE VectorOf<T> round_to(VectorOf<T> v) {
   return widen(stored);
 }
 
-// Lanes whose byte is not 0.
-template <class C>
-INLINE typename Wide<C>::I load_bool(const uint8_t* p, int count) {
+// `value` in lanes whose byte of a boolean mask is not 0, `otherwise` in the others.
+template <class C, class V>
+INLINE V where(const uint8_t* mask, int count, V value, C otherwise) {
   constexpr int lanes = Wide<C>::lanes;
   typedef uint8_t Bytes __attribute__((vector_size(lanes)));
   Bytes bytes = {};
-  std::memcpy(&bytes, p, count);
-  return __builtin_convertvector(bytes, typename Wide<C>::I) != 0;
+  std::memcpy(&bytes, mask, count);
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  if constexpr (lanes == 16) {
+    const __mmask16 set = _mm_test_epi8_mask((__m128i)bytes, (__m128i)bytes);
+    return (V)_mm512_mask_blend_ps(set, (__m512)(V{} + otherwise), (__m512)value);
+  }
+#endif
+  return __builtin_convertvector(bytes, typename Wide<C>::I) != 0 ? value : V{} + otherwise;
 }
-template <class C>
-INLINE typename Wide<C>::I load_bool(const uint8_t* p, Full) {
-  return load_bool<C>(p, Wide<C>::lanes);
+template <class C, class V>
+INLINE V where(const uint8_t* mask, Full, V value, C otherwise) {
+  return where<C>(mask, Wide<C>::lanes, value, otherwise);
 }
-template <class C>
-INLINE typename Wide<C>::I load_bool(const uint8_t* p, Part part) {
-  return load_bool<C>(p, part.count);
+template <class C, class V>
+INLINE V where(const uint8_t* mask, Part part, V value, C otherwise) {
+  return where<C>(mask, part.count, value, otherwise);
 }
 
 // Calls step(i, Full or Part) for i = 0, lanes, ... over n elements of dtype T's vectors.
@@ -168,16 +205,27 @@ INLINE void for_vectors(int64_t n, F step) {
 // Sums and maxima over the lanes, always in the same order: halves, quarters, ...
 template <class C, class V>
 INLINE C sum_lanes(V v) {
+  C lanes[Wide<C>::lanes];
+  std::memcpy(lanes, &v, sizeof v);
+#pragma GCC unroll 4
   for (int width = Wide<C>::lanes / 2; width > 0; width /= 2) {
-    for (int lane = 0; lane < width; ++lane) v[lane] += v[lane + width];
+#pragma GCC unroll 8
+    for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
   }
-  return v[0];
+  return lanes[0];
 }
 template <class C, class V>
 INLINE C max_lanes(V v) {
-  C result = v[0];
-  for (int lane = 1; lane < Wide<C>::lanes; ++lane) result = v[lane] > result ? v[lane] : result;
-  return result;
+  C lanes[Wide<C>::lanes];
+  std::memcpy(lanes, &v, sizeof v);
+#pragma GCC unroll 4
+  for (int width = Wide<C>::lanes / 2; width > 0; width /= 2) {
+#pragma GCC unroll 8
+    for (int lane = 0; lane < width; ++lane) {
+      lanes[lane] = lanes[lane + width] > lanes[lane] ? lanes[lane + width] : lanes[lane];
+    }
+  }
+  return lanes[0];
 }
 
 template <class V>

@@ -1,0 +1,178 @@
+"""`shardzoo bench kernels`: the fused operators against PyTorch, on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ..ops.bench.cases import cases
+from ..ops.bench.measure import Result, measure
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class Kernels:
+    """Measure the fused kernels: correctness first, then time and bandwidth.
+
+    A wrong result is reported as such, and no speed is printed for it.
+    """
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run; auto is a GPU if there is one."""
+    op: tuple[str, ...] = ()
+    """Operators to measure; all by default."""
+    dtype: tuple[Literal["float32", "bfloat16", "float16"], ...] = ("float32", "bfloat16")
+    """Types to measure."""
+    repetitions: int = 15
+    """Interleaved rounds; every contender runs once in each."""
+    threads: int = 0
+    """CPU threads; 0 leaves torch's choice."""
+    scale: float = 1.0
+    """Multiplies the leading size, for quick runs."""
+    compile: bool = True
+    """Also measure torch.compile of the PyTorch code."""
+    json: Path | None = None
+    """Write every figure to this file."""
+    plot: Path | None = None
+    """Draw the bandwidths to this file."""
+
+
+def main(argv: list[str]) -> int:
+    """Run `bench <what>`. 0, or 1 if a result was wrong, 2 for a misuse."""
+    what, *rest = argv or ["--help"]
+    if what != "kernels":
+        print("usage: shardzoo bench kernels [options]     (--help shows them)")
+        return 0 if what in ("-h", "--help") else 2
+    options = tyro.cli(Kernels, args=rest, prog="shardzoo bench kernels")
+    try:
+        return run(options)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def run(options: Kernels) -> int:
+    """Measure, print, and write what was asked for. Raises ValueError for an unknown operator."""
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    chosen = cases(device, options.scale)
+    names = [case.name for case in chosen]
+    unknown = [name for name in options.op if name not in names]
+    if unknown:
+        raise ValueError(f"there is no operator {unknown[0]!r} to measure; use {', '.join(names)}")
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    results = []
+    for case in chosen:
+        for dtype in options.dtype if not options.op or case.name in options.op else ():
+            with console.status(f"{case.name} {dtype}"):
+                results.append(
+                    measure(
+                        case,
+                        device,
+                        DTYPES[dtype],
+                        repetitions=options.repetitions,
+                        compiled=options.compile,
+                    )
+                )
+    facts = environment(device)
+    console.print(", ".join(f"{name} {value}" for name, value in facts.items()), highlight=False)
+    console.print(table(results))
+    wrong = [result for result in results if result.error]
+    for result in wrong:
+        console.print(f"WRONG: {result.op} {result.dtype}: {result.error}", style="bold red")
+    if options.json:
+        report = {"environment": facts, "results": [result.to_dict() for result in results]}
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    if options.plot:
+        plot([result for result in results if not result.error], options.plot)
+    return 1 if wrong else 0
+
+
+def environment(device: str) -> dict[str, str]:
+    """What a figure depends on besides the code."""
+    facts = {"torch": torch.__version__, "threads": str(torch.get_num_threads())}
+    if device == "cuda":
+        facts["GPU"] = torch.cuda.get_device_name()
+    else:
+        facts["processor"] = processor()
+        facts["load"] = f"{os.getloadavg()[0]:.1f} of {os.cpu_count()} cores"
+        facts["huge pages"] = "on" if os.environ.get("THP_MEM_ALLOC_ENABLE") == "1" else "off"
+    return facts
+
+
+def processor() -> str:
+    """The processor's name."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return name or platform.processor() or platform.machine()
+
+
+def table(results: list[Result]) -> Table:
+    """One row per operator and dtype; times are of forward and backward unless they say otherwise."""
+    rivals = sorted({name.partition("_")[0] for r in results for name in r.timings} & {"liger", "quack"})
+    columns = ["op", "dtype", "shape", "kernels", "ours ms", "spread", "eager ms", "x eager", "x compile"]
+    columns += [*(f"x {library}" for library in rivals), "copy GB/s"]
+    columns += ["fwd out GB/s", "of copy", "bwd out GB/s", "of copy"]
+    shown = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False, title="forward + backward", title_justify="left")
+    for result in results:
+        shown.add_row(*row(result, rivals))
+    return shown
+
+
+def row(result: Result, rivals: list[str]) -> list[str]:
+    """The table's cells for one result."""
+    cells = [result.op, result.dtype, "x".join(map(str, result.shape)), result.variant]
+    if result.error:
+        return [*cells, "WRONG"]
+    ours, eager = result.timings["ours"], result.timings["eager"]
+    cells += [f"{ours.median:.2f}", f"{ours.spread:.2f}", f"{eager.median:.2f}", times(result.speedup("eager"))]
+    cells.append(times(result.speedup("compile")))
+    for library in rivals:
+        name = next((name for name in result.timings if name.startswith(library)), "")
+        cells.append(times(result.speedup(name)))
+    cells.append(f"{result.bandwidth('copy'):.1f}")
+    for name in ("ours forward out", "ours backward out"):
+        cells += [f"{result.bandwidth(name):.1f}", f"{result.of_copy(name):.0%}"]
+    return cells
+
+
+def times(ratio: float | None) -> str:
+    """A ratio, or a dash where nothing was measured."""
+    return "-" if ratio is None else f"{ratio:.2f}"
+
+
+def plot(results: list[Result], path: Path) -> None:
+    """A bar per contender: GB/s of forward and backward, with the copy as a line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    contenders = [name for name in ("eager", "compile", "ours") if any(name in r.timings for r in results)]
+    figure, axes = plt.subplots(figsize=(1.2 + 1.1 * len(results), 4), layout="constrained")
+    for offset, name in enumerate(contenders):
+        heights = [r.bandwidth(name) if name in r.timings else 0.0 for r in results]
+        places = [index + offset / (len(contenders) + 1) for index in range(len(results))]
+        axes.bar(places, heights, width=0.8 / len(contenders), label=name)
+    copies = [r.bandwidth("copy") for r in results]
+    axes.plot(range(len(results)), copies, "k_", markersize=24, label="copy")
+    axes.set_xticks(range(len(results)), [f"{r.op}\n{r.dtype}" for r in results], rotation=45, fontsize=7)
+    axes.set_ylabel("GB/s, forward + backward")
+    axes.legend()
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,94 @@
+"""`shardzoo doctor`: what is built, what runs on each device, and why what does not run does not."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+import torch
+import tyro
+from rich.console import Console
+
+from ..ops import current_choice, dispatch, native
+
+
+@dataclass
+class Doctor:
+    """Say what is built and what is used."""
+
+
+def main(argv: list[str]) -> int:
+    """Print the report. 0, or 1 if SHARDZOO_KERNELS forces kernels that cannot run here."""
+    tyro.cli(Doctor, args=argv, prog="shardzoo doctor", description=__doc__)
+    console = Console(highlight=False, soft_wrap=True)
+    for title, facts in (("Machine", machine()), ("Compiled parts", compiled()), ("Kernels", used())):
+        console.print(f"[bold]{title}[/bold]")
+        for name, value in facts.items():
+            console.print(f"  {name:<22}", end="")
+            console.print(value, markup=False)
+    return 1 if any("cannot run here" in value for value in used().values()) else 0
+
+
+def machine() -> dict[str, str]:
+    """Versions, and the compilers that a build would find."""
+    facts = {
+        "python": platform.python_version(),
+        "torch": f"{torch.__version__}, {torch.get_num_threads()} threads",
+        "CUDA devices": ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) or "none",
+        "triton": "installed" if importlib.util.find_spec("triton") else "not installed",
+        "C++ compiler": os.environ.get("CXX")
+        or next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), "")
+        or "none on PATH",
+        "nvcc": nvcc_version(),
+    }
+    if platform.system() == "Linux":
+        pages = os.environ.get("THP_MEM_ALLOC_ENABLE") == "1"
+        facts["huge pages"] = "on" if pages else "off (THP_MEM_ALLOC_ENABLE=1 makes CPU tensors 2 to 4 times faster)"
+    return facts
+
+
+def nvcc_version() -> str:
+    """nvcc's release, or that there is none."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        return "none on PATH"
+    lines = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout.splitlines()
+    release = next((line for line in lines if "release" in line), "of unknown release")
+    return f"{nvcc}, {release}"
+
+
+def compiled() -> dict[str, str]:
+    """The compiled modules: what they were built with, or why they are not there."""
+    error = native.load_error()
+    facts = {"kernel library": error or str(native.LIBRARY)}
+    if error is None:
+        facts["CPU instructions"] = native.cpu_isa()
+        facts["CUDA kernels"] = "built in" if native.has_cuda_kernels() else "not built in (no nvcc, or switched off)"
+    else:
+        facts["to build"] = "pip install --no-build-isolation --force-reinstall --no-deps <source folder>"
+    try:
+        from ..ops import _build_info as info  # pyright: ignore[reportAttributeAccessIssue]
+    except ImportError as missing:
+        facts["build information"] = f"not built ({missing})"
+        return facts
+    facts["built with"] = f"{info.compiler}, torch stable ABI {info.torch_stable_abi}"
+    facts["machine code"] = f"CPU {info.cpu_instruction_sets}; CUDA {info.cuda_code or 'none'}"
+    return facts
+
+
+def used() -> dict[str, str]:
+    """For each device type: which variant runs, and why the others do not."""
+    facts = {"SHARDZOO_KERNELS": current_choice()}
+    for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
+        try:
+            facts[f"{device} tensors"] = dispatch.choose(device)
+        except RuntimeError as error:
+            facts[f"{device} tensors"] = str(error)
+        for variant in dispatch.VARIANTS[1:]:
+            reason = dispatch.unavailable(variant, device)
+            facts[f"  {variant}"] = "available" if reason is None else f"no: {reason}"
+    return facts

@@ -1,0 +1,1 @@
+"""Measures the fused operators: `shardzoo bench kernels`."""

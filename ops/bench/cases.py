@@ -1,0 +1,264 @@
+"""What is measured: for each op its inputs, the PyTorch code it replaces, and the least bytes it must move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from ..bias_dropout_residual import bias_dropout_residual
+from ..bias_gelu import bias_gelu
+from ..cross_entropy import cross_entropy
+from ..dropout_mask import dropout_keys
+from ..glu import GELU_TANH, SILU
+from ..layer_norm import layer_norm
+from ..rms_norm import rms_norm
+from ..softmax import masked_softmax
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class Case:
+    """One operator at one size.
+
+    Args:
+        name: the op's name on the command line.
+        baseline: what `eager` is, in words.
+        make: (device, dtype) -> tensors. Those in `leaves` get gradients.
+        ours, eager: tensors -> the output that is differentiated.
+        forward, backward: names of the operators behind `ours`, and how their arguments are made, for the `out` form.
+        forward_passes, backward_passes: reads and writes of a tensor of x's size, at least.
+        rivals: name -> function like `ours`, from libraries that are installed.
+    """
+
+    name: str
+    baseline: str
+    make: Callable[[str, torch.dtype], Tensors]
+    leaves: tuple[str, ...]
+    ours: Callable[[Tensors], torch.Tensor]
+    eager: Callable[[Tensors], torch.Tensor]
+    forward: tuple[str, Callable[[Tensors], tuple]]
+    backward: tuple[str, Callable[[Tensors, Any, torch.Tensor], tuple]]
+    forward_passes: float
+    backward_passes: float
+    rivals: dict[str, Callable[[Tensors], torch.Tensor]] = field(default_factory=dict)
+
+
+def _normal(device: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    generator = torch.Generator(device).manual_seed(len(shape) * 1000 + shape[-1])
+    return torch.randn(*shape, device=device, generator=generator).to(dtype)
+
+
+def _softmax(size: tuple[int, int, int, int]) -> Case:
+    batch, _, queries, columns = size
+
+    def make(device, dtype):
+        mask = torch.ones(batch, 1, queries, columns, dtype=torch.bool, device=device).tril()
+        return {"x": _normal(device, dtype, *size), "mask": mask}
+
+    def eager(t):
+        scores = (t["x"] * 0.125).masked_fill(~t["mask"], torch.finfo(t["x"].dtype).min)
+        return scores.softmax(-1, dtype=torch.float32).to(t["x"].dtype)
+
+    return Case(
+        "masked_softmax",
+        "scale, masked_fill, softmax in fp32",
+        make,
+        ("x",),
+        lambda t: masked_softmax(t["x"], t["mask"], scale=0.125),
+        eager,
+        (
+            "masked_softmax",
+            lambda t: (t["x"], t["mask"], None, None, None, 0.125, False, 0.0, 0),
+        ),
+        ("masked_softmax_backward", lambda t, out, grad: (grad, out[0], None, 0.125, 0.0, 0, 0)),
+        2,
+        3,
+    )
+
+
+def _softmax_bias(size: tuple[int, int, int, int]) -> Case:
+    batch = size[0]
+
+    def make(device, dtype):
+        return {"x": _normal(device, dtype, *size), "bias": _normal(device, dtype, 1, *size[1:])}
+
+    return Case(
+        "softmax_bias",
+        "scores + trained bias, softmax in fp32 (Hugging Face T5)",
+        make,
+        ("x", "bias"),
+        lambda t: masked_softmax(t["x"], None, t["bias"]),
+        lambda t: (t["x"] + t["bias"]).softmax(-1, dtype=torch.float32).to(t["x"].dtype),
+        ("masked_softmax", lambda t: (t["x"], None, t["bias"], None, None, 1.0, False, 0.0, 0)),
+        ("masked_softmax_backward", lambda t, out, grad: (grad, out[0], None, 1.0, 0.0, 0, 1)),
+        2 + 1 / batch,
+        3 + 1 / batch,
+    )
+
+
+def _norm_inputs(rows: int, columns: int):
+    def make(device, dtype):
+        weight = 1 + 0.1 * _normal(device, torch.float32, columns)
+        bias = _normal(device, dtype, columns)
+        return {"x": _normal(device, dtype, rows, columns), "weight": weight.to(dtype), "bias": bias}
+
+    return make
+
+
+def _layer_norm(rows: int, columns: int) -> Case:
+    return Case(
+        "layer_norm",
+        "torch.nn.functional.layer_norm",
+        _norm_inputs(rows, columns),
+        ("x", "weight", "bias"),
+        lambda t: layer_norm(t["x"], t["weight"], t["bias"], 1e-5),
+        lambda t: F.layer_norm(t["x"], (columns,), t["weight"], t["bias"], 1e-5),
+        ("layer_norm", lambda t: (t["x"], None, t["weight"], t["bias"], 1e-5)),
+        (
+            "layer_norm_backward",
+            lambda t, out, grad: (grad, None, t["x"], t["weight"], out[2], out[3], True),
+        ),
+        2,
+        3,
+        rivals=_norm_rivals("liger_layer_norm"),
+    )
+
+
+def _rms_norm(rows: int, columns: int) -> Case:
+    def eager(t):
+        wide = t["x"].float()
+        normalized = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(t["x"].dtype)
+        return t["weight"] * normalized
+
+    return Case(
+        "rms_norm",
+        "Hugging Face's T5 and Llama RMSNorm",
+        _norm_inputs(rows, columns),
+        ("x", "weight"),
+        lambda t: rms_norm(t["x"], t["weight"], 1e-6),
+        eager,
+        ("rms_norm", lambda t: (t["x"], None, t["weight"], 1e-6)),
+        ("rms_norm_backward", lambda t, out, grad: (grad, None, t["x"], t["weight"], out[2])),
+        2,
+        3,
+        rivals=_norm_rivals("liger_rms_norm", "quack_rms_norm"),
+    )
+
+
+def _norm_rivals(*names: str) -> dict[str, Callable[[Tensors], torch.Tensor]]:
+    from . import rivals
+
+    return {name: getattr(rivals, name) for name in names if rivals.installed(name)}
+
+
+def _bias_gelu(rows: int, columns: int) -> Case:
+    return Case(
+        "bias_gelu",
+        "gelu(x + bias)",
+        _norm_inputs(rows, columns),
+        ("x", "bias"),
+        lambda t: bias_gelu(t["x"], t["bias"]),
+        lambda t: F.gelu(t["x"] + t["bias"]),
+        ("bias_gelu", lambda t: (t["x"], t["bias"], False)),
+        ("bias_gelu_backward", lambda t, out, grad: (grad, t["x"], t["bias"], False)),
+        2,
+        3,
+    )
+
+
+def _glu(name: str, rows: int, columns: int, activation: int) -> Case:
+    def make(device, dtype):
+        return {"x": _normal(device, dtype, rows, columns), "up": _normal(device, dtype, 1, rows, columns)[0]}
+
+    def eager(t):
+        gate = F.silu(t["x"]) if activation == SILU else F.gelu(t["x"], approximate="tanh")
+        return gate * t["up"]
+
+    return Case(
+        name,
+        "act(gate) * up",
+        make,
+        ("x", "up"),
+        lambda t: torch.ops.shardzoo.glu(t["x"], t["up"], activation),
+        eager,
+        ("glu", lambda t: (t["x"], t["up"], activation)),
+        ("glu_backward", lambda t, out, grad: (grad, t["x"], t["up"], activation)),
+        3,
+        5,
+    )
+
+
+def _bias_dropout_residual(rows: int, columns: int) -> Case:
+    def make(device, dtype):
+        return {
+            "x": _normal(device, dtype, 8, rows // 8, columns),
+            "bias": _normal(device, dtype, columns),
+            "residual": _normal(device, dtype, 1, 8, rows // 8, columns)[0],
+            "keys": dropout_keys(1, 0, 8, device),
+        }
+
+    return Case(
+        "bias_dropout_residual",
+        "residual + dropout(x + bias)",
+        make,
+        ("x", "bias", "residual"),
+        lambda t: bias_dropout_residual(t["x"], t["bias"], t["residual"], p=0.1, keys=t["keys"]),
+        lambda t: t["residual"] + F.dropout(t["x"] + t["bias"], 0.1),
+        ("bias_dropout_residual", lambda t: (t["x"], t["bias"], t["residual"], t["keys"], 0.1, 0, 0)),
+        ("bias_dropout_residual_backward", lambda t, out, grad: (grad, t["keys"], 0.1, 0, 0, True)),
+        3,
+        2,
+    )
+
+
+def _cross_entropy(rows: int, columns: int) -> Case:
+    def make(device, dtype):
+        target = torch.arange(rows, device=device) * 7919 % columns
+        return {"x": _normal(device, dtype, rows, columns), "target": target}
+
+    def backward_arguments(t, out, grad):
+        log_z = out[0] + out[1].log()
+        return (t["x"], t["target"], grad, log_z, 0, columns, columns, 0.0, 0.0, -100)
+
+    return Case(
+        "cross_entropy",
+        "cross_entropy of fp32 logits",
+        make,
+        ("x",),
+        lambda t: cross_entropy(t["x"], t["target"]),
+        lambda t: F.cross_entropy(t["x"].float(), t["target"], reduction="none"),
+        ("cross_entropy_stats", lambda t: (t["x"], t["target"], 0, columns)),
+        ("cross_entropy_grad", backward_arguments),
+        1,
+        2,
+        rivals=_norm_rivals("liger_cross_entropy", "quack_cross_entropy"),
+    )
+
+
+def cases(device: str, scale: float = 1.0) -> list[Case]:
+    """All cases: sizes of a training step on CPU, well beyond the L2 cache on a GPU.
+
+    scale: multiplies the leading size, for quick runs.
+    """
+    big = device == "cuda"
+    batch, rows = (max(1, int(n * scale)) for n in ((16, 65536) if big else (4, 16384)))
+    rows = max(rows // 8, 1) * 8
+    width = 4096 if big else 1024
+    classes, tokens = (131072, 8192) if big else (250112, 128)
+    scores = (batch, 32, 1024, 1024) if big else (batch, 8, 1024, 1024)
+    return [
+        _softmax(scores),
+        _softmax_bias(scores),
+        _layer_norm(rows, width),
+        _rms_norm(rows, width),
+        _bias_gelu(rows, width),
+        _glu("geglu", rows, width, GELU_TANH),
+        _glu("swiglu", rows, width, SILU),
+        _bias_dropout_residual(rows, width),
+        _cross_entropy(max(1, int(tokens * scale)), classes),
+    ]

@@ -1,0 +1,172 @@
+"""Measures a case: correctness first, then interleaved timings of every contender."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+
+from .. import dispatch
+from ..library import OPS
+from .cases import Case, Tensors
+
+# (relative, share of the largest value): a few roundings of the dtype
+TOLERANCE = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2**-6, 2**-7), torch.float16: (2**-8, 2**-9)}
+
+
+@dataclass
+class Timing:
+    """Milliseconds of repeated runs."""
+
+    median: float
+    least: float
+    spread: float  # third quartile minus first
+
+    @classmethod
+    def of(cls, seconds: list[float]) -> Timing:
+        ms = sorted(1000 * s for s in seconds)
+        quarter = len(ms) // 4
+        return cls(ms[len(ms) // 2], ms[0], ms[-1 - quarter] - ms[quarter])
+
+
+@dataclass
+class Result:
+    """One case at one dtype. Bandwidths are the least necessary bytes per median time, in GB/s."""
+
+    op: str
+    dtype: str
+    shape: list[int]
+    variant: str
+    baseline: str
+    error: str | None
+    timings: dict[str, Timing]
+    gigabytes_forward: float = 0.0
+    gigabytes_backward: float = 0.0
+    gigabytes_copy: float = 0.0
+
+    def bandwidth(self, contender: str) -> float:
+        """GB/s of a contender: forward, backward, both or a copy."""
+        moved = {
+            "ours forward out": self.gigabytes_forward,
+            "ours backward out": self.gigabytes_backward,
+            "copy": self.gigabytes_copy,
+        }
+        total = moved.get(contender, self.gigabytes_forward + self.gigabytes_backward)
+        return 1000 * total / self.timings[contender].median
+
+    def of_copy(self, contender: str) -> float:
+        """Share of the measured copy's bandwidth."""
+        return self.bandwidth(contender) / self.bandwidth("copy")
+
+    def speedup(self, contender: str) -> float | None:
+        """How many times faster ours is, forward and backward, than a contender."""
+        if contender not in self.timings or "ours" not in self.timings:
+            return None
+        return self.timings[contender].median / self.timings["ours"].median
+
+    def to_dict(self) -> dict:
+        """For JSON, with the derived figures."""
+        derived = {name: {"GB/s": self.bandwidth(name), "of copy": self.of_copy(name)} for name in self.timings}
+        ratios = {name: self.speedup(name) for name in self.timings if name != "copy" and "out" not in name}
+        return {**asdict(self), "bandwidth": derived, "ours_is_faster": ratios}
+
+
+def gradients(function: Callable, tensors: Tensors, leaves: tuple[str, ...], cotangent: torch.Tensor | None):
+    """(output, gradients of the leaves); the cotangent is drawn if None."""
+    inputs = {name: t.detach().requires_grad_(name in leaves) for name, t in tensors.items()}
+    output = function(inputs)
+    cotangent = torch.ones_like(output) if cotangent is None else cotangent.to(output.dtype)
+    return output.detach(), torch.autograd.grad(output, [inputs[name] for name in leaves], cotangent)
+
+
+def check(case: Case, tensors: Tensors, dtype: torch.dtype, cotangent: torch.Tensor) -> str | None:
+    """None if ours agrees with the fp64 reference in outputs and gradients, else what is wrong."""
+    wide = {name: t.double() if t.is_floating_point() else t for name, t in tensors.items()}
+    output, grads = gradients(case.ours, tensors, case.leaves, cotangent)
+    with dispatch.kernels("reference"):
+        wanted, wanted_grads = gradients(case.ours, wide, case.leaves, cotangent)
+    relative, absolute = TOLERANCE[dtype]
+    pairs = [("output", output, wanted), *zip(case.leaves, grads, wanted_grads, strict=True)]
+    for name, got, expected in pairs:
+        error = (got.double() - expected).abs()
+        allowed = relative * expected.abs() + absolute * expected.abs().max()
+        if not bool((error <= allowed).all()):
+            return f"{name} is off by {error.max().item():.3g} (largest value {expected.abs().max().item():.3g})"
+    return None
+
+
+def contenders(case: Case, tensors: Tensors, cotangent: torch.Tensor, compiled: bool) -> dict[str, Callable]:
+    """Name -> a function to time."""
+    op, arguments = OPS[case.forward[0]], case.forward[1]
+    inputs = arguments(tensors)
+    outputs = op.allocate(*inputs)
+    run_forward = getattr(torch.ops.shardzoo, f"{op.name}_out")
+    kept = dict(zip(op.outputs, outputs, strict=True))
+    run_forward(*inputs, **kept)
+    back, back_arguments = OPS[case.backward[0]], case.backward[1]
+    back_inputs = back_arguments(tensors, outputs, cotangent)
+    back_outputs = dict(zip(back.outputs, back.allocate(*back_inputs), strict=True))
+    run_backward = getattr(torch.ops.shardzoo, f"{back.name}_out")
+    source, target = tensors["x"], torch.empty_like(tensors["x"])
+
+    def training(function):
+        return lambda: gradients(function, tensors, case.leaves, cotangent)
+
+    timed = {
+        "copy": lambda: target.copy_(source),
+        "ours": training(case.ours),
+        "ours forward out": lambda: run_forward(*inputs, **kept),
+        "ours backward out": lambda: run_backward(*back_inputs, **back_outputs),
+        "eager": training(case.eager),
+    }
+    if compiled:
+        timed["compile"] = training(torch.compile(case.eager, dynamic=False))
+    return timed | {name: training(function) for name, function in case.rivals.items()}
+
+
+def time_interleaved(timed: dict[str, Callable], device: str, repetitions: int) -> dict[str, Timing]:
+    """Each round runs every contender once, so that a disturbance of the machine hits all of them."""
+    seconds: dict[str, list[float]] = {name: [] for name in timed}
+    for function in timed.values():
+        function()  # compiles, and touches its memory
+        function()
+    for _ in range(repetitions):
+        for name, function in timed.items():
+            if device == "cuda":
+                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda.synchronize()
+                start.record()
+                function()
+                stop.record()
+                stop.synchronize()
+                seconds[name].append(start.elapsed_time(stop) / 1000)
+            else:
+                begin = time.perf_counter()
+                function()
+                seconds[name].append(time.perf_counter() - begin)
+    return {name: Timing.of(values) for name, values in seconds.items()}
+
+
+def measure(case: Case, device: str, dtype: torch.dtype, *, repetitions: int, compiled: bool) -> Result:
+    """Check and time one case. A wrong result has an `error` and no timings."""
+    tensors = case.make(device, dtype)
+    x = tensors["x"]
+    with torch.no_grad():
+        shape = case.ours(tensors).shape
+    cotangent = torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(1))
+    cotangent = cotangent if case.name == "cross_entropy" else cotangent.to(dtype)  # its losses are fp32
+    error = check(case, tensors, dtype, cotangent)
+    variant = dispatch.choose(device)
+    named = str(dtype).removeprefix("torch.")
+    result = Result(case.name, named, list(x.shape), variant, case.baseline, error, {})
+    size = x.numel() * x.element_size() / 1e9
+    mask = tensors["mask"].numel() / 1e9 if "mask" in tensors else 0.0
+    result.gigabytes_forward = case.forward_passes * size + mask
+    result.gigabytes_backward = case.backward_passes * size
+    result.gigabytes_copy = 2 * size
+    if error is None:
+        timed = contenders(case, tensors, cotangent, compiled)
+        result.timings = time_interleaved(timed, device, repetitions)
+    return result
