@@ -1,5 +1,4 @@
-"""Tensor-parallel collectives that autograd understands. Without a mesh, or with one rank, each returns its
-input.
+"""Tensor-parallel collectives that autograd understands. Without a mesh, or with one rank, each returns its input.
 
 | function                  | forward            | backward                                         |
 |---------------------------|--------------------|--------------------------------------------------|
@@ -11,8 +10,7 @@ input.
 | `scatter_sequence`        | own share (dim 1)  | all-gather                                       |
 | `reduce_scatter_sequence` | reduce-scatter     | all-gather                                       |
 
-Every one keeps the dtype, accepts non-contiguous tensors, and leaves its input and its incoming gradient
-unchanged.
+Every one keeps the dtype, accepts non-contiguous tensors, and leaves its input and its incoming gradient unchanged.
 """
 
 from __future__ import annotations
@@ -68,29 +66,17 @@ class _Gather(Function):
 
 class _Scatter(Function):
     @staticmethod
-    def forward(ctx, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx, tensor: Tensor, dim: int, group: dist.ProcessGroup, partial: bool) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return take_share(tensor, dim, group)
+        return start_reduce_scatter(tensor, dim, group)() if partial else take_share(tensor, dim, group)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        return start_all_gather(grads[0], ctx.dim, ctx.group)(), None, None
-
-
-class _ReduceScatter(Function):
-    @staticmethod
-    def forward(ctx, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return start_reduce_scatter(tensor, dim, group)()
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):
-        return start_all_gather(grads[0], ctx.dim, ctx.group)(), None, None
+        return start_all_gather(grads[0], ctx.dim, ctx.group)(), None, None, None
 
 
 def copy_to_tp(tensor: Tensor, mesh: ParallelMesh | None) -> Tensor:
-    """Enter a tensor-parallel region with a replicated tensor: its gradient is the sum of the ranks'
-    gradients.
+    """Enter a tensor-parallel region with a replicated tensor: its gradient is the sum of the ranks' gradients.
 
     Also right for a replicated parameter that each rank applies to its own part of the sequence.
     """
@@ -109,14 +95,14 @@ def gather_from_tp(tensor: Tensor, mesh: ParallelMesh | None, dim: int = -1) -> 
 
 def scatter_to_tp(tensor: Tensor, mesh: ParallelMesh | None, dim: int = -1) -> Tensor:
     """This rank's share of a replicated tensor along `dim`. Raises `ValueError` if that does not divide."""
-    return tensor if mesh is None or tp_size(mesh) == 1 else _Scatter.apply(tensor, dim, mesh.tp_group)
+    return tensor if mesh is None or tp_size(mesh) == 1 else _Scatter.apply(tensor, dim, mesh.tp_group, False)
 
 
 def gather_sequence(tensor: Tensor, mesh: ParallelMesh | None, *, partial_grad: bool = True) -> Tensor:
     """[B, S/tp, ...] -> [B, S, ...].
 
-    partial_grad: True when tensor-parallel layers follow, so that each rank holds a part of the gradient and
-    the parts are summed; False when every rank goes on with the same computation.
+    partial_grad: True when tensor-parallel layers follow, so that each rank holds a part of the gradient and the
+    parts are summed; False when every rank goes on with the same computation.
     """
     if mesh is None or tp_size(mesh) == 1:
         return tensor
@@ -132,4 +118,4 @@ def reduce_scatter_sequence(tensor: Tensor, mesh: ParallelMesh | None) -> Tensor
     """Partial [B, S, ...] -> the sum's [B, S/tp, ...] of this rank. Raises `ValueError` if S does not divide."""
     if mesh is None or tp_size(mesh) == 1:
         return tensor
-    return _ReduceScatter.apply(tensor, SEQUENCE_DIM, mesh.tp_group)
+    return _Scatter.apply(tensor, SEQUENCE_DIM, mesh.tp_group, True)

@@ -1,8 +1,7 @@
 """Collectives on tensors, outside autograd. Each can be started early and finished after other work.
 
-Sums of 16-bit tensors over more than two ranks are exchanged as they are and added in fp32, so that the
-result is rounded once however many ranks there are. A ring or a tree would round after every hop. The volume
-is that of a
+Sums of 16-bit tensors over more than two ranks are exchanged as they are and added in fp32, so that the result is
+rounded once however many ranks there are. A ring or a tree would round after every hop. The volume is that of a
 ring: an all-to-all moves what a reduce-scatter does.
 """
 
@@ -28,17 +27,21 @@ def _rounds_every_hop(tensor: Tensor, group: dist.ProcessGroup) -> bool:
     return tensor.dtype in _HALF and group.size() > 2
 
 
-def _start_exchange_and_sum(pieces: Tensor, group: dist.ProcessGroup) -> Finish:
-    """`pieces[r]` goes to rank r; the sum of what all ranks sent here, accumulated in fp32. pieces: [size,
-    ...]"""
-    received = torch.empty_like(pieces)
-    work: Any = dist.all_to_all_single(received, pieces, group=group, async_op=True)
+def _after(work: Any, tensor: Tensor) -> Finish:
+    """`tensor`, once `work` is done."""
 
     def finish() -> Tensor:
         work.wait()
-        return received.sum(0, dtype=torch.float32).to(pieces.dtype)
+        return tensor
 
     return finish
+
+
+def _start_exchange_and_sum(pieces: Tensor, group: dist.ProcessGroup) -> Finish:
+    """`pieces[r]` goes to rank r; the sum of what all ranks sent here, accumulated in fp32. pieces: [size, ...]"""
+    received = torch.empty_like(pieces)
+    arrived = _after(dist.all_to_all_single(received, pieces, group=group, async_op=True), received)
+    return lambda: arrived().sum(0, dtype=torch.float32).to(pieces.dtype)
 
 
 def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Finish:
@@ -47,13 +50,7 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Finish:
         return lambda: tensor
     if not _rounds_every_hop(tensor, group):
         tensor = tensor.contiguous()
-        work: Any = dist.all_reduce(tensor, group=group, async_op=True)
-
-        def finish() -> Tensor:
-            work.wait()
-            return tensor
-
-        return finish
+        return _after(dist.all_reduce(tensor, group=group, async_op=True), tensor)
     size = group.size()
     pieces = tensor.new_zeros(size, -(-tensor.numel() // size))
     pieces.view(-1)[: tensor.numel()].copy_(tensor.reshape(-1))
@@ -72,16 +69,10 @@ def start_all_gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Fini
     if size == 1:
         return lambda: tensor
     gathered = tensor.new_empty(size, *tensor.shape)
-    work = None
-    if tensor.numel():
-        work = _all_gather(gathered.view(-1), tensor.reshape(-1), group=group, async_op=True)
-
-    def finish() -> Tensor:
-        if work is not None:
-            work.wait()
-        return gathered.movedim(0, dim).flatten(dim, dim + 1)
-
-    return finish
+    if tensor.numel() == 0:
+        return lambda: gathered.movedim(0, dim).flatten(dim, dim + 1)
+    arrived = _after(_all_gather(gathered.view(-1), tensor.reshape(-1), group=group, async_op=True), gathered)
+    return lambda: arrived().movedim(0, dim).flatten(dim, dim + 1)
 
 
 def start_reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Finish:
@@ -96,13 +87,7 @@ def start_reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> 
     if _rounds_every_hop(tensor, group):
         return _start_exchange_and_sum(pieces, group)
     output = torch.empty_like(pieces[0])
-    work: Any = _reduce_scatter(output.view(-1), pieces.view(-1), group=group, async_op=True)
-
-    def finish() -> Tensor:
-        work.wait()
-        return output
-
-    return finish
+    return _after(_reduce_scatter(output.view(-1), pieces.view(-1), group=group, async_op=True), output)
 
 
 def take_share(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:

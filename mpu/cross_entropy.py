@@ -1,9 +1,9 @@
 """Cross-entropy of logits that are split along the vocabulary, without gathering them.
 
-Each rank reduces its columns to two or three numbers per token; those are gathered ([T, 3] in fp32), and the
-loss of every token follows:  loss = lse - (1 - ε) x_target - ε mean(x) + z lse²,  lse = log Σ exp(x).
-ε is label smoothing as in `torch.nn.functional.cross_entropy`, z the coefficient of the z-loss of PaLM
-(arXiv:2204.02311, section 5). Rows are processed in chunks, so no fp32 copy of the logits ever exists.
+Each rank reduces its columns to two or three numbers per token; those are gathered ([T, 3] in fp32), and the loss of
+every token follows:  loss = lse - (1 - ε) x_target - ε mean(x) + z lse²,  lse = log Σ exp(x). ε is label smoothing as
+in `torch.nn.functional.cross_entropy`, z the coefficient of the z-loss of PaLM (arXiv:2204.02311, section 5). Rows
+are processed in chunks, so no fp32 copy of the logits ever exists.
 """
 
 from __future__ import annotations
@@ -28,10 +28,6 @@ def _chunks(rows: int, width: int) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, rows, step))
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 class _TokenLosses(Function):
     """logits [T, Vp], targets [T] as columns of this rank, classes, smoothing, z, ... -> losses [T]"""
 
@@ -44,7 +40,9 @@ class _TokenLosses(Function):
         column = target - start  # [T]
         here = kept & (column >= 0) & (column < width)
         column = column.masked_fill(~here, 0)
-        stats = logits.new_zeros(3 if smoothing else 2, len(logits), dtype=_wide(logits.dtype))
+        stats = logits.new_zeros(
+            3 if smoothing else 2, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32)
+        )
         stats[0] = float("-inf")
         if width:
             for rows in _chunks(*logits.shape):
@@ -53,10 +51,7 @@ class _TokenLosses(Function):
                 stats[1, rows] = chunk.gather(1, column[rows, None]).squeeze(1).masked_fill(~here[rows], 0)
                 if smoothing:
                     stats[2, rows] = chunk.sum(1)
-        if mesh is not None:
-            stats = start_all_gather(stats[None], 0, mesh.tp_group)()  # [tp, 3, T]
-        else:
-            stats = stats[None]
+        stats = stats[None] if mesh is None else start_all_gather(stats[None], 0, mesh.tp_group)()  # [tp, 3, T]
         lse = stats[:, 0].logsumexp(0)  # [T]
         losses = lse - (1 - smoothing) * stats[:, 1].sum(0)
         if smoothing:
@@ -103,12 +98,11 @@ def vocab_parallel_cross_entropy(
     """`torch.nn.functional.cross_entropy` over a vocabulary that is split over the tensor-parallel ranks.
 
     logits: [..., Vp], this rank's columns; labels: [...] integers, the same on every rank.
-    num_classes: the true vocabulary; columns from there on are padding and never enter the softmax. Default:
-    all tp * Vp columns. label_smoothing and z_loss: see the module's text. Returns fp32 (fp64 for fp64
-    logits), the same on every rank: the mean over the labels that are not ignored (NaN if there is none, as
-    torch does), their sum, or one loss per label. The gradient has the logits' dtype.
-    Raises `ValueError` for shapes that do not match, more classes than columns, and labels outside [0,
-    num_classes).
+    num_classes: the true vocabulary; columns from there on are padding and never enter the softmax. Default: all tp *
+    Vp columns. label_smoothing and z_loss: see the module's text. Returns fp32 (fp64 for fp64 logits), the same on
+    every rank: the mean over the labels that are not ignored (NaN if there is none, as torch does), their sum, or one
+    loss per label. The gradient has the logits' dtype. Raises `ValueError` for shapes that do not match, more classes
+    than columns, and labels outside [0, num_classes).
     """
     columns = logits.shape[-1] * tp_size(mesh)
     classes = columns if num_classes is None else num_classes

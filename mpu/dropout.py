@@ -1,8 +1,7 @@
 """Dropout whose mask is a function of (seed, sample, site, element) and of nothing else.
 
-No generator is advanced, so the mask does not depend on how the model is laid out over processes, and
-recomputation reproduces it. All arithmetic is on unsigned integers modulo 2^64 or 2^32, so C++ and CUDA can
-repeat it exactly:
+No generator is advanced, so the mask does not depend on how the model is laid out over processes, and recomputation
+reproduces it. All arithmetic is on unsigned integers modulo 2^64 or 2^32, so C++ and CUDA can repeat it exactly:
 
     mix64(z): z ^= z >> 30; z *= 0xbf58476d1ce4e5b9; z ^= z >> 27; z *= 0x94d049bb133111eb; z ^= z >> 31
     chain(key, value) = mix64(key + 0x9e3779b97f4a7c15 * (value + 1))
@@ -11,10 +10,9 @@ repeat it exactly:
         h ^= h >> 16; h *= 0x21f0aaad; h ^= high; h ^= h >> 15; h *= 0x735a2d97; h ^= h >> 15
     kept = element(row key mod 2^32, row key >> 32, column) >= round(p * 2^32)
 
-mix64 is the finaliser of SplitMix64 (Steele et al. 2014); the 32-bit constants are Wellons' low-bias ones.
-`row` counts all dimensions between the batch and the last one of the sample's global tensor, `column` the
-last. `visit` counts the uses of one site under one key, so a module that runs twice in a forward pass draws
-two masks.
+mix64 is the finaliser of SplitMix64 (Steele et al. 2014); the 32-bit constants are Wellons' low-bias ones. `row`
+counts all dimensions between the batch and the last one of the sample's global tensor, `column` the last. `visit`
+counts the uses of one site under one key, so a module that runs twice in a forward pass draws two masks.
 """
 
 from __future__ import annotations
@@ -83,8 +81,8 @@ class DropoutState:
     def set(self, seed: int, first_sample: int) -> None:
         """Call before every training forward pass.
 
-        first_sample: global index of the first sample of this micro-batch, of which row b is sample
-        first_sample + b. It must never repeat during a run (epochs included), or masks would.
+        first_sample: global index of the first sample of this micro-batch, of which row b is sample first_sample + b.
+        It must never repeat during a run (epochs included), or masks would.
         """
         self._key = DropoutKey(seed, first_sample, {})
 
@@ -119,8 +117,7 @@ def keep_mask(
 ) -> Tensor:
     """The elements that survive: bool of `shape` [B, ..., C], a part of a global tensor of shape `whole`.
 
-    `offsets` says where the part begins. Both default to the part being everything. `first_sample` belongs to
-    row 0.
+    `offsets` says where the part begins. Both default to the part being everything. `first_sample` belongs to row 0.
     """
     offsets, whole = offsets or (0,) * len(shape), whole or shape
     options = {"device": device, "dtype": torch.int64}
@@ -162,11 +159,11 @@ class Dropout(nn.Module):
     """Dropout that every tensor-parallel layout of a model performs on the same elements.
 
     p: probability of zeroing an element; survivors are scaled by 1 / (1 - p).
-    split_dim: the dimension of the input that is split over the tensor-parallel ranks (1 for a split sequence
-        or for heads in [B, N, S, S], -1 for split features), or None where the input is replicated.
+    split_dim: the dimension of the input that is split over the tensor-parallel ranks (1 for a split sequence or for
+        heads in [B, N, S, S], -1 for split features), or None where the input is replicated.
 
-    Input [B, ..., C], at least two dimensions; the batch is dimension 0. `assign_dropout_sites` must have
-    named the site (`materialize` and `initialize` do), and `dropout_state.set` the samples.
+    Input [B, ..., C], at least two dimensions; the batch is dimension 0. `assign_dropout_sites` must have named the
+    site (`materialize` and `initialize` do), and `dropout_state.set` the samples.
     """
 
     def __init__(self, p: float, *, split_dim: int | None = None, mesh: ParallelMesh | None = None):

@@ -14,18 +14,13 @@ from .shard import Shard
 
 
 def check_ids(ids: Tensor, count: int, what: str) -> None:
-    """Raise `ValueError` if an id is outside [0, count). On an accelerator, where looking would stall the
-    host, the check runs on the device and fails the way an out-of-range index there does."""
-    if ids.is_cpu:
-        if ids.numel() and not 0 <= (worst := _extreme(ids, count)) < count:
-            raise ValueError(f"{what} {worst} is outside 0..{count - 1}")
-    else:
-        torch.ops.aten._assert_async(((ids >= 0) & (ids < count)).all())
-
-
-def _extreme(ids: Tensor, count: int) -> int:
-    low, high = (int(bound) for bound in torch.aminmax(ids))
-    return low if low < 0 else high
+    """Raise `ValueError` if an id is outside [0, count). On an accelerator, where looking would stall the host, the
+    check runs on the device and fails the way an out-of-range index there does."""
+    inside = (ids >= 0) & (ids < count)
+    if not ids.is_cpu:
+        torch.ops.aten._assert_async(inside.all())
+    elif not inside.all():
+        raise ValueError(f"{what} {ids[~inside][0]} is outside 0..{count - 1}")
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -35,8 +30,8 @@ class VocabParallelEmbedding(nn.Module):
     pad_multiple: each rank's number of rows is rounded up to a multiple of it.
     sequence_parallel: return this rank's part of the sequence.
 
-    Input: integer ids [B, S]. Output [B, S, H], or [B, S/tp, H]. Raises `ValueError` for an id outside the
-    true vocabulary, also where the table has padding rows.
+    Input: integer ids [B, S]. Output [B, S, H], or [B, S/tp, H]. Raises `ValueError` for an id outside the true
+    vocabulary, also where the table has padding rows.
     """
 
     def __init__(
@@ -82,8 +77,8 @@ class VocabParallelHead(nn.Module):
     tied: the embedding whose weight is shared (the very same parameter).
     sequence_parallel: the input is this rank's part of the sequence; logits are for the whole sequence.
 
-    Input [B, S, H] or [B, S/tp, H]. Output [B, S, Vp]; rank r's column c is the token r * Vp + c, and columns
-    past the vocabulary are padding: pass `num_classes=` to `vocab_parallel_cross_entropy`.
+    Input [B, S, H] or [B, S/tp, H]. Output [B, S, Vp]; rank r's column c is the token r * Vp + c, and columns past
+    the vocabulary are padding: pass `num_classes=` to `vocab_parallel_cross_entropy`.
     """
 
     def __init__(

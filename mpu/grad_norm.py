@@ -15,9 +15,9 @@ from .mesh import ParallelMesh
 def grad_norm(parameters: Iterable[Tensor], mesh: ParallelMesh | None = None) -> Tensor:
     """The 2-norm of all gradients as an fp32 scalar, the same on every rank of the mesh.
 
-    Gradients must already be equal over the data-parallel ranks. Split parameters add up over the
-    tensor-parallel ranks; replicated ones count once; pipeline stages add up, less what DeepSpeed marks
-    `ds_pipe_replicated`. Every rank of a tensor × pipeline group must call it.
+    Gradients must already be equal over the data-parallel ranks. Split parameters add up over the tensor-parallel
+    ranks; replicated ones count once; pipeline stages add up, less what DeepSpeed marks `ds_pipe_replicated`. Every
+    rank of a tensor × pipeline group must call it.
     """
     parameters = list(parameters)
     split, replicated = [], []

@@ -24,10 +24,10 @@ def parameter_seed(seed: int, name: str) -> int:
 def initialize(model: nn.Module, fill: Fill, seed: int, mesh: ParallelMesh | None = None, prefix: str = "") -> None:
     """Set every parameter to its part of a full value that is a function of (seed, name).
 
-    `fill(name, full, generator)` writes the whole, unpadded value of the parameter into `full`, an fp32 CPU
-    tensor, drawing from `generator` only. A tied parameter is filled once, under the name it is tied to. One
-    full parameter is in memory at a time. A pipeline stage passes the `prefix` that its modules have in the
-    whole model. Raises `ValueError` if `fill` leaves a value unset.
+    `fill(name, full, generator)` writes the whole, unpadded value of the parameter into `full`, an fp32 CPU tensor,
+    drawing from `generator` only. A tied parameter is filled once, under the name it is tied to. One full parameter
+    is in memory at a time. A pipeline stage passes the `prefix` that its modules have in the whole model. Raises
+    `ValueError` if `fill` leaves a value unset.
     """
     rank, size = tp_rank(mesh), tp_size(mesh)
     for own_name, parameter in model.named_parameters(prefix=prefix):

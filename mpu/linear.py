@@ -1,5 +1,5 @@
-"""Linear layers split over tensor-parallel ranks (Shoeybi et al. 2019, arXiv:1909.08053; with the sequence
-dimension split too, Korthikanti et al. 2022, arXiv:2205.05198)."""
+"""Linear layers split over tensor-parallel ranks (Shoeybi et al. 2019, arXiv:1909.08053; with the sequence dimension
+split too, Korthikanti et al. 2022, arXiv:2205.05198)."""
 
 from __future__ import annotations
 
@@ -28,19 +28,13 @@ def _bias_grad(grad: Tensor) -> Tensor:
 class _ColumnParallel(Function):
     """Every rank multiplies the whole input by its rows of the weight.
 
-    Backward hides communication behind products: the gather of the input (which under sequence parallelism is
-    saved as this rank's part only) behind the input gradient, the sum of the input gradient behind the weight
-    gradient.
+    Backward hides communication behind products: the gather of the input (which under sequence parallelism is saved
+    as this rank's part only) behind the input gradient, the sum of the input gradient behind the weight gradient.
     """
 
     @staticmethod
     def forward(
-        ctx,
-        tensor: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        group: dist.ProcessGroup,
-        sequence_parallel: bool,
+        ctx, tensor: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, sequence_parallel: bool
     ) -> Tensor:
         ctx.save_for_backward(tensor, weight)
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
@@ -75,8 +69,8 @@ class _RowParallel(Function):
     """Every rank multiplies its features by its columns of the weight; the partial products are summed in place.
 
     The bias enters once, on the first rank: its product adds it before rounding, so a 16-bit result is rounded as
-    often as without. Backward has the gradient of the whole sequence on every rank anyway, so the bias gradient
-    needs no communication.
+    often as without. Backward has the gradient of the whole sequence on every rank anyway, so the bias gradient needs
+    no communication.
     """
 
     @staticmethod
@@ -128,8 +122,8 @@ class ColumnParallelLinear(nn.Module):
     gather_output: return all output features, in the unsplit order, on every rank.
     sequence_parallel: the input is this rank's part [B, S/tp, in] of the sequence.
 
-    Input [..., in], replicated. Output [..., out/tp], or [..., out] if gathered, in the input's dtype.
-    Raises `ValueError` if the output features cannot be split over the ranks, naming the sizes that work.
+    Input [..., in], replicated. Output [..., out/tp], or [..., out] if gathered, in the input's dtype. Raises
+    `ValueError` if the output features cannot be split over the ranks, naming the sizes that work.
     """
 
     def __init__(
@@ -183,8 +177,8 @@ class RowParallelLinear(nn.Module):
     input_is_parallel: the input is already this rank's features; otherwise it is replicated and split here.
     sequence_parallel: the output is this rank's part [B, S/tp, out] of the sequence.
 
-    Input [..., in/tp]. Output [..., out], or [B, S/tp, out]. Raises `ValueError` if the input features, or
-    under sequence parallelism the sequence, cannot be split over the ranks, naming the sizes that work.
+    Input [..., in/tp]. Output [..., out], or [B, S/tp, out]. Raises `ValueError` if the input features, or under
+    sequence parallelism the sequence, cannot be split over the ranks, naming the sizes that work.
     """
 
     def __init__(

@@ -11,8 +11,7 @@ from .divide import describe_sizes, divisors
 def validate_layout(world_size: int, tensor_parallel_size: int, pipeline_parallel_size: int = 1) -> int:
     """Return the data-parallel size that fills `world_size` processes.
 
-    Pure arithmetic, so it can run before any process is started. Raises `ValueError` naming the sizes that
-    work.
+    Pure arithmetic, so it can run before any process is started. Raises `ValueError` naming the sizes that work.
     """
     for name, size in (
         ("world_size", world_size),
@@ -39,14 +38,12 @@ def validate_layout(world_size: int, tensor_parallel_size: int, pipeline_paralle
 class ParallelMesh:
     """Ranks, sizes and process groups of each axis of a pipeline × data × tensor mesh.
 
-    Consecutive ranks are tensor-parallel neighbours, because that axis communicates most. The data-parallel
-    size is inferred from the number of processes. `torch.distributed` must be initialised, and every process
-    must build the mesh with the same sizes. The `get_*` methods are those that DeepSpeed 0.19 calls on an
-    `mpu`; there are deliberately none named `*sequence_parallel*`, which DeepSpeed would take for its own
-    Ulysses parallelism.
+    Consecutive ranks are tensor-parallel neighbours, because that axis communicates most. The data-parallel size is
+    inferred from the number of processes. `torch.distributed` must be initialised, and every process must build the
+    mesh with the same sizes. The `get_*` methods are those that DeepSpeed 0.19 calls on an `mpu`; there are
+    deliberately none named `*sequence_parallel*`, which DeepSpeed would take for its own Ulysses parallelism.
 
-    Raises `ValueError` if the sizes do not fit the number of processes, `RuntimeError` without
-    torch.distributed.
+    Raises `ValueError` if the sizes do not fit the number of processes, `RuntimeError` without torch.distributed.
     """
 
     def __init__(self, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1):
@@ -62,9 +59,7 @@ class ParallelMesh:
         self.dp_size = validate_layout(self.world_size, tensor_parallel_size, pipeline_parallel_size)
         device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
         self.device_mesh = init_device_mesh(
-            device_type,
-            (self.pp_size, self.dp_size, self.tp_size),
-            mesh_dim_names=("pipeline", "data", "tensor"),
+            device_type, (self.pp_size, self.dp_size, self.tp_size), mesh_dim_names=("pipeline", "data", "tensor")
         )
         self.pp_rank, self.dp_rank, self.tp_rank = (
             self.device_mesh.get_local_rank(axis) for axis in ("pipeline", "data", "tensor")
@@ -91,8 +86,8 @@ class ParallelMesh:
             f"data {self.dp_rank}/{self.dp_size}, tensor {self.tp_rank}/{self.tp_size})"
         )
 
-    # What DeepSpeed asks. "model parallel" covers tensor and pipeline together, as in DeepSpeed's own grid:
-    # norms and overflow flags are reduced over it and checkpoint files are numbered by it.
+    # What DeepSpeed asks. "model parallel" covers tensor and pipeline together, as in DeepSpeed's own grid: norms and
+    # overflow flags are reduced over it and checkpoint files are numbered by it.
 
     def get_model_parallel_rank(self) -> int:
         return self.pp_rank * self.tp_size + self.tp_rank
@@ -116,15 +111,6 @@ class ParallelMesh:
         """Global rank of the first member of this process's tensor-parallel group."""
         return dist.get_global_rank(self.tp_group, 0)
 
-    def get_slice_parallel_rank(self) -> int:
-        return self.tp_rank
-
-    def get_slice_parallel_world_size(self) -> int:
-        return self.tp_size
-
-    def get_slice_parallel_group(self) -> dist.ProcessGroup:
-        return self.tp_group
-
     def get_data_parallel_rank(self) -> int:
         return self.dp_rank
 
@@ -147,17 +133,13 @@ class ParallelMesh:
     def get_pipe_parallel_group(self) -> dist.ProcessGroup:
         return self.pp_group
 
-    def get_pipeline_model_parallel_rank(self) -> int:
-        return self.pp_rank
-
-    def get_pipeline_model_parallel_world_size(self) -> int:
-        return self.pp_size
-
-    def get_pipeline_model_parallel_group(self) -> dist.ProcessGroup:
-        return self.pp_group
-
-    def get_global_rank(self) -> int:
-        return self.rank
+    # Older and newer names of the same.
+    get_slice_parallel_rank = get_tensor_model_parallel_rank
+    get_slice_parallel_world_size = get_tensor_model_parallel_world_size
+    get_slice_parallel_group = get_tensor_model_parallel_group
+    get_pipeline_model_parallel_rank = get_pipe_parallel_rank
+    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
+    get_pipeline_model_parallel_group = get_pipe_parallel_group
 
 
 def tp_rank(mesh: ParallelMesh | None) -> int:

@@ -15,26 +15,19 @@ def split_parameter(shard: Shard, mesh: ParallelMesh | None) -> nn.Parameter:
 
     It carries `.shard`, and the two marks by which DeepSpeed counts it on every tensor-parallel rank.
     """
-    local = torch.full(shard.local_shape(tp_size(mesh)), float("nan"))
-    return mark_split(nn.Parameter(local), shard)
-
-
-def mark_split(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
-    """Attach `shard` and DeepSpeed's marks to a parameter that already has the local shape."""
+    parameter = nn.Parameter(torch.full(shard.local_shape(tp_size(mesh)), float("nan")))
     parameter.shard = shard  # type: ignore[attr-defined]
-    parameter.model_parallel = True  # type: ignore[attr-defined]
-    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+    parameter.model_parallel = parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
     return parameter
 
 
 def materialize(model: nn.Module, device: torch.device | str, dtype: torch.dtype | None = None) -> nn.Module:
-    """Give every parameter of a model built under `torch.device("meta")` real, uninitialised storage, in
-    place.
+    """Give every parameter of a model built under `torch.device("meta")` real, uninitialised storage, in place.
 
-    Unlike `nn.Module.to_empty`, ties stay ties and the attributes of a parameter (`.shard` and its like)
-    survive. Parameters that already have storage keep their values. `dtype` applies to floating-point
-    parameters. Buffers are constants: a module creates them with an explicit device, and they are moved as
-    they are; one that is still on the meta device raises `ValueError`, because its values would be lost.
+    Unlike `nn.Module.to_empty`, ties stay ties and the attributes of a parameter (`.shard` and its like) survive.
+    Parameters that already have storage keep their values. `dtype` applies to floating-point parameters. Buffers are
+    constants: a module creates them with an explicit device, and they are moved as they are; one that is still on the
+    meta device raises `ValueError`, because its values would be lost.
     """
     renewed: dict[int, nn.Parameter] = {}
     for module in model.modules():

@@ -14,15 +14,10 @@ from .dropout import dropout_state
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`function(*args, **kwargs)`, keeping only its inputs and computing it again in backward.
 
-    The dropout masks of the first run are replayed exactly; so is torch's own random state. Around a whole
-    block it is full recomputation, around the attention core alone selective recomputation (arXiv:2205.05198,
-    section 5).
+    The dropout masks of the first run are replayed exactly; so is torch's own random state. Around a whole block it
+    is full recomputation, around the attention core alone selective recomputation (arXiv:2205.05198, section 5).
     """
     key = dropout_state.capture()
     return torch_checkpoint(
-        function,
-        *args,
-        use_reentrant=False,
-        context_fn=lambda: (nullcontext(), dropout_state.replay(key)),
-        **kwargs,
+        function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), dropout_state.replay(key)), **kwargs
     )

@@ -1,5 +1,5 @@
-"""How one parameter is split over tensor-parallel ranks: the declaration that layers, initialisation,
-checkpoints and the converter share."""
+"""How one parameter is split over tensor-parallel ranks: the declaration that layers, initialisation, checkpoints and
+the converter share."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Shard:
 
     shape: full shape, without padding.
     dim: the dimension that is split (negative counts from the end).
-    groups: sizes of the blocks stacked along `dim`, each of which is split separately, e.g. the three blocks
-        of a fused QKV weight or the two of a fused gate/up projection. Empty means one block.
+    groups: sizes of the blocks stacked along `dim`, each of which is split separately, e.g. the three blocks of a
+        fused QKV weight or the two of a fused gate/up projection. Empty means one block.
     unit: a rank's piece of every group is a whole number of units, e.g. the head size.
-    pad_multiple: 0 means that every group must divide evenly. m > 0 is for vocabularies: every rank holds
-        ceil(n / size) rows rounded up to a multiple of m, and those beyond the last true row are zeros.
+    pad_multiple: 0 means that every group must divide evenly. m > 0 is for vocabularies: every rank holds ceil(n /
+        size) rows rounded up to a multiple of m, and those beyond the last true row are zeros.
     tied_to: the name of the parameter whose values this one repeats, if any.
     """
 
@@ -86,8 +86,7 @@ class Shard:
         return (*self.shape[: self.dim], local, *self.shape[self.dim + 1 :])
 
     def ranges(self, rank: int, size: int) -> list[tuple[int, int]]:
-        """The [start, stop) ranges along `dim` of the full tensor that `rank` holds, in local order, one per
-        block.
+        """The [start, stop) ranges along `dim` of the full tensor that `rank` holds, in local order, one per block.
 
         Padding belongs to no range, so a rank that holds nothing but padding has an empty one.
         """

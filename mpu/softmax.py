@@ -13,9 +13,9 @@ def scaled_masked_softmax(
 ) -> Tensor:
     """softmax(scale * scores) over the allowed keys, in fp32, then dropout.
 
-    scores: [B, Np, Sq, Sk]. mask: bool, broadcastable to scores, True where a query may attend; a row that
-    may attend to nothing gives zeros. dropout: a `Dropout(p, split_dim=1, mesh=mesh)`, since the heads are
-    split. Returns [B, Np, Sq, Sk] in the dtype of scores.
+    scores: [B, Np, Sq, Sk]. mask: bool, broadcastable to scores, True where a query may attend; a row that may attend
+    to nothing gives zeros. dropout: a `Dropout(p, split_dim=1, mesh=mesh)`, since the heads are split. Returns [B,
+    Np, Sq, Sk] in the dtype of scores.
     """
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
     if mask is None:

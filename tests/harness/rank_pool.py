@@ -26,6 +26,8 @@ TESTS = Path(__file__).resolve().parent.parent
 SECONDS_AFTER_FAILURE = 2.0  # what the other ranks get once one has failed
 SECONDS_AFTER_SUCCESS = 8.0  # ... and once one has returned: more, because ranks may have unequal work
 SECONDS_IN_ALL = 120.0
+# Loaded once, in the fork server. torch loads _dynamo late: every worker would, at its first checkpoint or optimizer.
+PRELOADED = ["torch", "torch.distributed.device_mesh", "torch._dynamo", "cloudpickle", "shardzoo.mpu"]
 
 
 class RanksFailedError(AssertionError):
@@ -116,7 +118,7 @@ class RankPools:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed.device_mesh", "cloudpickle", "shardzoo.mpu"])
+        self._context.set_forkserver_preload(PRELOADED)
         self._store: dist.TCPStore | None = None
         self._pools: dict[int, RankPool] = {}
         self._numbers = itertools.count()

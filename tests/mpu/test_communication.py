@@ -1,0 +1,185 @@
+"""What a layer sends, counted below `torch.distributed`, against the formulas of docs/mpu.md; and when it sends it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardzoo import mpu
+from shardzoo.mpu import communication
+
+BATCH, POSITIONS, HIDDEN = 2, 8, 16
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes of the whole tensor per kind of c10d operation: what is summed, gathered or scattered."""
+
+    WHOLE = {  # noqa: RUF012 - operation -> (name, which argument is the whole tensor)
+        "allreduce_": ("all-reduce", 0),
+        "_allgather_base_": ("all-gather", 0),
+        "_reduce_scatter_base_": ("reduce-scatter", 1),
+        "alltoall_base_": ("all-to-all", 1),
+    }
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            name, which = self.WHOLE[func._schema.name.removeprefix("c10d::")]  # anything else is a KeyError
+            tensors = args[which] if isinstance(args[which], (list, tuple)) else [args[which]]
+            total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            self.bytes[name] = self.bytes.get(name, 0) + total
+        return func(*args, **(kwargs or {}))
+
+
+def traffic(mesh, build, layers, dtype, options):
+    """Traffic of the forward and of the backward pass."""
+    model = build(mesh, layers=layers, hidden=HIDDEN, vocabulary=37, dropout=0.1, **options).to(dtype)
+    ids = torch.arange(BATCH * POSITIONS).view(BATCH, POSITIONS)
+    mpu.dropout_state.set(0, 0)
+    with Traffic() as forward:
+        loss = model(ids, ids)
+    with Traffic() as backward:
+        loss.backward()
+    return forward.bytes, backward.bytes
+
+
+def per_layer(run_mesh, tp, build, dtype, **options):
+    """(forward, backward) traffic that one more layer adds."""
+    one, three = (run_mesh(tp, traffic, build, layers, dtype, options)[0] for layers in (1, 3))
+    return [
+        {name: (many.get(name, 0) - few.get(name, 0)) / 2 for name in many if many[name] != few.get(name, 0)}
+        for few, many in zip(one, three, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_layer_without_sequence_parallelism(tp, recompute, run_mesh, helpers):
+    n = BATCH * POSITIONS * HIDDEN * 4
+    forward, backward = per_layer(run_mesh, tp, helpers.build_transformer, torch.float32, recompute=recompute)
+    assert forward == {"all-reduce": 2 * n}
+    assert backward == {"all-reduce": (4 if recompute == "full" else 2) * n}
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_layer_with_sequence_parallelism(tp, recompute, run_mesh, helpers):
+    n = BATCH * POSITIONS * HIDDEN * 4
+    forward, backward = per_layer(
+        run_mesh, tp, helpers.build_transformer, torch.float32, recompute=recompute, sequence_parallel=True
+    )
+    again = 2 * n if recompute == "full" else 0
+    assert forward == {"all-gather": 2 * n, "reduce-scatter": 2 * n}
+    assert backward == {
+        "all-gather": 4 * n + again,  # two of gradients, two of the inputs that are kept as parts
+        "reduce-scatter": 2 * n + again,
+        "all-reduce": 2 * 2 * HIDDEN * 4,  # weight and bias of two norms
+    }
+
+
+def test_bf16_over_many_ranks_sends_what_a_ring_would(run_mesh, helpers):
+    """An all-reduce is a reduce-scatter and an all-gather: here an all-to-all, an fp32 sum, and an all-gather."""
+    n = BATCH * POSITIONS * HIDDEN * 2
+    build = helpers.build_transformer
+    assert per_layer(run_mesh, 4, build, torch.bfloat16) == [{"all-to-all": 2 * n, "all-gather": 2 * n}] * 2
+    assert per_layer(run_mesh, 2, build, torch.bfloat16) == [{"all-reduce": 2 * n}] * 2
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_embedding_head_and_loss(tp, sequence_parallel, run_mesh, helpers):
+    """Everything but the layers: no term has the size of the vocabulary."""
+    n, tokens = BATCH * POSITIONS * HIDDEN * 4, BATCH * POSITIONS
+    loss = tp * 2 * tokens * 4  # log-sum-exp and target logit of every token, from every rank
+    forward, backward = run_mesh(
+        tp,
+        traffic,
+        helpers.build_transformer,
+        0,
+        torch.float32,
+        {"sequence_parallel": sequence_parallel},
+    )[0]
+    if sequence_parallel:
+        assert forward == {"reduce-scatter": n, "all-gather": n + loss}
+        assert backward == {"all-gather": 2 * n, "reduce-scatter": n, "all-reduce": 2 * HIDDEN * 4}
+    else:
+        assert forward == {"all-reduce": n, "all-gather": loss}
+        assert backward == {"all-reduce": n}
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_groups_of_one_never_communicate(tp, sequence_parallel, run_mesh, helpers):
+    mesh_sizes = {"data": 1} if tp == 1 else {"data": 4}
+    options = {"sequence_parallel": sequence_parallel}
+    for both in run_mesh(1, traffic, helpers.build_transformer, 1, torch.float32, options, **mesh_sizes):
+        assert both == ({}, {})
+
+
+class Events(TorchDispatchMode):
+    """The order of products, and of collectives started and waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.events = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name in ("aten::mm", "aten::bmm", "aten::addmm"):
+            self.events.append("product")
+        return func(*args, **(kwargs or {}))
+
+    def watch(self, name, collective):
+        events = self.events
+
+        class Watched:
+            def __init__(self, work):
+                self.work = work
+
+            def wait(self):
+                events.append(f"wait {name}")
+                self.work.wait()
+
+        def start(*args, async_op, **kwargs):
+            assert async_op
+            events.append(f"start {name}")
+            return Watched(collective(*args, async_op=True, **kwargs))
+
+        return start
+
+
+def backward_events(mesh, sequence_parallel):
+    layer = mpu.ColumnParallelLinear(8, 4 * mesh.tp_size, sequence_parallel=sequence_parallel, mesh=mesh)
+    torch.nn.init.ones_(layer.weight)
+    torch.nn.init.ones_(layer.bias)
+    output = layer(torch.ones(2, 4, 8, requires_grad=True))
+    original = communication.dist.all_reduce, communication._all_gather, communication._reduce_scatter
+    with Events() as mode:
+        communication.dist.all_reduce = mode.watch("all-reduce", original[0])
+        communication._all_gather = mode.watch("all-gather", original[1])
+        communication._reduce_scatter = mode.watch("reduce-scatter", original[2])
+        try:
+            output.sum().backward()
+        finally:
+            communication.dist.all_reduce, communication._all_gather, communication._reduce_scatter = original
+    return mode.events
+
+
+def test_the_input_gradient_is_summed_while_the_weight_gradient_is_computed(run_mesh):
+    for events in run_mesh(2, backward_events, False):
+        assert events == ["product", "start all-reduce", "product", "wait all-reduce"]
+
+
+def test_under_sequence_parallelism_the_gather_is_hidden_too(run_mesh):
+    for events in run_mesh(2, backward_events, True):
+        assert events == [
+            "start all-gather",
+            "product",  # the input gradient
+            "wait all-gather",
+            "start reduce-scatter",
+            "product",  # the weight gradient
+            "wait reduce-scatter",
+        ]
