@@ -70,6 +70,7 @@ class Destination:
             missing = [file for file in files if not self._is_made(file)]
             self._check_space(sum(file.size for file in missing))
             for file in missing:
+                self.partial(file.name).parent.mkdir(exist_ok=True)
                 file.create(self.partial(file.name))
         except OSError as error:
             journal.close()
@@ -92,11 +93,12 @@ class Destination:
         """Makes everything durable and gives it its name; the manifest, or else config.json, comes last."""
         try:
             for file in files:
+                file.complete(self.partial(file.name))
                 _sync(self.partial(file.name))
             for file in files:
                 self.partial(file.name).rename(self.work / file.name)
+                _sync((self.work / file.name).parent)
             for name, content in sorted(texts.items(), key=lambda item: item[0] == "config.json"):
-                (self.work / name).parent.mkdir(exist_ok=True)
                 (self.work / name).write_bytes(content)
                 _sync(self.work / name)
             if manifest is not None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from .destination import Destination
 from .dtypes import torch_name
@@ -19,6 +19,7 @@ from .manifest import ExtraRecord, Manifest, TensorRecord
 from .plan import Plan, make_plan, source_state
 from .source import EXTRAS, open_source
 from .source_layout import MappedSource, entries, map_source
+from .stored import StoredTensor
 from .target import LARGEST_FILE, Target, huggingface_target, shards_target
 
 ProgressReport = Callable[[int, int], None]  # bytes done, bytes in all
@@ -57,14 +58,23 @@ class Outcome:
 
 
 def split(
-    source: Path, destination: Path, size: int, options: Options | None = None, report: ProgressReport | None = None
+    source: Path,
+    destination: Path,
+    size: int,
+    options: Options | None = None,
+    report: ProgressReport | None = None,
+    style: Literal["shardzoo", "legacy"] = "shardzoo",
 ) -> Outcome:
-    """Writes a shardzoo folder of `size` tensor-parallel ranks from a folder of any format.
+    """Writes a shardzoo folder of `size` tensor-parallel ranks, or mp_rank files, from a folder of any format.
 
     ValueError, with nothing left behind, for anything amiss in the source, sizes that do not divide, and a
     destination that exists or whose disk is too full.
     """
-    return _convert(source, destination, options, report, lambda mapped, dtype: shards_target(mapped, size, dtype))
+    if style == "legacy":
+        from .legacy_target import legacy_target as make_target
+    else:
+        make_target = shards_target
+    return _convert(source, destination, options, report, lambda mapped, dtype: make_target(mapped, size, dtype))
 
 
 def merge(
@@ -203,20 +213,11 @@ def _manifest(todo: Plan, digests: Digests) -> Manifest:
 
 def _check_complete(todo: Plan, destination: Path) -> None:
     """ValueError unless the folder already holds what the plan would write, by its headers."""
-    found = open_source(destination)
-    there = {
-        (tensor.file.name, tensor.name): _at(tensor)
-        for rank in (*found.ranks, found.extras)
-        for tensor in rank.values()
-    }
-    wanted = {(tensor.file.name, tensor.name): _at(tensor) for tensor in _real_tensors(todo)}
-    if there != wanted:
-        raise ValueError(f"{destination} is complete, but from other work; replace it with --overwrite")
+    found = open_source(destination, destination)
+    there = {_where(tensor) for rank in (*found.ranks, found.extras) for tensor in rank.values()}
+    if there != {_where(tensor) for tensor in todo.target.layout.tensors()}:
+        raise ValueError(f"{destination} is complete, but of other work; replace it with --overwrite")
 
 
-def _at(tensor: Any) -> tuple:
-    return tensor.dtype, tensor.nbytes, tensor.offset
-
-
-def _real_tensors(todo: Plan) -> list:
-    return todo.target.layout.tensors()
+def _where(tensor: StoredTensor) -> tuple[str, str, str, int, int]:
+    return tensor.file.name, tensor.name, tensor.dtype, tensor.nbytes, tensor.offset

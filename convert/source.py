@@ -98,13 +98,17 @@ def _open_huggingface(folder: Path, config_file: Path | None) -> Source:
     raise AssertionError("open_source saw one of the files")
 
 
-def _read_weights(path: Path) -> list[StoredTensor]:
+def _read_weights(path: Path, ranks: int | None = None) -> list[StoredTensor]:
+    """ranks: how many files there are of tensor-parallel ranks."""
     if path.suffix == ".safetensors":
         return read_header(path)[0]
     from .torch_file import load_without_storage, locate_tensors  # torch takes seconds to import
 
     state = load_without_storage(path)
-    while isinstance(state, dict) and isinstance(state.get("module"), dict):
+    if isinstance(state, dict) and isinstance(state.get("module"), dict):
+        written = state.get("mp_world_size")
+        if ranks is not None and type(written) is int and written != ranks:
+            raise ValueError(f"{path} was written by {written} tensor-parallel ranks, but there are files of {ranks}")
         state = state["module"]
     if not isinstance(state, dict):
         raise ValueError(f"{path} holds a {type(state).__name__}, not named tensors")
@@ -171,15 +175,29 @@ def _legacy_folder(folder: Path) -> Path | None:
 
 def _open_legacy(folder: Path, files_in: Path, config_file: Path | None) -> Source:
     matches = [LEGACY_FILE.fullmatch(entry.name) for entry in files_in.iterdir()]
-    numbers = sorted(int(match[1]) for match in matches if match)
-    if numbers != list(range(len(numbers))):
-        raise ValueError(f"{files_in} has mp_rank files {numbers}; ranks must be 0 to {len(numbers) - 1}, each once")
+    by_rank = {int(match[1]): match.string for match in matches if match}
+    size = len(by_rank)
+    if sorted(by_rank) != list(range(size)):
+        raise ValueError(f"{files_in} has mp_rank files {sorted(by_rank)}; ranks must be 0 to {size - 1}, each once")
     ranks = []
-    for rank in numbers:
-        path = checked_file(files_in, f"mp_rank_{rank:02d}_model_states.pt")
-        ranks.append(only_names_once(_read_weights(path)))
-    for rank, tensors in enumerate(ranks):
-        if differing := sorted(tensors.keys() ^ ranks[0].keys()):
-            raise ValueError(f"tensor {differing[0]} is not in both mp_rank_00 and mp_rank_{rank:02d} of {files_in}")
-    config_folder = files_in if (files_in / "config.json").exists() else folder
-    return Source("legacy", folder, _config(config_folder, config_file), tuple(ranks))
+    for rank in range(size):
+        tensors = only_names_once(_read_weights(checked_file(files_in, by_rank[rank]), size))
+        if ranks and (differing := sorted(tensors.keys() ^ ranks[0].keys())):
+            raise ValueError(f"tensor {differing[0]} is not in both {by_rank[0]} and {by_rank[rank]} of {files_in}")
+        ranks.append(tensors)
+    home = next((place for place in (files_in, folder) if (place / "config.json").exists()), None)
+    if config_file is None and home is None:
+        config = _original_glm_config(ranks)
+    else:
+        config = _config(home or folder, config_file)
+    return Source("legacy", folder, config, tuple(ranks))
+
+
+def _original_glm_config(ranks: list[Mapping[str, StoredTensor]]) -> dict[str, Any]:
+    """What the tensors of the original GLM's authors tell, whose folders have no config.json."""
+    from ..models.glm.legacy import infer_config
+
+    try:
+        return infer_config(ranks).to_dict()  # pyright: ignore[reportArgumentType] - only names and shapes are used
+    except ValueError as error:
+        raise ValueError(f"there is no config.json, and {error}; name one with --config") from None

@@ -37,6 +37,9 @@ class NewFile:
         finally:
             os.close(descriptor)
 
+    def complete(self, path: Path) -> None:
+        """Called when every tensor is written."""
+
 
 @dataclass(frozen=True)
 class Target:
@@ -56,7 +59,7 @@ class Target:
 def shards_target(mapped: MappedSource, size: int, dtype: str | None = None) -> Target:
     """A shardzoo folder of `size` ranks. ValueError, naming the sizes that work, if the model cannot be split so."""
     mapped.model.check_size(size)
-    dtypes = _new_dtypes(mapped, dtype)
+    dtypes = new_dtypes(mapped, dtype)
     shapes = {name: (dtypes[name], p.local_shape(size)) for name, p in mapped.model.parameters.items()}
     files, ranks = [], []
     for rank in range(size):
@@ -74,7 +77,7 @@ def shards_target(mapped: MappedSource, size: int, dtype: str | None = None) -> 
 
 def huggingface_target(mapped: MappedSource, dtype: str | None = None, largest_file: int = LARGEST_FILE) -> Target:
     """A Hugging Face folder with the names that the weights had in the one they came from, else today's."""
-    dtypes = _new_dtypes(mapped, dtype)
+    dtypes = new_dtypes(mapped, dtype)
     known = entries(mapped.model)
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, parameter in mapped.model.parameters.items():
@@ -145,7 +148,7 @@ def _new_file(name: str, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> t
     return NewFile(name, header, size), tensors
 
 
-def _new_dtypes(mapped: MappedSource, dtype: str | None) -> dict[str, str]:
+def new_dtypes(mapped: MappedSource, dtype: str | None) -> dict[str, str]:
     """Each parameter's type in the destination: its own, or for floats the one that was asked for."""
     if dtype is not None and dtype not in FLOATS:
         raise ValueError(f"cannot convert to {dtype}; use one of {', '.join(FLOATS)}")

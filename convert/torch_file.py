@@ -7,19 +7,34 @@ from __future__ import annotations
 
 import bisect
 import pickle
+import re
 import struct
 import zipfile
-from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from .dtypes import from_torch_name
 from .stored import StoredTensor
 
+# What training frameworks put beside the weights: arguments, random states, loss scalers. None of it is built.
+FORGOTTEN = (
+    "argparse.Namespace",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    "fp16.loss_scaler.DynamicLossScaler",
+    "fp16.loss_scaler.LossScaler",
+    "numpy._core.multiarray._reconstruct",
+    "numpy._core.multiarray.scalar",
+    "numpy.core.multiarray._reconstruct",
+    "numpy.core.multiarray.scalar",
+    "numpy.dtype",
+    "numpy.ndarray",
+)
 _LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip record: lengths of its name and extra field
 
 
@@ -31,12 +46,12 @@ def load_without_storage(path: Path) -> Any:
             f"is rewritten by torch.save(torch.load(path, weights_only=True), path)"
         )
     try:
-        with torch.serialization.safe_globals(_harmless_classes()):
+        with torch.serialization.safe_globals([(_Forgotten, name) for name in FORGOTTEN]):
             return torch.load(path, map_location="meta", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
-        reason = str(error).split("\n")
-        detail = next((line for line in reason if "Unsupported" in line or "GLOBAL" in line), reason[0])
-        raise ValueError(f"{path} is refused, because it is not only tensors and plain values: {detail}") from None
+        foreign = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"a {foreign[1]}" if foreign else "what only code could build"
+        raise ValueError(f"{path} is refused: besides tensors and plain values it holds {what}") from None
     except (RuntimeError, OSError, EOFError, KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path} is damaged: {str(error).splitlines()[0] if str(error) else error!r}") from None
 
@@ -88,14 +103,14 @@ class _Records:
         return position >= 0 and self._starts[position] == start and stop <= self._stops[start]
 
 
-def _harmless_classes() -> list[Any]:
-    """What training frameworks put beside the weights: random states and argument lists."""
-    reconstruct = np._core.multiarray._reconstruct if hasattr(np, "_core") else np.core.multiarray._reconstruct
-    return [
-        Namespace,
-        np.ndarray,
-        np.dtype,
-        *(type(np.dtype(kind)) for kind in ("uint8", "uint32", "int64", "float32", "float64")),
-        (reconstruct, "numpy.core.multiarray._reconstruct"),
-        (reconstruct, "numpy._core.multiarray._reconstruct"),
-    ]
+class _Forgotten:
+    """Stands for an object that is no weight; takes what the original takes, and keeps nothing."""
+
+    def __new__(cls, *args: object, **kwargs: object) -> _Forgotten:
+        return super().__new__(cls)
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        pass

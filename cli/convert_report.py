@@ -1,0 +1,45 @@
+"""Text for the terminal: aligned columns, facts, and progress with speed and remaining time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+
+def columns(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A plain table; the last column is aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    lines = []
+    for row in (titles, *rows):
+        cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False)]
+        lines.append("  ".join([*cells, row[-1].rjust(widths[-1])]))
+    return "\n".join(lines) + "\n"
+
+
+def facts(values: Mapping[str, object]) -> str:
+    width = max(map(len, values))
+    return "\n" + "\n".join(f"{name.replace('_', ' '):<{width}}  {value}" for name, value in values.items())
+
+
+def gigabytes(count: int) -> str:
+    """`1.42 GB`, or smaller units where that would be nothing; units of powers of 1000."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} bytes"
+
+
+@contextmanager
+def transfer_progress(*, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar with speed and remaining time on a terminal, nothing elsewhere."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    parts = (BarColumn(bar_width=32), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*parts, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -1,0 +1,187 @@
+"""Writes `mp_rank_XX_model_states.pt` files: torch's zip format, whose tensors' bytes are filled in later.
+
+The pickle in them names the same few functions that `torch.save` names, so that `torch.load(weights_only=True)` and
+every tool that reads such files load them.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import struct
+import zlib
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .dtypes import item_size
+from .layout import Layout
+from .source_layout import MappedSource, entries, rank_placements
+from .stored import StoredTensor
+from .target import NewFile, Target, new_dtypes
+
+FOLDER = "release"
+ROOT = "archive"
+ALIGNMENT = 64
+STORAGES = {
+    "F64": torch.DoubleStorage,
+    "F32": torch.FloatStorage,
+    "F16": torch.HalfStorage,
+    "BF16": torch.BFloat16Storage,
+    "I64": torch.LongStorage,
+    "I32": torch.IntStorage,
+    "U8": torch.ByteStorage,
+    "BOOL": torch.BoolStorage,
+}
+LOCAL = struct.Struct("<4s5H3L2H")
+CENTRAL = struct.Struct("<4s6H3L5H2L")
+WIDE = struct.Struct("<2HQQ")  # zip64 field of a local header: its id and length, two sizes
+WIDE_CENTRAL = struct.Struct("<2HQQQ")
+END_WIDE = struct.Struct("<4sQ2H2L4Q")
+LOCATOR = struct.Struct("<4sLQL")
+END = struct.Struct("<4s4H2LH")
+FAR = 0xFFFFFFFF  # says that the zip64 field has the number
+
+
+def legacy_target(mapped: MappedSource, size: int, dtype: str | None = None) -> Target:
+    """`size` files under the names of the original GLM, or under shardzoo's own where a family has no such files.
+
+    The vocabulary is not padded under the original names. ValueError if a size does not divide, or a type has no
+    storage class in such files.
+    """
+    model, dtypes = mapped.model, new_dtypes(mapped, dtype)
+    known = entries(model)
+    original = all(len(entry.stored_names()) == 1 and not entry.transpose for entry in known.values())
+    parameters = {name: p.without_padding() if original else p for name, p in model.parameters.items()}
+    names = {name: known[name].stored_names()[0] if original else name for name in parameters}
+    if mapped.layout.extras:
+        raise ValueError(f"mp_rank files hold parameters only, not {next(iter(mapped.layout.extras))}")
+    for name, kind in dtypes.items():
+        if kind not in STORAGES:
+            raise ValueError(f"mp_rank files cannot hold {kind}, which {name} is; choose another --dtype")
+    shapes = {names[name]: (dtypes[name], p.local_shape(size)) for name, p in parameters.items()}
+    files, ranks = [], []
+    for rank in range(size):
+        file = new_torch_file(f"{FOLDER}/mp_rank_{rank:02d}_model_states.pt", shapes, {"mp_world_size": size})
+        files.append(file)
+        ranks.append({name: file.tensors[names[name]] for name in parameters})
+    return Target("legacy", size, Layout(rank_placements(parameters, ranks)), tuple(files), {"latest": FOLDER + "\n"})
+
+
+@dataclass(frozen=True)
+class NewTorchFile(NewFile):
+    """pieces: everything that is no tensor, by offset. records: (offset of the local header, of the central one,
+    first byte, length) of each record, whose checksum is known only when it is written."""
+
+    pieces: tuple[tuple[int, bytes], ...] = ()
+    records: tuple[tuple[int, int, int, int], ...] = ()
+    tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
+
+    def create(self, path: Path) -> None:
+        super().create(path)
+        with path.open("r+b") as file:
+            for offset, content in self.pieces:
+                os.pwrite(file.fileno(), content, offset)
+
+    def complete(self, path: Path) -> None:
+        """Fills in the checksums of the zip format."""
+        with path.open("r+b") as file:
+            for local, central, start, length in self.records:
+                checksum = 0
+                for position in range(start, start + length, 1 << 20):
+                    checksum = zlib.crc32(
+                        os.pread(file.fileno(), min(1 << 20, start + length - position), position), checksum
+                    )
+                os.pwrite(file.fileno(), struct.pack("<L", checksum), local + 14)
+                os.pwrite(file.fileno(), struct.pack("<L", checksum), central + 16)
+
+
+def new_torch_file(
+    name: str, shapes: Mapping[str, tuple[str, tuple[int, ...]]], beside: Mapping[str, Any]
+) -> NewTorchFile:
+    """A file that loads as `{"module": tensors, **beside}`."""
+    contents: list[tuple[str, bytes | int]] = [("data.pkl", _pickle(shapes, beside)), ("byteorder", b"little")]
+    contents += [(f"data/{key}", prod(s) * item_size(d)) for key, (d, s) in enumerate(shapes.values())]
+    contents.append(("version", b"3\n"))
+    position, placed, pieces = 0, [], []
+    for record, content in contents:
+        length = content if isinstance(content, int) else len(content)
+        local = _local_header(f"{ROOT}/{record}".encode(), length, position)
+        pieces.append((position, local if isinstance(content, int) else local + content))
+        placed.append((f"{ROOT}/{record}".encode(), position, position + len(local), length))
+        position += len(local) + length
+    directory, central = b"", []
+    for record, local, _, length in placed:
+        central.append(position + len(directory))
+        directory += _central_header(record, length, local)
+    pieces.append((position, directory + _end(len(placed), len(directory), position)))
+    file, starts = Path(name), {record: start for record, _, start, _ in placed}
+    tensors = {
+        key: StoredTensor(key, file, dtype, shape, starts[f"{ROOT}/data/{index}".encode()])
+        for index, (key, (dtype, shape)) in enumerate(shapes.items())
+    }
+    records = tuple((place[1], at, place[2], place[3]) for place, at in zip(placed, central, strict=True))
+    size = pieces[-1][0] + len(pieces[-1][1])
+    return NewTorchFile(name, pieces[0][1], size, tuple(pieces), records, tensors)
+
+
+@dataclass(frozen=True)
+class _Storage:
+    key: str
+    dtype: str
+    count: int
+
+
+class _Tensor:
+    def __init__(self, storage: _Storage, shape: tuple[int, ...]) -> None:
+        self._storage, self._shape = storage, shape
+
+    def __reduce__(self) -> tuple:
+        strides = tuple(prod(self._shape[i + 1 :]) for i in range(len(self._shape)))
+        return torch._utils._rebuild_tensor_v2, (self._storage, 0, self._shape, strides, False, OrderedDict())
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> tuple | None:
+        if isinstance(obj, _Storage):
+            return "storage", STORAGES[obj.dtype], obj.key, "cpu", obj.count
+        return None
+
+
+def _pickle(shapes: Mapping[str, tuple[str, tuple[int, ...]]], beside: Mapping[str, Any]) -> bytes:
+    module = OrderedDict(
+        (name, _Tensor(_Storage(str(key), dtype, prod(shape)), shape))
+        for key, (name, (dtype, shape)) in enumerate(shapes.items())
+    )
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=2).dump({"module": module, **beside})
+    return stream.getvalue()
+
+
+def _local_header(name: bytes, length: int, position: int) -> bytes:
+    """Padded by a field that readers pass over, so that the record starts aligned."""
+    wide = WIDE.pack(1, 16, length, length)
+    unpadded = position + LOCAL.size + len(name) + len(wide) + 4
+    padding = struct.pack("<2H", 0x4246, -unpadded % ALIGNMENT) + b"\0" * (-unpadded % ALIGNMENT)
+    extra = wide + padding
+    return LOCAL.pack(b"PK\3\4", 45, 0, 0, 0, 0x21, 0, FAR, FAR, len(name), len(extra)) + name + extra
+
+
+def _central_header(name: bytes, length: int, local: int) -> bytes:
+    wide = WIDE_CENTRAL.pack(1, 24, length, length, local)
+    return (
+        CENTRAL.pack(b"PK\1\2", 45, 45, 0, 0, 0, 0x21, 0, FAR, FAR, len(name), len(wide), 0, 0, 0, 0, FAR) + name + wide
+    )
+
+
+def _end(count: int, length: int, start: int) -> bytes:
+    """The zip64 end of the directory, its locator, and the old end."""
+    wide = END_WIDE.pack(b"PK\6\6", END_WIDE.size - 12, 45, 45, 0, 0, count, count, length, start)
+    locator = LOCATOR.pack(b"PK\6\7", 0, start + length, 1)
+    return wide + locator + END.pack(b"PK\5\6", 0, 0, min(count, 0xFFFF), min(count, 0xFFFF), FAR, FAR, 0)

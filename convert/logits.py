@@ -1,0 +1,147 @@
+"""Runs a split model and an independent implementation on the same tokens, and compares their logits."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from ..models import from_pretrained
+from ..mpu import ParallelMesh
+from .operations import Options, merge, split
+from .source import open_source
+from .source_layout import MappedSource, map_source
+from .verification import smallest_size
+
+TOLERANCE = 1e-5
+BATCH, LENGTH, SEED = 2, 24, 0
+
+
+@dataclass(frozen=True)
+class LogitsDifference:
+    """size: tensor-parallel ranks. reference: what it was compared with. largest: largest absolute difference.
+
+    scale: largest absolute logit of the reference.
+    """
+
+    size: int
+    reference: str
+    largest: float
+    scale: float
+
+    @property
+    def relative(self) -> float:
+        return self.largest / self.scale if self.scale else self.largest
+
+    @property
+    def is_close(self) -> bool:
+        return self.relative <= TOLERANCE
+
+
+def compare_logits(folder: Path, size: int | None, config_file: Path | None = None) -> LogitsDifference:
+    """Logits of random tokens in fp32: of `size` processes that load shards, and of transformers.
+
+    The shards, and for transformers a Hugging Face folder, are made in a temporary folder where `folder` is not one.
+    A family that transformers does not have is compared with the unsplit model.
+    """
+    source = open_source(folder, config_file)
+    mapped = map_source(source)
+    if size is None:
+        size = len(source.ranks) if source.kind != "huggingface" else smallest_size(mapped)
+    mapped.model.check_size(size)
+    inputs = example_inputs(mapped)
+    options = Options(config_file=config_file)
+    with tempfile.TemporaryDirectory(prefix="logits-") as temporary:
+        shards, plain = folder, folder
+        if source.kind != "shards" or len(source.ranks) != size:
+            shards = Path(temporary) / "shards"
+            split(folder, shards, size, options)
+        if source.kind != "huggingface":
+            plain = Path(temporary) / "merged"
+            merge(folder, plain, options)
+        ours = _split_logits(shards, size, inputs, Path(temporary))
+        known = transformers_class(plain, source.config)
+        theirs = _reference_logits(known, plain, inputs, mapped) if known else _unsplit_logits(shards, inputs)
+    reference = (
+        f"transformers' {known.__name__}" if known else "the unsplit model (transformers does not have this family)"
+    )
+    largest = (ours - theirs).abs().max().item()
+    return LogitsDifference(size, reference, largest, theirs.abs().max().item())
+
+
+def example_inputs(mapped: MappedSource) -> dict[str, Tensor]:
+    """The same random tokens [B, S] at every call."""
+    config = mapped.model.config
+    generator = torch.Generator().manual_seed(SEED)
+    length = min(LENGTH, config.max_sequence_length)
+    ids = torch.randint(mapped.model.vocab_size, (BATCH, length), generator=generator)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if getattr(config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = torch.randint(mapped.model.vocab_size, (BATCH, length), generator=generator)
+    if config.model_type == "glm":
+        del inputs["attention_mask"]  # the original GLM's has another meaning; without it, it is causal
+    return inputs
+
+
+def logits_of(output: Any) -> Tensor:
+    return output.prediction_logits if hasattr(output, "prediction_logits") else output.logits
+
+
+@torch.no_grad()
+def _unsplit_logits(folder: Path, inputs: Mapping[str, Tensor]) -> Tensor:
+    model = from_pretrained(folder, dtype=torch.float32)
+    return model.gather_logits(logits_of(model(**inputs)))
+
+
+def _split_logits(folder: Path, size: int, inputs: Mapping[str, Tensor], temporary: Path) -> Tensor:
+    result = temporary / "logits.pt"
+    mp.spawn(_rank_logits, (folder, size, dict(inputs), temporary / "rendezvous", result), nprocs=size)
+    return torch.load(result, weights_only=True)
+
+
+@torch.no_grad()
+def _rank_logits(rank: int, folder: Path, size: int, inputs: dict[str, Tensor], rendezvous: Path, result: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+    try:
+        mesh = ParallelMesh(size)
+        model = from_pretrained(folder, mesh, dtype=torch.float32)
+        logits = model.gather_logits(logits_of(model(**inputs)))
+        if rank == 0:
+            torch.save(logits, result)
+    finally:
+        dist.destroy_process_group()
+
+
+def transformers_class(folder: Path, config: Mapping[str, Any]) -> Any:
+    """The class that `config.json` names, if transformers has it and it is of the same architecture."""
+    import transformers
+
+    names = config.get("architectures") or [None]
+    found = getattr(transformers, str(names[0]), None)
+    return None if config.get("model_type") == "glm" else found
+
+
+@torch.no_grad()
+def _reference_logits(kind: Any, folder: Path, inputs: Mapping[str, Tensor], mapped: MappedSource) -> Tensor:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    model, report = kind.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    if problems := {what: sorted(names) for what, names in report.items() if names and what != "unexpected_keys"}:
+        raise ValueError(f"transformers does not load {folder} as it is: {problems}")
+    if "head.weight" in mapped.model.parameters:
+        # transformers 5 ties every T5's head, whatever the file holds (huggingface/transformers#48154).
+        head = from_pretrained(folder, dtype=torch.float32).get_parameter("head.weight")
+        model.get_output_embeddings().weight = torch.nn.Parameter(head[: mapped.model.vocab_size].clone())
+    return logits_of(model.eval()(**inputs))

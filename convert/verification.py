@@ -1,0 +1,145 @@
+"""Proofs that a folder is whole, that two folders hold the same weights, and that splitting loses nothing."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from .engine import block_size, run_copies
+from .file_io import Comparer, Files, check_hash, hash_stored, open_for_reading
+from .operations import Options, merge, split
+from .plan import compose
+from .source import open_source
+from .source_layout import MappedSource, map_source
+from .stored import StoredTensor
+from .target import huggingface_target
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """differences: what differs, by tensor and file; empty if all is equal. hashed, compared: bytes."""
+
+    differences: tuple[str, ...]
+    tensors: int
+    nbytes: int
+
+
+def verify_folder(folder: Path, options: Options) -> Verdict:
+    """Every tensor of the folder maps to a parameter, matches its recorded hash, and equals its copies.
+
+    ValueError at what is structurally wrong; what merely differs is in the verdict.
+    """
+    mapped = map_source(open_source(folder, options.config_file))
+    tensors = mapped.layout.tensors()
+    with Files(open_for_reading) as files, ThreadPoolExecutor(options.threads) as pool:
+        files.open(mapped.source.files)
+
+        def check(tensor: StoredTensor) -> str:
+            found = hash_stored(tensor, files[tensor.file], block_size(options.threads))
+            try:
+                check_hash(tensor, found, mapped.hashes.get((tensor.file, tensor.name)))
+            except ValueError as error:
+                return str(error)
+            digests[tensor.file, tensor.name] = found
+            return ""
+
+        digests: dict[tuple[Path, str], str] = {}
+        problems = [problem for problem in pool.map(check, tensors) if problem]
+    problems += _differing_copies(mapped, digests) + _repeated_ranks(mapped, digests)
+    return Verdict(tuple(problems), len(tensors), sum(tensor.nbytes for tensor in tensors))
+
+
+def _differing_copies(mapped: MappedSource, digests: dict[tuple[Path, str], str]) -> list[str]:
+    problems = []
+    for placement in mapped.layout.placements.values():
+        first = placement.copies[0]
+        for copy in placement.copies[1:]:
+            for mine, other in zip(first, copy, strict=True):
+                keys = [(part.tensor.file, part.tensor.name) for part in (mine, other)]
+                if all(key in digests for key in keys) and digests[keys[0]] != digests[keys[1]]:
+                    problems.append(f"{other.tensor} differs from {mine.tensor}, which it must repeat")
+    return problems
+
+
+def _repeated_ranks(mapped: MappedSource, digests: dict[tuple[Path, str], str]) -> list[str]:
+    """Rank files without recorded hashes that are copies of one another."""
+    if mapped.source.kind != "legacy":
+        return []
+    parts = [placement.copies[0] for placement in mapped.layout.placements.values() if len(placement.copies[0]) > 1]
+    seen: dict[tuple, int] = {}
+    for rank in range(len(mapped.source.ranks)):
+        contents = tuple(digests.get((copy[rank].tensor.file, copy[rank].tensor.name)) for copy in parts)
+        if contents in seen:
+            return [f"rank {rank} of {mapped.source.folder} repeats rank {seen[contents]} in every split tensor"]
+        seen[contents] = rank
+    return []
+
+
+def verify_equal(first: Path, second: Path, options: Options, report: Callable[[int, int], None]) -> Verdict:
+    """Compares all weights of two folders of any formats, byte by byte; padding is left aside."""
+    ours, theirs = (map_source(open_source(folder, options.config_file)) for folder in (first, second))
+    return _compare(ours, theirs, options, report)
+
+
+def verify_round_trip(folder: Path, size: int | None, options: Options, report: Callable[[int, int], None]) -> Verdict:
+    """Converts the folder once and compares the result with it, tensor names included.
+
+    A Hugging Face folder is split `size` ways (by default the smallest legal number above one), another one merged,
+    into a temporary folder beside it.
+    """
+    mapped = map_source(open_source(folder, options.config_file))
+    with tempfile.TemporaryDirectory(prefix=".round-trip-", dir=folder.resolve().parent) as temporary:
+        there = Path(temporary) / "converted"
+        if mapped.source.kind == "huggingface":
+            split(folder, there, size or smallest_size(mapped), options, report)
+        else:
+            merge(folder, there, replace(options, largest_file=1 << 62), report)
+        back = map_source(open_source(there))
+        verdict = _compare(back, mapped, options, report)
+        problems = list(verdict.differences)
+        if mapped.source.kind == "huggingface":
+            named = {(t.name, t.dtype, t.shape) for t in huggingface_target(back).layout.tensors()}
+            wanted = {(t.name, t.dtype, t.shape) for t in mapped.source.ranks[0].values()}
+            names = {name for name, *_ in named} ^ {name for name, *_ in wanted}
+            problems += [f"tensor {name} does not survive under its name" for name in sorted(names)]
+    return Verdict(tuple(problems), verdict.tensors, verdict.nbytes)
+
+
+def smallest_size(mapped: MappedSource) -> int:
+    """The smallest legal number of ranks above one; ValueError if there is none."""
+    for size in range(2, 65):
+        if all(p.shard is None or size in p.shard.legal_sizes(size) for p in mapped.model.parameters.values()):
+            return size
+    raise ValueError("this model cannot be split: no number of ranks from 2 to 64 divides it")
+
+
+def _compare(
+    source: MappedSource, target: MappedSource, options: Options, report: Callable[[int, int], None]
+) -> Verdict:
+    copies = compose(source.layout, target.layout)
+    comparers: list[Comparer] = []
+    problems = [
+        f"{copy.name} is {copy.source.dtype} in {source.source.folder}, "
+        f"but {copy.target.dtype} in {target.source.folder}"
+        for copy in copies
+        if copy.source.dtype != copy.target.dtype
+    ]
+    copies = [copy for copy in copies if copy.source.dtype == copy.target.dtype]
+    total, done = sum(copy.nbytes for copy in copies), 0
+    with Files(open_for_reading) as inputs, Files(open_for_reading) as others:
+        inputs.open(source.source.files)
+        others.open(target.source.files)
+
+        def compare(tensors: list[StoredTensor]) -> Comparer:
+            comparers.append(Comparer(tensors, others))
+            return comparers[-1]
+
+        for index, _ in run_copies(copies, inputs, source.hashes, compare, options.threads):
+            done += copies[index].nbytes
+            report(done, total)
+    for comparer in comparers:
+        problems += [f"{tensor} differs, first at byte {at:,}" for tensor, at in comparer.differing.items()]
+    return Verdict(tuple(problems), len(copies), total)
