@@ -7,6 +7,7 @@ about which collective comes next.
 
 from __future__ import annotations
 
+import copyreg
 import itertools
 import multiprocessing
 import os
@@ -19,15 +20,20 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import torch
 import torch.distributed as dist
 from rank_worker import serve, with_mesh
 
 TESTS = Path(__file__).resolve().parent.parent
 SECONDS_AFTER_FAILURE = 2.0  # what the other ranks get once one has failed
-SECONDS_AFTER_SUCCESS = 8.0  # ... and once one has returned: more, because ranks may have unequal work
+SECONDS_AFTER_SUCCESS = 10.0  # ... and once one has returned: more, because ranks may have unequal work
 SECONDS_IN_ALL = 120.0
 # Loaded once, in the fork server. torch loads _dynamo late: every worker would, at its first checkpoint or optimizer.
 PRELOADED = ["torch", "torch.distributed.device_mesh", "torch._dynamo", "cloudpickle", "shardzoo.mpu"]
+
+
+# cloudpickle sends `torch.ops` along with a function that mentions any `.ops`, and does not know how.
+copyreg.pickle(type(torch.ops), lambda _: (getattr, (torch, "ops")))
 
 
 class RanksFailedError(AssertionError):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 # A collective that waits longer than this raises in its rank, so even a deadlock of all ranks ends.
-COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=12)
+COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=20)
 
 _meshes: dict[tuple[int, int], Any] = {}
 

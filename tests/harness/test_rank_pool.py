@@ -85,3 +85,7 @@ def test_an_isolated_run_leaves_nothing_behind(run_ranks):
 
     [isolated] = run_ranks(1, remember, isolated=True)
     assert run_ranks(1, lambda: (os.getpid() != isolated, os.environ.get("HARNESS_LEFTOVER"))) == [(True, None)]
+
+
+def test_functions_that_mention_torch_ops(run_ranks):
+    assert run_ranks(1, lambda: float(torch.ops.aten.neg(torch.ones(())))) == [-1.0]
