@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from ..trainer.batches import collate
 
 
 def load_with_transformers(folder: Path) -> torch.nn.Module:
@@ -25,12 +27,15 @@ def load_with_transformers(folder: Path) -> torch.nn.Module:
 
 
 @torch.no_grad()
-def held_out_loss(folder: Path, samples: Iterable[dict[str, Tensor]]) -> float:
+def held_out_loss(folder: Path, samples: Sequence[dict[str, Tensor]], batch_size: int = 8) -> float:
     """transformers' mean loss in nats per token over samples of equal length, on this CPU."""
     model = load_with_transformers(folder)
+    total = 0.0
     with all_cores():
-        losses = [model(**{name: tensor[None] for name, tensor in sample.items()}).loss.double() for sample in samples]
-    return torch.stack(losses).mean().item()
+        for first in range(0, len(samples), batch_size):
+            batch = collate(samples[first : first + batch_size], torch.device("cpu"))
+            total += model(**batch).loss.double().item() * len(batch["labels"])
+    return total / len(samples)
 
 
 def sample_continuation(folder: Path, prompt: str, *, new_tokens: int = 120) -> str:

@@ -17,8 +17,10 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import tyro
 
-from ..models import find_config
+from ..models import find_config, presets
+from ..models.auto import model_class
 from ..models.common.attention import check_heads
+from ..models.common.causal_lm import CausalLM
 from ..mpu import validate_layout
 from ..trainer.arguments import TrainingArguments
 from ..trainer.deepspeed_config import read_deepspeed_file
@@ -47,9 +49,9 @@ class PretrainArguments(TrainingArguments):
     data: str | None = None
     """A text file, a folder of text, JSON lines with a `text` key, or the prefix of a prepared .bin/.idx pair; by
     default the source of the Python standard library."""
-    vocab_size: int = 4096
+    vocab_size: int = 2048
     """Size of the byte-level BPE vocabulary that is trained on the corpus."""
-    held_out_fraction: float = 0.02
+    held_out_fraction: float = 0.05
     """Share of the documents that is never trained on."""
 
     output_dir: str | None = None
@@ -134,6 +136,11 @@ def read_arguments(argv: Sequence[str], *, quiet: bool) -> PretrainArguments:
 def check(arguments: PretrainArguments, launch: Launch) -> ModelConfig:
     """The model's configuration, if everything that can be known before the processes meet is in order."""
     config = find_config(arguments.model)
+    if not issubclass(model_class(config), CausalLM):
+        raise ValueError(
+            f"model {arguments.model} is a {config.architecture}, and pretrain.py trains causal language models; "
+            f"use a preset such as {', '.join(name for name, other in presets() if other.model_type == 'gpt2')}"
+        )
     changes = {name: getattr(arguments, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
     config = config.with_changes(**{name: value for name, value in changes.items() if value is not None})
     size = arguments.model_parallel_size

@@ -202,7 +202,7 @@ class Pretraining:
         merge(folder.checkpoint(trainer.step), folder.hf)
         self.console.print("loading the exported folder with transformers …")
         count = min(arguments.final_eval_sequences, len(self.held_out))
-        hf_loss = held_out_loss(folder.hf, (self.held_out[i] for i in range(count)))
+        hf_loss = held_out_loss(folder.hf, [self.held_out[i] for i in range(count)])
         self.console.print(
             run_results(
                 folder=folder.path,

@@ -17,18 +17,18 @@ class TrainingArguments:
     recompute: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward pass: those of attention, or of whole blocks."""
 
-    train_steps: int = 400
+    train_steps: int = 1000
     """Optimizer steps."""
-    micro_batch_size: int = 8
+    micro_batch_size: int = 4
     """Sequences in one forward pass of one data-parallel rank."""
     global_batch_size: int | None = None
     """Sequences in one optimizer step over all ranks; by default one micro-batch a rank."""
     sequence_length: int | None = None
     """Tokens in a sequence; by default the model's longest."""
 
-    lr: float = 1e-3
+    lr: float = 3e-3
     """Peak learning rate; warm-up is linear, then a cosine down to a tenth."""
-    warmup_steps: int = 40
+    warmup_steps: int = 60
     weight_decay: float = 0.1
     """On matrices only, never on biases and norms."""
     beta1: float = 0.9
@@ -42,13 +42,13 @@ class TrainingArguments:
     deepspeed_config: str | None = None
     """A DeepSpeed JSON file whose keys are added; what the arguments above decide may not be contradicted."""
 
-    eval_interval: int = 50
+    eval_interval: int = 100
     """Steps between evaluations on held-out text."""
     eval_sequences: int = 64
     """Held-out sequences of an evaluation during training."""
-    final_eval_sequences: int = 512
+    final_eval_sequences: int = 256
     """Held-out sequences of the evaluation at the end, which the exported model is compared on."""
-    save_interval: int = 200
+    save_interval: int = 500
     """Steps between checkpoints; the last step is always saved."""
     log_interval: int = 1
     """Steps between points in the logs."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import socket
 import sys
 from dataclasses import dataclass
@@ -67,8 +69,10 @@ def start_missing_processes(world_size: int) -> int:
     """
     if 0 < torch.cuda.device_count() < world_size:
         raise ValueError(f"{world_size} processes need as many GPUs; this machine has {torch.cuda.device_count()}")
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
 
+    # A rank that fails says itself why.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     shared = {
         **cpu_environment(world_size),
         "MASTER_ADDR": "127.0.0.1",
@@ -88,6 +92,11 @@ def start_missing_processes(world_size: int) -> int:
     )
     try:
         result = job.wait()
+    except SignalException as stopped:
+        for number in (signal.SIGINT, signal.SIGTERM):  # launchers repeat themselves while the ranks end
+            signal.signal(number, signal.SIG_IGN)
+        job.close(stopped.sigval)
+        return 128 + stopped.sigval
     finally:
         job.close()
     if result is None or not result.is_failed():

@@ -10,9 +10,9 @@ PRESETS: dict[str, GPT2Config] = {
     "gpt2-large": GPT2Config(n_embd=1280, n_layer=36, n_head=20),
     "gpt2-xl": GPT2Config(n_embd=1600, n_layer=48, n_head=25),
     "gpt2-quickstart": GPT2Config(
-        vocab_size=4096,
+        vocab_size=2048,
         n_positions=256,
-        n_embd=288,
+        n_embd=240,
         n_layer=4,
         n_head=12,
         resid_pdrop=0.0,

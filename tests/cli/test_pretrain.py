@@ -157,6 +157,7 @@ BEFORE_ANY_PROCESS = [
     (["--model-paralle-size", "2"], "--model-parallel-size INT"),
     (["--sequence-length", "1000"], "256 positions"),
     (["--model", "gpt5"], "'gpt5' is no preset"),
+    (["--model", "t5-small"], "trains causal language models"),
     (["--global-batch-size", "7"], "use a multiple of 4"),
     (["--resume"], "--output-dir"),
     (["--resume", "--output-dir", "nothing"], "holds no run"),
