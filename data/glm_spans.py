@@ -10,21 +10,21 @@ LONGEST_SPAN = 39
 MEAN_SPAN = 3.0
 
 
-def _span_weights() -> np.ndarray:
+def _cumulative_weights() -> np.ndarray:
     lengths = np.arange(1, LONGEST_SPAN + 1)
     weights = np.exp(lengths * np.log(MEAN_SPAN) - np.cumsum(np.log(lengths)))  # Poisson, up to a constant
-    return weights / weights.sum()
+    cumulative = np.cumsum(weights) / weights.sum()
+    cumulative[-1] = 1.0
+    return cumulative
 
 
-_WEIGHTS = _span_weights()
+_CUMULATIVE = _cumulative_weights()
 
 
 def span_lengths(least: int, generator: np.random.Generator) -> list[int]:
     """Poisson(3) lengths, cut to 1..39, until they sum to `least` or more."""
-    lengths: list[int] = []
-    while sum(lengths) < least:
-        lengths.append(int(generator.choice(LONGEST_SPAN, p=_WEIGHTS)) + 1)
-    return lengths
+    drawn = np.searchsorted(_CUMULATIVE, generator.random(least), side="right") + 1  # more than enough
+    return drawn[: int(np.searchsorted(np.cumsum(drawn), least)) + 1].tolist()
 
 
 def documents_of(tokens: np.ndarray, ids: GLMTokens) -> list[tuple[int, int]]:

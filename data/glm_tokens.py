@@ -70,7 +70,7 @@ class GLMTokens:
         return -(-self.vocab_size // multiple) * multiple
 
 
-def glm_tokens(base_size: int, family: Family, base_ids: dict[str, int] | None = None) -> GLMTokens:
+def glm_token_ids(base_size: int, family: Family, base_ids: dict[str, int] | None = None) -> GLMTokens:
     """Ids for a base vocabulary of `base_size` entries, by the reference's rule for its family.
 
     `base_ids` gives the ids of the roles that the base vocabulary itself plays (see `glm_tokenizer`);
@@ -100,8 +100,8 @@ def glm_tokenizer(tokenizer: Tokenizer, family: Family) -> GLMTokens:
         ValueError: the vocabulary is not of that family.
     """
     if family in _CHINESE_TASKS:
-        base = _base_size(tokenizer)
-        tokens = glm_tokens(base, family)
+        base = _base_size(tokenizer, set(TOKEN_NAMES.values()))
+        tokens = glm_token_ids(base, family)
         taken = {getattr(tokens, role): name for role, name in TOKEN_NAMES.items() if role != "gmask"}
         if family == "chinese":
             taken[tokens.gmask] = TOKEN_NAMES["gmask"]
@@ -114,20 +114,17 @@ def glm_tokenizer(tokenizer: Tokenizer, family: Family) -> GLMTokens:
         if index is None:
             raise ValueError(f"this is no {family} vocabulary: it has no {token}")
         own[role] = index
-    base = _base_size(tokenizer)
-    tokens = glm_tokens(base, family, own)
-    tokenizer.add_tokens([TOKEN_NAMES[role] for role in _APPENDED[family]])
+    names = [TOKEN_NAMES[role] for role in _APPENDED[family]]
+    base = _base_size(tokenizer, set(names))
+    tokens = glm_token_ids(base, family, own)
+    tokenizer.add_tokens(names)
     return tokens
 
 
-def _base_size(tokenizer: Tokenizer) -> int:
+def _base_size(tokenizer: Tokenizer, appended: set[str]) -> int:
     """Vocabulary size without the tokens that an earlier call appended."""
     size = tokenizer.vocab_size
-    appended = set(TOKEN_NAMES.values())
-    while size:
-        token = tokenizer.id_to_token(size - 1)
-        if not (token.startswith("<|unused_") or (token in appended and token != "<|endoftext|>")):
-            break
+    while size and ((token := tokenizer.id_to_token(size - 1)) in appended or token.startswith("<|unused_")):
         size -= 1
     return size
 

@@ -10,7 +10,9 @@ from .tokenizer import Tokenizer
 
 # Latin marks count before white space only ("3.14" is no end); the full-width ones have no space behind them.
 _BOUNDARY = re.compile(
-    r"(?<=[.?!])(?=\s)|(?<=[.?!][\"'”’)])(?=\s)|(?<=[。？！…])(?![。？！…”’」』）])|(?<=\n)(?=[^\n])"
+    r"(?<=[.?!])(?=\s)|(?<=[.?!][\"'”’)])(?=\s)"
+    r"|(?<=[。？！…])(?![。？！…”’」』）])|(?<=[。？！…][”’」』）])(?![。？！…”’」』）])"
+    r"|(?<=\n)(?=[^\n])"
 )
 # The marks behind which GLM's sampling may cut (specification of its BlockDataset and
 # ConstructBlockStrategy).

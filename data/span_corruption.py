@@ -6,7 +6,7 @@ section 3.1.4; the segmentation is that of `random_spans_noise_mask` in the publ
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -31,12 +31,14 @@ class SpanCorruption:
     eos_token_id: int
     noise_density: float = 0.15
     mean_span_length: float = 3.0
+    _sentinel_array: np.ndarray = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not 0 < self.noise_density < 1:
             raise ValueError(f"noise_density is {self.noise_density}; it must lie between 0 and 1")
         if self.mean_span_length < 1:
             raise ValueError(f"mean_span_length is {self.mean_span_length}; a span has at least 1 token")
+        object.__setattr__(self, "_sentinel_array", np.array(self.sentinels, np.int64))
 
     def __call__(self, tokens: np.ndarray, generator: np.random.Generator) -> Sample:
         noise, spans = self.counts(len(tokens))
@@ -47,17 +49,24 @@ class SpanCorruption:
 
     def corrupt(self, tokens: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Sample:
         """The sample for given spans [starts, stops), in order and not touching."""
-        sentinels = np.array(self.sentinels[: len(starts)], np.int64)
-        inside = np.zeros(len(tokens) + 1, np.int64)
-        inside[starts] += 1
-        inside[stops] -= 1
-        noise = np.cumsum(inside[:-1]).astype(bool)  # [n]
-        at = np.concatenate([[0], np.cumsum(~noise)])[starts]  # where each span was, counted in kept tokens
-        inputs = np.insert(tokens[~noise].astype(np.int64), at, sentinels)
         lengths = stops - starts
-        labels = np.insert(tokens[noise].astype(np.int64), np.cumsum(lengths) - lengths, sentinels)
-        end = np.int64(self.eos_token_id)
-        return {"input_ids": np.append(inputs, end), "labels": np.append(labels, end)}
+        sentinels = self._sentinel_array[: len(starts)]
+        border = np.zeros(len(tokens) + 1, np.int64)
+        border[starts] = 1
+        border[stops] -= 1
+        noise = np.cumsum(border[:-1]).astype(bool)  # [n]
+        inputs = tokens.astype(np.int64)
+        inputs[starts] = sentinels
+        keep = ~noise
+        keep[starts] = True
+        labels = np.empty(int(lengths.sum()) + len(starts) + 1, np.int64)
+        at = np.cumsum(lengths + 1) - lengths - 1  # where each sentinel stands in the target
+        content = np.ones(len(labels), bool)
+        content[at] = content[-1] = False
+        labels[at] = sentinels
+        labels[content] = tokens[noise]
+        labels[-1] = self.eos_token_id
+        return {"input_ids": np.append(inputs[keep], self.eos_token_id), "labels": labels}
 
     def counts(self, length: int) -> tuple[int, int]:
         """(corrupted tokens, spans) for a text of `length` tokens; ValueError if it is too short or too long."""
