@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,7 +31,7 @@ class SequenceClassifier(nn.Module):
     """Base of the models that classify whole sequences; every rank has all logits."""
 
     config: BertConfig
-    encoder: nn.Module
+    encoder: Any  # a BertEncoder, whose module imports this one
 
     def classify(self, first: Tensor) -> Tensor:
         """The first token's state [B, H] -> [B, num_labels]"""

@@ -27,6 +27,7 @@ from .config import GLMConfig
 from .hf import NAME_MAP
 
 _RANK_FILES = (re.compile(r"mp_rank_(\d+)_model_states\.pt"), re.compile(r"pytorch_model_(\d+)\.bin"))
+_HUGGING_FACE_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin.index.json")
 _TRACKERS = ("latest", "latest_checkpointed_iteration.txt")
 _HEAD_SIZE = 64  # of every release; a checkpoint does not tell
 _INERT = (
@@ -60,11 +61,16 @@ class Inert:
 
 
 def legacy_files(folder: Path) -> list[Path]:
-    """The files of a legacy checkpoint in rank order; empty if the folder is none.
+    """The files of a legacy checkpoint in rank order; empty if the folder is none, or a Hugging Face folder.
 
     A single `pytorch_model.bin` is one if its `config.json` has the original GLM's keys. ValueError if a rank's file is
     missing.
     """
+    single = folder / "pytorch_model.bin"
+    if any((folder / name).exists() for name in _HUGGING_FACE_FILES):
+        return []  # whatever a trainer left beside it
+    if single.exists():
+        return [single] if _stored_config(folder) else []
     for pattern in _RANK_FILES:
         found = {int(match[1]): path for path in folder.iterdir() if (match := pattern.fullmatch(path.name))}
         if absent := sorted(set(range(max(found, default=-1) + 1)) - found.keys()):
@@ -77,8 +83,7 @@ def legacy_files(folder: Path) -> list[Path]:
             if tag in ("", ".", "..") or Path(tag).name != tag or not (folder / tag).is_dir():
                 raise ValueError(f"{folder / tracker} names {tag!r}, which is no folder beside it")
             return legacy_files(folder / tag)
-    single = folder / "pytorch_model.bin"
-    return [single] if single.is_file() and _stored_config(folder) else []
+    return []
 
 
 def legacy_config(files: list[Path], ranks: list[dict[str, StoredTensor]]) -> GLMConfig:

@@ -101,9 +101,9 @@ class GLMForConditionalGeneration(LanguageModel):
             use_cache = not self.training and labels is None and not self.sequence_parallel
         if self.sequence_parallel and (use_cache or mems is not None):
             raise ValueError("mems need whole sequences on a rank: build the model without sequence parallelism")
-        memory = self.memory_length(mems)
+        (batch, length), memory = input_ids.shape, self.memory_length(mems)
         x = self.embed(input_ids, position_ids, memory)  # [B, S, H], or [B, S/tp, H] under sequence parallelism
-        mask, causal = visible_keys(attention_mask, *input_ids.shape, memory)
+        mask, causal = visible_keys(attention_mask, batch, length, memory)
         hidden_states = [x]
         for i, block in enumerate(self.blocks):
             earlier = None if mems is None else mems[i]

@@ -129,6 +129,15 @@ def test_hub_folders_of_safetensors(prefix, tmp_path, golden):
     close(logits_of(None, tmp_path, None, inputs), logits)
 
 
+def test_a_hugging_face_folder_is_read_as_one_whatever_a_trainer_left_in_it(tmp_path, golden):
+    config, weights, inputs, logits = golden
+    write_authors(tmp_path / "global_step1", {"other": torch.ones(2)}, 1)
+    (tmp_path / "latest").write_text("global_step1")
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    close(logits_of(None, tmp_path, None, inputs), logits)
+
+
 def test_sizes_told_by_the_tensors(tmp_path, golden):
     _, weights, _, _ = golden
     write_authors(tmp_path, weights, 2)
