@@ -23,34 +23,12 @@ from .recompute import checkpoint
 from .shard import Shard
 from .softmax import scaled_masked_softmax
 
+# fmt: off
 __all__ = [
-    "ColumnParallelLinear",
-    "Dropout",
-    "LayerNorm",
-    "ParallelMesh",
-    "RMSNorm",
-    "RowParallelLinear",
-    "Shard",
-    "VocabParallelEmbedding",
-    "VocabParallelHead",
-    "assign_dropout_sites",
-    "checkpoint",
-    "clip_grad_norm_",
-    "copy_to_tp",
-    "divide",
-    "dropout_state",
-    "gather_from_tp",
-    "gather_sequence",
-    "grad_norm",
-    "initialize",
-    "materialize",
-    "reduce_from_tp",
-    "reduce_scatter_sequence",
-    "scaled_masked_softmax",
-    "scatter_sequence",
-    "scatter_to_tp",
-    "tp_rank",
-    "tp_size",
-    "validate_layout",
-    "vocab_parallel_cross_entropy",
+    "ColumnParallelLinear", "Dropout", "LayerNorm", "ParallelMesh", "RMSNorm", "RowParallelLinear", "Shard",
+    "VocabParallelEmbedding", "VocabParallelHead", "assign_dropout_sites", "checkpoint", "clip_grad_norm_",
+    "copy_to_tp", "divide", "dropout_state", "gather_from_tp", "gather_sequence", "grad_norm", "initialize",
+    "materialize", "reduce_from_tp", "reduce_scatter_sequence", "scaled_masked_softmax", "scatter_sequence",
+    "scatter_to_tp", "tp_rank", "tp_size", "validate_layout", "vocab_parallel_cross_entropy",
 ]
+# fmt: on

@@ -84,7 +84,7 @@ class DropoutState:
         first_sample: global index of the first sample of this micro-batch, of which row b is sample first_sample + b.
         It must never repeat during a run (epochs included), or masks would.
         """
-        self._key = DropoutKey(seed, first_sample, {})
+        self._key = DropoutKey(int(seed), int(first_sample), {})
 
     def capture(self) -> DropoutKey | None:
         """The current key, to be replayed later."""
@@ -121,7 +121,7 @@ def keep_mask(
     """
     offsets, whole = offsets or (0,) * len(shape), whole or shape
     options = {"device": device, "dtype": torch.int64}
-    keys = torch.tensor(_signed(key, 64), **options)
+    keys = torch.full((), _signed(key, 64), **options)  # unlike torch.tensor, no wait for the device
     keys = _chain(keys, first_sample + torch.arange(shape[0], **options))  # [B]
     row = torch.zeros((), **options)
     for count, offset, size in zip(shape[1:-1], offsets[1:-1], whole[1:-1], strict=True):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from .collectives import reduce_from_tp, reduce_scatter_sequence
 from .linear import column_parallel
 from .mesh import ParallelMesh, tp_rank, tp_size
-from .parameter import split_parameter
+from .parameter import SplitLayer, split_parameter
 from .shard import Shard
 
 
@@ -23,7 +23,7 @@ def check_ids(ids: Tensor, count: int, what: str) -> None:
         raise ValueError(f"{what} {ids[~inside][0]} is outside 0..{count - 1}")
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(SplitLayer):
     """Rows of the table are split over the tensor-parallel ranks, padded to an equal number of rows per rank.
 
     padding_idx: the row of this id gets no gradient.
@@ -67,11 +67,8 @@ class VocabParallelEmbedding(nn.Module):
             return reduce_scatter_sequence(rows, self.mesh)
         return reduce_from_tp(rows, self.mesh)
 
-    def extra_repr(self) -> str:
-        return f"{self.shard.describe()}, sequence_parallel={self.sequence_parallel}"
 
-
-class VocabParallelHead(nn.Module):
+class VocabParallelHead(SplitLayer):
     """Hidden states -> logits of this rank's slice of the vocabulary; nothing is gathered.
 
     tied: the embedding whose weight is shared (the very same parameter).
@@ -109,7 +106,3 @@ class VocabParallelHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return column_parallel(hidden, self.weight, self.bias, sequence_parallel=self.sequence_parallel, mesh=self.mesh)
-
-    def extra_repr(self) -> str:
-        bias = self.bias is not None
-        return f"{self.shard.describe()}, bias={bias}, sequence_parallel={self.sequence_parallel}"

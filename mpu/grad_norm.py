@@ -46,5 +46,5 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, mesh: Paralle
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:
-            parameter.grad.mul_(factor.to(parameter.grad.dtype))
+            parameter.grad.mul_(factor)  # an fp32 scalar: a 16-bit gradient is rounded once
     return norm

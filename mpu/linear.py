@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from .collectives import SEQUENCE_DIM, gather_from_tp, scatter_to_tp
 from .communication import start_all_gather, start_all_reduce, start_reduce_scatter
 from .mesh import ParallelMesh, tp_size
-from .parameter import split_parameter
+from .parameter import SplitLayer, split_parameter
 from .shard import Shard
 
 
@@ -114,7 +114,7 @@ def column_parallel(
     return _ColumnParallel.apply(*_autocast(tensor, weight, bias), mesh.tp_group, sequence_parallel)
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(SplitLayer):
     """y = x Wᵀ + b with the output features split over the tensor-parallel ranks. Weight [out, in].
 
     groups: sizes of the blocks stacked along the output (fused Q, K, V; gate and up), each split separately.
@@ -163,12 +163,8 @@ class ColumnParallelLinear(nn.Module):
         pieces = gathered.split(widths * size, dim=-1)  # rank 0's blocks, rank 1's blocks, ...
         return torch.cat([piece for block in range(len(widths)) for piece in pieces[block :: len(widths)]], dim=-1)
 
-    def extra_repr(self) -> str:
-        bias = self.bias is not None
-        return f"{self.shard.describe()}, bias={bias}, sequence_parallel={self.sequence_parallel}"
 
-
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(SplitLayer):
     """y = x Wᵀ + b with the input features split over the tensor-parallel ranks. Weight [out, in].
 
     The bias is replicated and added once to the sum of the ranks' products.
@@ -206,7 +202,3 @@ class RowParallelLinear(nn.Module):
             return F.linear(tensor, self.weight, self.bias)
         arguments = _autocast(tensor, self.weight, self.bias)
         return _RowParallel.apply(*arguments, self.mesh.tp_group, self.sequence_parallel)
-
-    def extra_repr(self) -> str:
-        bias = self.bias is not None
-        return f"{self.shard.describe()}, bias={bias}, sequence_parallel={self.sequence_parallel}"

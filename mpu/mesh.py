@@ -73,8 +73,6 @@ class ParallelMesh:
         """All ranks that hold one replica of the model: tensor × pipeline, ordered by stage."""
         if self.pp_size == 1:
             return self.tp_group
-        if self.tp_size == 1:
-            return self.pp_group
         ranks = self.device_mesh.mesh.movedim(1, 0).flatten(1).tolist()  # [dp, pp * tp]
         group, _ = dist.new_subgroups_by_enumeration(ranks)
         assert isinstance(group, dist.ProcessGroup)

@@ -10,12 +10,32 @@ from .mesh import ParallelMesh, tp_size
 from .shard import Shard
 
 
+class SplitLayer(nn.Module):
+    """A layer whose weight is split; it prints how."""
+
+    shard: Shard
+    sequence_parallel: bool
+    mesh: ParallelMesh | None
+
+    def extra_repr(self) -> str:
+        return f"{self.shard.describe()}, sequence_parallel={self.sequence_parallel}"
+
+
+class SplitParameter(nn.Parameter):
+    """A parameter whose attributes, `.shard` and DeepSpeed's marks among them, survive `copy.deepcopy`."""
+
+    def __deepcopy__(self, memo):
+        copy = super().__deepcopy__(memo)
+        vars(copy).update(vars(self))
+        return copy
+
+
 def split_parameter(shard: Shard, mesh: ParallelMesh | None) -> nn.Parameter:
     """A parameter that holds this rank's part of `shard`, filled with NaN until it is initialised or loaded.
 
     It carries `.shard`, and the two marks by which DeepSpeed counts it on every tensor-parallel rank.
     """
-    parameter = nn.Parameter(torch.full(shard.local_shape(tp_size(mesh)), float("nan")))
+    parameter = SplitParameter(torch.full(shard.local_shape(tp_size(mesh)), float("nan")))
     parameter.shard = shard  # type: ignore[attr-defined]
     parameter.model_parallel = parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
     return parameter
@@ -57,7 +77,7 @@ def _with_storage(parameter: nn.Parameter, device: torch.device, dtype: torch.dt
         if parameter.is_meta
         else parameter.detach().to(device=device, dtype=wanted)
     )
-    renewed = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    renewed = type(parameter)(values, requires_grad=parameter.requires_grad)
     for name, value in vars(parameter).items():
         setattr(renewed, name, value)
     return renewed

@@ -84,3 +84,15 @@ def test_bf16_gradients_are_summed_in_fp32():
     parameter = torch.nn.Parameter(torch.zeros(1 << 14, dtype=torch.bfloat16))
     parameter.grad = torch.ones_like(parameter)
     assert mpu.grad_norm([parameter]) == 128  # a bf16 sum would stop at 256 of the 16384 ones
+
+
+def test_16_bit_gradients_are_scaled_by_an_unrounded_factor():
+    gradient = torch.linspace(1, 2, 1000).bfloat16()
+    parameters = [torch.nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16)) for _ in range(2)]
+    for parameter in parameters:
+        parameter.grad = gradient.clone()
+    mpu.clip_grad_norm_(parameters[:1], 0.3)
+    torch.nn.utils.clip_grad_norm_(parameters[1:], 0.3)
+    exact = gradient.double() * 0.3 / gradient.double().norm()
+    torch.testing.assert_close(parameters[0].grad.double(), exact, rtol=2**-8, atol=0.0)
+    assert torch.equal(parameters[0].grad, (gradient.float() * (0.3 / (gradient.float().norm() + 1e-6))).bfloat16())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -90,3 +92,12 @@ def test_a_buffer_lost_on_the_meta_device_is_an_error():
 def test_parameters_that_nobody_set_are_nan():
     layers = nn.ModuleList([mpu.ColumnParallelLinear(3, 4), mpu.RowParallelLinear(3, 4)])
     assert all(parameter.isnan().all() for parameter in layers.parameters())
+
+
+def test_a_copied_model_keeps_its_declarations():
+    model = copy.deepcopy(mpu.ColumnParallelLinear(3, 4))
+    assert model.weight.shard == mpu.Shard((4, 3), 0)
+    assert model.weight.model_parallel
+    assert model.weight.tensor_model_parallel
+    moved = mpu.ColumnParallelLinear(3, 4).to(torch.bfloat16)
+    assert moved.bias.shard == mpu.Shard((4,), 0)
