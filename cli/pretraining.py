@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from dataclasses import fields, replace
@@ -18,11 +17,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ..convert.manifest import Manifest
 from ..convert.merge import merge
-from ..convert.sharded import ShardedReader
 from ..data import Corpus, GPTDataset, IndexedDataset, prepare_corpus, unigram_entropy
-from ..models import Execution, from_config
+from ..models import Execution, from_config, from_pretrained
 from ..models.common.causal_lm import CausalLM
 from ..models.common.config import ModelConfig
 from ..mpu import ParallelMesh
@@ -132,28 +129,16 @@ class Pretraining:
     def _build_model(self) -> CausalLM:
         arguments = self.arguments
         dtype = torch.bfloat16 if arguments.precision == "bf16" else torch.float32
-        model = from_config(
-            self.config,
-            self.mesh,
-            device=self.device,
-            dtype=dtype,
-            seed=arguments.seed,
-            execution=Execution(arguments.sequence_parallel, arguments.recompute),
-        )
-        if self.first_step:
-            self._load_weights(model)
-        return model
-
-    def _load_weights(self, model: CausalLM) -> None:
+        execution = Execution(arguments.sequence_parallel, arguments.recompute)
+        if not self.first_step:
+            return from_config(
+                self.config, self.mesh, device=self.device, dtype=dtype, seed=arguments.seed, execution=execution
+            )
         folder = self.run_folder.checkpoint(self.first_step)
-        saved = type(self.config).from_dict(json.loads((folder / "config.json").read_text()))
-        if saved != self.config:
-            raise ValueError(f"--resume: {folder} holds a model with {saved}, not {self.config}; use its own arguments")
-        parameters = dict(model.named_parameters())
-        shards = {name: getattr(parameter, "shard", None) for name, parameter in parameters.items()}
-        reader = ShardedReader(folder, "rank", Manifest.read(folder).tensor_parallel_size, shards)
-        for name, parameter in parameters.items():
-            parameter.data.copy_(reader.local(name, self.mesh.tp_rank, self.mesh.tp_size))
+        model = from_pretrained(folder, self.mesh, dtype, device=self.device, execution=execution)
+        if model.config != self.config:
+            raise ValueError(f"--resume: {folder} holds {model.config}, but the arguments ask for {self.config}")
+        return model
 
     def _summary(self) -> Table:
         return run_summary(

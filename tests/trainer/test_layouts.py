@@ -16,8 +16,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def losses_of_training(mesh, folder: Path, first_step: int = 0, **changes) -> list[float]:
     """Trains a small GPT-2 with everything on (dropout, clipping, a vocabulary that does not divide)."""
-    from shardzoo.convert.sharded import ShardedReader
-    from shardzoo.models import Execution, find_config, from_config
+    from shardzoo.models import Execution, find_config, from_config, from_pretrained
     from shardzoo.trainer.arguments import TrainingArguments
     from shardzoo.trainer.loop import Trainer
     from shardzoo.trainer.reporter import SilentReporter
@@ -57,15 +56,12 @@ def losses_of_training(mesh, folder: Path, first_step: int = 0, **changes) -> li
         model_parallel_size=mesh.tp_size,
     )
     execution = Execution(arguments.sequence_parallel, arguments.recompute)
-    model = from_config(config, mesh, dtype=DTYPES[arguments.precision], execution=execution)
     run_folder = RunFolder(folder)
+    options = {"dtype": DTYPES[arguments.precision], "execution": execution}
     if first_step:
-        parameters = dict(model.named_parameters())
-        shards = {name: getattr(parameter, "shard", None) for name, parameter in parameters.items()}
-        saved_size = len(list(run_folder.checkpoint(first_step).glob("rank_*.safetensors")))
-        reader = ShardedReader(run_folder.checkpoint(first_step), "rank", saved_size, shards)
-        for name, parameter in parameters.items():
-            parameter.data.copy_(reader.local(name, mesh.tp_rank, mesh.tp_size))
+        model = from_pretrained(run_folder.checkpoint(first_step), mesh, **options)
+    else:
+        model = from_config(config, mesh, **options)
     reporter = Losses()
     reporter.values = []
     trainer = Trainer(
