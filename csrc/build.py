@@ -194,9 +194,10 @@ def cuda_architectures() -> list[str]:
     return [*flags, f"-gencode=arch=compute_{capabilities[-1]},code=compute_{capabilities[-1]}"]
 
 
-def cuda_jobs(nvcc: str, objects: Path) -> list[tuple[Path, Path, list[str]]]:
+def cuda_jobs(nvcc: str, cxx: list[str], objects: Path) -> list[tuple[Path, Path, list[str]]]:
     """The CUDA kernels."""
-    flags = ["-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", *cuda_architectures()]
+    flags = ["-O3", "-std=c++17", "-ccbin", cxx[0], "-Xcompiler=-fPIC,-fvisibility=hidden"]
+    flags += cuda_architectures()
     sources = sorted((CSRC / "cuda").glob("*.cu"))
     pairs = [(source, objects / f"{source.stem}.cuda.o") for source in sources]
     return [(s, t, [nvcc, *flags, "-c", str(s), "-o", str(t)]) for s, t in pairs]
@@ -219,16 +220,13 @@ def build_kernels(objects: Path, target: Path) -> None:
     cxx, torch, nvcc = compiler(), package_folder("torch"), find_nvcc()
     jobs = [*binding_jobs(cxx, objects, torch, nvcc is not None), *cpu_jobs(cxx, objects)]
     link = ["-L" + str(torch / "lib"), "-ltorch_cpu", "-ldl"]
+    linker = cxx
     if nvcc is not None:
-        jobs = [*cuda_jobs(nvcc, objects), *jobs]
-        # linked statically, so that the library loads where there is no CUDA at all
-        folder = Path(nvcc).resolve().parent.parent
-        libraries = next((p.parent for p in folder.rglob("libcudart_static.a")), None)
-        if libraries is None:
-            raise CannotBuild(f"{folder} has no libcudart_static.a")
-        link += [f"-L{libraries}", "-lcudart_static", "-lrt", "-lpthread"]
+        jobs = [*cuda_jobs(nvcc, cxx, objects), *jobs]
+        # nvcc knows where its runtime is; linked statically, so that the library loads where there is no CUDA
+        linker = [nvcc, "-ccbin", cxx[0], "-cudart", "static"]
     run_all(jobs)
-    run([*cxx, "-shared", "-o", str(target), *(str(job[1]) for job in jobs), *link])
+    run([*linker, "-shared", "-o", str(target), *(str(job[1]) for job in jobs), *link])
 
 
 def build_pybind11(source: Path, objects: Path, target: Path) -> None:

@@ -55,8 +55,13 @@ void run(Kernel kernel, const Tensor& like, const void* parameters, int64_t unit
 // Column sums are taken over chunks of rows whose size depends on the shape alone, never on the number of threads,
 // so that results are the same from run to run and on any number of them.
 struct Chunks {
-  explicit Chunks(int64_t rows) : rows_each(std::max<int64_t>(32, (rows + 255) / 256)), count((rows + rows_each - 1) / rows_each) {}
+  explicit Chunks(const Tensor& x)
+      : rows_each(std::max<int64_t>(32, (rows_of(x) + most(x) - 1) / most(x))),
+        count((rows_of(x) + rows_each - 1) / rows_each) {}
   int64_t rows_each, count;
+
+ private:
+  static int64_t most(const Tensor& x) { return x.is_cpu() ? 256 : 512; }
 };
 
 // [chunks, columns] in the calculation's type, for partial column sums.

@@ -55,7 +55,7 @@ void norm_backward(const Tensor& grad, const OptionalTensor& grad_summed, const 
                    const void* mean, const Tensor& rstd, const Tensor& grad_x, const Tensor& grad_weight,
                    const OptionalTensor& grad_bias) {
   const int64_t rows = rows_of(h), columns = columns_of(h);
-  const Chunks chunks(rows);
+  const Chunks chunks(h);
   const Tensor partial_weight = partial_sums(h, chunks, columns);
   OptionalTensor partial_bias;
   if (grad_bias) partial_bias = partial_sums(h, chunks, columns);
@@ -88,7 +88,7 @@ void bias_gelu(const Tensor& x, const OptionalTensor& bias, bool tanh, const Ten
 void bias_gelu_backward(const Tensor& grad, const Tensor& x, const OptionalTensor& bias, bool tanh,
                         const Tensor& grad_x, const Tensor& grad_bias) {
   const int64_t rows = rows_of(x), columns = columns_of(x);
-  const Chunks chunks(rows);
+  const Chunks chunks(x);
   OptionalTensor partial;
   if (bias) partial = partial_sums(x, chunks, columns);
   const GeluBackward a = {input(grad), input(x), input(bias),      output(grad_x), partial ? output(*partial) : nullptr,
@@ -126,7 +126,7 @@ void bias_dropout_residual_backward(const Tensor& grad, const OptionalTensor& ke
                                     int64_t first_column, bool has_bias, const Tensor& grad_x,
                                     const Tensor& grad_bias) {
   const int64_t rows = rows_of(grad), columns = columns_of(grad);
-  const Chunks chunks(rows);
+  const Chunks chunks(grad);
   OptionalTensor partial;
   if (has_bias) partial = partial_sums(grad, chunks, columns);
   const DropoutBackward a = {input(grad), output(grad_x),   partial ? output(*partial) : nullptr,
