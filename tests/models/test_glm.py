@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -303,3 +304,18 @@ def test_initial_weights_are_the_authors():
     assert parameters["blocks.1.attention.output.weight"].std().item() == pytest.approx(0.01, rel=0.02)
     assert parameters["block_position_embeddings.weight"].std().item() == pytest.approx(0.02, rel=0.02)
     assert all((p == 0).all() for name, p in parameters.items() if name.endswith("bias"))
+
+
+def test_the_documented_code_runs(monkeypatch):
+    tiny = PRESETS["glm-base"].with_changes(num_layers=2, hidden_size=64, num_attention_heads=4)
+    monkeypatch.setitem(PRESETS, "glm-base", tiny)
+    text = (Path(__file__).parents[2] / "docs" / "glm.md").read_text()
+    names: dict = {}
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(code, names)
+    assert names["logits"].shape == (1, 1, 30592)
+    whole_call = names["model"](names["ids"], names["places"], torch.tensor([5])).logits[:, 5:6]
+    close(names["logits"], names["model"].gather_logits(whole_call))
+    assert names["exact"].config.hidden_act == "gelu"
+    for name, parameters in PARAMETERS.items():
+        assert re.search(rf"`{name}`.*\| {parameters:,} \|", text), name
