@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import reduce
 
 import torch
 import torch.distributed as dist
@@ -30,8 +31,9 @@ def grad_norm(parameters: Iterable[Tensor], mesh: ParallelMesh | None = None) ->
     device = parameters[0].device if parameters else torch.device("cpu")
     squares = torch.zeros((), dtype=torch.float32, device=device)
     if split:
-        norms = torch.ops.aten._foreach_norm(split, 2, dtype=torch.float32)
-        squares = torch.stack([norm.to(device) for norm in norms]).square().sum()
+        wide = reduce(torch.promote_types, (grad.dtype for grad in split), torch.float32)
+        norms = torch.ops.aten._foreach_norm(split, 2, dtype=wide)
+        squares = torch.stack([norm.to(device) for norm in norms]).square().sum().float()
     if mesh is not None and mesh.get_model_parallel_world_size() > 1:
         dist.all_reduce(squares, group=mesh.get_model_parallel_group())
     return squares.sqrt()

@@ -96,3 +96,12 @@ def test_16_bit_gradients_are_scaled_by_an_unrounded_factor():
     exact = gradient.double() * 0.3 / gradient.double().norm()
     torch.testing.assert_close(parameters[0].grad.double(), exact, rtol=2**-8, atol=0.0)
     assert torch.equal(parameters[0].grad, (gradient.float() * (0.3 / (gradient.float().norm() + 1e-6))).bfloat16())
+
+
+def test_gradients_of_several_dtypes():
+    parameters = [torch.nn.Parameter(torch.zeros(4, dtype=d)) for d in (torch.float64, torch.bfloat16, torch.float32)]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 2.0)
+    torch.testing.assert_close(mpu.clip_grad_norm_(parameters, 1.0), torch.tensor(48.0).sqrt())
+    assert [parameter.grad.dtype for parameter in parameters] == [torch.float64, torch.bfloat16, torch.float32]
+    assert float(parameters[0].grad[0]) == pytest.approx(2 / 48**0.5, rel=1e-6)
