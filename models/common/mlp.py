@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ...mpu import ColumnParallelLinear, Dropout, ParallelMesh, RowParallelLinear
 from ...ops import geglu, swiglu
 from .execution import Execution
+from .gated_linear import DownLinear, GateUpLinear
 
 gelu_tanh = partial(F.gelu, approximate="tanh")
 
@@ -65,7 +66,10 @@ class MLP(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(dropout(activation(gate(x)) · up(x))), with a fused product [gate|up] (Shazeer 2020, arXiv:2002.05202)."""
+    """down(dropout(activation(gate(x)) · up(x))), without biases (Shazeer 2020, arXiv:2002.05202).
+
+    Any number of ranks can share the inner width.
+    """
 
     def __init__(
         self,
@@ -73,21 +77,20 @@ class GatedMLP(nn.Module):
         inner_size: int,
         activation: str,
         *,
-        bias: bool = True,
         dropout: float = 0.0,
         mesh: ParallelMesh | None = None,
         execution: Execution,
     ) -> None:
         super().__init__()
-        shared = {"bias": bias, "sequence_parallel": execution.sequence_parallel, "mesh": mesh}
+        shared = {"sequence_parallel": execution.sequence_parallel, "mesh": mesh}
         self.activation = find_activation(activation)
-        self.gate_up = ColumnParallelLinear(hidden_size, 2 * inner_size, groups=(inner_size,) * 2, **shared)
+        self.gate_up = GateUpLinear(hidden_size, inner_size, **shared)
         self.dropout = Dropout(dropout, split_dim=-1, mesh=mesh)
-        self.down = RowParallelLinear(inner_size, hidden_size, **shared)
+        self.down = DownLinear(inner_size, hidden_size, **shared)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, H] -> [B, S, H]"""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)  # [B, S, Fp] each
+        gate, up = self.gate_up(x)  # [B, S, Fp] each
         fused = GATES.get(self.activation)
         product = self.activation(gate) * up if fused is None else fused(gate, up)
         return self.down(self.dropout(product))

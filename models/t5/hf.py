@@ -22,7 +22,8 @@ def _feed_forward(stack: str, layer: int) -> tuple[Entry, ...]:
     return (
         Entry(f"{native}.mlp_norm.weight", f"{stored}.layer_norm.weight"),
         Entry(f"{native}.mlp.up.weight", f"{dense}.wi.weight"),
-        Entry(f"{native}.mlp.gate_up.weight", (f"{dense}.wi_0.weight", f"{dense}.wi_1.weight")),
+        Entry(f"{native}.mlp.gate_up.gate", f"{dense}.wi_0.weight"),
+        Entry(f"{native}.mlp.gate_up.up", f"{dense}.wi_1.weight"),
         Entry(f"{native}.mlp.down.weight", f"{dense}.wo.weight"),
         Entry(f"{stack}.final_norm.weight", f"{stack}.final_layer_norm.weight"),
     )

@@ -46,8 +46,10 @@ class T5Block(nn.Module):
             self.cross_attention = CrossAttention(size, heads, **heads_of, **ways)
             self.cross_attention_dropout = residual_dropout(rate, mesh, execution)
         self.mlp_norm = RMSNorm(size, **norm)
-        feed_forward = GatedMLP if config.is_gated else MLP
-        self.mlp = feed_forward(size, config.d_ff, config.activation, bias=False, dropout=rate, **ways)
+        if config.is_gated:
+            self.mlp = GatedMLP(size, config.d_ff, config.activation, dropout=rate, **ways)
+        else:
+            self.mlp = MLP(size, config.d_ff, config.activation, bias=False, dropout=rate, **ways)
         self.mlp_dropout = residual_dropout(rate, mesh, execution)
 
     def forward(

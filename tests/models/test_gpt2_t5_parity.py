@@ -29,16 +29,16 @@ T5 = {
         "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
     },
     "gated silu, tied, six heads, another start": {
-        "d_model": 36, "d_kv": 4, "num_heads": 6, "d_ff": 30, "vocab_size": 131, "num_layers": 2,
+        "d_model": 36, "d_kv": 4, "num_heads": 6, "d_ff": 31, "vocab_size": 131, "num_layers": 2,
         "feed_forward_proj": "gated-silu", "decoder_start_token_id": 7, "pad_token_id": 3,
     },
 }  # fmt: skip
 MT5 = {
     "uneven depths": {
-        "d_model": 18, "d_kv": 8, "num_heads": 12, "d_ff": 48, "vocab_size": 193, "num_layers": 1,
+        "d_model": 18, "d_kv": 8, "num_heads": 12, "d_ff": 50, "vocab_size": 193, "num_layers": 1,
         "num_decoder_layers": 3,
     },
-    "narrow": {"d_model": 40, "d_kv": 3, "num_heads": 4, "d_ff": 20, "vocab_size": 70, "num_layers": 2},
+    "narrow": {"d_model": 40, "d_kv": 3, "num_heads": 4, "d_ff": 5, "vocab_size": 70, "num_layers": 2},
     "ungated": {
         "d_model": 32, "d_kv": 6, "num_heads": 6, "d_ff": 24, "vocab_size": 151, "num_layers": 2,
         "feed_forward_proj": "relu", "layer_norm_epsilon": 1e-3,

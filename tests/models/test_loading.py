@@ -21,7 +21,7 @@ SIZES = {
         "d_model": 24, "d_kv": 5, "num_heads": 12, "d_ff": 36, "vocab_size": 101, "num_layers": 2,
         "decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
     },
-    "mt5": {"d_model": 24, "d_kv": 5, "num_heads": 12, "d_ff": 24, "vocab_size": 131, "num_layers": 1},
+    "mt5": {"d_model": 24, "d_kv": 5, "num_heads": 12, "d_ff": 25, "vocab_size": 131, "num_layers": 1},
 }  # fmt: skip
 GPT2_PREFIX = "transformer."
 

@@ -1,0 +1,251 @@
+"""Tokens per second of one training step, native against transformers, in one interleaved run.
+
+    python benchmarks/train_step.py --families gpt2 t5 --dtypes float32 bfloat16
+
+Both sides get the same weights, batch, type, threads, and a fused AdamW. transformers runs as it is with eager and
+with SDPA attention, and compiled; native as it is, and with each block compiled. A side whose loss or gradient norm
+is wrong is not timed: the program says so and fails. Ratios are of medians, because all variants take turns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# Read when the first tensor is made: huge pages speed memory-bound work on a CPU up, for every side alike.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+import torch
+import transformers
+import tyro
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import shardzoo
+from shardzoo.models import find_config
+from shardzoo.mpu import dropout_state
+
+SIZES = {
+    "gpt2": {"n_layer": 4},
+    "bert": {"num_hidden_layers": 4},
+    "t5": {"d_model": 768, "d_ff": 3072, "num_layers": 3, "num_heads": 12},
+    "mt5": {"num_layers": 3, "vocab_size": 32128},
+}
+PRESETS = {"gpt2": "gpt2", "bert": "bert-base-uncased", "t5": "t5-small", "mt5": "mt5-small"}
+DROPOUTS = {
+    "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    "t5": ("dropout_rate",),
+    "mt5": ("dropout_rate",),
+}
+LOSS_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+NORM_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What to measure."""
+
+    families: tuple[str, ...] = ("gpt2", "bert", "t5", "mt5")
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    batch_size: int = 4
+    length: int = 256
+    """Of the input; an encoder-decoder's targets are a quarter as long."""
+    padding: bool = True
+    """Whether a quarter of the second half of the samples is padding."""
+    dropout: float = 0.0
+    rounds: int = 7
+    threads: int = 0
+    """0: what torch takes."""
+    compiled: bool = True
+    """Whether compiled variants take part."""
+    required: float = 0.0
+    """Fail if native is not this many times as fast as the best of transformers."""
+    json: Path | None = None
+    """Where to write the figures."""
+    overrides: dict[str, int] = field(default_factory=dict)
+    """Configuration keys of the measured models, e.g. `--overrides num_layers 6`."""
+
+
+def main() -> int:
+    arguments = tyro.cli(Arguments, description=__doc__)
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    results, wrong = [], False
+    for family in arguments.families:
+        for dtype in arguments.dtypes:
+            result = measure(family, dtype, arguments)
+            wrong |= "error" in result or result["ratio"] < arguments.required
+            results.append(result)
+            show(result)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"threads": torch.get_num_threads(), "results": results}, indent=1))
+    return int(wrong)
+
+
+def measure(family: str, dtype: str, arguments: Arguments) -> dict:
+    """One family in one type: check the variants, then time them in turns."""
+    reference = make_reference(family, arguments)
+    batch = make_batch(family, reference.config, arguments)
+    tokens = sum(int(batch[name].numel()) for name in ("input_ids", *(["labels"] if family in ("t5", "mt5") else [])))
+    with tempfile.TemporaryDirectory() as folder:
+        reference.save_pretrained(folder)
+        variants = make_variants(folder, type(reference), getattr(torch, dtype), arguments)
+    result = {"family": family, "dtype": dtype, "tokens": tokens, "parameters": count(reference)}
+    steps, facts = {}, {}
+    for name, model in variants.items():
+        steps[name] = make_step(model, batch)
+        facts[name] = steps[name]()  # also compiles
+    problems = [
+        f"{name}: loss {loss:.6f}, gradient norm {norm:.5f}; transformers {facts['hf eager'][0]:.6f}, "
+        f"{facts['hf eager'][1]:.5f}"
+        for name, (loss, norm) in facts.items()
+        if abs(loss / facts["hf eager"][0] - 1) > LOSS_TOLERANCE[dtype]
+        or abs(norm / facts["hf eager"][1] - 1) > NORM_TOLERANCE[dtype]
+    ]
+    if problems and not arguments.dropout:
+        return result | {"error": "; ".join(problems)}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    rates = []
+    for _ in range(arguments.rounds):
+        rates.append(gemm_rate(getattr(torch, dtype)))
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            seconds[name].append(time.perf_counter() - start)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    rivals = {name: value for name, value in medians.items() if name.startswith("hf")}
+    own = {name: value for name, value in medians.items() if not name.startswith("hf")}
+    best, rival = min(own, key=own.__getitem__), min(rivals, key=rivals.__getitem__)
+    return result | {
+        "seconds": medians,
+        "spread": {name: (min(values), max(values)) for name, values in seconds.items()},
+        "ratio": rivals[rival] / own[best],
+        "plain_ratio": min(rivals[name] for name in rivals if "compiled" not in name) / medians["native"],
+        "gemm_share": step_flops(family, reference, batch) / own[best] / statistics.median(rates),
+        "gemm_gflops": statistics.median(rates) / 1e9,
+    }
+
+
+def make_reference(family: str, arguments: Arguments) -> nn.Module:
+    values = find_config(PRESETS[family]).to_dict() | SIZES[family] | arguments.overrides
+    values |= dict.fromkeys(DROPOUTS[family], arguments.dropout)
+    config = transformers.AutoConfig.for_model(**values)
+    kind = {"gpt2": transformers.AutoModelForCausalLM, "bert": transformers.AutoModelForMaskedLM}
+    torch.manual_seed(0)
+    model = kind.get(family, transformers.AutoModelForSeq2SeqLM).from_config(config)
+    if family == "mt5":
+        model.lm_head.weight = nn.Parameter(torch.randn_like(model.lm_head.weight) * config.d_model**-0.5)
+    return model
+
+
+def make_batch(family: str, config, arguments: Arguments) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (arguments.batch_size, arguments.length)
+    ids = torch.randint(5, config.vocab_size, shape, generator=generator)
+    if family == "gpt2":
+        return {"input_ids": ids, "labels": ids}  # packed
+    mask = torch.ones(shape, dtype=torch.long)
+    if arguments.padding:
+        mask[arguments.batch_size // 2 :, -arguments.length // 4 :] = 0
+    if family == "bert":
+        labels = ids.masked_fill(torch.rand(shape, generator=generator) > 0.15, -100)
+    else:
+        labels = torch.randint(5, config.vocab_size, (shape[0], shape[1] // 4), generator=generator)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def make_variants(folder: str, kind: type, dtype: torch.dtype, arguments: Arguments) -> dict[str, nn.Module]:
+    def rival(attention: str) -> nn.Module:
+        model = kind.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
+        return model.to(dtype).train()  # T5's wo stays in fp32 otherwise
+
+    variants = {
+        "hf eager": rival("eager"),
+        "hf sdpa": rival("sdpa"),
+        "native": shardzoo.from_pretrained(folder, dtype=dtype).train(),
+    }
+    if arguments.compiled:
+        compiled = rival("sdpa")
+        compiled.forward = torch.compile(compiled.forward)
+        own = shardzoo.from_pretrained(folder, dtype=dtype).train()
+        for name, module in own.named_modules():
+            if name.rpartition(".")[0].endswith("blocks"):
+                module.compile()
+        variants |= {"hf compiled": compiled, "native, compiled blocks": own}
+    return variants
+
+
+def make_step(model: nn.Module, batch: dict[str, torch.Tensor]) -> Callable[[], tuple[float, float]]:
+    """One training step, which returns the loss and the gradient's norm of its beginning."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+    parameters = list(model.parameters())
+
+    def step() -> tuple[float, float]:
+        dropout_state.set(1, 0)
+        loss = model(**batch).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item(), float(norm)
+
+    return step
+
+
+def gemm_rate(dtype: torch.dtype, size: int = 1536) -> float:
+    """Floating-point operations per second of a large product on this machine now."""
+    a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
+    start = time.perf_counter()
+    a @ b
+    return 2 * size**3 / (time.perf_counter() - start)
+
+
+def count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def step_flops(family: str, model: nn.Module, batch: dict[str, torch.Tensor]) -> float:
+    """Multiplications and additions of the products of forward and backward, as torch counts them."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        model.train()
+        model(**batch).loss.backward()
+    return float(counter.get_total_flops())
+
+
+def show(result: dict) -> None:
+    console = Console()
+    title = (
+        f"{result['family']} {result['dtype']}, {result['parameters'] / 1e6:.0f}M parameters, {result['tokens']} tokens"
+    )
+    if "error" in result:
+        console.print(f"[red]{title}: wrong, so not timed: {result['error']}")
+        return
+    table = Table(title=title, title_justify="left")
+    for column in ("variant", "tokens/s", "median s", "min … max"):
+        table.add_column(column, justify="left" if column == "variant" else "right")
+    for name, seconds in sorted(result["seconds"].items(), key=lambda item: item[1]):
+        low, high = result["spread"][name]
+        table.add_row(name, f"{result['tokens'] / seconds:,.0f}", f"{seconds:.3f}", f"{low:.3f} … {high:.3f}")
+    console.print(table)
+    console.print(
+        f"native is {result['ratio']:.2f}x the best of transformers (uncompiled against uncompiled "
+        f"{result['plain_ratio']:.2f}x) and runs at {result['gemm_share']:.0%} of this machine's "
+        f"{result['gemm_gflops']:,.0f} GFLOP/s for a large product\n"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

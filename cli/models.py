@@ -1,0 +1,127 @@
+"""`shardzoo models`: families, presets, and what each needs on a rank."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Annotated, Literal
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ..models import family, find_config, presets
+from ..models.auto import FAMILIES, build_on_meta
+from ..models.common.config import ModelConfig
+from ..mpu import Shard
+from .arguments import exit_code_of
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+OPTIMIZER_BYTES = {"none": 0, "adam": 8, "sgd": 0, "momentum": 4, "lion": 4}
+"""Of fp32 state for each parameter."""
+LARGEST_SIZE = 64
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class ModelsArguments:
+    """Lists the zoo's families and presets, and the memory that weights, gradients and optimizer take on a rank."""
+
+    names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Families, presets, or folders with a config.json; all presets by default."""
+    tp: int = 1
+    """Tensor-parallel size."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """Of weights and gradients."""
+    optimizer: Literal["none", "sgd", "momentum", "lion", "adam"] = "adam"
+    """Its state is in fp32, and beside 16-bit weights it keeps an fp32 copy of them; "none" is inference."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """parameters: of the unsplit model without padding. on_rank: of the largest rank, with padding. legal: sizes."""
+
+    parameters: int
+    on_rank: int | None
+    legal: tuple[int, ...]
+
+
+def measure(config: ModelConfig, tensor_parallel_size: int) -> Size:
+    """From the model on meta. on_rank is None for a size that the model cannot be split into."""
+    parameters = list(build_on_meta(config, None).parameters())
+    shards = [getattr(parameter, "shard", None) for parameter in parameters]
+    legal = legal_sizes(shards)
+    on_rank = None
+    if tensor_parallel_size in legal:
+        on_rank = sum(
+            prod(shard.local_shape(tensor_parallel_size)) if shard else parameter.numel()
+            for parameter, shard in zip(parameters, shards, strict=True)
+        )
+    full = sum(
+        prod(shard.shape) if shard else parameter.numel() for parameter, shard in zip(parameters, shards, strict=True)
+    )
+    return Size(full, on_rank, legal)
+
+
+def legal_sizes(shards: Sequence[Shard | None]) -> tuple[int, ...]:
+    """The tensor-parallel sizes up to `LARGEST_SIZE` that every split parameter allows."""
+    sizes = set(range(1, LARGEST_SIZE + 1))
+    for shard in {shard for shard in shards if shard is not None}:
+        sizes &= set(shard.legal_sizes(LARGEST_SIZE))
+    return tuple(sorted(sizes))
+
+
+def bytes_on_rank(parameters: int, dtype: str, optimizer: str) -> int:
+    """Of weights, and when training of gradients, optimizer state and its fp32 copy of 16-bit weights."""
+    each = BYTES[dtype]
+    if optimizer != "none":
+        each += BYTES[dtype] + OPTIMIZER_BYTES[optimizer] + (4 if dtype != "fp32" else 0)
+    return parameters * each
+
+
+def select(names: Sequence[str]) -> list[tuple[str, ModelConfig]]:
+    """The presets of the named families, and the named presets and folders. ValueError for what is neither."""
+    if not names:
+        return list(presets())
+    found = []
+    for name in names:
+        found += family(name).PRESETS.items() if name in FAMILIES else [(name, find_config(name))]
+    return found
+
+
+def table_of(arguments: ModelsArguments) -> Table:
+    """One row for each model."""
+    purpose = "inference" if arguments.optimizer == "none" else f"training with {arguments.optimizer}"
+    table = Table(
+        title=f"{arguments.dtype}, {purpose}, {arguments.tp} tensor-parallel rank{'s' if arguments.tp > 1 else ''}",
+        box=box.SIMPLE,
+        pad_edge=False,
+    )
+    for column in ("family", "model", "parameters", "on a rank", "GiB on a rank", "tensor-parallel sizes"):
+        table.add_column(column, justify="left" if column in ("family", "model") else "right", overflow="fold")
+    for name, config in select(arguments.names):
+        size = measure(config, arguments.tp)
+        on_rank = memory = "cannot be split so"
+        if size.on_rank is not None:
+            on_rank = f"{size.on_rank:,}"
+            memory = f"{bytes_on_rank(size.on_rank, arguments.dtype, arguments.optimizer) / GIB:.2f}"
+        legal = " ".join(map(str, size.legal))
+        table.add_row(config.model_type, name, f"{size.parameters:,}", on_rank, memory, legal)
+    return table
+
+
+def main(argv: list[str]) -> int:
+    arguments = tyro.cli(ModelsArguments, prog="shardzoo models", args=argv)
+
+    def run() -> int:
+        if arguments.tp < 1:
+            raise ValueError(f"--tp must be at least 1, not {arguments.tp}")
+        console = Console(width=None if sys.stdout.isatty() else 160)
+        console.print(table_of(arguments))
+        console.print("Activations, and buffers of the engine, come on top.", style="dim")
+        return 0
+
+    return exit_code_of(run)
