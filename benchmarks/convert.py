@@ -1,0 +1,182 @@
+"""Converts checkpoints of random bytes, checks that nothing is lost, and measures time and memory.
+
+    python benchmarks/convert.py --folder /somewhere/with/space [--layers 24] [--families glm gpt2]
+
+For each size: `cp` + `sha256sum` of the same bytes, then split, reshard and merge, each in a process of its own,
+interleaved `--repeat` times. Memory is the process's VmHWM above that of `import torch`. No figure is printed for
+a conversion whose result is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from shutil import rmtree
+
+import numpy as np
+from safetensors import safe_open
+
+from shardzoo.convert.safetensors_header import make_header
+
+CHILD = """
+import sys, time
+started = time.perf_counter()
+{work}
+seconds = time.perf_counter() - started
+for line in open("/proc/self/status"):
+    if line.startswith("VmHWM"):
+        peak = int(line.split()[1]) * 1024
+print("MEASURED", seconds, peak)
+"""
+
+
+def measure(work: str) -> tuple[float, int]:
+    """Seconds and peak resident bytes of a Python process that does `work`; the time is without its start."""
+    done = subprocess.run([sys.executable, "-c", CHILD.format(work=work)], capture_output=True, text=True, check=False)
+    if done.returncode or "MEASURED" not in done.stdout:
+        raise SystemExit(f"failed: {work}\n{done.stdout}{done.stderr}")
+    seconds, peak = done.stdout.rpartition("MEASURED")[2].split()
+    return float(seconds), int(peak)
+
+
+def convert(*arguments: str) -> tuple[float, int]:
+    """As `measure`, of a command of `shardzoo convert`, imports included."""
+    return measure(f"from shardzoo.cli.main import main; assert main({['convert', *arguments]!r}) == 0")
+
+
+def shell(*command: str) -> float:
+    started = time.perf_counter()
+    subprocess.run(command, check=True, capture_output=True)
+    return time.perf_counter() - started
+
+
+def glm_shapes(layers: int, hidden: int = 1024, positions: int = 1025, vocabulary: int = 50048) -> tuple[dict, dict]:
+    """config.json and tensors of the original GLM; 24 layers are GLM-Large-Chinese: 356 million, 1.42 GB in fp32."""
+    shapes = {"word_embeddings.weight": (vocabulary, hidden)}
+    for name in ("position_embeddings", "block_position_embeddings"):
+        shapes[f"transformer.{name}.weight"] = (positions, hidden)
+    for i in range(layers):
+        at = f"transformer.layers.{i}."
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes |= {f"{at}{norm}.weight": (hidden,), f"{at}{norm}.bias": (hidden,)}
+        for linear, rows, columns in (
+            ("attention.query_key_value", 3 * hidden, hidden),
+            ("attention.dense", hidden, hidden),
+            ("mlp.dense_h_to_4h", 4 * hidden, hidden),
+            ("mlp.dense_4h_to_h", hidden, 4 * hidden),
+        ):
+            shapes |= {f"{at}{linear}.weight": (rows, columns), f"{at}{linear}.bias": (rows,)}
+    shapes |= {"transformer.final_layernorm.weight": (hidden,), "transformer.final_layernorm.bias": (hidden,)}
+    config = {
+        "model_type": "glm",
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "num_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "max_sequence_length": positions - 1,
+        "block_position_encoding": True,
+    }
+    return config, shapes
+
+
+def gpt2_shapes(layers: int, hidden: int = 1024, positions: int = 1024, vocabulary: int = 50257) -> tuple[dict, dict]:
+    """config.json and tensors of a GPT-2, whose matrices are stored transposed; 24 layers are gpt2-medium."""
+    shapes = {"transformer.wte.weight": (vocabulary, hidden), "transformer.wpe.weight": (positions, hidden)}
+    for i in range(layers):
+        at = f"transformer.h.{i}."
+        for norm in ("ln_1", "ln_2"):
+            shapes |= {f"{at}{norm}.weight": (hidden,), f"{at}{norm}.bias": (hidden,)}
+        for linear, rows, columns in (
+            ("attn.c_attn", hidden, 3 * hidden),
+            ("attn.c_proj", hidden, hidden),
+            ("mlp.c_fc", hidden, 4 * hidden),
+            ("mlp.c_proj", 4 * hidden, hidden),
+        ):
+            shapes |= {f"{at}{linear}.weight": (rows, columns), f"{at}{linear}.bias": (columns,)}
+    shapes |= {"transformer.ln_f.weight": (hidden,), "transformer.ln_f.bias": (hidden,)}
+    config = {
+        "model_type": "gpt2",
+        "vocab_size": vocabulary,
+        "n_embd": hidden,
+        "n_layer": layers,
+        "n_head": 16,
+        "n_positions": positions,
+    }
+    return config, shapes
+
+
+def write_checkpoint(folder: Path, config: dict, shapes: dict) -> int:
+    """A Hugging Face folder of random bytes; returns how many."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    header, _ = make_header({name: ("F32", shape) for name, shape in shapes.items()}, {"format": "pt"})
+    rest = total = sum(4 * int(np.prod(shape)) for shape in shapes.values())
+    random = np.random.default_rng(0)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(header)
+        while rest:
+            block = random.bytes(min(rest, 8 << 20))
+            file.write(block)
+            rest -= len(block)
+    return total
+
+
+def tensor_hashes(path: str) -> dict[str, str]:
+    """By name, read with the safetensors library."""
+    with safe_open(path, framework="np") as file:
+        return {name: hashlib.sha256(file.get_tensor(name)).hexdigest() for name in file.keys()}  # noqa: SIM118
+
+
+def run(family: str, layers: int, root: Path, repeat: int) -> None:
+    config, shapes = {"glm": glm_shapes, "gpt2": gpt2_shapes}[family](layers)
+    source = root / "source"
+    nbytes = write_checkpoint(source, config, shapes)
+    weights = str(source / "model.safetensors")
+    digests = tensor_hashes(weights)
+    _, bare = measure("import torch")
+    print(f"{family}, {layers} layers, {nbytes / 1e9:.2f} GB; import torch alone: {bare / 2**20:.0f} MiB")
+    for _ in range(repeat):
+        copied = shell("cp", weights, str(root / "copy"))
+        hashed = shell("sha256sum", str(root / "copy"))
+        (root / "copy").unlink()
+        steps = {
+            "split, 2 ranks": ("split", source, root / "two", "--tp", "2"),
+            "reshard, 2 to 4": ("reshard", root / "two", root / "four", "--tp", "4"),
+            "merge, 4 ranks": ("merge", root / "four", root / "merged", "--max-file-gb", "1000"),
+        }
+        results = {name: convert(*map(str, step)) for name, step in steps.items()}
+        if tensor_hashes(str(root / "merged" / "model.safetensors")) != digests:
+            raise SystemExit(f"{family}: the merged file differs from the one that was split")
+        print(f"  cp {copied:.2f} s + sha256sum {hashed:.2f} s = {copied + hashed:.2f} s")
+        for name, (seconds, peak) in results.items():
+            ratio, memory = seconds / (copied + hashed), (peak - bare) / 2**20
+            print(f"  {name}: {seconds:.2f} s, {ratio:.2f} x cp + sha256sum; {memory:.0f} MiB above import torch")
+        for folder in ("two", "four", "merged"):
+            rmtree(root / folder)
+    rmtree(source)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="where to work; a new folder in it is removed again")
+    parser.add_argument("--families", nargs="+", default=["glm", "gpt2"], choices=["glm", "gpt2"])
+    parser.add_argument("--layers", nargs="+", type=int, default=[24, 108], help="24 is 1.4 GB, 108 four times that")
+    parser.add_argument("--repeat", type=int, default=1)
+    arguments = parser.parse_args()
+    root = arguments.folder / "convert-benchmark"
+    root.mkdir(parents=True)
+    try:
+        for layers in arguments.layers:
+            for family in arguments.families:
+                run(family, layers, root, arguments.repeat)
+    finally:
+        rmtree(root)
+
+
+if __name__ == "__main__":
+    main()
