@@ -171,18 +171,19 @@ def _print_report(console: Console, report: PrepareReport) -> None:
         f"{report.documents} documents, {report.tokens} tokens, {report.bytes / 1e6:.1f} MB in "
         f"{report.seconds:.1f} s "
         f"({report.documents_per_second:.0f} documents/s, {report.megabytes_per_second:.1f} MB/s)"
-        + (f"; {report.resumed_chunks} chunks were there already" if report.resumed_chunks else "")
+        + (f"; {report.resumed_chunks} chunks were there already" if report.resumed_chunks else ""),
+        soft_wrap=True,
     )
     _print_bad(console, report)
 
 
 def _print_bad(console: Console, report: SourceReport) -> None:
     if report.empty:
-        console.print(f"{report.empty} empty documents left out")
+        console.print(f"empty documents left out: {report.empty}")
     if report.bad:
-        console.print(f"{report.bad} bad records skipped; the first:")
+        console.print(f"bad records skipped: {report.bad}; the first:")
         for line in report.first_bad:
-            console.print(f"  {line}", markup=False, highlight=False)
+            console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _description(dataset: IndexedDataset) -> Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from . import index_reference
 
 try:
-    from .. import _data_index as builders  # type: ignore[attr-defined]
+    from . import _index as builders  # type: ignore[attr-defined]
 
     COMPILED = True
 except ImportError:

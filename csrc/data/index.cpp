@@ -97,7 +97,7 @@ Array<int64_t> sentence_index(const Array<int32_t>& sizes, const Array<int64_t>&
 
 }  // namespace
 
-PYBIND11_MODULE(_data_index, module) {
+PYBIND11_MODULE(_index, module) {
   module.doc() = "Compiled index building; data/index_reference.py holds the readable equivalent.";
   module.def("sample_index", &sample_index, py::arg("lengths"), py::arg("first"), py::arg("stride"), py::arg("count"));
   module.def("sentence_index", &sentence_index, py::arg("sizes"), py::arg("marks"), py::arg("max_length"),

@@ -70,17 +70,17 @@ def write_dataset(tmp_path: Path) -> Callable[..., IndexedDataset]:
 @pytest.fixture(scope="session")
 def compiled_index(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     """The C++ index builders: the built extension, or else built here."""
-    if importlib.util.find_spec("shardzoo._data_index") is not None:
-        return importlib.import_module("shardzoo._data_index")
+    if importlib.util.find_spec("shardzoo.data._index") is not None:
+        return importlib.import_module("shardzoo.data._index")
     import pybind11
 
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    library = tmp_path_factory.mktemp("extension") / f"_data_index{suffix}"
+    library = tmp_path_factory.mktemp("extension") / f"_index{suffix}"
     includes = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}"]
     source = ROOT / "csrc/data/index.cpp"
     command = ["g++", "-O2", "-std=c++17", "-shared", "-fPIC", *includes, str(source), "-o", str(library)]
     subprocess.run(command, check=True)
-    spec = importlib.util.spec_from_file_location("_data_index", library)
+    spec = importlib.util.spec_from_file_location("_index", library)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

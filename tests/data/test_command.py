@@ -46,7 +46,7 @@ def test_bad_records_are_shown_or_fatal(tmp_path, tokenizer_dir, capsys):
     command = ["prepare", "--input", str(path), "--tokenizer", str(tokenizer_dir), "--output", f"{tmp_path}/a"]
     assert main(command) == 0
     out = capsys.readouterr().out
-    assert "1 bad records skipped" in out
+    assert "bad records skipped: 1" in out
     assert "record 2" in out
     assert main([*command, "--on-bad-record", "fail"]) == 2
     assert capsys.readouterr().err.startswith("shardzoo data: bad record in ")

@@ -120,7 +120,6 @@ def test_configurations_that_cannot_work_are_named(jsonl, tokenizer_dir, tmp_pat
         build_loader(PretrainingData("roberta"), indexed, tokenizer)
     with pytest.raises(ValueError, match="unknown objective 'electra'"):
         build_loader(replace(PretrainingData(), objective="electra"), indexed, tokenizer)  # type: ignore[arg-type]
+    tokenizer.special |= {"mask_token": 5, "cls_token": 6, "sep_token": 7}
     with pytest.raises(ValueError, match="--split-sentences"):
-        bert = PretrainingData("bert-sop")
-        tokenizer.special |= {"mask_token": 5, "cls_token": 6, "sep_token": 7}
-        build_loader(bert, indexed, tokenizer)
+        build_loader(PretrainingData("bert-sop"), indexed, tokenizer)
