@@ -228,6 +228,23 @@ def test_classifiers_keep_their_labels(architecture, tmp_path):
     assert config_from_dict(plain.to_dict()) == plain
 
 
+def tune(mesh, folder):
+    """A classifier that starts from the body of a checkpoint with another head, on one rank."""
+    pretrained = shardzoo.from_pretrained(folder, mesh)
+    head = f"{type(pretrained).__name__.removesuffix('ForMaskedLM')}ForSequenceClassification"
+    model = from_config(pretrained.config.with_changes(architecture=head, num_labels=3), mesh).eval()
+    model.encoder.load_state_dict(pretrained.encoder.state_dict())
+    return model(**batch(), output_hidden_states=True).hidden_states[-1].detach()
+
+
+@pytest.mark.parametrize("architecture", ["BertForMaskedLM", "RobertaForMaskedLM"])
+def test_a_classifier_can_start_from_a_pretrained_body(architecture, run_mesh, tmp_path):
+    model = reference(architecture)
+    expected = model(**batch(), output_hidden_states=True).hidden_states[-1].detach()
+    for actual in run_mesh(2, tune, folder_of(model, tmp_path)):
+        close(actual, expected)
+
+
 def dropout_case(architecture: str):
     # Dropout is of the zoo's own kind, so the unsplit model is the reference here.
     model = reference(architecture, hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.3, num_labels=3)
