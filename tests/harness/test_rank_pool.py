@@ -89,3 +89,23 @@ def test_an_isolated_run_leaves_nothing_behind(run_ranks):
 
 def test_functions_that_mention_torch_ops(run_ranks):
     assert run_ranks(1, lambda: float(torch.ops.aten.neg(torch.ones(())))) == [-1.0]
+
+
+def test_a_rank_that_returns_while_others_wait_is_seen(run_ranks, monkeypatch):
+    monkeypatch.setattr("rank_pool.SECONDS_AFTER_SUCCESS", 0.5)
+
+    def leave():
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(AssertionError, match="rank 0 of 2 is stuck(.|\n)*in leave(.|\n)*rank 1 of 2 returned"):
+        run_ranks(2, leave)
+
+
+def test_ranks_that_never_end_are_stopped_at_the_timeout(run_ranks):
+    def spin():
+        while True:
+            pass
+
+    with pytest.raises(AssertionError, match="rank 0 of 2 is stuck(.|\n)*in spin(.|\n)*rank 1 of 2 is stuck"):
+        run_ranks(2, spin, timeout=0.5)

@@ -33,6 +33,11 @@ def close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
+def distance(actual, exact):
+    """Relative 2-norm of the error."""
+    return float((actual.double() - exact).norm() / exact.norm())
+
+
 class Block(nn.Module):
     """A pre-norm GPT block: the smallest thing that uses every mode."""
 
@@ -118,6 +123,7 @@ class Helpers:
 
     cut = staticmethod(cut)
     close = staticmethod(close)
+    distance = staticmethod(distance)
     fill = staticmethod(fill)
     build_transformer = staticmethod(build_transformer)
 

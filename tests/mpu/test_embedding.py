@@ -28,7 +28,7 @@ def embed(mesh, pad, ids, table, grad, padding_idx, multiple, sequence_parallel)
         pad_multiple=multiple,
         sequence_parallel=sequence_parallel,
         mesh=mesh,
-    )
+    ).to(table.dtype)
     with torch.no_grad():
         layer.weight.copy_(pad(table, rank, size, multiple))
     output = layer(ids)
@@ -76,7 +76,7 @@ def project(mesh, pad, x, table, bias, grad, multiple, sequence_parallel, tied):
         pad_multiple=multiple,
         sequence_parallel=sequence_parallel,
         mesh=mesh,
-    )
+    ).to(table.dtype)
     assert not tied or head.weight is embedding.weight
     with torch.no_grad():
         head.weight.copy_(pad(table, rank, size, multiple))
@@ -137,6 +137,41 @@ def test_head_equals_unsplit(tp, run_mesh, helpers):
                 helpers.close(bias_grad, pad(whole[2].grad, rank, tp, multiple))
 
     check()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("tp", [2, 3, 4])
+def test_bf16(tp, sequence_parallel, run_mesh, helpers):
+    """The embedding adds one row to zeros, which is exact; the head may be 1.5 times as far from fp64 as unsplit."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randperm(101, generator=generator)[:48].view(2, 24)
+    x, table, bias, grad, logits_grad = (
+        torch.randn(*shape, generator=generator).bfloat16()
+        for shape in ((2, 24, 64), (101, 64), (101,), (2, 24, 64), (2, 24, 101))
+    )
+    dim = 1 if sequence_parallel else 0
+    embedded = run_mesh(tp, embed, pad, ids, table, grad, None, 1, sequence_parallel)
+    parts = [output for output, _ in embedded] if sequence_parallel else [embedded[-1][0]]
+    assert torch.equal(torch.cat(parts, dim), table[ids])
+    weight_grad = torch.zeros_like(table).index_put_((ids,), grad)  # no id twice: exact too
+    assert torch.equal(torch.cat([part for _, part in embedded])[:101], weight_grad)
+
+    def unsplit(dtype):
+        leaves = [tensor.clone().to(dtype).requires_grad_() for tensor in (x, table, bias)]
+        logits = F.linear(*leaves)
+        logits.backward(logits_grad.to(dtype))
+        return [logits.detach(), *(leaf.grad for leaf in leaves)]
+
+    exact, plain = unsplit(torch.float64), unsplit(torch.bfloat16)
+    results = run_mesh(tp, project, pad, x, table, bias, logits_grad, 1, sequence_parallel, False)
+    for which, vocabulary_dim in enumerate([-1, None, 0, 0]):
+        parts = [result[which] for result in results]
+        if vocabulary_dim is None:
+            whole = torch.cat(parts, 1) if sequence_parallel else parts[-1]
+        else:
+            whole = torch.cat(parts, vocabulary_dim).narrow(vocabulary_dim, 0, 101)
+        assert whole.dtype == torch.bfloat16
+        assert helpers.distance(whole, exact[which]) <= 1.5 * helpers.distance(plain[which], exact[which])
 
 
 @pytest.mark.parametrize("tp", [1, 2])

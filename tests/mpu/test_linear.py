@@ -132,10 +132,6 @@ def test_row_parallel_equals_unsplit(tp, run_mesh, helpers):
     check()
 
 
-def distance(actual, exact):
-    return float((actual.double() - exact).norm() / exact.norm())
-
-
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("tp", TP)
 def test_bf16_rounds_hardly_more_than_unsplit(tp, sequence_parallel, run_mesh, helpers):
@@ -143,7 +139,7 @@ def test_bf16_rounds_hardly_more_than_unsplit(tp, sequence_parallel, run_mesh, h
     kinds = {"x": (2, 48, 96), "weight": (72, 96), "bias": (72,), "grad": (2, 48, 72)}
     tensors = [random(*shape, dtype=torch.bfloat16, seed=i) for i, shape in enumerate(kinds.values())]
     exact = unsplit(*(t.double() for t in tensors))
-    plain = [distance(actual, true) for actual, true in zip(unsplit(*tensors), exact, strict=True)]
+    plain = [helpers.distance(actual, true) for actual, true in zip(unsplit(*tensors), exact, strict=True)]
     x, weight, bias, grad = tensors
     options = {"sequence_parallel": sequence_parallel}
     by_column = run_mesh(tp, column, helpers.cut, x, weight, bias, grad, None, {**options, "gather_output": True})
@@ -157,7 +153,7 @@ def test_bf16_rounds_hardly_more_than_unsplit(tp, sequence_parallel, run_mesh, h
             parts = [result[which] for result in results]
             whole = parts[0] if dim is None else torch.cat(parts, dim)
             assert whole.dtype == torch.bfloat16
-            assert distance(whole, exact[which]) <= 1.5 * plain[which]
+            assert helpers.distance(whole, exact[which]) <= 1.5 * plain[which]
 
 
 def test_autocast_is_that_of_an_unsplit_layer(run_mesh, helpers):
