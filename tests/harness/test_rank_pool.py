@@ -98,7 +98,7 @@ def test_a_rank_that_returns_while_others_wait_is_seen(run_ranks, monkeypatch):
         if dist.get_rank() == 0:
             dist.all_reduce(torch.ones(1))
 
-    with pytest.raises(AssertionError, match="rank 0 of 2 is stuck(.|\n)*in leave(.|\n)*rank 1 of 2 returned"):
+    with pytest.raises(AssertionError, match=r"rank 0 of 2 is stuck(.|\n)*in leave(.|\n)*rank 1 of 2 returned"):
         run_ranks(2, leave)
 
 
@@ -107,5 +107,5 @@ def test_ranks_that_never_end_are_stopped_at_the_timeout(run_ranks):
         while True:
             pass
 
-    with pytest.raises(AssertionError, match="rank 0 of 2 is stuck(.|\n)*in spin(.|\n)*rank 1 of 2 is stuck"):
+    with pytest.raises(AssertionError, match=r"rank 0 of 2 is stuck(.|\n)*in spin(.|\n)*rank 1 of 2 is stuck"):
         run_ranks(2, spin, timeout=0.5)
