@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .journal import JOURNAL, Journal
+from .journal import JOURNAL, Journal, check_unused
 from .manifest import MANIFEST, Manifest
 from .target import NewFile
 
@@ -58,8 +58,10 @@ class Destination:
 
     def begin(self, files: Sequence[NewFile], fingerprint: str, *, overwrite: bool) -> Journal:
         """Makes or reopens the work folder with its files at full size. ValueError if the disk is too full."""
-        if overwrite:
-            shutil.rmtree(self.work, ignore_errors=True)
+        if overwrite and self.work.exists():
+            check_unused(self.work)
+            shutil.rmtree(self.work)
+        resumed = self.work.exists()
         self.work.mkdir(exist_ok=True)
         journal = Journal(self.work, fingerprint)
         try:
@@ -72,12 +74,12 @@ class Destination:
             for file in missing:
                 self.partial(file.name).parent.mkdir(exist_ok=True)
                 file.create(self.partial(file.name))
-        except OSError as error:
+        except (OSError, ValueError) as error:
             journal.close()
-            raise ValueError(_disk_message(error, self.folder)) from None
-        except ValueError:
-            journal.close()
-            raise
+            if not resumed:
+                self.abandon()
+            message = _disk_message(error, self.folder) if isinstance(error, OSError) else error
+            raise ValueError(message) from None
         return journal
 
     def partial(self, name: str) -> Path:

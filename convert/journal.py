@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import IO
 
 from .engine import Digests
 
@@ -22,11 +23,7 @@ class Journal:
         """Opens or begins the journal. ValueError if another process writes it, or it is of other work."""
         path = folder / JOURNAL
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - closed by close()
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._file.close()
-            raise ValueError(f"another process is writing {folder}") from None
+        _lock(self._file, folder)
         self.finished: dict[int, Digests] = {}
         lines = _complete_lines(path)
         if lines:
@@ -63,6 +60,22 @@ class Journal:
         content = path.read_bytes()
         if not content.endswith(b"\n"):
             self._file.truncate(content.rfind(b"\n") + 1)
+
+
+def check_unused(folder: Path) -> None:
+    """ValueError if another process is writing a conversion's journal there."""
+    if (folder / JOURNAL).exists():
+        with (folder / JOURNAL).open("rb") as file:
+            _lock(file, folder)
+
+
+def _lock(file: IO[bytes], folder: Path) -> None:
+    """Until the file is closed. Closes it and raises ValueError if another process has it locked."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise ValueError(f"another process is writing {folder}") from None
 
 
 def _complete_lines(path: Path) -> list[dict]:

@@ -15,6 +15,7 @@ from .dtypes import torch_name
 from .engine import Digests, run_copies
 from .file_io import Files, Writer, hash_stored, open_for_reading
 from .folder_files import companion_files
+from .journal import Journal
 from .manifest import ExtraRecord, Manifest, TensorRecord
 from .plan import Plan, make_plan, source_state
 from .source import EXTRAS, open_source
@@ -112,46 +113,48 @@ def _convert(
         _check_complete(todo, destination)
         place.tidy()
         return Outcome(len(todo.copies), todo.nbytes, todo.nbytes)
+    texts = _companions(todo, options)  # what is wrong with them shows before the weights are copied
+    before = source_state(todo.mapped.source.files)
+    journal = place.begin(todo.target.files, todo.fingerprint(), overwrite=options.overwrite)
     try:
-        return _run(todo, place, options, threads, report or (lambda done, total: None))
+        return _run(todo, place, journal, texts, before, threads, report or (lambda done, total: None))
     except (ValueError, MemoryError):
         place.abandon()
         raise
-
-
-def _run(todo: Plan, place: Destination, options: Options, threads: int, report: ProgressReport) -> Outcome:
-    source, target = todo.mapped.source, todo.target
-    texts = _companions(todo, options)  # read first: what is wrong with them shows before the weights are copied
-    before = source_state(source.files)
-    journal = place.begin(target.files, todo.fingerprint(), overwrite=options.overwrite)
-    try:
-        digests: Digests = {}
-        with Files(open_for_reading) as inputs, Files(partial(_open_for_writing, place)) as outputs:
-            inputs.open(source.files)
-            outputs.open([Path(file.name) for file in target.files])
-            kept = _intact(todo, journal.finished, outputs)
-            for index in kept:
-                digests |= journal.finished[index]
-            rest = [index for index in range(len(todo.copies)) if index not in kept]
-            done = kept_bytes = sum(todo.copies[index].nbytes for index in kept)
-            report(done, todo.nbytes)
-            work = run_copies(
-                [todo.copies[index] for index in rest],
-                inputs,
-                todo.mapped.hashes,
-                lambda tensors: Writer(tensors, outputs),
-                threads,
-            )
-            for position, written in work:
-                journal.record(rest[position], written)
-                digests |= written
-                done += todo.copies[rest[position]].nbytes
-                report(done, todo.nbytes)
-        if source_state(source.files) != before:
-            raise ValueError(f"{source.folder} was changed while it was read; convert it again")
-        place.finish(target.files, texts, _manifest(todo, digests) if target.kind == "shards" else None)
     finally:
         journal.close()
+
+
+def _run(
+    todo: Plan,
+    place: Destination,
+    journal: Journal,
+    texts: Mapping[str, bytes],
+    before: Mapping[Path, tuple[int, int]],
+    threads: int,
+    report: ProgressReport,
+) -> Outcome:
+    source, target = todo.mapped.source, todo.target
+    digests: Digests = {}
+    with Files(open_for_reading) as inputs, Files(partial(_open_for_writing, place)) as outputs:
+        inputs.open(source.files)
+        outputs.open([Path(file.name) for file in target.files])
+        kept = _intact(todo, journal.finished, outputs)
+        for index in kept:
+            digests |= journal.finished[index]
+        rest = [index for index in range(len(todo.copies)) if index not in kept]
+        done = kept_bytes = sum(todo.copies[index].nbytes for index in kept)
+        report(done, todo.nbytes)
+        copies = [todo.copies[index] for index in rest]
+        work = run_copies(copies, inputs, todo.mapped.hashes, lambda tensors: Writer(tensors, outputs), threads)
+        for position, written in work:
+            journal.record(rest[position], written)
+            digests |= written
+            done += copies[position].nbytes
+            report(done, todo.nbytes)
+    if source_state(source.files) != before:
+        raise ValueError(f"{source.folder} was changed while it was read; convert it again")
+    place.finish(target.files, texts, _manifest(todo, digests) if target.kind == "shards" else None)
     return Outcome(len(todo.copies), todo.nbytes, kept_bytes)
 
 

@@ -13,7 +13,7 @@ from .manifest import Manifest
 from .native import NativeModel, Parameter, native_model
 from .source import Source
 from .stored import StoredTensor
-from .tying import is_tied
+from .tying import beginning, is_tied
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,14 @@ def stacked_ranges(parameter: Parameter, entry: Entry) -> list[tuple[int, int]]:
     return list(zip([0, *stops], stops, strict=False))
 
 
+def stored_shape(parameter: Parameter, span: tuple[int, int], entry: Entry) -> tuple[int, ...]:
+    """The shape in which a Hugging Face folder stores `span` of the parameter along its `dim`."""
+    shape = list(parameter.shape)
+    if shape:
+        shape[parameter.dim] = span[1] - span[0]
+    return tuple(shape[::-1] if entry.transpose else shape)
+
+
 def _map_huggingface(source: Source, model: NativeModel) -> MappedSource:
     tensors = source.ranks[0]
     match = model.name_map.match(model.parameters, tensors)
@@ -89,10 +97,14 @@ def _map_huggingface(source: Source, model: NativeModel) -> MappedSource:
         spans, copies = stacked_ranges(parameter, entry), []
         for copy in names.copies(name):
             used.update(copy)
-            found = (tensors[stored_name].at_least_1d() for stored_name in copy)
-            copies.append(
-                tuple(Part(tensor, (span,), entry.transpose) for tensor, span in zip(found, spans, strict=True))
-            )
+            parts = []
+            for stored_name, (start, stop) in zip(copy, spans, strict=True):
+                tensor = tensors[stored_name]
+                expected = stored_shape(parameter, (start, stop), entry)
+                if tensor.shape != expected:
+                    raise ValueError(f"{tensor} has shape {list(tensor.shape)}, but config.json means {list(expected)}")
+                parts.append(Part(tensor.at_least_1d(), ((start, stop),), entry.transpose))
+            copies.append(tuple(parts))
         placements[name] = Placement(name, parameter.shape or (1,), parameter.dim, tuple(copies))
     extras = {name: tensor for name, tensor in tensors.items() if name not in used}
     return MappedSource(source, model, Layout(placements, extras), names, {})
@@ -155,11 +167,24 @@ def _map_legacy(source: Source, model: NativeModel) -> MappedSource:
         names = {name: match.sources[entry.stored_names()[0]] for name, entry in match.entries.items()}
     if unknown := sorted(tensors.keys() - set(names.values())):
         raise ValueError(f"{tensors[unknown[0]]} is no parameter of the model")
+    _check_ranks_differ(source, model, names)
     parameters = {name: parameter.without_padding() for name, parameter in model.parameters.items()}
     padded = {name for name in names if _is_padded(model.parameters[name], source, names[name])}
     parameters |= {name: model.parameters[name] for name in padded}
     stored = {name: entry.stored_names() for name, entry in entries(model).items()}
     return MappedSource(source, model, Layout(_by_rank(source, parameters, names)), StoredNames(stored, {}), {})
+
+
+def _check_ranks_differ(source: Source, model: NativeModel, names: Mapping[str, str]) -> None:
+    """ValueError if two files, which have no hashes, begin alike in every split matrix."""
+    split = [names[p.name] for p in model.parameters.values() if p.shard is not None and len(p.shape) > 1]
+    seen: dict[tuple[bytes, ...], int] = {}
+    for rank, tensors in enumerate(source.ranks):
+        beginnings = tuple(beginning(tensors[name], 4096) for name in split)
+        if beginnings in seen and any(len(set(content)) > 1 for content in beginnings):
+            name = next(iter(tensors.values())).file.name
+            raise ValueError(f"{name} repeats rank {seen[beginnings]} in every split matrix: one of the two is wrong")
+        seen[beginnings] = rank
 
 
 def _is_padded(parameter: Parameter, source: Source, name: str) -> bool:

@@ -13,7 +13,7 @@ from .dtypes import FLOATS, item_size
 from .layout import Layout, Part, Placement
 from .safetensors_header import make_header
 from .source import EXTRAS
-from .source_layout import MappedSource, entries, rank_placements, stacked_ranges
+from .source_layout import MappedSource, entries, rank_placements, stacked_ranges, stored_shape
 from .stored import StoredTensor
 
 METADATA = {"format": "pt"}
@@ -81,17 +81,14 @@ def huggingface_target(mapped: MappedSource, dtype: str | None = None, largest_f
     known = entries(mapped.model)
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, parameter in mapped.model.parameters.items():
-        spans, transpose = stacked_ranges(parameter, known[name]), known[name].transpose
+        spans = stacked_ranges(parameter, known[name])
         copies = mapped.names.copies(name)
         for stored in {stored for copy in copies for stored in copy}:
             if stored in shapes:
                 raise ValueError(f"two tensors would be called {stored}")
         for copy in copies:
-            for stored, (start, stop) in zip(copy, spans, strict=True):
-                shape = list(parameter.shape)
-                if shape:
-                    shape[parameter.dim] = stop - start
-                shapes[stored] = (dtypes[name], tuple(shape[::-1] if transpose else shape))
+            for stored, span in zip(copy, spans, strict=True):
+                shapes[stored] = (dtypes[name], stored_shape(parameter, span, known[name]))
     for name, tensor in mapped.layout.extras.items():
         if name in shapes:
             raise ValueError(f"{tensor} has the name of a parameter's tensor")

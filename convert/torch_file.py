@@ -45,6 +45,7 @@ def load_without_storage(path: Path) -> Any:
             f"{path} is not in the zip format that torch writes since version 1.6, or it is truncated; an older file "
             f"is rewritten by torch.save(torch.load(path, weights_only=True), path)"
         )
+    Records(path)  # before torch.load, which crashes on tensors of the other byte order
     try:
         with torch.serialization.safe_globals([(_Forgotten, name) for name in FORGOTTEN]):
             return torch.load(path, map_location="meta", mmap=True, weights_only=True)
@@ -58,7 +59,7 @@ def load_without_storage(path: Path) -> Any:
 
 def locate_tensors(path: Path, state: Mapping[str, Any]) -> dict[str, StoredTensor]:
     """The tensors of a state dictionary that `load_without_storage` read from `path`."""
-    records = _Records(path)
+    records = Records(path)
     tensors = {}
     for name, tensor in state.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
@@ -78,8 +79,8 @@ def locate_tensors(path: Path, state: Mapping[str, Any]) -> dict[str, StoredTens
     return tensors
 
 
-class _Records:
-    """Where the records of a zip file start and stop."""
+class Records:
+    """Where the records of a zip file start and stop. ValueError if it is damaged, or not as torch writes it."""
 
     def __init__(self, path: Path) -> None:
         self._stops = {}

@@ -1,0 +1,171 @@
+"""Destinations that are in the way, too small, or belong to somebody else."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from shardzoo.convert import destination, engine, operations
+from shardzoo.convert.journal import Journal
+
+
+def test_one_that_exists(arena, gpt2_folder):
+    arena.destination.mkdir()
+    (arena.destination / "config.json").write_text("{}")
+    assert "--overwrite" in arena.refused_split(gpt2_folder)
+
+
+def test_one_that_exists_is_replaced_when_told(arena, gpt2_folder, gpt2_shards, file_tree):
+    arena.destination.mkdir()
+    (arena.destination / "config.json").write_text("{}")
+    (arena.destination / "old").write_text("gone afterwards")
+    assert arena.convert("split", gpt2_folder, arena.destination, "--tp", 2, "--overwrite")[0] == 0
+    assert file_tree(arena.destination) == file_tree(gpt2_shards)
+    assert sorted(path.name for path in arena.folder.iterdir()) == ["destination"]
+
+
+def test_a_folder_that_is_no_model_is_never_replaced(arena, gpt2_folder):
+    arena.destination.mkdir()
+    (arena.destination / "thesis.tex").write_text("years of work")
+    assert "holds no model" in arena.refused("split", gpt2_folder, arena.destination, "--overwrite")
+
+
+def test_a_failed_replacement_leaves_the_old_one(arena, gpt2_folder, gpt2_shards):
+    source = arena.copy(gpt2_folder)
+    os.truncate(source / "model.safetensors", 1000)
+    arena.destination.mkdir()
+    (arena.destination / "config.json").write_text("{}")
+    arena.refused("split", source, arena.destination, "--overwrite")
+
+
+@pytest.mark.parametrize("place", ["source", "source/inner", "."])
+@pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
+def test_one_within_the_source(place, overwrite, arena, gpt2_folder):
+    source = arena.copy(gpt2_folder)
+    assert "beside each other" in arena.refused("split", source, arena.folder / place, *overwrite)
+
+
+def test_the_source_by_a_link(arena, gpt2_folder):
+    source = arena.copy(gpt2_folder)
+    (arena.folder / "link").symlink_to(source)
+    assert "beside each other" in arena.refused("split", source, arena.folder / "link", "--overwrite")
+
+
+def test_a_link_to_elsewhere(arena, gpt2_folder):
+    (arena.folder / "elsewhere").mkdir()
+    arena.destination.symlink_to("elsewhere")
+    assert "no folder" in arena.refused_split(gpt2_folder)
+
+
+def test_a_file(arena, gpt2_folder):
+    arena.destination.write_text("")
+    assert "no folder" in arena.refused_split(gpt2_folder)
+
+
+def test_no_parent(arena, gpt2_folder):
+    assert "there is no folder" in arena.refused("split", gpt2_folder, arena.folder / "a" / "b")
+
+
+def test_a_link_in_place_of_the_work_folder(arena, gpt2_folder):
+    (arena.folder / "precious").mkdir()
+    (arena.folder / ".destination.partial").symlink_to("precious")
+    for flag in ([], ["--overwrite"], ["--resume"]):
+        assert "in the way" in arena.refused("split", gpt2_folder, arena.destination, *flag)
+
+
+def test_a_disk_that_is_known_to_be_too_small(arena, gpt2_folder, monkeypatch):
+    real = os.statvfs(arena.folder)
+    monkeypatch.setattr(destination.os, "statvfs", lambda path: os.statvfs_result([*real[:3], 0, 0, *real[5:]]))
+    refusal = arena.refused_split(gpt2_folder)
+    assert "has 0 free" in refusal
+
+
+@pytest.mark.parametrize("call", ["posix_fallocate", "fsync"])
+def test_a_disk_that_fills_up(call, arena, gpt2_folder, monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, call, full)
+    assert "too full" in arena.refused_split(gpt2_folder)
+
+
+def test_a_write_that_fails(arena, gpt2_folder, monkeypatch):
+    real, calls = os.pwrite, []
+
+    def fail_later(descriptor, data, offset):
+        calls.append(offset)
+        if len(calls) > 20:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", fail_later)
+    refusal = arena.refused_split(gpt2_folder)
+    assert "cannot write tensor" in refusal
+    assert "rank_0" in refusal
+
+
+def test_a_real_limit_on_file_sizes(arena, gpt2_folder):
+    """The kernel itself refuses to let files grow."""
+    script = f"""
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10000, {resource.getrlimit(resource.RLIMIT_FSIZE)[1]}))
+from shardzoo.cli.convert import main
+raise SystemExit(main(["split", {str(gpt2_folder)!r}, {str(arena.destination)!r}, "--tp", "2"]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "too full" in done.stderr
+    assert not list(arena.folder.iterdir())
+
+
+def test_two_at_once(arena, gpt2_folder):
+    work = arena.folder / ".destination.partial"
+    work.mkdir()
+    journal = Journal(work, "of another process")
+    for flag in ("--resume", "--overwrite"):
+        assert "another process" in arena.refused("split", gpt2_folder, arena.destination, flag)
+    journal.close()
+
+
+def test_leftovers_are_not_taken_over_silently(arena, gpt2_folder):
+    (arena.folder / ".destination.partial").mkdir()
+    assert "--resume" in arena.refused_split(gpt2_folder)
+
+
+def test_both_at_once(arena, gpt2_folder):
+    assert "one of them" in arena.refused("split", gpt2_folder, arena.destination, "--resume", "--overwrite")
+
+
+def test_a_source_that_changes_meanwhile(arena, gpt2_folder, monkeypatch):
+    source = arena.copy(gpt2_folder)
+    path = source / "model.safetensors"
+    original = engine.run_copy
+
+    def touch_after(*arguments):
+        os.utime(path, ns=(1, 1))
+        return original(*arguments)
+
+    monkeypatch.setattr(engine, "run_copy", touch_after)
+    assert "changed while it was read" in arena.refused_split(source)
+
+
+def test_a_source_that_shrinks_meanwhile(arena, gpt2_folder, monkeypatch):
+    source = arena.copy(gpt2_folder)
+    original = operations.source_state
+
+    def cut_after(files):
+        state = original(files)
+        os.truncate(source / "model.safetensors", 4000)
+        return state
+
+    monkeypatch.setattr(operations, "source_state", cut_after)
+    code, message = arena.convert("split", source, arena.destination)
+    assert code == 2
+    assert "ends early" in message
+    assert sorted(path.name for path in arena.folder.iterdir()) == ["source"]

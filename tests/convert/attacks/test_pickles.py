@@ -1,0 +1,166 @@
+"""Files of `torch.save` that run code when unpickled, or lie about their tensors. None of it is executed."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import pickle
+import re
+import shutil
+import zipfile
+from collections import OrderedDict
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+
+class Calls:
+    """Unpickling this calls a function."""
+
+    def __init__(self, function, *arguments) -> None:
+        self._call = function, arguments
+
+    def __reduce__(self):
+        return self._call
+
+
+@pytest.fixture
+def folder(arena, gpt2_folder):
+    """A GPT-2 whose weights are yet to be written to pytorch_model.bin."""
+    source = arena.copy(gpt2_folder)
+    (source / "model.safetensors").unlink()
+    return source
+
+
+@pytest.fixture(scope="module")
+def weights(gpt2_folder):
+    return load_file(gpt2_folder / "model.safetensors")
+
+
+def test_a_harmless_one_converts(arena, folder, weights, gpt2_folder, hashes):
+    torch.save(weights, folder / "pytorch_model.bin")
+    assert arena.convert("merge", folder, arena.destination) == (0, "")
+    assert hashes(arena.destination) == hashes(gpt2_folder)
+    assert not (arena.destination / "pytorch_model.bin").exists()
+
+
+def bombs(marker):
+    return {
+        "os.system": Calls(os.system, f"touch {marker}"),
+        "eval": Calls(eval, f"open({str(marker)!r}, 'w')"),
+        "exec": Calls(exec, f"open({str(marker)!r}, 'w')"),
+        "open": Calls(builtins.open, str(marker), "w"),
+        "pickle in a pickle": Calls(pickle.loads, pickle.dumps(Calls(os.system, f"touch {marker}"))),
+        "torch.load": Calls(torch.load, str(marker)),
+        "getattr": Calls(getattr, "text", "upper"),
+    }
+
+
+@pytest.mark.parametrize("name", ["os.system", "eval", "exec", "open", "pickle in a pickle", "torch.load", "getattr"])
+@pytest.mark.parametrize("place", ["value", "beside", "metadata"])
+def test_code_is_refused_and_not_run(name, place, arena, folder, weights):
+    marker = arena.folder / "executed"
+    bomb = bombs(marker)[name]
+    state = OrderedDict(weights)
+    if place == "value":
+        state["transformer.ln_f.bias"] = bomb
+    elif place == "beside":
+        state = {"module": state, "lr_scheduler": bomb}
+    else:
+        state._metadata = bomb  # type: ignore[attr-defined] - as torch keeps versions there
+    torch.save(state, folder / "pytorch_model.bin")
+    refusal = arena.refused_split(folder)
+    assert "pytorch_model.bin is refused" in refusal
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("place", ["mp_rank", "index"])
+def test_code_in_other_files(place, arena, folder, weights):
+    marker = arena.folder / "executed"
+    bomb = {"module": {**weights, "x": Calls(os.system, f"touch {marker}")}}
+    if place == "mp_rank":
+        torch.save(bomb, folder / "mp_rank_00_model_states.pt")
+    else:
+        torch.save(bomb, folder / "part.bin")
+        (folder / "pytorch_model.bin.index.json").write_text('{"weight_map": {"x": "part.bin"}}')
+    assert "is refused" in arena.refused_split(folder)
+    assert not marker.exists()
+
+
+def test_a_bare_pickle(arena, folder):
+    marker = arena.folder / "executed"
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Calls(os.system, f"touch {marker}")))
+    assert "not in the zip format" in arena.refused_split(folder)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\3\4", b"PK\3\4" + bytes(2000), b"\x80\x02}q\x00."])
+def test_no_file_of_torch(content, arena, folder):
+    (folder / "pytorch_model.bin").write_bytes(content)
+    assert "pytorch_model.bin" in arena.refused_split(folder)
+
+
+@pytest.mark.parametrize("value", [[1, 2], {"a": 1}, {"a": "text"}, {1: torch.zeros(2)}, torch.zeros(3)])
+def test_no_named_tensors(value, arena, folder):
+    torch.save(value, folder / "pytorch_model.bin")
+    assert "pytorch_model.bin" in arena.refused_split(folder)
+
+
+def rezip(path, change) -> None:
+    """Rewrites a zip file with the contents that `change(name, content)` returns, and the method of compression."""
+    original = path.with_suffix(".original")
+    shutil.move(path, original)
+    with zipfile.ZipFile(original) as source, zipfile.ZipFile(path, "w") as target:
+        for info in source.infolist():
+            content, method = change(info.filename, source.read(info))
+            target.writestr(zipfile.ZipInfo(info.filename), content, compress_type=method)
+    original.unlink()
+
+
+def shorten(name, content):
+    return content[:16] if re.search(r"/data/\d+$", name) else content, zipfile.ZIP_STORED
+
+
+def compress(name, content):
+    return content, zipfile.ZIP_DEFLATED
+
+
+def big_endian(name, content):
+    return b"big" if name.endswith("byteorder") else content, zipfile.ZIP_STORED
+
+
+@pytest.mark.parametrize("change", [shorten, compress, big_endian])
+def test_lying_records(change, arena, folder, weights):
+    path = folder / "pytorch_model.bin"
+    torch.save(weights, path)
+    rezip(path, change)
+    assert "pytorch_model.bin" in arena.refused_split(folder)
+
+
+def test_a_truncated_zip(arena, folder, weights):
+    path = folder / "pytorch_model.bin"
+    torch.save(weights, path)
+    os.truncate(path, path.stat().st_size // 2)
+    assert "pytorch_model.bin" in arena.refused_split(folder)
+
+
+def test_a_tensor_that_is_not_contiguous(arena, folder, weights):
+    name = "transformer.h.0.mlp.c_fc.weight"
+    torch.save({**weights, name: weights[name].t().contiguous().t()}, folder / "pytorch_model.bin")
+    assert f"tensor {name}" in arena.refused_split(folder)
+
+
+def test_a_view_out_of_its_storage(arena, folder, weights):
+    """A view whose size was changed in the pickle to reach beyond its storage."""
+    path = folder / "pytorch_model.bin"
+    torch.save({**weights, "transformer.wte.weight": torch.zeros(17, 16)}, path)
+
+    def enlarge(name, content):
+        if name.endswith("data.pkl"):
+            assert content.count(b"K\x11K\x10") == 1  # the sizes 17, 16
+            content = content.replace(b"K\x11K\x10", b"K\xffK\x10")
+        return content, zipfile.ZIP_STORED
+
+    rezip(path, enlarge)
+    assert "pytorch_model.bin" in arena.refused_split(folder)
