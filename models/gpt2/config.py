@@ -35,11 +35,14 @@ class GPT2Config(ModelConfig):
     initializer_range: float = 0.02
     scale_attn_weights: bool = True
     scale_attn_by_inverse_layer_idx: bool = False
+    add_cross_attention: bool = False
     tie_word_embeddings: bool = True
     bos_token_id: int | None = 50256
     eos_token_id: int | None = 50256
 
     def __post_init__(self) -> None:
+        if self.add_cross_attention:
+            raise ValueError("GPT-2 is a decoder alone here: add_cross_attention must be false")
         for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")

@@ -1,0 +1,170 @@
+"""Presets have the published numbers of parameters; `from_config` takes a configuration in every form."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+import transformers
+
+import shardzoo
+from shardzoo.cli.models import bytes_on_rank, main, measure
+from shardzoo.models import find_config
+from shardzoo.models.auto import as_config
+
+# Of the checkpoints on the hub, tied weights once: the model cards' and papers' figures to the last parameter.
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "t5-small": 60_506_624,
+    "t5-base": 222_903_552,
+    "t5-large": 737_668_096,
+    "t5-3b": 2_851_598_336,
+    "t5-11b": 11_307_321_344,
+    "t5-v1_1-small": 76_961_152,
+    "t5-v1_1-base": 247_577_856,
+    "t5-v1_1-large": 783_150_080,
+    "t5-v1_1-xl": 2_849_757_184,
+    "t5-v1_1-xxl": 11_135_332_352,
+    "mt5-small": 300_176_768,
+    "mt5-base": 582_401_280,
+    "mt5-large": 1_229_581_312,
+    "mt5-xl": 3_742_619_648,
+    "mt5-xxl": 12_921_057_280,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_counts(name):
+    assert measure(find_config(name), 1).parameters == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", ["gpt2-medium", "t5-base", "t5-v1_1-large", "mt5-small"])
+def test_the_written_config_builds_the_same_model_in_transformers(name, tmp_path):
+    config = find_config(name)
+    config.save(tmp_path)
+    assert as_config(str(tmp_path)) == config
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    with torch.device("meta"):
+        kind = transformers.AutoModelForCausalLM if "gpt2" in name else transformers.AutoModelForSeq2SeqLM
+        model = kind.from_config(theirs)
+    own_head = 0 if config.tie_word_embeddings else prod(model.lm_head.weight.shape)  # transformers 5 ties it
+    assert sum(p.numel() for p in model.parameters()) + own_head == PUBLISHED[name]
+    assert getattr(theirs, "scale_decoder_outputs", None) == getattr(config, "scale_decoder_outputs", None) or (
+        config.model_type == "mt5"
+    )
+
+
+LEGAL = {"gpt2": (1, 2, 3, 4, 6, 12), "gpt2-xl": (1, 5, 25), "t5-small": (1, 2, 4, 8), "mt5-small": (1, 2, 3, 6)}
+
+
+@pytest.mark.parametrize("name", LEGAL)
+def test_legal_sizes(name):
+    config = find_config(name)
+    assert measure(config, 1).legal == LEGAL[name]
+    assert measure(config, 7).on_rank is None
+
+
+def parameters_held(mesh, name):
+    return sum(p.numel() for p in shardzoo.from_config(name, mesh, device="meta").parameters())
+
+
+@pytest.mark.parametrize(("name", "tp"), [("mt5-small", 3), ("gpt2", 2), ("t5-v1_1-base", 4)])
+def test_the_size_on_a_rank_is_what_a_rank_holds(name, tp, run_mesh):
+    assert set(run_mesh(tp, parameters_held, name)) == {measure(find_config(name), tp).on_rank}
+
+
+def test_bytes_on_a_rank():
+    assert bytes_on_rank(10, "fp32", "none") == 40
+    assert bytes_on_rank(10, "fp32", "adam") == 160  # weight, gradient, two moments
+    assert bytes_on_rank(10, "bf16", "adam") == 160  # 2 + 2, two moments of 4, and an fp32 copy
+
+
+def test_the_command_lists_models(capsys):
+    assert main(["mt5", "gpt2-xl", "--tp", "6"]) == 0
+    out = capsys.readouterr().out
+    assert "300,176,768" in out
+    assert "1 2 3 6" in out
+    assert "cannot be split so" in out  # 25 heads
+    assert main(["no-such-model"]) == 2
+    assert "no-such-model" in capsys.readouterr().err
+
+
+def test_from_config_takes_every_form(tmp_path):
+    sizes = {"n_embd": 24, "n_head": 3, "n_layer": 1, "vocab_size": 50, "n_positions": 8}
+    values = {"model_type": "gpt2", **sizes}
+    native = as_config(values)
+    native.save(tmp_path)
+    theirs = transformers.GPT2Config(**sizes)
+    models = [shardzoo.from_config(form, seed=3) for form in (values, native, str(tmp_path), theirs)]
+    first = models[0].state_dict()
+    for model in models[1:]:
+        assert all(torch.equal(value, first[name]) for name, value in model.state_dict().items())
+    other = shardzoo.from_config(values, seed=4)
+    assert not torch.equal(other.word_embeddings.weight, models[0].word_embeddings.weight)
+    meta = shardzoo.from_config("t5-11b", device="meta")
+    assert all(parameter.is_meta for parameter in meta.parameters())
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model_type": "gpt2", "n_embd": 25, "n_head": 2}, "n_embd=25 is not a multiple of n_head=2"),
+        ({"model_type": "gpt2", "n_layer": 0}, "n_layer must be at least 1"),
+        ({"model_type": "gpt2", "activation_function": "cosine"}, "activation 'cosine' is unknown"),
+        ({"model_type": "gpt2", "add_cross_attention": True}, "add_cross_attention"),
+        ({"model_type": "t5", "feed_forward_proj": "double-gelu"}, "feed_forward_proj='double-gelu'"),
+        ({"model_type": "t5", "relative_attention_num_buckets": 2}, "relative_attention_num_buckets=2"),
+        ({"model_type": "t5", "num_decoder_layers": 0}, "decoder_layers must be at least 1"),
+        ({"model_type": "opt"}, "no model family 'opt'"),
+        ({"n_embd": 8}, "no model_type"),
+    ],
+)  # fmt: skip
+def test_a_configuration_that_cannot_be_built_says_why(values, message):
+    with pytest.raises(ValueError, match=message):
+        shardzoo.from_config(values, device="meta")
+
+
+def fresh_values(mesh, values):
+    model = shardzoo.from_config(values, mesh, seed=9)
+    return {name: (p.detach(), getattr(p, "shard", None)) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model_type": "gpt2", "n_embd": 24, "n_head": 12, "n_layer": 1, "vocab_size": 50, "n_positions": 8},
+        {"model_type": "mt5", "d_model": 24, "num_heads": 12, "d_kv": 4, "d_ff": 25, "num_layers": 1, "vocab_size": 70},
+    ],
+)
+def test_initial_weights_do_not_depend_on_the_layout(values, run_mesh):
+    whole = fresh_values(None, values)
+    for tp in (2, 3):
+        for rank, held in enumerate(run_mesh(tp, fresh_values, values)):
+            for name, (value, shard) in held.items():
+                full = whole[name][0] if shard is None else shard.merge([whole[name][0]])
+                assert torch.equal(value, full if shard is None else shard.slice(full, rank, tp)), name
+
+
+def test_t5_starts_as_the_papers_code_does():
+    """Standard deviations of transformers' `_init_weights`, but for the untied head, which has d_model^-0.5."""
+    sizes = {"d_model": 96, "num_heads": 8, "d_kv": 32, "d_ff": 200, "num_layers": 1, "vocab_size": 3000}
+    model = shardzoo.from_config({"model_type": "mt5", **sizes})
+    theirs = transformers.MT5ForConditionalGeneration(transformers.MT5Config(**sizes))
+    match = model.encoder.blocks[0]
+    stored = dict(theirs.named_parameters())
+    prefix = "encoder.block.0.layer"
+    q, k, v = match.attention.qkv.weight.detach().chunk(3)
+    for own, name in [
+        (q, "0.SelfAttention.q"), (k, "0.SelfAttention.k"), (v, "0.SelfAttention.v"),
+        (match.attention.output.weight, "0.SelfAttention.o"), (match.mlp.gate_up.gate, "1.DenseReluDense.wi_0"),
+        (match.mlp.gate_up.up, "1.DenseReluDense.wi_1"), (match.mlp.down.weight, "1.DenseReluDense.wo"),
+        (model.encoder.relative_bias.weight, "0.SelfAttention.relative_attention_bias"),
+    ]:  # fmt: skip
+        expected = stored[f"{prefix}.{name}.weight"].std()
+        assert 0.85 < own.detach().std() / expected < 1.15, name
+    assert abs(model.word_embeddings.weight[:3000].std() - 1) < 0.01
+    assert abs(model.head.weight[:3000].std() / 96**-0.5 - 1) < 0.01
