@@ -30,7 +30,7 @@ class Arguments:
 
     threads: int = 1
     """Threads of the tokenizer, and processes of the preparation."""
-    megabytes: int = 24
+    megabytes: int = 48
     """Size of the corpus for throughput."""
     repeats: int = 3
     """Turns; the median counts."""
@@ -196,13 +196,13 @@ print(status.split("VmHWM:")[1].split()[0])
 
 
 def memory(arguments: Arguments, corpus: Path, tokenizer: Path, table: Table) -> None:
-    """Peak memory of preparing a corpus, against that of preparing an eighth of it."""
-    eighth = corpus.with_name("eighth.jsonl")
-    with corpus.open("rb") as whole, eighth.open("wb") as part:
-        while part.tell() < corpus.stat().st_size / 8:
+    """Peak memory of preparing a corpus, against that of preparing a quarter of it."""
+    quarter = corpus.with_name("quarter.jsonl")
+    with corpus.open("rb") as whole, quarter.open("wb") as part:
+        while part.tell() < corpus.stat().st_size / 4:
             part.write(whole.readline())
     peaks = []
-    for path in (corpus, eighth):
+    for path in (corpus, quarter):
         command = [sys.executable, "-c", PEAK, str(path), str(path.with_suffix("")), str(tokenizer)]
         peaks.append(int(subprocess.run(command, check=True, capture_output=True, text=True).stdout) / 1024)
 

@@ -160,7 +160,7 @@ def main(argv: list[str]) -> int:
     command = tyro.cli(Command, args=argv, prog="shardzoo data")  # type: ignore[call-overload]
     try:
         command.run(Console())
-    except (ValueError, FileNotFoundError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         print(f"shardzoo data: {error}", file=sys.stderr)
         return 2
     return 0

@@ -201,9 +201,21 @@ def _from_prefix(prefix: Path, output: Path, fraction: float, seed: int) -> Corp
         train, valid = prefix, sibling
     else:
         train, valid = output / "train", output / "valid"
+        index = idx_path(prefix).stat()
+        wanted = {
+            "source": f"{prefix.resolve()} {index.st_size} {index.st_mtime_ns}",
+            "held_out_fraction": fraction,
+            "seed": seed,
+        }
+        if (known := _read_manifest(output, wanted)) is not None:
+            return known
         if dataset.num_documents < 2:
             raise ValueError(f"{prefix} holds {dataset.num_documents} document(s); splitting needs at least 2")
+        (output / MANIFEST).unlink(missing_ok=True)
         split_dataset(dataset, {train: 1 - fraction, valid: fraction}, seed=seed)
+        corpus = Corpus(train, valid, tokenizer_dir, tokenizer.vocab_size, tokenizer.eos_token_id)
+        _write_manifest(output, wanted, corpus)
+        return corpus
     return Corpus(train, valid, tokenizer_dir, tokenizer.vocab_size, tokenizer.eos_token_id)
 
 
@@ -247,10 +259,11 @@ def _read_manifest(output: Path, wanted: dict[str, object]) -> Corpus | None:
             IndexedDataset(output / part)  # a damaged pair is prepared again
     except (OSError, ValueError, KeyError):
         return None
+    own = output / "tokenizer"  # found where it is now, should the folder have been moved
     return Corpus(
         output / "train",
         output / "valid",
-        output / "tokenizer",
+        own if own.is_dir() else Path(values["tokenizer_dir"]),
         values["vocab_size"],
         values["eos_token_id"],
         values["bad_records"],

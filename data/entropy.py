@@ -11,6 +11,8 @@ BLOCK_TOKENS = 1 << 22
 
 def token_counts(indexed: IndexedDataset) -> np.ndarray:
     """How often each token id occurs: int64 [largest id + 1]."""
+    if indexed.dtype.kind not in "iu":
+        raise ValueError(f"{indexed.prefix} holds {indexed.dtype} values, which are no token ids")
     counts = np.zeros(1, np.int64)
     for start in range(0, indexed.num_tokens, BLOCK_TOKENS):
         block = np.bincount(indexed.tokens[start : start + BLOCK_TOKENS])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -55,6 +57,7 @@ class IndexedDatasetWriter:
         self._code = dtype_code(self.dtype)
         self._limits = np.iinfo(self.dtype) if self.dtype.kind in "iu" else None
         self._keep_partial = keep_partial
+        self._index_partial = Path(f"{prefix}.idx.partial")
         self._names = {part: Path(f"{prefix}.{part}.partial") for part in ("bin", "sizes", "documents")}
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
         state = resume or WriterState()
@@ -64,7 +67,8 @@ class IndexedDatasetWriter:
             self._open("sizes", state.sequences * 4)
             self._open("documents", state.documents * 8)
         except BaseException:
-            self._close()
+            for file in self._files.values():
+                file.close()
             raise
         self._tokens, self._sequences, self._documents = state.tokens, state.sequences, state.documents
         self._last_mark = self._read_last_mark()
@@ -134,20 +138,28 @@ class IndexedDatasetWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self._finish()
+        if kind is not None:
+            self._abandon()
             return
-        self._close()
+        try:
+            self._finish()
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _abandon(self) -> None:
+        for file in self._files.values():
+            with suppress(OSError):  # the disk may be full; that was reported already
+                file.close()
         if not self._keep_partial:
-            for name in self._names.values():
+            for name in (*self._names.values(), self._index_partial):
                 name.unlink(missing_ok=True)
 
     def _finish(self) -> None:
         if self._last_mark != self._sequences:
             self.end_document()
         self.commit()
-        index = Path(f"{self.prefix}.idx.partial")
-        with index.open("wb") as file:
+        with self._index_partial.open("wb") as file:
             file.write(HEADER.pack(MAGIC, VERSION, self._code, self._sequences, self._documents + 1))
             position = 0
             for sizes in self._spooled("sizes", "<i4"):
@@ -165,8 +177,9 @@ class IndexedDatasetWriter:
         # tokens.
         idx_path(self.prefix).unlink(missing_ok=True)
         self._names["bin"].replace(bin_path(self.prefix))
-        index.replace(idx_path(self.prefix))
-        self._close()
+        self._index_partial.replace(idx_path(self.prefix))
+        for file in self._files.values():
+            file.close()
         self._names["sizes"].unlink()
         self._names["documents"].unlink()
 
@@ -176,18 +189,24 @@ class IndexedDatasetWriter:
         file = os.fdopen(descriptor, "r+b", buffering=1 << 20)
         self._files[part] = file
         if part == "bin":
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(
-                    f"another process is writing {self.prefix}; wait for it or choose another output"
-                ) from None
+            self._lock(descriptor)
         if os.fstat(descriptor).st_size < valid_bytes:
             raise ValueError(
                 f"{path} is shorter than the {valid_bytes} bytes to resume from; start again without resuming"
             )
         file.truncate(valid_bytes)
         file.seek(valid_bytes)
+
+    def _lock(self, descriptor: int) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another process is writing {self.prefix}; wait for it or choose another output"
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):  # file systems without locks
+                raise
 
     def _spooled(self, part: str, dtype: str):
         """The values written so far to a side file, block by block."""
@@ -221,7 +240,3 @@ class IndexedDatasetWriter:
                 f"{self._limits.max}); "
                 "use int32 for vocabularies of 65500 entries and more"
             )
-
-    def _close(self) -> None:
-        for file in self._files.values():
-            file.close()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from .indexed import IndexedDataset
 from .indexed_writer import IndexedDatasetWriter
+
+DOCUMENTS_AT_ONCE = 1024
 
 
 def merge_datasets(prefixes: Sequence[str | Path], output: str | Path) -> None:
@@ -45,12 +48,20 @@ def split_dataset(dataset: IndexedDataset, shares: Mapping[Path, float], *, seed
     owner[order] = np.repeat(np.arange(len(names)), counts)
     with ExitStack() as stack:
         writers = [stack.enter_context(IndexedDatasetWriter(name, dataset.dtype)) for name in names]
-        for document in range(dataset.num_documents):
-            first, last = dataset.document_indices[document : document + 2]
-            writer = writers[owner[document]]
-            writer.add_sequences(dataset.document(document), dataset.sizes[first:last])
-            writer.end_document()
+        for start, stop in _runs(owner):
+            marks = dataset.document_indices[start : stop + 1]
+            tokens = dataset.tokens[dataset.token_range(start)[0] : dataset.token_range(stop - 1)[1]]
+            writers[owner[start]].add_sequences(tokens, dataset.sizes[marks[0] : marks[-1]])
+            writers[owner[start]].end_documents(np.diff(marks))
     return dict(zip(names, counts.tolist(), strict=True))
+
+
+def _runs(owner: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Neighbouring documents [start, stop) of one owner, at most DOCUMENTS_AT_ONCE together."""
+    changes = np.flatnonzero(np.diff(owner, prepend=-1, append=-1))
+    for first, last in pairwise(changes.tolist()):
+        for start in range(first, last, DOCUMENTS_AT_ONCE):
+            yield start, min(start + DOCUMENTS_AT_ONCE, last)
 
 
 def _counts(weights: np.ndarray, documents: int, prefix: Path) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import BinaryIO
 
-HARD_CUT_BLOCKS = 64  # a text without any line end is cut after this many blocks at the next character
+HARD_CUT_BYTES = 1 << 20  # a text without any line end is cut about so often, between two characters
 
 
 def text_pieces(file: BinaryIO, start: int, stop: int, block: int) -> Iterator[bytes]:
@@ -45,7 +45,7 @@ def _cut_of_block(file: BinaryIO, number: int, block: int) -> int | None:
         found = raw.find(separator)
         if found >= 0:
             return first + found + len(separator)
-    if number % HARD_CUT_BLOCKS:
+    if number % max(1, HARD_CUT_BYTES // block):
         return None
     ahead = next((i for i, byte in enumerate(raw[:4]) if byte & 0xC0 != 0x80), 0)  # not inside a UTF-8 character
     return first + ahead

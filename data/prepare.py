@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 
 import numpy as np
@@ -204,7 +206,17 @@ _worker: tuple[PrepareOptions, Tokenizer] | None = None  # what this worker proc
 def _start_worker(options: PrepareOptions) -> None:
     global _worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process; the processes are the parallelism
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process decides what an interruption means
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker = options, load_tokenizer(options.tokenizer)
+
+
+def _end_with_parent() -> None:
+    """A pool's workers would wait for ever for a parent that was killed."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _work(chunk: Chunk) -> _Encoded:

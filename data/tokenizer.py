@@ -80,6 +80,16 @@ class FastTokenizer(Tokenizer):
         ids = {name: self.backend.token_to_id(token) for name, token in (special_tokens or {}).items()}
         self.special = {name: index for name, index in ids.items() if index is not None}
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"backend": self.backend.to_str(), "vocab_size": self.vocab_size, "special": self.special}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        from tokenizers import Tokenizer as RustTokenizer
+
+        self.vocab_size, self.special = state["vocab_size"], state["special"]
+        self.backend = RustTokenizer.from_str(state["backend"])
+        self.backend.encode_special_tokens = True  # no part of the tokenizer's own state
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 

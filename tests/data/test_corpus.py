@@ -91,6 +91,9 @@ def test_a_prepared_pair_is_taken_with_the_tokenizer_beside_it(corpus, tmp_path)
     parts = [IndexedDataset(taken.train_prefix), IndexedDataset(taken.valid_prefix)]
     assert [part.num_documents for part in parts] == [135, 45]
     assert taken.vocab_size == corpus.vocab_size
+    before = taken.train_prefix.with_suffix(".idx").stat().st_mtime_ns
+    assert prepare_corpus(tmp_path / "mine", tmp_path / "out", held_out_fraction=0.25) == taken
+    assert taken.train_prefix.with_suffix(".idx").stat().st_mtime_ns == before
 
 
 def test_a_tokenizer_of_another_corpus_is_refused(corpus, tmp_path, write_dataset):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import signal
@@ -174,3 +175,58 @@ def test_text_that_spells_a_special_token_stays_text(tokenizer_dir, tmp_path):
     tokens = IndexedDataset(tmp_path / "a").document(0).tolist()
     assert tokens.count(0) == 1
     assert load_tokenizer(tokenizer_dir).decode(tokens[:-1]) == next(iter_documents(path))
+
+
+PARALLEL_RUN = """
+import sys
+from shardzoo.data import PrepareOptions, prepare_dataset
+import multiprocessing
+def show(report, done, total):
+    print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+if __name__ == "__main__":
+    prepare_dataset([sys.argv[1]] * 2000, sys.argv[2], PrepareOptions(sys.argv[3]), workers=2, progress=show)
+"""
+
+
+def test_workers_end_with_a_killed_parent(jsonl, tokenizer_dir, tmp_path):
+    script = tmp_path / "run.py"
+    script.write_text(PARALLEL_RUN)
+    command = [sys.executable, str(script), str(jsonl), str(tmp_path / "a"), str(tokenizer_dir)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    workers = [int(pid) for pid in process.stdout.readline().split()]
+    assert len(workers) == 2
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 30
+    while any(is_running(pid) for pid in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    try:
+        return status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+FULL_DISK = """
+import resource, sys
+from shardzoo.data import PrepareOptions, prepare_dataset
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+try:
+    prepare_dataset([sys.argv[1]] * 20, sys.argv[2], PrepareOptions(sys.argv[3]))
+except OSError as error:
+    sys.exit(error.errno)
+"""
+
+
+def test_a_full_disk_is_its_own_error_and_leaves_no_dataset(jsonl, tokenizer_dir, tmp_path):
+    command = [sys.executable, "-c", FULL_DISK, str(jsonl), str(tmp_path / "a"), str(tokenizer_dir)]
+    assert subprocess.run(command, check=False).returncode == errno.EFBIG
+    assert not Path(f"{tmp_path}/a.idx").exists()
+    assert not Path(f"{tmp_path}/a.bin").exists()
+    prepare_dataset([jsonl] * 20, tmp_path / "a", PrepareOptions(tokenizer_dir))
+    assert IndexedDataset(tmp_path / "a").num_documents == 4000

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardzoo.data import SourceReport, iter_documents, python_stdlib, skip_bad
@@ -46,10 +46,10 @@ def test_lines_of_any_ranges_are_all_lines_once(lines, cuts):
 
 
 def test_cuts_of_a_text_without_line_ends_respect_characters():
-    raw = ("€" * 50_000).encode()
+    raw = ("€" * 1_000_000).encode()
     pieces = list(text_pieces(io.BytesIO(raw), 0, len(raw), 512))
-    assert len(pieces) == 5  # 150 kB in pieces of 64 blocks
-    assert "".join(piece.decode("utf-8") for piece in pieces) == "€" * 50_000
+    assert len(pieces) == 3  # 3 MB, cut at every MiB
+    assert "".join(piece.decode("utf-8") for piece in pieces) == "€" * 1_000_000
 
 
 def test_small_chunks_give_the_same_documents(jsonl, texts, monkeypatch):
@@ -178,3 +178,31 @@ def test_nothing_to_read_is_said(tmp_path):
 def test_a_byte_order_mark_is_no_text(tmp_path):
     (tmp_path / "x.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n')
     assert list(iter_documents(tmp_path / "x.jsonl")) == ["a"]
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    raw=st.one_of(
+        st.binary(max_size=300),
+        st.lists(
+            st.sampled_from([b'{"text": "a"}', b"{", b"\0", b"\xff", b"[]", b'{"text": null}', b"\r"]), max_size=8
+        ).map(b"\n".join),
+    ),
+    suffix=st.sampled_from([".jsonl", ".txt", ".json", ""]),
+)
+def test_any_bytes_are_documents_or_named_bad_records(raw, suffix, tmp_path):
+    path = tmp_path / f"any{suffix}"
+    path.write_bytes(raw)
+    report = SourceReport()
+    if not raw:
+        with pytest.raises(ValueError, match="holds no text"):
+            iter_documents(path)
+        return
+    documents = list(iter_documents(path, on_bad=skip_bad, report=report))
+    assert len(documents) == report.documents
+    assert all(document.encode("utf-8") and not document.isspace() for document in documents)
+    assert len(report.first_bad) == min(report.bad, 10)
+    assert all(str(path) in line for line in report.first_bad)
+    if report.bad:
+        with pytest.raises(ValueError, match="bad record in .*, record "):
+            list(iter_documents(path))
