@@ -204,5 +204,5 @@ def test_any_bytes_are_documents_or_named_bad_records(raw, suffix, tmp_path):
     assert len(report.first_bad) == min(report.bad, 10)
     assert all(str(path) in line for line in report.first_bad)
     if report.bad:
-        with pytest.raises(ValueError, match="bad record in .*, record "):
+        with pytest.raises(ValueError, match=r"bad record in .*, record "):
             list(iter_documents(path))
