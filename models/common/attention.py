@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -54,11 +56,10 @@ class AttentionCore(nn.Module):
         # The probabilities are written out: for the gradient of a trained bias, and for a dropout mask that does
         # not depend on the layout.
         scores = q @ k.mT  # [B, Np, Sq, Sk]
-        return masked_softmax(
-            scores, mask, position_bias, scale=self.scale, causal=causal, **(self.drop(scores) if drops else {})
-        ) @ v  # fmt: skip
+        drop = self.drop(scores) if drops else {}
+        return masked_softmax(scores, mask, position_bias, scale=self.scale, causal=causal, **drop) @ v
 
-    def drop(self, scores: Tensor) -> dict[str, object]:
+    def drop(self, scores: Tensor) -> dict[str, Any]:
         """Where this use of the core stands in the unsplit model's dropout."""
         if self.dropout.site is None:
             raise RuntimeError("call assign_dropout_sites(model) once after building the model")

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...mpu import ParallelMesh, Shard
+from ...mpu import ParallelMesh, Shard, tp_size
 from ...mpu.parameter import split_parameter
+from ..common.attention import check_heads
 
 
 class RelativeBias(nn.Module):
@@ -23,6 +24,7 @@ class RelativeBias(nn.Module):
         self, buckets: int, num_heads: int, max_distance: int, *, bidirectional: bool, mesh: ParallelMesh | None = None
     ) -> None:
         super().__init__()
+        check_heads(num_heads, tp_size(mesh))
         self.buckets, self.max_distance, self.bidirectional = buckets, max_distance, bidirectional
         self.weight = split_parameter(Shard((buckets, num_heads), 1), mesh)  # [buckets, Np]
 

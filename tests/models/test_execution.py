@@ -1,0 +1,186 @@
+"""Modes that change how a model runs: compiled blocks, recomputation; and what its calls accept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import shardzoo
+from shardzoo.models import Execution
+from shardzoo.models.common.outputs import Seq2SeqLMOutput
+
+GPT2 = {
+    "model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 61, "n_positions": 40,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+}  # fmt: skip
+T5 = {
+    "model_type": "t5", "d_model": 32, "d_kv": 6, "num_heads": 4, "d_ff": 40, "num_layers": 2, "vocab_size": 61,
+    "dropout_rate": 0.0, "feed_forward_proj": "gated-gelu",
+}  # fmt: skip
+FAMILIES = pytest.mark.parametrize("values", [GPT2, T5], ids=["gpt2", "t5"])
+
+
+def batch(values, length=20):
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, 61, (2, length), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, 15:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def gradients(model, inputs):
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward()
+    return loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def compile_blocks(model):
+    for name, module in model.named_modules():
+        if name.rpartition(".")[0].endswith("blocks"):
+            module.compile(backend="aot_eager", fullgraph=True)
+
+
+def compiled_equals_plain(mesh, values, execution):
+    inputs = batch(values)
+    plain = gradients(shardzoo.from_config(values, mesh, execution=execution), inputs)
+    model = shardzoo.from_config(values, mesh, execution=execution)
+    compile_blocks(model)
+    torch.testing.assert_close(gradients(model, inputs), plain, rtol=1e-5, atol=1e-6)
+
+
+@FAMILIES
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_block_compiles_without_a_break(values, recompute):
+    torch.compiler.reset()
+    compiled_equals_plain(None, values, Execution(recompute=recompute))
+
+
+def kept_bytes(values, recompute):
+    """Of activations that the backward pass finds stored."""
+    model = shardzoo.from_config(values, execution=Execution(recompute=recompute))
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+    stored = {}
+
+    def note(tensor):
+        if tensor.data_ptr() not in own:
+            stored[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = model(**batch(values))  # noqa: F841 - it keeps the graph alive
+    return sum(stored.values())
+
+
+@FAMILIES
+def test_recomputation_keeps_less(values):
+    none, selective, full = (kept_bytes(values, mode) for mode in ("none", "selective", "full"))
+    assert full < 0.6 * none
+    assert full < selective < none if values is T5 else selective <= none
+
+
+def encoder_results(mesh, sequence_parallel):
+    model = shardzoo.from_config(T5, mesh, execution=Execution(sequence_parallel=sequence_parallel)).eval()
+    inputs = batch(T5)
+    with torch.no_grad():
+        whole = model(**inputs, output_hidden_states=True)
+        encoded = model.encode(inputs["input_ids"], inputs["attention_mask"], output_hidden_states=True)
+        again = model(attention_mask=inputs["attention_mask"], labels=inputs["labels"], encoder_outputs=encoded)
+    assert torch.equal(encoded.last_hidden_state, whole.encoder_last_hidden_state)
+    assert all(torch.equal(a, b) for a, b in zip(encoded.hidden_states, whole.encoder_hidden_states, strict=True))
+    torch.testing.assert_close(again.logits, whole.logits)
+    return whole.encoder_last_hidden_state
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_an_encoder_output_can_be_used_again(sequence_parallel, run_mesh):
+    first, second = run_mesh(2, encoder_results, sequence_parallel)
+    assert torch.equal(first, second)
+    assert first.shape == (2, 20, 32)
+
+
+def test_decoder_inputs_are_the_labels_moved_right():
+    model = shardzoo.from_config(T5 | {"decoder_start_token_id": 9, "pad_token_id": 3}).eval()
+    labels = torch.tensor([[4, 5, -100, 6], [7, -100, -100, -100]])
+    moved = model.prepare_decoder_input_ids_from_labels(labels)
+    assert moved.tolist() == [[9, 4, 5, 3], [9, 7, 3, 3]]
+    assert labels[0, 2] == -100
+    ids = torch.ones(2, 5, dtype=torch.long)
+    given = model(input_ids=ids, decoder_input_ids=moved, labels=labels)
+    assert torch.equal(given.loss, model(input_ids=ids, labels=labels).loss)
+    with pytest.raises(ValueError, match="pass labels, or decoder_input_ids"):
+        model(input_ids=ids)
+    with pytest.raises(ValueError, match="pass input_ids, or encoder_outputs"):
+        model(labels=labels)
+
+
+@FAMILIES
+def test_the_loss_is_a_share_of_the_global_batchs_mean(values):
+    model, inputs = shardzoo.from_config(values), batch(values)
+    whole = model(**inputs).loss
+    targets = model.count_targets(inputs["labels"])
+    halves = [{name: tensor[i : i + 1] for name, tensor in inputs.items()} for i in range(2)]
+    parts = sum(model(**half, num_items_in_batch=targets).loss for half in halves)
+    torch.testing.assert_close(parts, whole)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.zeros(2, 1, 20, 20), "attention_mask must be"),
+        (torch.ones(20), "attention_mask must be"),
+        (torch.ones(2, 20, 20), "attention_mask must be"),
+    ],
+)
+def test_a_mask_of_another_kind_is_refused(mask, message):
+    model = shardzoo.from_config(GPT2)
+    with pytest.raises(ValueError, match=message):
+        model(**batch(GPT2) | {"attention_mask": mask})
+
+
+def test_a_finished_mask_is_taken_as_it_is():
+    model, inputs = shardzoo.from_config(GPT2).eval(), batch(GPT2)
+    mask = torch.ones(20, 20, dtype=torch.bool).tril() & inputs["attention_mask"].bool()[:, None, None]
+    for kind in (torch.bool, torch.long):
+        finished = model(**inputs | {"attention_mask": mask.to(kind)})
+        torch.testing.assert_close(finished.loss, model(**inputs).loss)
+
+
+def test_a_sequence_longer_than_the_position_table():
+    with pytest.raises(ValueError, match="41 tokens, but the model only 40 positions"):
+        shardzoo.from_config(GPT2)(torch.ones(1, 41, dtype=torch.long))
+
+
+@FAMILIES
+def test_heads_that_cannot_be_split_say_which_sizes_work(values, run_mesh):
+    def build(mesh):
+        with pytest.raises(ValueError, match=r"4 attention heads cannot be split 3 ways; use .*1, 2, 4"):
+            shardzoo.from_config(values, mesh, device="meta")
+
+    run_mesh(3, build)
+
+
+@FAMILIES
+def test_bf16_stays_close_and_finite(values):
+    inputs = batch(values)
+    wide = shardzoo.from_config(values)
+    narrow = shardzoo.from_config(values, dtype=torch.bfloat16)
+    loss, grads = gradients(narrow, inputs)
+    expected, expected_grads = gradients(wide, inputs)
+    assert loss.dtype == torch.float32
+    assert abs(loss - expected) < 0.02 * expected
+    for grad, reference in zip(grads, expected_grads, strict=True):
+        assert grad.dtype == torch.bfloat16
+        assert (grad.float() - reference).norm() < 0.15 * reference.norm() + 1e-4
+
+
+def test_outputs_are_had_by_name_and_position():
+    output = Seq2SeqLMOutput(None, torch.ones(1), encoder_last_hidden_state=torch.zeros(1))
+    assert output.keys() == ("logits", "encoder_last_hidden_state")
+    assert output[0] is output["logits"] is output.to_tuple()[0]
+    logits, encoded = output
+    assert encoded is output.encoder_last_hidden_state
+    assert logits is output.logits
+    assert len(output[:2]) == len(output) == 2
+    with pytest.raises(KeyError, match="loss"):
+        output["loss"]
