@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardzoo import mpu
@@ -71,6 +71,8 @@ def test_forward_and_backward(tp, name, run_mesh):
         dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
         strided=st.booleans(),
     )
+    @example(sizes=(2, 3, 4), dtype=torch.float32, strided=True)
+    @example(sizes=(2, 3, 4), dtype=torch.bfloat16, strided=True)
     def check(sizes, dtype, strided):
         wide = list(sizes)
         wide[dim] *= tp

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -48,6 +48,8 @@ def test_equals_torch(tp, run_mesh, helpers):
         scale=st.sampled_from([1.0, 50.0]),
         chunk=st.sampled_from([1, 40, 1 << 21]),
     )
+    @example([3, 4], 11, 2, 0.1, 1e-2, "mean", 0.5, 50.0, 40)
+    @example([3, 4], 11, 2, 0.0, 0.0, "none", 0.5, 1.0, 1 << 21)
     def check(shape, classes, padding, smoothing, z_loss, reduction, ignored, scale, chunk):
         generator = torch.Generator().manual_seed(0)
         logits = scale * torch.randn(*shape, classes, generator=generator)

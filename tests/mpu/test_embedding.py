@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
@@ -18,6 +18,11 @@ def pad(tensor, rank, size, multiple):
     width = math.ceil(math.ceil(len(tensor) / size) / multiple) * multiple
     whole = torch.cat([tensor, tensor.new_zeros(width * size - len(tensor), *tensor.shape[1:])])
     return whole[rank * width : (rank + 1) * width]
+
+
+def both_modes(mesh, run, *args):
+    """Without and with sequence parallelism, in one round trip."""
+    return [run(mesh, *args, sequence_parallel) for sequence_parallel in (False, True)]
 
 
 def embed(mesh, pad, ids, table, grad, padding_idx, multiple, sequence_parallel):
@@ -44,27 +49,30 @@ def test_embedding_equals_unsplit(tp, run_mesh, helpers):
         vocabulary=st.integers(1, 23),
         hidden=st.integers(1, 5),
         multiple=st.sampled_from([1, 4]),
-        with_padding_idx=st.booleans(),
-        sequence_parallel=st.booleans(),
-        data=st.data(),
+        padding_idx=st.none() | st.integers(-23, 22),
     )
-    def check(batch, positions, vocabulary, hidden, multiple, with_padding_idx, sequence_parallel, data):
+    @example(batch=2, positions=4, vocabulary=7, hidden=3, multiple=1, padding_idx=2)
+    @example(batch=2, positions=4, vocabulary=5, hidden=3, multiple=4, padding_idx=-1)
+    def check(batch, positions, vocabulary, hidden, multiple, padding_idx):
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(vocabulary, (batch, positions * tp), generator=generator)
-        padding_idx = data.draw(st.integers(-vocabulary, vocabulary - 1)) if with_padding_idx else None
+        if padding_idx is not None:
+            padding_idx = max(-vocabulary, min(padding_idx, vocabulary - 1))
         table = torch.randn(vocabulary, hidden, generator=generator).requires_grad_()
         grad = torch.randn(batch, positions * tp, hidden, generator=generator)
         expected = F.embedding(ids, table, padding_idx)
         expected.backward(grad)
-        results = run_mesh(tp, embed, pad, ids, table.detach(), grad, padding_idx, multiple, sequence_parallel)
-        for rank, (output, weight_grad) in enumerate(results):
-            helpers.close(output, expected.detach().chunk(tp, 1)[rank] if sequence_parallel else expected.detach())
-            helpers.close(weight_grad, pad(table.grad, rank, tp, multiple))
+        results = run_mesh(tp, both_modes, embed, pad, ids, table.detach(), grad, padding_idx, multiple)
+        for rank, ((whole, whole_grad), (part, part_grad)) in enumerate(results):
+            helpers.close(whole, expected.detach())
+            helpers.close(part, helpers.cut(expected.detach(), 1, rank, tp))
+            for weight_grad in (whole_grad, part_grad):
+                helpers.close(weight_grad, pad(table.grad, rank, tp, multiple))
 
     check()
 
 
-def project(mesh, pad, x, table, bias, grad, multiple, sequence_parallel, tied):
+def project(mesh, pad, x, table, bias, grad, multiple, tied, sequence_parallel):
     rank, size = mesh.tp_rank, mesh.tp_size
     vocabulary, hidden = table.shape
     embedding = VocabParallelEmbedding(vocabulary, hidden, pad_multiple=multiple, mesh=mesh) if tied else None
@@ -97,10 +105,10 @@ def test_head_equals_unsplit(tp, run_mesh, helpers):
         hidden=st.integers(1, 5),
         multiple=st.sampled_from([1, 4]),
         with_bias=st.booleans(),
-        sequence_parallel=st.booleans(),
         tied=st.booleans(),
     )
-    def check(batch, positions, vocabulary, hidden, multiple, with_bias, sequence_parallel, tied):
+    @example(batch=2, positions=2, vocabulary=7, hidden=3, multiple=4, with_bias=True, tied=True)
+    def check(batch, positions, vocabulary, hidden, multiple, with_bias, tied):
         generator = torch.Generator().manual_seed(0)
         x, table, bias, grad = (
             torch.randn(*shape, generator=generator)
@@ -114,27 +122,16 @@ def test_head_equals_unsplit(tp, run_mesh, helpers):
         whole = [t.clone().requires_grad_() for t in (x, table, bias)]
         logits = F.linear(whole[0], whole[1], whole[2] if with_bias else None)
         logits.backward(grad)
-        results = run_mesh(
-            tp,
-            project,
-            pad,
-            x,
-            table,
-            bias if with_bias else None,
-            grad,
-            multiple,
-            sequence_parallel,
-            tied,
-        )
-        for rank, (output, x_grad, weight_grad, bias_grad) in enumerate(results):
+        args = (pad, x, table, bias if with_bias else None, grad, multiple, tied)
+        for rank, by_mode in enumerate(run_mesh(tp, both_modes, project, *args)):
             expected = pad(logits.detach().movedim(-1, 0), rank, tp, multiple).movedim(0, -1)
-            helpers.close(output, expected)
-            expected_x_grad = whole[0].grad
-            assert expected_x_grad is not None
-            helpers.close(x_grad, expected_x_grad.chunk(tp, 1)[rank] if sequence_parallel else expected_x_grad)
-            helpers.close(weight_grad, pad(whole[1].grad, rank, tp, multiple))
-            if with_bias:
-                helpers.close(bias_grad, pad(whole[2].grad, rank, tp, multiple))
+            x_grads = [whole[0].grad, helpers.cut(whole[0].grad, 1, rank, tp)]
+            for (output, x_grad, weight_grad, bias_grad), expected_x_grad in zip(by_mode, x_grads, strict=True):
+                helpers.close(output, expected)
+                helpers.close(x_grad, expected_x_grad)
+                helpers.close(weight_grad, pad(whole[1].grad, rank, tp, multiple))
+                if with_bias:
+                    helpers.close(bias_grad, pad(whole[2].grad, rank, tp, multiple))
 
     check()
 
@@ -163,7 +160,7 @@ def test_bf16(tp, sequence_parallel, run_mesh, helpers):
         return [logits.detach(), *(leaf.grad for leaf in leaves)]
 
     exact, plain = unsplit(torch.float64), unsplit(torch.bfloat16)
-    results = run_mesh(tp, project, pad, x, table, bias, logits_grad, 1, sequence_parallel, False)
+    results = run_mesh(tp, project, pad, x, table, bias, logits_grad, 1, False, sequence_parallel)
     for which, vocabulary_dim in enumerate([-1, None, 0, 0]):
         parts = [result[which] for result in results]
         if vocabulary_dim is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
@@ -65,6 +65,11 @@ def row(mesh, cut, x, weight, bias, grad, options):
     return run_layer(layer, x, cut(weight, 1, rank, size), bias, grad)
 
 
+def each_mode(mesh, run, modes, *args):
+    """All modes of one layer in one round trip."""
+    return [run(mesh, *args, mode) for mode in modes]
+
+
 def noncontiguous(tensor, wanted):
     return tensor.transpose(0, -1).contiguous().transpose(0, -1) if wanted else tensor
 
@@ -77,28 +82,26 @@ def test_column_parallel_equals_unsplit(tp, run_mesh, helpers):
         in_features=st.integers(1, 9),
         widths=st.lists(st.integers(1, 4), min_size=1, max_size=3),
         bias=st.booleans(),
-        gather_output=st.booleans(),
-        sequence_parallel=st.booleans(),
         strided=st.booleans(),
     )
-    def check(batch, positions, in_features, widths, bias, gather_output, sequence_parallel, strided):
+    @example(batch=2, positions=2, in_features=5, widths=[2, 1, 3], bias=True, strided=True)
+    def check(batch, positions, in_features, widths, bias, strided):
         groups = tuple(width * tp for width in widths)
         x = noncontiguous(random(batch, positions * tp, in_features), strided)
         weight, b = random(sum(groups), in_features, seed=1), random(sum(groups), seed=2) if bias else None
         grad = noncontiguous(random(batch, positions * tp, sum(groups), seed=3), strided)
-        options = {"gather_output": gather_output, "sequence_parallel": sequence_parallel}
         expected = unsplit(x, weight, b, grad)
-        for rank, actual in enumerate(run_mesh(tp, column, helpers.cut, x, weight, b, grad, groups, options)):
-
-            def part(tensor, dim, rank=rank):
-                return helpers.cut(tensor, dim, rank, tp, groups)
-
-            helpers.close(actual[0], expected[0] if gather_output else part(expected[0], -1))
-            x_grad = helpers.cut(expected[1], 1, rank, tp) if sequence_parallel else expected[1]
-            helpers.close(actual[1], x_grad)
-            helpers.close(actual[2], part(expected[2], 0))
-            if bias:
-                helpers.close(actual[3], part(expected[3], 0))
+        modes = [{"gather_output": g, "sequence_parallel": s} for g in (False, True) for s in (False, True)]
+        results = run_mesh(tp, each_mode, column, modes, helpers.cut, x, weight, b, grad, groups)
+        for rank, by_mode in enumerate(results):
+            parts = [helpers.cut(expected[which], dim, rank, tp, groups) for which, dim in ((0, -1), (2, 0))]
+            for mode, actual in zip(modes, by_mode, strict=True):
+                helpers.close(actual[0], expected[0] if mode["gather_output"] else parts[0])
+                x_grad = helpers.cut(expected[1], 1, rank, tp) if mode["sequence_parallel"] else expected[1]
+                helpers.close(actual[1], x_grad)
+                helpers.close(actual[2], parts[1])
+                if bias:
+                    helpers.close(actual[3], helpers.cut(expected[3], 0, rank, tp, groups))
 
     check()
 
@@ -111,23 +114,25 @@ def test_row_parallel_equals_unsplit(tp, run_mesh, helpers):
         width=st.integers(1, 5),
         out_features=st.integers(1, 9),
         bias=st.booleans(),
-        input_is_parallel=st.booleans(),
-        sequence_parallel=st.booleans(),
         strided=st.booleans(),
     )
-    def check(batch, positions, width, out_features, bias, input_is_parallel, sequence_parallel, strided):
+    @example(batch=2, positions=2, width=3, out_features=5, bias=True, strided=True)
+    def check(batch, positions, width, out_features, bias, strided):
         x = noncontiguous(random(batch, positions * tp, width * tp), strided)
         weight, b = random(out_features, width * tp, seed=1), random(out_features, seed=2) if bias else None
         grad = noncontiguous(random(batch, positions * tp, out_features, seed=3), strided)
-        options = {"input_is_parallel": input_is_parallel, "sequence_parallel": sequence_parallel}
         expected = unsplit(x, weight, b, grad)
-        for rank, actual in enumerate(run_mesh(tp, row, helpers.cut, x, weight, b, grad, options)):
-            output = helpers.cut(expected[0], 1, rank, tp) if sequence_parallel else expected[0]
-            helpers.close(actual[0], output)
-            helpers.close(actual[1], helpers.cut(expected[1], -1, rank, tp) if input_is_parallel else expected[1])
-            helpers.close(actual[2], helpers.cut(expected[2], 1, rank, tp))
-            if bias:
-                helpers.close(actual[3], expected[3])
+        modes = [{"input_is_parallel": i, "sequence_parallel": s} for i in (False, True) for s in (False, True)]
+        results = run_mesh(tp, each_mode, row, modes, helpers.cut, x, weight, b, grad)
+        for rank, by_mode in enumerate(results):
+            for mode, actual in zip(modes, by_mode, strict=True):
+                output = helpers.cut(expected[0], 1, rank, tp) if mode["sequence_parallel"] else expected[0]
+                x_grad = helpers.cut(expected[1], -1, rank, tp) if mode["input_is_parallel"] else expected[1]
+                helpers.close(actual[0], output)
+                helpers.close(actual[1], x_grad)
+                helpers.close(actual[2], helpers.cut(expected[2], 1, rank, tp))
+                if bias:
+                    helpers.close(actual[3], expected[3])
 
     check()
 
