@@ -113,7 +113,7 @@ def from_config(
     device: "meta" gives the whole layout (each parameter's `.shard`) and no storage.
     seed: with the parameters' names it decides the weights, whatever the mesh.
     """
-    model = build_on_meta(as_config(config), mesh, execution)
+    model: Any = build_on_meta(as_config(config), mesh, execution)
     if torch.device(device).type != "meta":
         materialize(model, device, dtype)
         initialize(model, model.initial_value, seed, mesh)

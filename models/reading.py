@@ -79,7 +79,7 @@ class TensorReader:
         if tensor.path not in self._files:
             self._files[tensor.path] = os.open(tensor.path, os.O_RDONLY)
         offset = tensor.offset + element * into.element_size()
-        view = memoryview(into.flatten().view(torch.uint8).numpy())
+        view = into.flatten().view(torch.uint8).numpy().data
         while len(view):
             count = os.preadv(self._files[tensor.path], [view], offset)
             if count == 0:

@@ -22,6 +22,7 @@ from ...mpu import (
     checkpoint,
 )
 from ..common.attention import SelfAttention
+from ..common.cache import Cache, KeyValues
 from ..common.causal_lm import VOCABULARY_MULTIPLE, CausalLM, PositionEmbedding
 from ..common.dropout import residual_dropout
 from ..common.execution import Execution
@@ -49,13 +50,15 @@ class GPT2Block(nn.Module):
         self.attention_dropout = residual_dropout(config.resid_pdrop, mesh, execution)
         self.mlp_dropout = residual_dropout(config.resid_pdrop, mesh, execution)
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        x = x + self.attention_dropout(self.attention(self.ln_1(x), mask, causal=True))
+    def forward(self, x: Tensor, mask: Tensor | None, cache: KeyValues | None = None) -> Tensor:
+        x = x + self.attention_dropout(self.attention(self.ln_1(x), mask, causal=True, cache=cache))
         return x + self.mlp_dropout(self.mlp(self.ln_2(x)))
 
 
 class GPT2LMHeadModel(CausalLM):
     """GPT-2 with its language-modelling head. `mesh=None` is the unsplit model."""
+
+    config: GPT2Config
 
     def __init__(
         self, config: GPT2Config, mesh: ParallelMesh | None = None, execution: Execution | None = None
@@ -86,32 +89,38 @@ class GPT2LMHeadModel(CausalLM):
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         output_hidden_states: bool = False,
+        cache: Cache | None = None,
+        logits_to_keep: int = 0,
     ) -> CausalLMOutput:
         """input_ids, labels: int64 [B, S]; attention_mask: [B, S], 0 for padding; position_ids: [B, S] or [1, S];
         token_type_ids: int64 [B, S], tokens whose embeddings are added.
 
         labels are shifted here, as in transformers; -100 is ignored. The loss is the mean over the labels, or
         their sum divided by `num_items_in_batch`.
+
+        cache: of M earlier positions, which attention_mask [B, M + S] covers too; not under sequence parallelism.
+        logits_to_keep: of how many last positions; 0 is all.
         """
-        length = input_ids.shape[1]
-        if length > self.config.n_positions:
-            raise ValueError(
-                f"the sequence has {length} tokens, but the model only {self.config.n_positions} positions"
-            )
+        length, cached = input_ids.shape[1], 0 if cache is None else cache.length
         if position_ids is None:
-            position_ids = torch.arange(length, device=input_ids.device)[None]
+            if cached + length > self.config.n_positions:
+                raise ValueError(
+                    f"the sequence has {cached + length} tokens, but the model only {self.config.n_positions} positions"
+                )
+            position_ids = torch.arange(cached, cached + length, device=input_ids.device)[None]
         x = self.word_embeddings(input_ids) + self.position_embeddings(position_ids)
         if token_type_ids is not None:
             x = x + self.word_embeddings(token_type_ids)
         x = self.embedding_dropout(x)  # [B, S, H], or [B, S/tp, H] under sequence parallelism
-        mask = causal_mask(attention_mask, length)
+        mask = causal_mask(attention_mask, length, cached)
         hidden_states = [x]
-        for block in self.blocks:
-            x = checkpoint(block, x, mask) if self.recompute_blocks else block(x, mask)
+        for i, block in enumerate(self.blocks):
+            arguments = (x, mask, None if cache is None else cache.layers[i])
+            x = checkpoint(block, *arguments) if self.recompute_blocks else block(*arguments)
             hidden_states.append(x)
         x = self.final_norm(x)
         hidden_states[-1] = x
-        logits = self.head(x)  # [B, S, Vp]
+        logits = self.head(x[:, -logits_to_keep:])  # [B, S, Vp]
         loss = None if labels is None else self.loss(logits, labels, num_items_in_batch)
         return CausalLMOutput(loss, logits, self.whole_sequences(hidden_states) if output_hidden_states else None)
 

@@ -26,7 +26,8 @@ class RelativeBias(nn.Module):
         super().__init__()
         check_heads(num_heads, tp_size(mesh))
         self.buckets, self.max_distance, self.bidirectional = buckets, max_distance, bidirectional
-        self.weight = split_parameter(Shard((buckets, num_heads), 1), mesh)  # [buckets, Np]
+        self.shard = Shard((buckets, num_heads), 1)
+        self.weight = split_parameter(self.shard, mesh)  # [buckets, Np]
 
     def forward(self, queries: int, keys: int) -> Tensor:
         """[1, Np, Sq, Sk]; the last query is at the last key's position."""
@@ -37,7 +38,7 @@ class RelativeBias(nn.Module):
         return by_distance.unfold(1, keys, 1).flip(1)[None]
 
     def extra_repr(self) -> str:
-        return f"{self.weight.shard.describe()}, bidirectional={self.bidirectional}"
+        return f"{self.shard.describe()}, bidirectional={self.bidirectional}"
 
 
 def relative_buckets(distances: Tensor, buckets: int, max_distance: int, bidirectional: bool) -> Tensor:
