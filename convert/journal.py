@@ -33,7 +33,7 @@ class Journal:
                     f"{folder} was begun with another source or other arguments, or the source has changed since; "
                     f"start over with --overwrite"
                 )
-            self.finished = {line["copy"]: _digests(line["sha256"]) for line in lines[1:]}
+            self.finished = {line["copy"]: _digests(line["sha256"]) for line in lines[1:] if "sha256" in line}
         else:
             self._file.truncate(0)
             self._append({"fingerprint": fingerprint})
@@ -82,9 +82,12 @@ def _complete_lines(path: Path) -> list[dict]:
     lines = []
     for line in path.read_bytes().splitlines(keepends=True):
         try:
-            lines.append(json.loads(line))
+            entry = json.loads(line)
         except ValueError:
             break
+        if not isinstance(entry, dict):
+            break
+        lines.append(entry)
         if not line.endswith(b"\n"):
             lines.pop()
     return lines

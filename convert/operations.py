@@ -166,6 +166,8 @@ def _intact(todo: Plan, finished: Mapping[int, Digests], outputs: Files) -> set[
     """The copies that an interrupted run finished and whose bytes still have the hashes it noted."""
     kept = set()
     for index, digests in finished.items():
+        if index not in range(len(todo.copies)):
+            continue
         tensors = {(part.tensor.file, part.tensor.name): part.tensor for part in todo.copies[index].target.parts()}
         if digests.keys() == tensors.keys() and all(
             hash_stored(tensor, outputs[tensor.file], 1 << 20) == digests[key] for key, tensor in tensors.items()

@@ -1,0 +1,203 @@
+"""Conversions that are killed at random moments and resumed."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from shardzoo.convert import engine
+from shardzoo.convert.operations import Options, merge, split
+from shardzoo.convert.source import open_source
+
+ATTEMPTS = 17  # of each kind, killed one, two or three times before they are resumed: 100 kills in all
+
+
+def convert(kind: str, source: Path, destination: Path, resume: bool) -> None:
+    """Runs in a process of its own, in small blocks, so that there is something to interrupt."""
+    engine.MEMORY = 1 << 20
+    options = Options(resume=resume, jobs=2, largest_file=500_000)
+    if kind == "merge":
+        merge(source, destination, options)
+    else:
+        split(source, destination, 4, options, style="legacy" if kind == "legacy" else "shardzoo")
+
+
+@pytest.fixture(scope="module")
+def server():
+    """Starts processes that have imported everything, in milliseconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["shardzoo.convert.operations", "shardzoo.convert.legacy_target"])
+    return context
+
+
+@pytest.fixture(scope="module")
+def model(zoo, tmp_path_factory) -> Path:
+    """Several megabytes."""
+    folder = tmp_path_factory.mktemp("model") / "hf"
+    return zoo.make(folder, "gpt2", heads=8, head_size=16, feed_forward=512, layers=8, vocabulary=3000)
+
+
+@pytest.mark.parametrize("kind", ["split", "reshard", "merge"])
+def test_killed_at_random_moments(kind, server, model, tmp_path, file_tree):
+    source = model
+    if kind != "split":
+        source = tmp_path / "two"
+        split(model, source, 2)
+    reference = tmp_path / "reference"
+    convert(kind, source, reference, resume=False)
+    wanted, before = file_tree(reference), file_tree(source)
+    chosen, longest = random.Random(kind), duration(server, kind, source, tmp_path / "timed")
+    interrupted = kept = 0
+    for attempt in range(ATTEMPTS):
+        destination = tmp_path / f"attempt-{attempt}"
+        kills = 0
+        while kills < 1 + attempt % 3:  # several in a row, too
+            process = server.Process(target=convert, args=(kind, source, destination, kills > 0))
+            process.start()
+            time.sleep(chosen.uniform(0, longest))
+            process.kill()
+            process.join()
+            kills += 1
+            interrupted += not destination.exists()
+            assert_nothing_incomplete_loads(destination, wanted, file_tree)
+        journal = tmp_path / f".attempt-{attempt}.partial" / ".journal.jsonl"
+        kept += journal.exists() and journal.read_bytes().count(b"\n") > 2
+        process = server.Process(target=convert, args=(kind, source, destination, True))
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+        assert file_tree(destination) == wanted
+        assert not (tmp_path / f".{destination.name}.partial").exists()
+    assert interrupted > ATTEMPTS // 2, "most kills came too late to interrupt anything"
+    assert kept, "no kill left anything to keep"
+    assert file_tree(source) == before
+
+
+def duration(server, kind: str, source: Path, destination: Path) -> float:
+    """Seconds that a conversion takes in such a process."""
+    started = time.monotonic()
+    process = server.Process(target=convert, args=(kind, source, destination, False))
+    process.start()
+    process.join()
+    return time.monotonic() - started
+
+
+def assert_nothing_incomplete_loads(destination: Path, wanted: dict, file_tree) -> None:
+    work = destination.parent / f".{destination.name}.partial"
+    for folder in (destination, work):
+        if not folder.exists():
+            continue
+        try:
+            open_source(folder)
+        except ValueError:
+            continue
+        complete = {name: digest for name, digest in file_tree(folder).items() if name != ".journal.jsonl"}
+        assert complete == wanted, f"{folder} loads, but is not complete"
+
+
+def interrupted_work(model: Path, destination: Path) -> Path:
+    """The work folder of a split that stopped after some tensors."""
+
+    class Stop(Exception):
+        pass
+
+    def stop(done: int, total: int) -> None:
+        if done > total // 2:
+            raise Stop
+
+    with pytest.raises(Stop):
+        split(model, destination, 4, Options(jobs=1), stop)
+    return destination.parent / f".{destination.name}.partial"
+
+
+def test_resuming_keeps_what_is_intact(model, tmp_path, file_tree):
+    work = interrupted_work(model, tmp_path / "four")
+    assert not (work / "manifest.json").exists()
+    assert {path.suffix for path in work.iterdir()} == {".partial", ".jsonl"}
+    outcome = split(model, tmp_path / "four", 4, Options(resume=True))
+    assert 0.5 * outcome.nbytes < outcome.kept < outcome.nbytes
+    split(model, tmp_path / "fresh", 4)
+    assert file_tree(tmp_path / "four") == file_tree(tmp_path / "fresh")
+
+
+def test_resuming_checks_what_it_keeps(model, tmp_path, file_tree):
+    work = interrupted_work(model, tmp_path / "four")
+    for path in work.glob("*.partial"):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 4] ^= 1
+        path.write_bytes(content)
+    split(model, tmp_path / "four", 4, Options(resume=True))
+    split(model, tmp_path / "fresh", 4)
+    assert file_tree(tmp_path / "four") == file_tree(tmp_path / "fresh")
+
+
+@pytest.mark.parametrize("damage", ["torn line", "garbage", "empty", "missing", "lost file", "cut file"])
+def test_resuming_from_a_damaged_work_folder(damage, model, tmp_path, file_tree):
+    work = interrupted_work(model, tmp_path / "four")
+    journal, rank = work / ".journal.jsonl", work / "rank_02.safetensors.partial"
+    if damage == "torn line":
+        journal.write_bytes(journal.read_bytes()[:-20])
+    elif damage == "garbage":
+        journal.write_bytes(journal.read_bytes() + b"\0\0\0\0 no JSON\n[1]\n")
+    elif damage == "empty":
+        journal.write_bytes(b"")
+    elif damage == "missing":
+        journal.unlink()
+    elif damage == "lost file":
+        rank.unlink()
+    else:
+        os.truncate(rank, 1000)
+    split(model, tmp_path / "four", 4, Options(resume=True))
+    split(model, tmp_path / "fresh", 4)
+    assert file_tree(tmp_path / "four") == file_tree(tmp_path / "fresh")
+
+
+@pytest.mark.parametrize("change", ["another size", "another type", "changed source"])
+def test_other_work_is_not_resumed(change, zoo, tmp_path, file_tree):
+    source = zoo.make(tmp_path / "hf", "gpt2")
+    work = interrupted_work(source, tmp_path / "four")
+    before = file_tree(work)
+    if change == "changed source":
+        os.utime(source / "model.safetensors", ns=(1, 1))
+    options = Options(resume=True, dtype="F16" if change == "another type" else None)
+    with pytest.raises(ValueError, match="start over with --overwrite"):
+        split(source, tmp_path / "four", 2 if change == "another size" else 4, options)
+    assert file_tree(work) == before
+    split(source, tmp_path / "four", 4, Options(overwrite=True))
+    assert not work.exists()
+
+
+def test_resuming_what_is_complete(model, gpt2_folder, tmp_path, file_tree):
+    split(model, tmp_path / "four", 4)
+    before = file_tree(tmp_path / "four")
+    outcome = split(model, tmp_path / "four", 4, Options(resume=True))
+    assert outcome.kept == outcome.nbytes
+    assert file_tree(tmp_path / "four") == before
+    with pytest.raises(ValueError, match="of other work"):
+        split(gpt2_folder, tmp_path / "four", 4, Options(resume=True))
+
+
+def test_an_interrupted_replacement_goes_on(model, tmp_path, file_tree):
+    """Killed between putting the old folder aside and giving the new one its name."""
+    split(model, tmp_path / "four", 4)
+    wanted = file_tree(tmp_path / "four")
+    work = interrupted_work(model, tmp_path / "next")
+    work.rename(tmp_path / ".four.partial")
+    (tmp_path / "four").rename(tmp_path / ".four.replaced")
+    split(model, tmp_path / "four", 4, Options(resume=True))
+    assert file_tree(tmp_path / "four") == wanted
+    assert [path.name for path in tmp_path.iterdir()] == ["four"]
+
+
+def test_the_journal_says_what_is_done(model, tmp_path):
+    work = interrupted_work(model, tmp_path / "four")
+    lines = [json.loads(line) for line in (work / ".journal.jsonl").read_text().splitlines()]
+    assert lines[0].keys() == {"fingerprint"}
+    assert all(line.keys() == {"copy", "sha256"} for line in lines[1:])
+    assert len({line["copy"] for line in lines[1:]}) == len(lines) - 1
