@@ -18,6 +18,14 @@ def sample(index):
     return 67 * ((steps.cumsum(0) + index) % 16)
 
 
+def sum_over_data_ranks(tensors, mesh):
+    """In one all-reduce, as an engine would."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(flat, group=mesh.dp_group)
+    for tensor, summed in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(summed.view_as(tensor))
+
+
 def train(mesh, build, sequence_parallel, recompute):
     """The loss of every step, and each parameter before and after with its declaration."""
     model = build(mesh, sequence_parallel=sequence_parallel, recompute=recompute)
@@ -38,8 +46,7 @@ def train(mesh, build, sequence_parallel, recompute):
             total += loss.detach()
             first += MICRO_BATCH
         if data_size > 1:
-            for tensor in [total, *(p.grad for p in model.parameters())]:
-                dist.all_reduce(tensor, group=mesh.dp_group)
+            sum_over_data_ranks([total, *(parameter.grad for parameter in model.parameters())], mesh)
         norm = mpu.clip_grad_norm_(model.parameters(), MAX_NORM, mesh)
         optimizer.step()
         optimizer.zero_grad()
@@ -54,7 +61,7 @@ def single(helpers):
     return train(None, helpers.build_transformer, False, "none")
 
 
-@pytest.mark.parametrize(("tp", "data", "recompute"), [(2, 1, "full"), (4, 1, "selective"), (2, 2, "full")])
+@pytest.mark.parametrize(("tp", "data", "recompute"), [(2, 1, "full"), (4, 1, "selective"), (2, 2, "selective")])
 def test_every_layout_trains_the_same_curve(tp, data, recompute, single, run_mesh, helpers):
     expected_curve, (expected_start, expected_end) = single
     results = run_mesh(tp, train, helpers.build_transformer, True, recompute, data=data)
