@@ -52,11 +52,18 @@ def _allocate_stats(logits, target, first, columns):
     return tuple(logits.new_empty(logits.shape[0], dtype=compute_dtype(logits)) for _ in range(4))
 
 
+def _check_columns(logits, columns):
+    if not 0 <= columns <= logits.shape[1]:
+        raise ValueError(f"columns must lie in 0..{logits.shape[1]}, got {columns}")
+
+
 def _prepare_stats(logits, target, first, columns):
+    _check_columns(logits, columns)
     return same_dtype(logits) or (logits.contiguous(), target.contiguous(), first, columns)
 
 
 def _prepare_grad(logits, target, grad, log_z, *settings):
+    _check_columns(logits, settings[1])
     wide = compute_dtype(logits)
     vectors = (grad.to(wide).contiguous(), log_z.to(wide).contiguous())
     return same_dtype(logits) or (logits.contiguous(), target.contiguous(), *vectors, *settings)
@@ -160,8 +167,7 @@ def cross_entropy_stats(
         each [T], fp32 (fp64 for fp64 logits). A row of nothing but -inf has maximum -inf and sum_exp 0.
     """
     _check(logits, target)
-    if not 0 <= columns <= logits.shape[1]:
-        raise ValueError(f"columns must lie in 0..{logits.shape[1]}, got {columns}")
+    _check_columns(logits, columns)
     return torch.ops.shardzoo.cross_entropy_stats(logits, target, first, columns)
 
 
@@ -209,6 +215,7 @@ def cross_entropy_grad(
         in_place: write over the logits and return them; only if nothing else needs their values.
     """
     _check(logits, target)
+    _check_columns(logits, columns)
     settings = (first, columns, num_classes, float(label_smoothing), float(z_loss), ignore_index)
     if in_place:
         torch.ops.shardzoo.cross_entropy_grad_(logits, target, grad, log_z, *settings)

@@ -22,8 +22,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def _signed(value: int) -> int:
-    """The signed 64-bit integer with the same bits as `value` modulo 2^64: torch has no unsigned arithmetic.
-    """
+    """The signed 64-bit integer with the same bits as `value` modulo 2^64: torch has no unsigned arithmetic."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value
 
@@ -45,6 +44,11 @@ def dropout_keys(key: int, first_sample: int, batch: int, device: torch.device |
     """
     samples = torch.arange(first_sample, first_sample + batch, device=device)
     return _chain(torch.full_like(samples, _signed(key)), samples)
+
+
+def row_keys(keys: torch.Tensor, first_row: int, rows: int) -> torch.Tensor:
+    """int64 [B, rows], the keys of rows first_row, first_row + 1, ... of each sample."""
+    return _chain(keys.reshape(-1, 1), torch.arange(first_row, first_row + rows, device=keys.device))
 
 
 def dropout_threshold(p: float) -> int:
@@ -70,12 +74,11 @@ def dropout_keep(
     rows = 1
     for size in shape[1:-1]:
         rows *= size
-    row = torch.arange(first_row, first_row + rows, device=keys.device)
-    row_keys = _chain(keys.reshape(-1, 1), row)[:, :, None]  # [B, rows, 1]
+    of_rows = row_keys(keys, first_row, rows)[:, :, None]  # [B, rows, 1]
     column = torch.arange(first_column, first_column + shape[-1], device=keys.device)
-    h = ((row_keys & _LOW) + column) & _LOW
+    h = ((of_rows & _LOW) + column) & _LOW
     h = ((h ^ (h >> 16)) * 0x21F0AAAD) & _LOW
-    h = h ^ _shift_right(row_keys, 32)
+    h = h ^ _shift_right(of_rows, 32)
     h = ((h ^ (h >> 15)) * 0x735A2D97) & _LOW
     h = h ^ (h >> 15)
     return (h >= dropout_threshold(p)).reshape(shape)

@@ -25,7 +25,7 @@ OPS: dict[str, Op] = {}  # by name
 
 
 class Op:
-    """One operator of `torch.ops.shardzoo`. Its Triton kernel, if any, is added with `op.triton = function`.
+    """One operator of `torch.ops.shardzoo`.
 
     Args:
         name: the operator's name.
@@ -45,7 +45,6 @@ class Op:
     ) -> None:
         self.name, self.outputs = name, tuple(outputs)
         self.allocate, self.reference, self.prepare = allocate, reference, prepare
-        self.triton: Callable[..., None] | None = None
         OPS[name] = self
         returned = ", ".join(f"Tensor {output}" for output in outputs)
         LIBRARY.define(f"{name}({arguments}) -> ({returned})")
@@ -92,14 +91,15 @@ class Op:
         if variant == "reference":
             return False
         prepared = "an empty tensor" if first.numel() == 0 else self.prepare(*arguments)
-        if not isinstance(prepared, str) and variant == "triton" and self.triton is None:
-            prepared = "no Triton kernel"
+        if not isinstance(prepared, str) and variant == "triton":
+            prepared = unfit_for_triton(first) or prepared
         if isinstance(prepared, str):
             dispatch.announce_fallback(self.name, variant, prepared)
             return False
         if variant == "triton":
-            assert self.triton is not None
-            self.triton(*prepared, *outputs)
+            from .triton_kernels import KERNELS
+
+            KERNELS[self.name](*prepared, *outputs)
         else:
             native.call(self.name, *prepared, *outputs)
         return True
@@ -107,6 +107,17 @@ class Op:
     def autograd(self, setup_context: Callable, backward: Callable) -> None:
         """Give the op its gradient formula (`torch.library.register_autograd`)."""
         torch.library.register_autograd(f"shardzoo::{self.name}", backward, setup_context=setup_context, lib=LIBRARY)
+
+
+def unfit_for_triton(tensor: torch.Tensor) -> str | None:
+    """Why the Triton kernels do not take this tensor, or None if they do."""
+    from .triton_kernels.common import LONGEST_ROW
+
+    if tensor.dtype == torch.float64:
+        return "the Triton kernels calculate in fp32"
+    if tensor.dim() != 2 and tensor.shape[-1] > LONGEST_ROW:
+        return f"rows longer than {LONGEST_ROW}"
+    return None
 
 
 def compute_dtype(tensor: torch.Tensor) -> torch.dtype:

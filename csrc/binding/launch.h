@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <initializer_list>
 #include <optional>
 
 #include "../kernels.h"
@@ -44,6 +45,13 @@ inline void* output(const Tensor& tensor) { return tensor.numel() == 0 ? nullptr
 inline int64_t columns_of(const Tensor& tensor) { return tensor.size(tensor.dim() - 1); }
 inline int64_t rows_of(const Tensor& tensor) { return tensor.numel() / columns_of(tensor); }
 
+// The kernels trust sizes, so that a wrong one must not get to them.
+inline void check_sizes(int64_t size, std::initializer_list<OptionalTensor> tensors) {
+  for (const OptionalTensor& tensor : tensors) {
+    STD_TORCH_CHECK(!tensor || tensor->numel() == size, "a tensor has ", tensor->numel(), " elements instead of ", size);
+  }
+}
+
 inline Dropout dropout_of(const OptionalTensor& keys, double p, int64_t first_row, int64_t first_column) {
   const double threshold = std::min(std::nearbyint(p * 4294967296.0), 4294967295.0);
   return {integers(keys), static_cast<uint32_t>(threshold), 1.0 / (1.0 - p), first_row, first_column};
@@ -52,8 +60,8 @@ inline Dropout dropout_of(const OptionalTensor& keys, double p, int64_t first_ro
 // Runs `units` units of a kernel on the device of `like`, whose dtype it is; `unit_size` elements each.
 void run(Kernel kernel, const Tensor& like, const void* parameters, int64_t units, int64_t unit_size);
 
-// Column sums are taken over chunks of rows whose size depends on the shape alone, never on the number of threads,
-// so that results are the same from run to run and on any number of them.
+// Column sums are taken over chunks of rows whose size depends on the shape alone, never on the number of
+// threads, so that results are the same from run to run and on any number of them.
 struct Chunks {
   explicit Chunks(const Tensor& x)
       : rows_each(std::max<int64_t>(32, (rows_of(x) + most(x) - 1) / most(x))),

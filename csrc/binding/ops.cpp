@@ -19,6 +19,8 @@ void masked_softmax(const Tensor& scores, const OptionalTensor& mask, const Opti
   a.mask_is_bool = mask && mask->scalar_type() == ScalarType::Bool;
   a.causal = causal, a.scale = scale;
   a.dropout = dropout_of(p > 0 ? keys : OptionalTensor(), p, first_row, 0);
+  check_sizes(scores.numel(), {mask, bias, probs, p > 0 ? OptionalTensor(dropped) : OptionalTensor()});
+  check_sizes(a.batch, {prefix, keys});
   run(kSoftmaxForward, scores, &a, rows_of(scores), a.columns);
 }
 
@@ -31,6 +33,9 @@ void masked_softmax_backward(const Tensor& grad, const Tensor& probs, const Opti
   a.batch = probs.size(0), a.heads = probs.size(1), a.queries = probs.size(2), a.columns = probs.size(3);
   a.bias_batch = bias_batch, a.scale = scale;
   a.dropout = dropout_of(p > 0 ? keys : OptionalTensor(), p, first_row, 0);
+  check_sizes(probs.numel(), {grad, grad_scores});
+  check_sizes(a.batch, {keys});
+  check_sizes(bias_batch * a.heads * a.queries * a.columns, {grad_bias});
   run(kSoftmaxBackward, probs, &a, a.heads * a.queries, a.batch * a.columns);
 }
 
@@ -38,6 +43,9 @@ void norm(const Tensor& x, const OptionalTensor& residual, const Tensor& weight,
           double eps, const Tensor& y, const Tensor& summed, void* mean, const Tensor& rstd) {
   const NormForward a = {input(x),       input(residual), input(weight), input(bias),   output(y),    output(summed),
                          mean,           output(rstd),    rows_of(x),    columns_of(x), eps};
+  check_sizes(x.numel(), {residual, y, residual ? OptionalTensor(summed) : OptionalTensor()});
+  check_sizes(a.columns, {weight, bias});
+  check_sizes(a.rows, {rstd});
   run(kNormForward, x, &a, a.rows, a.columns);
 }
 
@@ -63,6 +71,9 @@ void norm_backward(const Tensor& grad, const OptionalTensor& grad_summed, const 
                           input(weight),  mean,                   input(rstd),
                           output(grad_x), output(partial_weight), partial_bias ? output(*partial_bias) : nullptr,
                           rows,           columns,                chunks.rows_each};
+  check_sizes(h.numel(), {grad, grad_summed, grad_x});
+  check_sizes(columns, {weight, grad_weight, grad_bias});
+  check_sizes(rows, {rstd});
   run(kNormBackward, h, &a, chunks.count, chunks.rows_each * columns);
   sum_columns(partial_weight, grad_weight);
   if (grad_bias) sum_columns(*partial_bias, *grad_bias);
@@ -82,6 +93,8 @@ void rms_norm_backward(const Tensor& grad, const OptionalTensor& grad_summed, co
 
 void bias_gelu(const Tensor& x, const OptionalTensor& bias, bool tanh, const Tensor& y) {
   const GeluForward a = {input(x), input(bias), output(y), rows_of(x), columns_of(x), tanh};
+  check_sizes(x.numel(), {y});
+  check_sizes(a.columns, {bias});
   run(kGeluForward, x, &a, a.rows, a.columns);
 }
 
@@ -93,6 +106,8 @@ void bias_gelu_backward(const Tensor& grad, const Tensor& x, const OptionalTenso
   if (bias) partial = partial_sums(x, chunks, columns);
   const GeluBackward a = {input(grad), input(x), input(bias),      output(grad_x), partial ? output(*partial) : nullptr,
                           rows,        columns,  chunks.rows_each, tanh};
+  check_sizes(x.numel(), {grad, grad_x});
+  check_sizes(columns, {bias, bias ? OptionalTensor(grad_bias) : OptionalTensor()});
   run(kGeluBackward, x, &a, chunks.count, chunks.rows_each * columns);
   if (bias) sum_columns(*partial, grad_bias);
 }
@@ -101,6 +116,7 @@ void glu(const Tensor& gate, const Tensor& up, int64_t activation, const Tensor&
   const GluForward a = {input(gate),    input(up),    output(y),
                         gate.size(0),   gate.size(1), gate.stride(0),
                         up.stride(0),   static_cast<int>(activation)};
+  check_sizes(gate.numel(), {up, y});
   run(kGluForward, gate, &a, a.rows, a.columns);
 }
 
@@ -109,6 +125,7 @@ void glu_backward(const Tensor& grad, const Tensor& gate, const Tensor& up, int6
   const GluBackward a = {input(grad),    input(gate),     input(up),    output(grad_gate),
                          output(grad_up), gate.size(0),   gate.size(1), grad.stride(0),
                          gate.stride(0), up.stride(0),    static_cast<int>(activation)};
+  check_sizes(gate.numel(), {grad, up, grad_gate, grad_up});
   run(kGluBackward, gate, &a, a.rows, a.columns);
 }
 
@@ -119,6 +136,9 @@ void bias_dropout_residual(const Tensor& x, const OptionalTensor& bias, const Op
   const DropoutForward a = {input(x), input(bias),   input(residual),    output(y),
                             rows,     columns_of(x), rows / x.size(0),
                             dropout_of(p > 0 ? keys : OptionalTensor(), p, first_row, first_column)};
+  check_sizes(x.numel(), {residual, y});
+  check_sizes(a.columns, {bias});
+  check_sizes(x.size(0), {keys});
   run(kDropoutForward, x, &a, a.rows, a.columns);
 }
 
@@ -133,6 +153,9 @@ void bias_dropout_residual_backward(const Tensor& grad, const OptionalTensor& ke
                              rows,        columns,          chunks.rows_each,
                              rows / grad.size(0),
                              dropout_of(p > 0 ? keys : OptionalTensor(), p, first_row, first_column)};
+  check_sizes(grad.numel(), {grad_x});
+  check_sizes(grad.size(0), {keys});
+  check_sizes(columns, {has_bias ? OptionalTensor(grad_bias) : OptionalTensor()});
   run(kDropoutBackward, grad, &a, chunks.count, chunks.rows_each * columns);
   if (has_bias) sum_columns(*partial, grad_bias);
 }
@@ -143,6 +166,7 @@ void cross_entropy_stats(const Tensor& logits, const Tensor& target, int64_t fir
   const CrossEntropyStats a = {input(logits),        integers(target),   output(maximum), output(sum_exp),
                                output(target_logit), output(sum_logits), logits.size(0),  logits.size(1),
                                first,                columns};
+  check_sizes(a.rows, {target, maximum, sum_exp, target_logit, sum_logits});
   run(kCrossEntropyStats, logits, &a, a.rows, a.row_stride);
 }
 
@@ -152,6 +176,8 @@ void cross_entropy_grad(const Tensor& logits, const Tensor& target, const Tensor
   const CrossEntropyGrad a = {input(logits),  integers(target), input(grad), input(log_z), output(grad_logits),
                               logits.size(0), logits.size(1),   first,       columns,      num_classes,
                               ignore_index,   label_smoothing,  z_loss};
+  check_sizes(a.rows, {target, grad, log_z});
+  check_sizes(logits.numel(), {grad_logits});
   run(kCrossEntropyGrad, logits, &a, a.rows, a.row_stride);
 }
 

@@ -223,7 +223,8 @@ def _cross_entropy(rows: int, columns: int) -> Case:
 
     def backward_arguments(t, out, grad):
         log_z = out[0] + out[1].log()
-        return (t["x"], t["target"], grad, log_z, 0, columns, columns, 0.0, 0.0, -100)
+        width = t["x"].shape[1]
+        return (t["x"], t["target"], grad, log_z, 0, width, width, 0.0, 0.0, -100)
 
     return Case(
         "cross_entropy",
@@ -232,7 +233,7 @@ def _cross_entropy(rows: int, columns: int) -> Case:
         ("x",),
         lambda t: cross_entropy(t["x"], t["target"]),
         lambda t: F.cross_entropy(t["x"].float(), t["target"], reduction="none"),
-        ("cross_entropy_stats", lambda t: (t["x"], t["target"], 0, columns)),
+        ("cross_entropy_stats", lambda t: (t["x"], t["target"], 0, t["x"].shape[1])),
         ("cross_entropy_grad", backward_arguments),
         1,
         2,

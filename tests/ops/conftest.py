@@ -125,9 +125,7 @@ def build_cases(rows=5, columns=37, seed=0):
             {"scores": scores, "bias": score_bias, "keys": keys}, dropout=0.3, first_row=7, causal=True
         ),
         "layer_norm": Case(ops.layer_norm, {"x": x, "weight": weight, "bias": bias}, norm, {"eps": 1e-5}),
-        "layer_norm_no_bias": Case(
-            ops.layer_norm, {"x": x, "weight": weight}, norm[:2], {"bias": None, "eps": 1e-5}
-        ),
+        "layer_norm_no_bias": Case(ops.layer_norm, {"x": x, "weight": weight}, norm[:2], {"bias": None, "eps": 1e-5}),
         "add_layer_norm": Case(
             ops.add_layer_norm,
             {"x": x, "residual": residual, "weight": weight, "bias": bias},
@@ -135,14 +133,10 @@ def build_cases(rows=5, columns=37, seed=0):
             {"eps": 1e-5},
         ),
         "rms_norm": Case(ops.rms_norm, {"x": x, "weight": weight}, norm[:2], {"eps": 1e-6}),
-        "add_rms_norm": Case(
-            ops.add_rms_norm, {"x": x, "residual": residual, "weight": weight}, pair, {"eps": 1e-6}
-        ),
+        "add_rms_norm": Case(ops.add_rms_norm, {"x": x, "residual": residual, "weight": weight}, pair, {"eps": 1e-6}),
         "gelu": Case(ops.bias_gelu, {"x": x}, ("x",)),
         "bias_gelu": Case(ops.bias_gelu, {"x": x, "bias": bias}, ("x", "bias")),
-        "bias_gelu_tanh": Case(
-            ops.bias_gelu, {"x": x, "bias": bias}, ("x", "bias"), {"approximate": "tanh"}
-        ),
+        "bias_gelu_tanh": Case(ops.bias_gelu, {"x": x, "bias": bias}, ("x", "bias"), {"approximate": "tanh"}),
         "geglu": Case(ops.geglu, {"gate": x, "up": third}, ("gate", "up")),
         "geglu_tanh": Case(ops.geglu, {"gate": x, "up": third}, ("gate", "up"), {"approximate": "tanh"}),
         "swiglu": Case(ops.swiglu, {"gate": x, "up": third}, ("gate", "up")),

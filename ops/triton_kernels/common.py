@@ -1,0 +1,49 @@
+"""What the Triton kernels share. Names ending in `_ptr` are pointers, capitals are compile-time constants."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+LONGEST_ROW = 65536
+
+
+def block_of(columns: int) -> int:
+    """The power of two that holds a row."""
+    return triton.next_power_of_2(columns)
+
+
+def warps_of(block: int) -> int:
+    """Warps for a row of this size."""
+    return min(max(block // 512, 1), 16)
+
+
+def chunk_rows(rows: int) -> int:
+    """Rows per chunk for column sums: a function of the shape alone, so that results are reproducible."""
+    return max(32, -(-rows // 512))
+
+
+def partial_sums(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """fp32 [chunks, columns]."""
+    return like.new_empty(-(-rows // chunk_rows(rows)), columns, dtype=torch.float32)
+
+
+def pointer(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """A tensor to pass for an absent one; a flag tells the kernel not to use it."""
+    return like if tensor is None else tensor
+
+
+@triton.jit
+def keep_factor(key, column, threshold, keep_scale):
+    """keep_scale where the dropout hash keeps the element, else 0; `key` is the row's key."""
+    low = (key & 0xFFFFFFFF).to(tl.uint32)
+    high = ((key >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    h = low + column.to(tl.uint32)
+    h = h ^ (h >> 16)
+    h = h * 0x21F0AAAD
+    h = h ^ high
+    h = h ^ (h >> 15)
+    h = h * 0x735A2D97
+    h = h ^ (h >> 15)
+    return tl.where(h.to(tl.int64) >= threshold, keep_scale, 0.0)

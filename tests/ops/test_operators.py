@@ -1,0 +1,177 @@
+"""The operators as torch sees them: opcheck, `out` forms, torch.compile, dispatch, and user errors."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from shardzoo import ops
+from shardzoo.ops import dispatch
+from shardzoo.ops.bench.cases import cases
+from shardzoo.ops.library import OPS
+
+SMALL = {case.name: case for case in cases("cpu", 1 / 2048)}
+BENCHED = pytest.mark.parametrize("name", SMALL)
+
+
+def forward_and_backward(name, dtype=torch.float32):
+    """[(operator's name, its arguments)] of a benchmark case at a small size."""
+    case = SMALL[name]
+    tensors = {key: shrink(tensor) for key, tensor in case.make("cpu", dtype).items()}
+    op, arguments = case.forward
+    inputs = arguments(tensors)
+    outputs = getattr(torch.ops.shardzoo, op)(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    shape = tensors["x"].shape if name != "cross_entropy" else tensors["x"].shape[:1]
+    cotangent = torch.ones(shape, dtype=torch.float32 if name == "cross_entropy" else dtype)
+    back, back_arguments = case.backward
+    return [(op, inputs), (back, back_arguments(tensors, outputs, cotangent))]
+
+
+def shrink(tensor):
+    """At most 3 heads, 24 queries or rows, and 40 columns of a benchmark tensor."""
+    limits = {4: (1, 3, 24, 40), 3: (8, 3, 40), 2: (6, 40), 1: (40,)}[tensor.dim()]
+    if tensor.dtype == torch.int64:
+        return tensor[:6] % 40 if tensor.numel() > 8 else tensor
+    return tensor[tuple(slice(limit) for limit in limits)].clone().contiguous()
+
+
+@BENCHED
+def test_opcheck(name, variant):
+    with ops.kernels(variant):
+        for op, arguments in forward_and_backward(name):
+            leaves = not op.endswith(("_backward", "_stats", "_grad"))  # these have no gradient of their own
+            differentiable = [
+                a.detach().requires_grad_(leaves) if isinstance(a, torch.Tensor) and a.is_floating_point() else a
+                for a in arguments
+            ]
+            torch.library.opcheck(getattr(torch.ops.shardzoo, op).default, tuple(differentiable))
+
+
+@BENCHED
+def test_opcheck_of_out_forms(name, variant):
+    with ops.kernels(variant):
+        for op, arguments in forward_and_backward(name):
+            arguments = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments)
+            outputs = OPS[op].allocate(*arguments)
+            named = {key: value.zero_() for key, value in zip(OPS[op].outputs, outputs, strict=True)}
+            torch.library.opcheck(getattr(torch.ops.shardzoo, f"{op}_out").default, arguments, named)
+
+
+def test_opcheck_of_the_whole_loss(variant):
+    logits = torch.randn(6, 40, requires_grad=True)
+    target = torch.tensor([0, 39, -100, 5, 5, 7])
+    with ops.kernels(variant):
+        torch.library.opcheck(torch.ops.shardzoo.cross_entropy.default, (logits, target, 0.1, 0.01, -100))
+        settings = (0, 40, 40, 0.0, 0.0, -100)
+        arguments = (logits.detach(), target, torch.ones(6), torch.ones(6), *settings)
+        torch.library.opcheck(torch.ops.shardzoo.cross_entropy_grad_.default, arguments)
+
+
+@BENCHED
+def test_out_overwrites_everything(name, variant, dtype):
+    """Outputs filled with NaN before hold exactly what the allocating form returns."""
+    with ops.kernels(variant):
+        for op, arguments in forward_and_backward(name, dtype):
+            expected = getattr(torch.ops.shardzoo, op)(*arguments)
+            expected = expected if isinstance(expected, tuple) else (expected,)
+            outputs = {
+                key: torch.full_like(value, float("nan")) for key, value in zip(OPS[op].outputs, expected, strict=True)
+            }
+            getattr(torch.ops.shardzoo, f"{op}_out")(*arguments, **outputs)
+            for value, wanted in zip(outputs.values(), expected, strict=True):
+                assert torch.equal(value, wanted), op
+
+
+def test_out_refuses_a_wrong_shape():
+    x = torch.randn(4, 8)
+    with pytest.raises(ValueError, match=r"bias_gelu_out writes `y` as \(4, 8\)"):
+        torch.ops.shardzoo.bias_gelu_out(x, None, False, y=torch.empty(4, 7))
+
+
+def test_gradient_over_the_logits(variant, dtype):
+    logits, target = torch.randn(9, 50).to(dtype), torch.arange(9) * 5
+    target[3] = -100
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    grad, log_z = torch.rand(9, dtype=wide), logits.to(wide).logsumexp(-1)
+    settings = {"first": 0, "columns": 47, "num_classes": 47}
+    with ops.kernels(variant):
+        expected = ops.cross_entropy_grad(logits, target, grad, log_z, **settings)
+        result = ops.cross_entropy_grad(logits, target, grad, log_z, **settings, in_place=True)
+    assert result is logits
+    assert torch.equal(logits, expected)
+    assert not expected[:, 47:].any()
+    assert not expected[3].any()
+
+
+def test_compiles_without_graph_breaks():
+    def block(x, weight, bias, scores):
+        h = ops.rms_norm(x, weight, 1e-6)
+        return ops.bias_gelu(h, bias).sum() + ops.masked_softmax(scores, causal=True).square().sum()
+
+    tensors = [torch.randn(*shape, requires_grad=True) for shape in ((4, 6, 16), (16,), (16,), (1, 2, 5, 5))]
+    expected = torch.autograd.grad(block(*tensors), tensors)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    for got, wanted in zip(torch.autograd.grad(compiled(*tensors), tensors), expected, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_dispatch(monkeypatch, caplog, tmp_path):
+    monkeypatch.setenv("SHARDZOO_KERNELS", "reference")
+    assert dispatch.choose("cpu") == "reference"
+    with ops.kernels("auto"):
+        assert ops.current_choice() == "auto"
+        with ops.kernels("reference"):
+            assert ops.current_choice() == "reference"
+    with ops.kernels("cuda"), pytest.raises(RuntimeError, match="cuda kernels do not run on cpu tensors"):
+        ops.bias_gelu(torch.ones(3))
+    with pytest.raises(ValueError, match="'fast' do not exist; use one of auto, reference"):
+        ops.kernels("fast").__enter__()
+    monkeypatch.setenv("SHARDZOO_KERNELS", "nonsense")
+    with pytest.raises(ValueError, match="'nonsense'"):
+        ops.bias_gelu(torch.ones(3))
+
+
+def test_choice_is_logged_once(caplog):
+    dispatch.announce.cache_clear()
+    with caplog.at_level(logging.INFO, "shardzoo.ops"), ops.kernels("reference"):
+        ops.bias_gelu(torch.ones(3))
+        ops.bias_gelu(torch.ones(3))
+    assert [record.message for record in caplog.records] == ["kernels on cpu: reference (forced)"]
+
+
+def test_mixed_dtypes_run_on_the_reference():
+    x, weight = torch.randn(3, 8, dtype=torch.bfloat16), torch.rand(8)
+    wanted = ops.rms_norm(x.double(), weight.double(), 1e-6)
+    torch.testing.assert_close(ops.rms_norm(x, weight, 1e-6).double(), wanted, rtol=2**-6, atol=0)
+
+
+def errors():
+    """(call, what its message names)"""
+    x, keys = torch.ones(2, 3, 4), torch.zeros(2, dtype=torch.int64)
+    scores = torch.ones(2, 3, 4, 5)
+    return {
+        "scores": (lambda: ops.masked_softmax(x), r"\[B, N, Sq, Sk\], got shape \(2, 3, 4\)"),
+        "prefix": (lambda: ops.masked_softmax(scores, prefix=keys), "pass causal=True"),
+        "mask": (lambda: ops.masked_softmax(scores, torch.ones(4, 4) > 0), r"\(4, 4\) does not broadcast"),
+        "softmax keys": (lambda: ops.masked_softmax(scores, dropout=0.1), "needs `keys`"),
+        "p": (lambda: ops.dropout(x, 1.0, keys), "less than 1, got 1.0"),
+        "keys": (lambda: ops.dropout(x, 0.5, keys[:1]), r"shape \(2,\); got shape \(1,\)"),
+        "no keys": (lambda: ops.dropout(x, 0.5, None), "got none"),
+        "bias": (lambda: ops.bias_gelu(x, torch.ones(3)), r"shape \(4,\), got \(3,\)"),
+        "gelu": (lambda: ops.bias_gelu(x, approximate="erf"), "'none' or 'tanh', got 'erf'"),
+        "glu": (lambda: ops.swiglu(x, x[:1]), "same shape"),
+        "norm": (lambda: ops.rms_norm(x, torch.ones(3), 1e-6), r"got \(3,\)"),
+        "residual": (lambda: ops.add_rms_norm(x, x[:1], torch.ones(4), 1e-6), "same shape"),
+        "target": (lambda: ops.cross_entropy(x[0], torch.zeros(4, dtype=torch.int64)), r"target \[T\]"),
+        "columns": (lambda: ops.cross_entropy_stats(x[0], keys, 0, 5), r"0\.\.4, got 5|target"),
+    }
+
+
+@pytest.mark.parametrize("name", errors())
+def test_user_errors(name):
+    call, message = errors()[name]
+    with pytest.raises(ValueError, match=message):
+        call()
