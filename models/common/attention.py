@@ -19,6 +19,7 @@ from ...mpu import (
     tp_size,
 )
 from ...ops import dropout_keys, masked_softmax
+from .cache import KeyValues, attend_by_source, back_to_rows
 from .execution import Execution
 from .masks import visible_before
 
@@ -48,7 +49,7 @@ class AttentionCore(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position_bias: Tensor | None, causal: bool
     ) -> Tensor:
         drops = self.training and self.dropout.p > 0
-        causal = causal and mask is None
+        causal = causal and mask is None and q.shape[2] > 1  # the last query sees every key
         if position_bias is None and not drops:
             if causal and q.shape[2] != k.shape[2]:
                 mask, causal = visible_before(q.shape[2], k.shape[2], q.device), False
@@ -112,6 +113,7 @@ class SelfAttention(nn.Module):
         *,
         causal: bool = False,
         memory: Tensor | None = None,
+        cache: KeyValues | None = None,
     ) -> Tensor:
         """[B, S, H] -> [B, S, H]
 
@@ -120,11 +122,14 @@ class SelfAttention(nn.Module):
         causal: without a mask, lets a position see itself and those before it.
         memory: [B, M, H] of the positions before x, which are attended too; the keys are then M + S. Not under
             sequence parallelism, where x is a part of the sequence.
+        cache: the keys and values of M earlier positions, to which those of x are added; the keys are then M + S.
         """
         qkv = self.qkv(x if memory is None else torch.cat([memory, x], dim=1))
         q, k, v = (split_heads(part, self.head_size) for part in qkv.chunk(3, dim=-1))  # [B, Np, S, D]
         if memory is not None:
             q = q[:, :, memory.shape[1] :]
+        if cache is not None:
+            k, v = cache.extend(k, v)
         return self.output(merge_heads(self.core(q, k, v, mask, position_bias, causal)))
 
 
@@ -161,11 +166,21 @@ class CrossAttention(nn.Module):
         self.key_value = ColumnParallelLinear(hidden_size, 2 * inner_size, groups=(inner_size,) * 2, **shared)
         self.output = RowParallelLinear(inner_size, hidden_size, **shared)
 
-    def forward(self, x: Tensor, source: Tensor, mask: Tensor | None = None) -> Tensor:
-        """x: [B, S, H]; source: [B, T, H], what is attended; mask: bool, broadcastable to [B, Np, S, T]."""
+    def forward(self, x: Tensor, source: Tensor, mask: Tensor | None = None, cache: KeyValues | None = None) -> Tensor:
+        """x: [B, S, H]; source: [B, T, H], what is attended; mask: bool, broadcastable to [B, Np, S, T].
+
+        cache: keeps the source's keys and values at the first call, which later ones use. Then x may have n rows for
+        each of the source's, one after another, and mask must be the same for all queries.
+        """
         q = split_heads(self.query(x), self.head_size)  # [B, Np, S, D]
-        k, v = (split_heads(part, self.head_size) for part in self.key_value(source).chunk(2, dim=-1))
-        return self.output(merge_heads(self.core(q, k, v, mask, None, False)))
+        if cache is not None and cache.length:
+            k, v = cache.filled()
+        else:
+            k, v = (split_heads(part, self.head_size) for part in self.key_value(source).chunk(2, dim=-1))
+            if cache is not None:
+                k, v = cache.extend(k, v)
+        q, copies = attend_by_source(q, k.shape[0])
+        return self.output(merge_heads(back_to_rows(self.core(q, k, v, mask, None, False), copies)))
 
 
 def split_heads(x: Tensor, head_size: int) -> Tensor:

@@ -25,13 +25,14 @@ def key_mask(attention_mask: Tensor | None) -> Tensor | None:
     )
 
 
-def causal_mask(attention_mask: Tensor | None, sequence_length: int) -> Tensor | None:
-    """What a causal model's queries see: None without padding, else bool [B, 1, S, S]; `attention_mask` as in
-    `key_mask`, and a finished mask is taken as it is."""
+def causal_mask(attention_mask: Tensor | None, sequence_length: int, cached: int = 0) -> Tensor | None:
+    """What the S queries of a causal model see of themselves and of the `cached` positions before them: None without
+    padding, else bool [B, 1, S, cached + S]. `attention_mask` is as in `key_mask`, [B, cached + S], and a finished
+    mask is taken as it is."""
     keys = key_mask(attention_mask)
     if attention_mask is None or keys is None or attention_mask.dim() == 4:
         return keys
-    return visible_before(sequence_length, sequence_length, keys.device) & keys
+    return visible_before(sequence_length, cached + sequence_length, keys.device) & keys
 
 
 def visible_before(queries: int, keys: int, device: torch.device) -> Tensor:

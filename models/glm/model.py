@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding, VocabParallelHead, checkpoint
 from ..common.attention import SelfAttention
+from ..common.cache import Cache, KeyValues
 from ..common.dropout import residual_dropout
 from ..common.execution import Execution
 from ..common.language_model import VOCABULARY_MULTIPLE, LanguageModel, PositionEmbedding
@@ -47,10 +48,18 @@ class GLMBlock(nn.Module):
         self.mlp = MLP(size, 4 * size, config.hidden_act, mesh=mesh, execution=execution)
         self.mlp_dropout = residual_dropout(config.output_dropout_prob, mesh, execution)
 
-    def forward(self, x: Tensor, mask: Tensor | None, causal: bool, memory: Tensor | None = None) -> Tensor:
-        """memory: [B, M, H], this block's inputs at earlier positions."""
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        memory: Tensor | None = None,
+        cache: KeyValues | None = None,
+    ) -> Tensor:
+        """memory: [B, M, H], this block's inputs at earlier positions; or their keys and values in `cache`."""
         memory = None if memory is None else self.ln_1(memory)
-        x = x + self.attention_dropout(self.attention(self.ln_1(x), mask, causal=causal, memory=memory))
+        y = self.attention(self.ln_1(x), mask, causal=causal, memory=memory, cache=cache)
+        x = x + self.attention_dropout(y)
         return x + self.mlp_dropout(self.mlp(self.ln_2(x)))
 
 
@@ -62,7 +71,7 @@ class GLMForConditionalGeneration(LanguageModel):
     def __init__(self, config: GLMConfig, mesh: ParallelMesh | None = None, execution: Execution | None = None) -> None:
         super().__init__()
         execution = execution or Execution()
-        self.config, self.mesh = config, mesh
+        self.config, self.mesh, self.execution = config, mesh, execution
         self.sequence_parallel = execution.sequence_parallel
         self.recompute_blocks = execution.recompute == "full"
         size, positions = config.hidden_size, config.max_sequence_length + 1
@@ -87,6 +96,8 @@ class GLMForConditionalGeneration(LanguageModel):
         num_items_in_batch: Tensor | int | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool = False,
+        cache: Cache | None = None,
+        logits_to_keep: int = 0,
     ) -> GLMOutput:
         """input_ids: int64 [B, S]. position_ids: int64 [B or 1, 2, S], positions in the text and within the span; by
         default 0, 1, … and zeros. attention_mask: the length of part A [B], or a mask; see `masks.visible_keys`.
@@ -96,28 +107,28 @@ class GLMForConditionalGeneration(LanguageModel):
         mems: what an earlier call returned; its M positions precede these. use_cache: whether to return the mems of
         all M + S positions; by default when not training and without labels. Neither works under sequence
         parallelism, where a rank has a part of the positions.
+        cache: the same memory as keys and values, which is extended in place and takes no products again; no mems are
+        returned then. logits_to_keep: of how many last positions; 0 is all.
         """
         if use_cache is None:
-            use_cache = not self.training and labels is None and not self.sequence_parallel
+            use_cache = not self.training and labels is None and not self.sequence_parallel and cache is None
         if self.sequence_parallel and (use_cache or mems is not None):
             raise ValueError("mems need whole sequences on a rank: build the model without sequence parallelism")
-        (batch, length), memory = input_ids.shape, self.memory_length(mems)
+        (batch, length), memory = input_ids.shape, self.memory_length(mems) if cache is None else cache.length
         x = self.embed(input_ids, position_ids, memory)  # [B, S, H], or [B, S/tp, H] under sequence parallelism
         mask, causal = visible_keys(attention_mask, batch, length, memory)
         hidden_states = [x]
         for i, block in enumerate(self.blocks):
             earlier = None if mems is None else mems[i]
-            if self.recompute_blocks:
-                x = checkpoint(block, x, mask, causal, earlier)
-            else:
-                x = block(x, mask, causal, earlier)
+            arguments = (x, mask, causal, earlier, None if cache is None else cache.layers[i])
+            x = checkpoint(block, *arguments) if self.recompute_blocks else block(*arguments)
             hidden_states.append(x)
-        cache = extend_mems(mems, hidden_states) if use_cache else None
+        new_mems = extend_mems(mems, hidden_states) if use_cache else None
         x = self.final_norm(x)
         hidden_states[-1] = x
-        logits = self.head(x)  # [B, S, Vp]
+        logits = self.head(x[:, -logits_to_keep:])  # [B, S, Vp]
         loss = None if labels is None else self.loss(logits, labels, num_items_in_batch)
-        return GLMOutput(loss, logits, cache, tuple(hidden_states) if output_hidden_states else None)
+        return GLMOutput(loss, logits, new_mems, tuple(hidden_states) if output_hidden_states else None)
 
     def embed(self, input_ids: Tensor, position_ids: Tensor | None, memory: int) -> Tensor:
         if position_ids is None:

@@ -102,11 +102,11 @@ class GPT2LMHeadModel(CausalLM):
         logits_to_keep: of how many last positions; 0 is all.
         """
         length, cached = input_ids.shape[1], 0 if cache is None else cache.length
+        if cached + length > self.config.n_positions:
+            raise ValueError(
+                f"the sequence has {cached + length} tokens, but the model only {self.config.n_positions} positions"
+            )
         if position_ids is None:
-            if cached + length > self.config.n_positions:
-                raise ValueError(
-                    f"the sequence has {cached + length} tokens, but the model only {self.config.n_positions} positions"
-                )
             position_ids = torch.arange(cached, cached + length, device=input_ids.device)[None]
         x = self.word_embeddings(input_ids) + self.position_embeddings(position_ids)
         if token_type_ids is not None:

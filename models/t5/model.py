@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ...mpu import ParallelMesh, RMSNorm, VocabParallelEmbedding, VocabParallelHead, checkpoint
 from ..common.attention import CrossAttention, SelfAttention
+from ..common.cache import Cache, KeyValues
 from ..common.dropout import residual_dropout
 from ..common.execution import Execution
 from ..common.language_model import VOCABULARY_MULTIPLE
@@ -59,13 +60,15 @@ class T5Block(nn.Module):
         position_bias: Tensor,
         source: Tensor | None = None,
         source_mask: Tensor | None = None,
+        cache: KeyValues | None = None,
+        source_cache: KeyValues | None = None,
     ) -> Tensor:
         """x: [B, S, H]; source: the encoder's output [B, T, H]; see `SelfAttention` for the others."""
-        y = self.attention(self.attention_norm(x), mask, position_bias, causal=self.is_decoder)
+        y = self.attention(self.attention_norm(x), mask, position_bias, causal=self.is_decoder, cache=cache)
         x = keep_finite(x + self.attention_dropout(y))
         if self.is_decoder:
             assert source is not None
-            y = self.cross_attention(self.cross_attention_norm(x), source, source_mask)
+            y = self.cross_attention(self.cross_attention_norm(x), source, source_mask, source_cache)
             x = keep_finite(x + self.cross_attention_dropout(y))
         return keep_finite(x + self.mlp_dropout(self.mlp(self.mlp_norm(x))))
 
@@ -99,16 +102,19 @@ class T5Stack(nn.Module):
         mask: Tensor | None,
         source: Tensor | None = None,
         source_mask: Tensor | None = None,
+        cache: Cache | None = None,
     ) -> list[Tensor]:
         """x: embeddings [B, S, H], or [B, S/tp, H] under sequence parallelism; length: S.
 
         Returns the embedding output and each block's output, the last one after the final norm.
         """
-        position_bias = self.relative_bias(length, length)  # [1, Np, S, S]
+        cached = 0 if cache is None else cache.length
+        position_bias = self.relative_bias(length, cached + length)  # [1, Np, S, M + S], M positions are cached
         x = self.embedding_dropout(x)
         hidden_states = [x]
-        for block in self.blocks:
-            arguments = (x, mask, position_bias, source, source_mask)
+        for i, block in enumerate(self.blocks):
+            caches = () if cache is None else (cache.layers[i], cache.sources[i])
+            arguments = (x, mask, position_bias, source, source_mask, *caches)
             x = checkpoint(block, *arguments) if self.recompute_blocks else block(*arguments)
             hidden_states.append(x)
         hidden_states[-1] = self.final_dropout(self.final_norm(x))
@@ -141,12 +147,18 @@ class T5ForConditionalGeneration(Seq2SeqLM):
         encoder_outputs: EncoderOutput | tuple[Tensor, ...] | None = None,
         num_items_in_batch: Tensor | int | None = None,
         output_hidden_states: bool = False,
+        cache: Cache | None = None,
+        logits_to_keep: int = 0,
     ) -> Seq2SeqLMOutput:
         """input_ids: int64 [B, S]; decoder_input_ids, labels: int64 [B, T]; masks: as the ids, 0 for padding.
 
         Without decoder_input_ids they are the labels moved one to the right. encoder_outputs: what `encode`
         returned, instead of input_ids. The loss is the mean over the labels that are not -100, or their sum divided
         by `num_items_in_batch`.
+
+        cache: of M earlier decoder positions, which decoder_attention_mask [B, M + T] covers too, and of the encoder's
+        output; not under sequence parallelism. The decoder may have n rows for each of the encoder's.
+        logits_to_keep: of how many last decoder positions; 0 is all.
         """
         decoder_input_ids = self.decoder_inputs(decoder_input_ids, labels)
         if encoder_outputs is None:
@@ -157,11 +169,12 @@ class T5ForConditionalGeneration(Seq2SeqLM):
         decoder_states = self.decoder(
             self.word_embeddings(decoder_input_ids),
             length,
-            causal_mask(decoder_attention_mask, length),
+            causal_mask(decoder_attention_mask, length, 0 if cache is None else cache.length),
             encoder_states[-1],
             key_mask(attention_mask),
+            cache,
         )
-        x = decoder_states[-1]  # [B, T, H], or [B, T/tp, H] under sequence parallelism
+        x = decoder_states[-1][:, -logits_to_keep:]  # [B, T, H], or [B, T/tp, H] under sequence parallelism
         if self.config.scale_decoder_outputs:
             x = x * self.config.d_model**-0.5
         logits = self.head(x)  # [B, T, Vp]
