@@ -1,8 +1,8 @@
 """Collectives on tensors, outside autograd. Each can be started early and finished after other work.
 
-Sums of 16-bit tensors over more than two ranks are exchanged as they are and added in fp32, so that the result is
-rounded once however many ranks there are. A ring or a tree would round after every hop. The volume is that of a
-ring: an all-to-all moves what a reduce-scatter does.
+A reduce-scatter is an all-to-all of the unsummed pieces and a local sum in fp32: the volume of a ring, but the result
+is rounded once however many ranks there are, where a ring or a tree rounds after every hop. So is the all-reduce of
+16-bit tensors over more than two ranks, with an all-gather of the sums; others leave nothing to gain.
 """
 
 from __future__ import annotations
@@ -18,13 +18,8 @@ from .divide import divide
 
 Finish = Callable[[], Tensor]
 _HALF = (torch.bfloat16, torch.float16)
-# torch 2.13 renamed these two and warns at the old names.
+# torch 2.13 renamed it and warns at the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def _rounds_every_hop(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    return tensor.dtype in _HALF and group.size() > 2
 
 
 def _after(work: Any, tensor: Tensor) -> Finish:
@@ -38,17 +33,18 @@ def _after(work: Any, tensor: Tensor) -> Finish:
 
 
 def _start_exchange_and_sum(pieces: Tensor, group: dist.ProcessGroup) -> Finish:
-    """`pieces[r]` goes to rank r; the sum of what all ranks sent here, accumulated in fp32. pieces: [size, ...]"""
+    """`pieces[r]` goes to rank r; the sum of what all ranks sent here, added in fp32 or wider. pieces: [size, ...]"""
     received = torch.empty_like(pieces)
     arrived = _after(dist.all_to_all_single(received, pieces, group=group, async_op=True), received)
-    return lambda: arrived().sum(0, dtype=torch.float32).to(pieces.dtype)
+    wide = torch.promote_types(pieces.dtype, torch.float32)
+    return lambda: arrived().sum(0, dtype=wide).to(pieces.dtype)
 
 
 def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Finish:
     """Sum over the group. The caller gives up `tensor`: it may be overwritten."""
     if group.size() == 1 or tensor.numel() == 0:
         return lambda: tensor
-    if not _rounds_every_hop(tensor, group):
+    if tensor.dtype not in _HALF or group.size() == 2:
         tensor = tensor.contiguous()
         return _after(dist.all_reduce(tensor, group=group, async_op=True), tensor)
     size = group.size()
@@ -82,12 +78,7 @@ def start_reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> 
         return lambda: tensor
     share = divide(tensor.shape[dim], size, f"positions of dim {dim}")
     pieces = tensor.unflatten(dim, (size, share)).movedim(dim, 0).contiguous()  # [size, ..., share, ...]
-    if tensor.numel() == 0:
-        return lambda: pieces[0]
-    if _rounds_every_hop(tensor, group):
-        return _start_exchange_and_sum(pieces, group)
-    output = torch.empty_like(pieces[0])
-    return _after(_reduce_scatter(output.view(-1), pieces.view(-1), group=group, async_op=True), output)
+    return _start_exchange_and_sum(pieces, group) if tensor.numel() else lambda: pieces[0]
 
 
 def take_share(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:

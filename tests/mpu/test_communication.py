@@ -18,8 +18,7 @@ class Traffic(TorchDispatchMode):
     WHOLE = {  # noqa: RUF012 - operation -> (name, which argument is the whole tensor)
         "allreduce_": ("all-reduce", 0),
         "_allgather_base_": ("all-gather", 0),
-        "_reduce_scatter_base_": ("reduce-scatter", 1),
-        "alltoall_base_": ("all-to-all", 1),
+        "alltoall_base_": ("reduce-scatter", 1),  # with a local sum
     }
 
     def __init__(self):
@@ -85,7 +84,7 @@ def test_bf16_over_many_ranks_sends_what_a_ring_would(run_mesh, helpers):
     """An all-reduce is a reduce-scatter and an all-gather: here an all-to-all, an fp32 sum, and an all-gather."""
     n = BATCH * POSITIONS * HIDDEN * 2
     build = helpers.build_transformer
-    assert per_layer(run_mesh, 4, build, torch.bfloat16) == [{"all-to-all": 2 * n, "all-gather": 2 * n}] * 2
+    assert per_layer(run_mesh, 4, build, torch.bfloat16) == [{"reduce-scatter": 2 * n, "all-gather": 2 * n}] * 2
     assert per_layer(run_mesh, 2, build, torch.bfloat16) == [{"all-reduce": 2 * n}] * 2
 
 
@@ -156,15 +155,15 @@ def backward_events(mesh, sequence_parallel):
     torch.nn.init.ones_(layer.weight)
     torch.nn.init.ones_(layer.bias)
     output = layer(torch.ones(2, 4, 8, requires_grad=True))
-    original = communication.dist.all_reduce, communication._all_gather, communication._reduce_scatter
+    original = communication.dist.all_reduce, communication._all_gather, communication.dist.all_to_all_single
     with Events() as mode:
         communication.dist.all_reduce = mode.watch("all-reduce", original[0])
         communication._all_gather = mode.watch("all-gather", original[1])
-        communication._reduce_scatter = mode.watch("reduce-scatter", original[2])
+        communication.dist.all_to_all_single = mode.watch("reduce-scatter", original[2])
         try:
             output.sum().backward()
         finally:
-            communication.dist.all_reduce, communication._all_gather, communication._reduce_scatter = original
+            communication.dist.all_reduce, communication._all_gather, communication.dist.all_to_all_single = original
     return mode.events
 
 
