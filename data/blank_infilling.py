@@ -13,8 +13,8 @@ import numpy as np
 
 from .glm_spans import documents_of, place_spans, sentences_of, span_lengths
 from .glm_tokens import GLMTokens
+from .labels import IGNORED
 
-IGNORED = -100
 Mode = Literal["token", "sentence", "document"]
 
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .labels import IGNORED
+
 if TYPE_CHECKING:
     import torch
-
-IGNORED = -100
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,16 +34,21 @@ class SourceReport:
 
 
 class LineNumbers:
-    """Turns line numbers within a chunk into line numbers within the file, given the chunks in order."""
+    """Turns line numbers within a chunk into line numbers within the file, given the chunks in order.
 
-    def __init__(self, lines: dict[str, int] | None = None) -> None:
-        self.lines: Counter[str] = Counter(lines or {})
+    `path` and `lines` say how many lines of the latest file have passed; a file's chunks follow each other.
+    """
+
+    def __init__(self, path: str = "", lines: int = 0) -> None:
+        self.path, self.lines = path, lines
 
     def number(self, chunk: Chunk, text: ChunkText) -> list[BadRecord]:
-        if chunk.kind == "files":  # each file is whole, so its numbers are final, and named once per file
+        if chunk.kind == "files":  # each file is whole, so its numbers are final
             return text.bad
-        before = self.lines[str(chunk.paths[0])]
-        self.lines[str(chunk.paths[0])] += text.lines
+        if str(chunk.paths[0]) != self.path:
+            self.path, self.lines = str(chunk.paths[0]), 0
+        before = self.lines
+        self.lines += text.lines
         return [replace(record, line=record.line + before) for record in text.bad]
 
 

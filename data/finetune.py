@@ -6,10 +6,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from .labels import IGNORED
 from .pairs import Pair
 from .tokenizer import Tokenizer
-
-IGNORED = -100
 
 
 def closed(ids: list[int], length: int, end: int) -> np.ndarray:

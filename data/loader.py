@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-import numpy as np
 from torch.utils.data import DataLoader
 
-from .collate import IGNORED, PadBatch
+from .collate import PadBatch
+from .labels import without_labels
 
 Collate = Callable[[Sequence[Any]], Any]
 
@@ -134,10 +134,3 @@ class _Placed:
         number = place if place >= 0 else ~place
         sample = self.dataset[self.order(number) if self.order else number]
         return sample if place >= 0 else without_labels(sample)
-
-
-def without_labels(sample: dict[str, Any]) -> dict[str, Any]:
-    """A copy whose labels are all −100, so that it adds nothing to a loss or its normalisation."""
-    if "labels" not in sample:
-        raise ValueError(f"padding a batch needs samples with labels; these have {', '.join(sample)}")
-    return {**sample, "labels": np.full_like(np.asarray(sample["labels"]), IGNORED)}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-IGNORED = -100
+from .labels import IGNORED
 
 
 @dataclass(frozen=True)

@@ -255,7 +255,7 @@ class _Journal:
             report = PrepareReport(**values["report"])
             report.resumed_chunks = values["chunks"]
             report.resumed_documents, report.resumed_bytes = report.documents, report.bytes
-            return WriterState(**values["writer"]), report, LineNumbers(values["lines"])
+            return WriterState(**values["writer"]), report, LineNumbers(**values["lines"])
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return self.fresh()
 
@@ -265,7 +265,7 @@ class _Journal:
             "chunks": chunks,
             "writer": asdict(state),
             "report": asdict(report),
-            "lines": dict(numbers.lines),
+            "lines": {"path": numbers.path, "lines": numbers.lines},
         }
         partial = self.path.with_name(f"{self.path.name}.partial")
         partial.write_text(json.dumps(values), encoding="utf-8")

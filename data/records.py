@@ -121,27 +121,27 @@ def _skip_line(file: BinaryIO) -> None:
 def _text(chunk: Chunk, text_key: str, found: ChunkText) -> None:
     path = chunk.paths[0]
     with path.open("rb") as file:
-        for raw in text_pieces(file, chunk.start, chunk.stop, chunk.piece_bytes):
-            _add_raw(path, raw, found)
+        for number, raw in enumerate(text_pieces(file, chunk.start, chunk.stop, chunk.piece_bytes), 1):
+            _add_raw(path, number, raw, found)
 
 
 def _files(chunk: Chunk, text_key: str, found: ChunkText) -> None:
     for path in chunk.paths:
         with path.open("rb") as file:
-            for raw in text_pieces(file, 0, path.stat().st_size, chunk.piece_bytes):
-                _add_raw(path, raw, found)
+            for number, raw in enumerate(text_pieces(file, 0, path.stat().st_size, chunk.piece_bytes), 1):
+                _add_raw(path, number, raw, found)
 
 
-def _add_raw(path: Path, raw: bytes, found: ChunkText) -> None:
+def _add_raw(path: Path, number: int, raw: bytes, found: ChunkText) -> None:
     found.lines += 1
     found.bytes += len(raw)
     if b"\0" in raw:
-        found.bad.append(BadRecord(path, found.lines, f"NUL byte at byte {raw.index(0)} of the piece: not text"))
+        found.bad.append(BadRecord(path, number, f"NUL byte at byte {raw.index(0)} of the piece: not text"))
         return
     try:
         found.add(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        found.bad.append(BadRecord(path, found.lines, f"invalid UTF-8 at byte {error.start} of the piece"))
+        found.bad.append(BadRecord(path, number, f"invalid UTF-8 at byte {error.start} of the piece"))
 
 
 def _parquet(chunk: Chunk, text_key: str, found: ChunkText) -> None:

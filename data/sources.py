@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from .stdlib import python_stdlib
@@ -42,19 +43,24 @@ def plan_chunks(source: Source) -> list[Chunk]:
     """Chunks of a source in reading order; ValueError where there is no text.
 
     `source` is a file (text, JSON lines, parquet), a folder of those, a folder written by
-    `datasets.Dataset.save_to_disk`, a list of files, or None for the Python standard library.
+    `datasets.Dataset.save_to_disk`, a list of those, or None for the Python standard library.
     """
     if source is None:
         return _files_chunks(python_stdlib())
     if not isinstance(source, (str, Path)):
-        return _plan_files([Path(path) for path in source], "the given list")
+        return _plan_list([Path(path) for path in source])
     path = Path(source)
     if not path.exists():
         raise ValueError(f"{path} does not exist; give a text file, JSON lines, parquet, or a folder of those")
-    if path.is_dir() and ((path / "state.json").is_file() or (path / "dataset_dict.json").is_file()):
+    if is_arrow_folder(path):
         return _arrow_chunks(path)
     files = list_files(path) if path.is_dir() else [path]
     return _plan_files(files, str(path))
+
+
+def is_arrow_folder(path: Path) -> bool:
+    """Whether a path was written by `datasets.Dataset.save_to_disk`."""
+    return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
 
 
 def list_files(folder: Path) -> list[Path]:
@@ -78,6 +84,20 @@ def is_text(path: Path) -> bool:
     """Whether the beginning of a file has no NUL byte; what it holds otherwise is judged when it is read."""
     with path.open("rb") as file:
         return b"\0" not in file.read(SNIFF_BYTES)
+
+
+def _plan_list(paths: list[Path]) -> list[Chunk]:
+    """Several sources in turn; neighbouring files and folders are one collection of documents."""
+    chunks: list[Chunk] = []
+    for arrow, group in groupby(paths, is_arrow_folder):
+        if arrow:
+            chunks += [chunk for folder in group for chunk in _arrow_chunks(folder)]
+        else:
+            files = [file for path in group for file in (list_files(path) if path.is_dir() else [path])]
+            chunks += _plan_files(files, "the given list")
+    if not chunks:
+        raise ValueError("the list of inputs is empty; give at least one file or folder")
+    return chunks
 
 
 def _plan_files(files: list[Path], described: str) -> list[Chunk]:

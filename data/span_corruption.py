@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .labels import IGNORED
+
 Sample = dict[str, np.ndarray]
 
 
@@ -130,7 +132,7 @@ class PrefixLM:
         tokens = tokens.astype(np.int64)
         if self.decoder_only:
             labels = tokens.copy()
-            labels[:border] = -100
+            labels[:border] = IGNORED
             return {"input_ids": tokens, "labels": labels, "prefix_length": np.array(border, np.int64)}
         end = np.int64(self.eos_token_id)
         return {"input_ids": np.append(tokens[:border], end), "labels": np.append(tokens[border:], end)}

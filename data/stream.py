@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from .collate import PadBatch
 from .documents import OnBad, fail_on_bad
-from .loader import Collate, Share, without_labels
+from .labels import without_labels
+from .loader import Collate, Share
 from .records import read_chunk
 from .sources import Source, plan_chunks
 

@@ -75,6 +75,7 @@ def test_every_kind_of_source_gives_the_same_documents(jsonl, texts, tmp_path):
     for source in (folder, tmp_path / "t.parquet", tmp_path / "hf"):
         assert list(iter_documents(source)) == texts
     assert list(iter_documents([jsonl, tmp_path / "t.parquet"])) == texts + texts
+    assert list(iter_documents([tmp_path / "hf", folder, jsonl])) == texts + texts + texts
 
 
 def test_one_text_file_becomes_several_documents(tmp_path):
@@ -148,6 +149,15 @@ def test_one_giant_text_line_is_cut(tmp_path, monkeypatch):
     assert max(map(len, documents)) <= records_module.LARGEST_RECORD_BYTES // 16
 
 
+def test_a_bad_file_in_a_folder_is_named_by_its_own_numbers(tmp_path):
+    for number in range(5):
+        (tmp_path / f"{number}.txt").write_bytes(b"good")
+    (tmp_path / "3.txt").write_bytes(b"bad \xff")
+    report = SourceReport()
+    assert len(list(iter_documents(tmp_path, on_bad=skip_bad, report=report))) == 4
+    assert report.first_bad == [f"{tmp_path}/3.txt, record 1: invalid UTF-8 at byte 4 of the piece"]
+
+
 @pytest.mark.parametrize("raw", [b"abc\xff\xfe", b"abc\0def"])
 def test_text_that_is_none_is_named(raw, tmp_path):
     (tmp_path / "a.txt").write_bytes(raw)
@@ -171,6 +181,8 @@ def test_nothing_to_read_is_said(tmp_path):
     ]:
         with pytest.raises(ValueError, match=rf"{name} .*{reason}|{name} {reason}"):
             list(iter_documents(tmp_path / name))
+    with pytest.raises(ValueError, match="list of inputs is empty"):
+        plan_chunks([])
     with pytest.raises(ValueError, match="does not exist or is not a file"):
         plan_chunks([tmp_path / "missing"])
 
