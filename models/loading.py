@@ -39,8 +39,8 @@ def from_pretrained(
     config: instead of the folder's `config.json`, e.g. to choose another head.
 
     A rank reads its own part of each tensor, and an equal share of the replicated ones, which the ranks exchange. So
-    each byte is read once, and memory holds the rank's parameters and little more. Raises `ValueError` naming the
-    tensors that are missing, that the model does not have, or whose shapes or values do not fit.
+    each replica reads each byte once, and memory holds the rank's parameters and little more. Raises `ValueError`
+    naming the tensors that are missing, that the model does not have, or whose shapes or values do not fit.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -146,14 +146,18 @@ def _load(model: nn.Module, placements: list[Placement], repeats: list[Placement
         raise ValueError(problem or "another rank could not read its part of the checkpoint")
     for name, share in shares.items():
         parameter = parameters[name]
-        whole = gather_from_tp(share.to(parameter.device), mesh, dim=0)
+        whole = gather_from_tp(share.to(exchange_device(mesh)), mesh, dim=0)
         parameter.copy_(whole[: parameter.numel()].view(parameter.shape))
 
 
 def any_rank(condition: bool, mesh: ParallelMesh | None) -> bool:
     """Whether it holds on any tensor-parallel rank; the same answer on all."""
-    device = "cuda" if mesh is not None and mesh.device_mesh.device_type == "cuda" else "cpu"
-    return bool(gather_from_tp(torch.tensor([float(condition)], device=device), mesh).any())
+    return bool(gather_from_tp(torch.tensor([float(condition)], device=exchange_device(mesh)), mesh).any())
+
+
+def exchange_device(mesh: ParallelMesh | None) -> str:
+    """Where tensors must be for the ranks to exchange them, wherever the parameters are."""
+    return "cpu" if mesh is None else mesh.device_mesh.device_type
 
 
 def _read_share(reader: TensorReader, placement: Placement, parameter: Tensor, rank: int, size: int) -> Tensor:

@@ -88,6 +88,9 @@ def make_inputs(config, family: str) -> dict:
         labels = inputs["input_ids"].masked_fill(mask == 0, -100)
         labels[1, 4] = -100
         labels[2, 5:7] = -100
+        if config.scale_attn_by_inverse_layer_idx:  # one case with the optional arguments
+            inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+            inputs["token_type_ids"] = integers(BATCH, length)
         return inputs | {"labels": labels}
     labels = integers(BATCH, TARGETS)
     labels[1, 9:], labels[2, 3] = -100, -100
