@@ -35,7 +35,7 @@ constexpr int kVector = sizeof(T) == 8 ? 1 : 16 / sizeof(T);
 
 // Elements of a row that a thread keeps in registers. Scalar access needs registers for addresses as well.
 template <class T, int N>
-constexpr int kEach = N > 1 ? 16 : 4;
+constexpr int kEach = N > 1 ? 16 : 2;
 
 __device__ __forceinline__ float widen(float x) { return x; }
 __device__ __forceinline__ double widen(double x) { return x; }

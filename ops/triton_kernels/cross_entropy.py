@@ -74,7 +74,7 @@ def gradient(
     slope = scale * (1.0 + twice_z_loss * log_z)
     for offset in range(0, row_stride, BLOCK):
         column = offset + tl.arange(0, BLOCK)
-        valid = (column < columns) & (target != ignore_index)
+        valid = column < tl.where(target == ignore_index, 0, columns)
         at = row * row_stride + column
         x = tl.load(logits_ptr + at, mask=valid, other=0.0).to(tl.float32)
         grad = tl.exp(x - log_z) * slope - uniform * scale

@@ -7,15 +7,17 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
-
-os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the Triton kernels are first imported
-
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the Triton kernels are first imported
 
 from shardzoo import ops
 from shardzoo.ops import dispatch
 
 VARIANTS = [v for v in ("reference", "cpp", "triton") if dispatch.unavailable(v, "cpu") is None]
+GPU_VARIANTS = [v for v in ("cuda", "triton") if dispatch.unavailable(v, "cuda") is None]
+collect_ignore = [] if torch.cuda.is_available() else ["test_gpu.py"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # (relative, share of the largest value): a few roundings of the output's dtype, and the fp32 sums behind them
 TOLERANCE = {
@@ -168,7 +170,8 @@ CASE_NAMES = list(build_cases())
 
 def pytest_generate_tests(metafunc):
     """`variant`, `dtype` and `case_name` run over everything there is."""
-    for argument, values in (("variant", VARIANTS), ("dtype", DTYPES), ("case_name", CASE_NAMES)):
+    variants = GPU_VARIANTS if metafunc.module.__name__.endswith("test_gpu") else VARIANTS
+    for argument, values in (("variant", variants), ("dtype", DTYPES), ("case_name", CASE_NAMES)):
         if argument in metafunc.fixturenames:
             metafunc.parametrize(argument, values, ids=lambda value: str(value).removeprefix("torch."))
 
