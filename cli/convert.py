@@ -18,7 +18,7 @@ DType = Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"
 Format = Literal["shardzoo", "legacy"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Common:
     json: bool = False
     """Print one JSON object instead of text."""
@@ -26,11 +26,11 @@ class Common:
     """A config.json, or its folder, for sources that have none."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Converting(Common):
-    source: Positional[Path] = Path()
+    source: Positional[Path]
     """Hugging Face folder, shardzoo folder, training checkpoint, or folder of mp_rank files."""
-    destination: Positional[Path] = Path()
+    destination: Positional[Path]
     """The folder to make."""
     overwrite: bool = False
     """Replace the destination if it exists."""
@@ -42,17 +42,17 @@ class Converting(Common):
     """Convert floating-point tensors to this type; by default every byte stays as it is."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan(Common):
     """Show every tensor, its split and its bytes, and what a conversion would take. Writes nothing."""
 
-    source: Positional[Path] = Path()
+    source: Positional[Path]
     """The folder to look at."""
     tp: int | None = None
     """Plan a split over this many ranks; without it, a merge."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Split(Converting):
     """Split a model over tensor-parallel ranks."""
 
@@ -62,7 +62,7 @@ class Split(Converting):
     """Of the destination; legacy: mp_rank_XX_model_states.pt files."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Merge(Converting):
     """Merge shards into a Hugging Face folder."""
 
@@ -70,7 +70,7 @@ class Merge(Converting):
     """Largest weight file, in gigabytes of 10^9 bytes."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Reshard(Converting):
     """Split shards anew, over another number of ranks."""
 
@@ -80,11 +80,11 @@ class Reshard(Converting):
     """Of the destination; legacy: mp_rank_XX_model_states.pt files."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Verify(Common):
     """Check a folder's hashes, or compare the weights of two folders of any formats. Exit code 1 if they differ."""
 
-    first: Positional[Path] = Path()
+    first: Positional[Path]
     """The folder to verify."""
     second: Positional[Path | None] = None
     """Another folder with the same weights."""
@@ -98,20 +98,20 @@ class Verify(Common):
     """Threads; by default one for each core, at most four."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Inspect(Common):
     """Show what a folder holds."""
 
-    folder: Positional[Path] = Path()
+    folder: Positional[Path]
     """The folder to look at."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Diff(Common):
     """Show the tensors in which two folders differ. Exit code 1 if they do."""
 
-    first: Positional[Path] = Path()
-    second: Positional[Path] = Path()
+    first: Positional[Path]
+    second: Positional[Path]
 
 
 Command = Union[  # noqa: UP007 - tyro reads the annotations of a Union at run time

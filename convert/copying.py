@@ -146,7 +146,7 @@ def _copy_straight(
             if not np.array_equal(full, _gather(block, rows, other, source_item)):
                 raise ValueError(f"{other[0][1].tensor} differs from {copies[0][0][1].tensor}, which it must repeat")
         if source.dtype != target.dtype:
-            full = cast(full, source.dtype, target.dtype)
+            full = cast(full, source.dtype, target.dtype, source.name)
         _scatter(block, rows, full, sinks, target_item)
     for _, opened in copies[0]:
         opened.finish()

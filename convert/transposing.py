@@ -43,7 +43,7 @@ def copy_transposed(
                     first = source.copies[0][0].tensor
                     raise ValueError(f"{copy[0].tensor} differs from {first}, which it must repeat")
             if source.dtype != target.dtype:
-                band = cast(band, source.dtype, target.dtype)
+                band = cast(band, source.dtype, target.dtype, source.name)
             output.write(top * width * itemsize, band)
 
 
