@@ -1,0 +1,58 @@
+"""The build without a compiler, and with one that fails: it succeeds and says so once, unless told not to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def build(folder, **environment):
+    """Run the extension build into a folder."""
+    command = [sys.executable, "setup.py", "build_ext", "--build-lib", folder / "lib", "--build-temp", folder / "temp"]
+    cleared = {name: value for name, value in os.environ.items() if name not in ("CXX", "SHARDZOO_BUILD")}
+    return subprocess.run(command, cwd=ROOT, env={**cleared, **environment}, capture_output=True, text=True)
+
+
+@pytest.fixture(params=["none", "broken"])
+def no_compiler(request, tmp_path):
+    """(environment without a working compiler, what the build says about it)"""
+    if request.param == "none":
+        return {"PATH": str(tmp_path)}, "there is no C++ compiler"
+    broken = tmp_path / "g++"
+    broken.write_text("#!/bin/sh\necho 'fatal error: this compiler is broken' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    return {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SHARDZOO_CUDA": "0"}, "g++ failed: fatal error: this compiler"
+
+
+def test_install_succeeds_and_says_so_once(no_compiler, tmp_path):
+    environment, reason = no_compiler
+    done = build(tmp_path, **environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("installed without some compiled parts") == 1
+    assert f"shardzoo.ops._kernels: {reason}" in done.stderr
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_required_build_fails(no_compiler, tmp_path):
+    environment, reason = no_compiler
+    done = build(tmp_path, **environment, SHARDZOO_BUILD="required")
+    assert done.returncode != 0
+    assert reason in done.stderr
+
+
+def test_skipped_build(tmp_path):
+    done = build(tmp_path, SHARDZOO_BUILD="skip")
+    assert done.returncode == 0
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_a_wrong_setting_is_named(tmp_path):
+    done = build(tmp_path, SHARDZOO_BUILD="yes")
+    assert done.returncode != 0
+    assert "SHARDZOO_BUILD is one of auto, required, skip; got 'yes'" in done.stderr

@@ -1,0 +1,51 @@
+"""`shardzoo bench kernels` and `shardzoo doctor`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from shardzoo.cli import bench, doctor
+from shardzoo.ops.bench import measure
+from shardzoo.ops.bench.cases import cases
+
+QUICK = ["kernels", "--device", "cpu", "--scale", "0.001", "--repetitions", "2", "--no-compile"]
+
+
+def test_bench_writes_what_it_measured(tmp_path, capsys):
+    report, picture = tmp_path / "out.json", tmp_path / "out.png"
+    chosen = ["--op", "rms_norm", "bias_gelu", "--dtype", "float32", "--json", str(report), "--plot", str(picture)]
+    assert bench.main([*QUICK, *chosen]) == 0
+    assert "rms_norm" in capsys.readouterr().out
+    results = json.loads(report.read_text())["results"]
+    assert [result["op"] for result in results] == ["rms_norm", "bias_gelu"]
+    assert all(result["error"] is None and result["timings"]["eager"]["median"] > 0 for result in results)
+    assert picture.stat().st_size > 1000
+
+
+def test_bench_refuses_a_speed_for_a_wrong_result(monkeypatch, capsys):
+    wrong = next(case for case in cases("cpu", 0.001) if case.name == "bias_gelu")
+    right = wrong.ours
+    wrong.ours = lambda t: right(t) * (1.001 if t["x"].dtype == torch.float32 else 1.0)
+    monkeypatch.setattr(bench, "cases", lambda device, scale: [wrong])
+    assert bench.main([*QUICK, "--dtype", "float32"]) == 1
+    assert "WRONG: bias_gelu float32: output is off by" in capsys.readouterr().out
+    result = measure.measure(wrong, "cpu", torch.float32, repetitions=1, compiled=False)
+    assert not result.timings
+
+
+@pytest.mark.parametrize(("arguments", "status"), [([], 0), (["everything"], 2), ([*QUICK, "--op", "attention"], 2)])
+def test_bench_misuse(arguments, status, capsys):
+    assert bench.main(arguments) == status
+
+
+def test_doctor_reports(monkeypatch, capsys):
+    assert doctor.main([]) == 0
+    shown = capsys.readouterr().out
+    for heading in ("kernel library", "C++ compiler", "nvcc", "cpu tensors", "triton"):
+        assert heading in shown
+    monkeypatch.setenv("SHARDZOO_KERNELS", "cuda")
+    assert doctor.main([]) == 1
+    assert "cuda kernels do not run on cpu tensors" in capsys.readouterr().out
