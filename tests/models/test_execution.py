@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers.models.t5.modeling_t5 import T5Attention
 
 import shardzoo
 from shardzoo.models import Execution
 from shardzoo.models.common.outputs import Seq2SeqLMOutput
+from shardzoo.models.t5.relative_bias import RelativeBias
 
 GPT2 = {
     "model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 61, "n_positions": 40,
@@ -172,6 +174,30 @@ def test_bf16_stays_close_and_finite(values):
     for grad, reference in zip(grads, expected_grads, strict=True):
         assert grad.dtype == torch.bfloat16
         assert (grad.float() - reference).norm() < 0.15 * reference.norm() + 1e-4
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (5, 5), (1, 9), (4, 9), (200, 200)])
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_relative_bias_is_a_lookup_for_each_pair_of_positions(queries, keys, bidirectional):
+    module = RelativeBias(32, 3, 128, bidirectional=bidirectional)
+    torch.nn.init.normal_(module.weight)
+    bias = module(queries, keys)
+    theirs = T5Attention._relative_position_bucket(
+        torch.arange(keys)[None] - torch.arange(keys - queries, keys)[:, None], bidirectional=bidirectional
+    )
+    expected = module.weight.detach()[theirs].permute(2, 0, 1)[None]
+    assert torch.equal(bias, expected)
+
+
+def test_the_gradient_of_a_bf16_relative_bias_is_rounded_once():
+    exact = RelativeBias(32, 3, 128, bidirectional=True)
+    torch.nn.init.normal_(exact.weight)
+    module = RelativeBias(32, 3, 128, bidirectional=True).bfloat16()
+    grad = torch.randn(1, 3, 300, 300).bfloat16()
+    module(300, 300).backward(grad)
+    exact(300, 300).backward(grad.float())
+    error = (module.weight.grad.float() - exact.weight.grad).norm() / exact.weight.grad.norm()
+    assert error < 5e-3  # half a unit in the last place is 2e-3; adding up in bf16 gives ten times as much
 
 
 def test_outputs_are_had_by_name_and_position():
