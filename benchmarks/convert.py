@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -31,28 +32,30 @@ seconds = time.perf_counter() - started
 for line in open("/proc/self/status"):
     if line.startswith("VmHWM"):
         peak = int(line.split()[1]) * 1024
-print("MEASURED", seconds, peak)
+print("MEASURED", seconds, time.process_time(), peak)
 """
 
 
-def measure(work: str) -> tuple[float, int]:
-    """Seconds and peak resident bytes of a Python process that does `work`; the time is without its start."""
+def measure(work: str) -> tuple[float, float, int]:
+    """Seconds, CPU seconds and peak resident bytes of a Python process that does `work`."""
     done = subprocess.run([sys.executable, "-c", CHILD.format(work=work)], capture_output=True, text=True, check=False)
     if done.returncode or "MEASURED" not in done.stdout:
         raise SystemExit(f"failed: {work}\n{done.stdout}{done.stderr}")
-    seconds, peak = done.stdout.rpartition("MEASURED")[2].split()
-    return float(seconds), int(peak)
+    seconds, cpu, peak = done.stdout.rpartition("MEASURED")[2].split()
+    return float(seconds), float(cpu), int(peak)
 
 
-def convert(*arguments: str) -> tuple[float, int]:
+def convert(*arguments: str) -> tuple[float, float, int]:
     """As `measure`, of a command of `shardzoo convert`, imports included."""
     return measure(f"from shardzoo.cli.main import main; assert main({['convert', *arguments]!r}) == 0")
 
 
-def shell(*command: str) -> float:
-    started = time.perf_counter()
+def shell(*command: str) -> tuple[float, float]:
+    """Seconds and CPU seconds of a command."""
+    started, before = time.perf_counter(), os.times()
     subprocess.run(command, check=True, capture_output=True)
-    return time.perf_counter() - started
+    seconds, after = time.perf_counter() - started, os.times()
+    return seconds, sum(after[2:4]) - sum(before[2:4])
 
 
 def glm_shapes(layers: int, hidden: int = 1024, positions: int = 1025, vocabulary: int = 50048) -> tuple[dict, dict]:
@@ -138,11 +141,11 @@ def run(family: str, layers: int, root: Path, repeat: int) -> None:
     nbytes = write_checkpoint(source, config, shapes)
     weights = str(source / "model.safetensors")
     digests = tensor_hashes(weights)
-    _, bare = measure("import torch")
+    _, _, bare = measure("import torch")
     print(f"{family}, {layers} layers, {nbytes / 1e9:.2f} GB; import torch alone: {bare / 2**20:.0f} MiB")
     for _ in range(repeat):
-        copied = shell("cp", weights, str(root / "copy"))
-        hashed = shell("sha256sum", str(root / "copy"))
+        copied, copying = shell("cp", weights, str(root / "copy"))
+        hashed, hashing = shell("sha256sum", str(root / "copy"))
         (root / "copy").unlink()
         steps = {
             "split, 2 ranks": ("split", source, root / "two", "--tp", "2"),
@@ -152,10 +155,13 @@ def run(family: str, layers: int, root: Path, repeat: int) -> None:
         results = {name: convert(*map(str, step)) for name, step in steps.items()}
         if tensor_hashes(str(root / "merged" / "model.safetensors")) != digests:
             raise SystemExit(f"{family}: the merged file differs from the one that was split")
-        print(f"  cp {copied:.2f} s + sha256sum {hashed:.2f} s = {copied + hashed:.2f} s")
-        for name, (seconds, peak) in results.items():
-            ratio, memory = seconds / (copied + hashed), (peak - bare) / 2**20
-            print(f"  {name}: {seconds:.2f} s, {ratio:.2f} x cp + sha256sum; {memory:.0f} MiB above import torch")
+        base = copied + hashed
+        print(f"  cp {copied:.2f} s + sha256sum {hashed:.2f} s = {base:.2f} s, {copying + hashing:.2f} s of CPU")
+        for name, (seconds, cpu, peak) in results.items():
+            memory = (peak - bare) / 2**20
+            print(
+                f"  {name}: {seconds:.2f} s, {seconds / base:.2f} x; {cpu:.2f} s of CPU; {memory:.0f} MiB above torch"
+            )
         for folder in ("two", "four", "merged"):
             rmtree(root / folder)
     rmtree(source)

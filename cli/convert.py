@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Literal, Union
 
 import tyro
@@ -141,6 +142,13 @@ def run(command: Plan | Split | Merge | Reshard | Verify | Inspect | Diff) -> in
     # Each imports what it needs, because some commands need no torch.
     from . import convert_commands as commands
 
+    try:
+        return _run(command, commands)
+    except OSError as error:
+        raise ValueError(str(error)) from None
+
+
+def _run(command: Plan | Split | Merge | Reshard | Verify | Inspect | Diff, commands: ModuleType) -> int:
     if isinstance(command, Plan):
         return commands.run_plan(command)
     if isinstance(command, Verify):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .convert import Converting, Diff, Inspect, Merge, Plan, Reshard, Split, Verify
 
 MOST_DIFFERENCES = 50
+INTERRUPTED = 130
 
 
 def run_conversion(command: Split | Merge | Reshard) -> int:
@@ -29,11 +30,17 @@ def run_conversion(command: Split | Merge | Reshard) -> int:
         if source.kind == "huggingface":
             raise ValueError(f"{command.source} is a {source.description}; `split` it")
     started = time.monotonic()
-    with transfer_progress(quiet=command.json) as report:
-        if isinstance(command, Merge):
-            outcome = operations.merge(command.source, command.destination, options, report)
-        else:
-            outcome = operations.split(command.source, command.destination, command.tp, options, report, command.format)
+    try:
+        with transfer_progress(quiet=command.json) as report:
+            if isinstance(command, Merge):
+                outcome = operations.merge(command.source, command.destination, options, report)
+            else:
+                outcome = operations.split(
+                    command.source, command.destination, command.tp, options, report, command.format
+                )
+    except KeyboardInterrupt:
+        print("interrupted; go on with --resume", file=sys.stderr)
+        return INTERRUPTED
     _print_outcome(command, outcome, time.monotonic() - started)
     return 0
 

@@ -18,9 +18,10 @@ from .cast import cast
 from .dtypes import item_size
 from .file_io import Files, Input, Output
 from .layout import Part, Placement
+from .stored import StoredTensor
 from .transposing import copy_transposed
 
-OutputFactory = Callable[[Sequence], Output]
+OutputFactory = Callable[[Sequence[StoredTensor]], Output]
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def run_copy(
     source, target = copy.source, copy.target
     if all(part.transposed for part in target.parts()):
         source, target = _turned(source), _turned(target)
-    groups: dict[tuple, list] = {}
+    groups: dict[tuple, list[Part]] = {}
     for part in target.parts():
         groups.setdefault((part.ranges, part.tensor.shape), []).append(part)
     outputs = [(parts[0], make_output([part.tensor for part in parts])) for parts in groups.values()]

@@ -89,7 +89,7 @@ class Destination:
     def finish(
         self,
         files: Sequence[NewFile],
-        texts: Mapping[str, bytes],
+        texts: Mapping[str, bytes | Path],
         manifest: Manifest | None,
     ) -> None:
         """Makes everything durable and gives it its name; the manifest, or else config.json, comes last."""
@@ -101,7 +101,10 @@ class Destination:
                 self.partial(file.name).rename(self.work / file.name)
                 _sync((self.work / file.name).parent)
             for name, content in sorted(texts.items(), key=lambda item: item[0] == "config.json"):
-                (self.work / name).write_bytes(content)
+                if isinstance(content, Path):
+                    shutil.copyfile(content, self.work / name)
+                else:
+                    (self.work / name).write_bytes(content)
                 _sync(self.work / name)
             if manifest is not None:
                 manifest.write(self.work)

@@ -43,9 +43,14 @@ def open_for_reading(path: Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
+def bytes_of(array: np.ndarray) -> memoryview:
+    """The bytes of a contiguous array, not copied."""
+    return array.reshape(-1).view(np.uint8).data
+
+
 def read_into(tensor: StoredTensor, descriptor: int, start: int, buffer: np.ndarray) -> None:
     """Fills a contiguous buffer with the tensor's bytes from `start`. ValueError where the file ends before."""
-    view = memoryview(buffer).cast("B") if buffer.nbytes else memoryview(b"")
+    view = bytes_of(buffer)
     done = 0
     while done < len(view):
         try:
@@ -73,7 +78,7 @@ def hash_stored(tensor: StoredTensor, descriptor: int, chunk: int) -> str:
     for start in range(0, tensor.nbytes, len(buffer)):
         part = buffer[: min(len(buffer), tensor.nbytes - start)]
         read_into(tensor, descriptor, start, part)
-        digest.update(part)
+        digest.update(bytes_of(part))
     return digest.hexdigest()
 
 
@@ -94,7 +99,7 @@ class Input:
             self._pass_over(start)
         read_into(self.tensor, self._descriptor, start, buffer)
         if self._digest is not None and buffer.nbytes:
-            self._digest.update(memoryview(buffer).cast("B"))
+            self._digest.update(bytes_of(buffer))
         self._position = start + buffer.nbytes
 
     def finish(self) -> None:
@@ -109,7 +114,7 @@ class Input:
         while self._position < stop:
             skipped = np.empty(min(stop - self._position, len(ZEROS)), np.uint8)
             read_into(self.tensor, self._descriptor, self._position, skipped)
-            self._digest.update(skipped)
+            self._digest.update(bytes_of(skipped))
             self._position += skipped.nbytes
 
 
@@ -144,7 +149,7 @@ class Writer:
     def write(self, start: int, data: np.ndarray) -> None:
         self._pad(start)
         if data.nbytes:
-            self._put(memoryview(data).cast("B"))
+            self._put(bytes_of(data))
 
     def finish(self) -> str:
         self._pad(self.tensors[0].nbytes)

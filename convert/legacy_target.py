@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._utils import _rebuild_tensor_v2
 
 from .dtypes import item_size
 from .layout import Layout
@@ -144,7 +145,7 @@ class _Tensor:
 
     def __reduce__(self) -> tuple:
         strides = tuple(prod(self._shape[i + 1 :]) for i in range(len(self._shape)))
-        return torch._utils._rebuild_tensor_v2, (self._storage, 0, self._shape, strides, False, OrderedDict())
+        return _rebuild_tensor_v2, (self._storage, 0, self._shape, strides, False, OrderedDict())
 
 
 class _Pickler(pickle.Pickler):

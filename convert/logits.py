@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 
 from ..models import from_pretrained
 from ..mpu import ParallelMesh
@@ -96,13 +96,13 @@ def logits_of(output: Any) -> Tensor:
 
 @torch.no_grad()
 def _unsplit_logits(folder: Path, inputs: Mapping[str, Tensor]) -> Tensor:
-    model = from_pretrained(folder, dtype=torch.float32)
+    model: Any = from_pretrained(folder, dtype=torch.float32)
     return model.gather_logits(logits_of(model(**inputs)))
 
 
 def _split_logits(folder: Path, size: int, inputs: Mapping[str, Tensor], temporary: Path) -> Tensor:
     result = temporary / "logits.pt"
-    mp.spawn(_rank_logits, (folder, size, dict(inputs), temporary / "rendezvous", result), nprocs=size)
+    spawn(_rank_logits, (folder, size, dict(inputs), temporary / "rendezvous", result), nprocs=size)
     return torch.load(result, weights_only=True)
 
 
@@ -112,7 +112,7 @@ def _rank_logits(rank: int, folder: Path, size: int, inputs: dict[str, Tensor], 
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
     try:
         mesh = ParallelMesh(size)
-        model = from_pretrained(folder, mesh, dtype=torch.float32)
+        model: Any = from_pretrained(folder, mesh, dtype=torch.float32)
         logits = model.gather_logits(logits_of(model(**inputs)))
         if rank == 0:
             torch.save(logits, result)

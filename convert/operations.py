@@ -121,6 +121,9 @@ def _convert(
     except (ValueError, MemoryError):
         place.abandon()
         raise
+    except OSError as error:  # e.g. too many open files
+        place.abandon()
+        raise ValueError(f"cannot convert {source} to {destination}: {error}") from None
     finally:
         journal.close()
 
@@ -129,7 +132,7 @@ def _run(
     todo: Plan,
     place: Destination,
     journal: Journal,
-    texts: Mapping[str, bytes],
+    texts: Mapping[str, bytes | Path],
     before: Mapping[Path, tuple[int, int]],
     threads: int,
     report: ProgressReport,
@@ -176,9 +179,9 @@ def _intact(todo: Plan, finished: Mapping[int, Digests], outputs: Files) -> set[
     return kept
 
 
-def _companions(todo: Plan, options: Options) -> dict[str, bytes]:
-    """Small files by name: the source's own, config.json, and what the target needs."""
-    texts = {path.name: path.read_bytes() for path in companion_files(todo.mapped.source.folder)}
+def _companions(todo: Plan, options: Options) -> dict[str, bytes | Path]:
+    """Small files by name, as contents or to be copied: the source's own, config.json, and what the target needs."""
+    texts: dict[str, bytes | Path] = {path.name: path for path in companion_files(todo.mapped.source.folder)}
     config = dict(todo.mapped.source.config)
     if options.dtype is not None:
         keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]

@@ -31,7 +31,7 @@ def write_rank_file(folder: Path, stem: str, rank: int, tensors: Mapping[str, Te
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, not copied."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 class ShardedReader:

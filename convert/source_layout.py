@@ -115,6 +115,11 @@ def _map_shards(source: Source, model: NativeModel) -> MappedSource:
     assert manifest is not None  # every source of this kind has one
     _check_manifest(manifest, model)
     layout = Layout(_by_rank(source, model.parameters, {name: name for name in model.parameters}), source.extras)
+    for name, placement in layout.placements.items():
+        for part in placement.parts():
+            if torch_name(part.tensor.dtype) != manifest.tensors[name].dtype:
+                wanted = manifest.tensors[name].dtype
+                raise ValueError(f"{part.tensor} is {part.tensor.dtype}, but {wanted} in the manifest")
     hashes = {
         (tensors[name].file, name): digest
         for name, record in manifest.tensors.items()

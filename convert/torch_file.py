@@ -71,7 +71,7 @@ def locate_tensors(path: Path, state: Mapping[str, Any]) -> dict[str, StoredTens
         start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
         if start is None and tensor.numel():
             raise ValueError(f"{where} has no bytes in the file")
-        offset = (start or 0) + tensor.storage_offset() * tensor.element_size()
+        offset = (start or 0) + int(tensor.storage_offset()) * tensor.element_size()
         stored = StoredTensor(name, path, dtype, tuple(tensor.shape), offset)
         if tensor.numel() and not records.contain(start or 0, offset + stored.nbytes):
             raise ValueError(f"{where} claims bytes outside its record of the file")

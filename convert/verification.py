@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -133,7 +133,7 @@ def _compare(
         inputs.open(source.source.files)
         others.open(target.source.files)
 
-        def compare(tensors: list[StoredTensor]) -> Comparer:
+        def compare(tensors: Sequence[StoredTensor]) -> Comparer:
             comparers.append(Comparer(tensors, others))
             return comparers[-1]
 

@@ -272,3 +272,16 @@ def test_merging_leaves_the_shards_alone(arena, shards, file_tree):
     before = file_tree(shards)
     merge(shards, arena.destination)
     assert file_tree(shards) == before
+
+
+def test_a_type_exchanged_in_all_ranks(arena, shards, rewrite_header):
+    """The bytes and their hashes stay the same; only the manifest tells."""
+
+    def exchange(header):
+        header["final_norm.bias"]["dtype"] = "I32"
+
+    for path in shards.glob("rank_*.safetensors"):
+        rewrite_header(path, exchange)
+    refusal = arena.refused_merge(shards)
+    assert "final_norm.bias" in refusal
+    assert "float32 in the manifest" in refusal
