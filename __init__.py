@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .generation import generate
     from .models import from_config, from_pretrained
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "from_config", "from_pretrained"]
+__all__ = ["__version__", "from_config", "from_pretrained", "generate"]
 
 
 def __getattr__(name: str) -> Any:
     if name in ("from_config", "from_pretrained"):
         from . import models
 
+        import_module(".generation", __name__)  # gives models their `generate`; more it loads when that is called
+
         return getattr(models, name)
+    if name == "generate":
+        from .generation import generate
+
+        return generate
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

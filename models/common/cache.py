@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -46,6 +47,11 @@ class KeyValues:
         self.keys[:, :, : self.length] = keys
         self.values[:, :, : self.length] = values
 
+    def repeat(self, copies: int) -> None:
+        """Each row becomes `copies` rows, one after another."""
+        if self.keys is not None:
+            self.select(torch.arange(self.keys.shape[0], device=self.keys.device).repeat_interleave(copies))
+
     @property
     def nbytes(self) -> int:
         return sum(kept.nbytes for kept in (self.keys, self.values) if kept is not None)
@@ -72,6 +78,11 @@ class Cache:
         """Sequence i becomes a continuation of what sequence rows[i] was. Sources stay: they belong to the batch."""
         for layer in self.layers:
             layer.select(rows)
+
+    def repeat(self, copies: int) -> None:
+        """Each sequence becomes `copies` of it, one after another."""
+        for layer in self.layers:
+            layer.repeat(copies)
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,38 @@
+"""Decoding under tensor parallelism.
+
+Names are loaded when they are first used. Importing the package gives every language model a `generate` method.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ..models.common.language_model import LanguageModel
+
+if TYPE_CHECKING:
+    from .api import GenerateOutput, generate
+    from .settings import GenerationSettings
+
+_MODULES = {
+    "GenerateOutput": "api",
+    "GenerationSettings": "settings",
+    "generate": "api",
+}
+__all__ = ["GenerateOutput", "GenerationSettings", "generate"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(import_module(f".{_MODULES[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _generate(self: LanguageModel, *args: Any, **kwargs: Any) -> Any:
+    """See `shardzoo.generation.generate`."""
+    from .api import generate
+
+    return generate(self, *args, **kwargs)
+
+
+LanguageModel.generate = _generate  # type: ignore[attr-defined]

@@ -1,0 +1,232 @@
+"""`generate`: from prompts to sequences, for models that continue text or answer it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..models.common.causal_lm import CausalLM
+from ..models.common.outputs import EncoderOutput, ModelOutput
+from ..models.common.seq2seq import Seq2SeqLM
+from .beams import beam_search
+from .decoders import CausalDecoder, Decoder, Seq2SeqDecoder
+from .group_beams import group_beam_search
+from .prompts import check_ids, check_mask, decoder_prompt, left_padding
+from .rules import Rules
+from .sampling import decode
+from .settings import GenerationSettings, make_settings
+
+
+@dataclass
+class GenerateOutput(ModelOutput):
+    """sequences: int64 [B · num_return_sequences, T]. sequences_scores: fp32 of each from beam search, else None."""
+
+    sequences: Tensor
+    sequences_scores: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a call may bring beside settings: the caller's own processors and stopping criteria (transformers'
+    interfaces), a function that names the tokens allowed next, a streamer, and the tokenizer for stop_strings."""
+
+    logits_processor: Sequence[Any] = ()
+    stopping_criteria: Sequence[Any] = ()
+    prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None
+    streamer: Any = None
+    tokenizer: Any = None
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    *,
+    decoder_input_ids: Tensor | None = None,
+    decoder_attention_mask: Tensor | None = None,
+    encoder_outputs: EncoderOutput | None = None,
+    generation_config: Any = None,
+    logits_processor: Sequence[Any] | None = None,
+    stopping_criteria: Sequence[Any] | None = None,
+    prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
+    streamer: Any = None,
+    tokenizer: Any = None,
+    return_dict_in_generate: bool = False,
+    **settings: Any,
+) -> Tensor | GenerateOutput:
+    """Sequences that continue prompts (GPT-2), answer them (T5, mT5) or fill their first blank (GLM).
+
+    input_ids: int64 [B, S], the same on every tensor-parallel rank; None starts from the bos token. attention_mask:
+    [B, S], 0 for padding, which is on the left of prompts to be continued. settings: the fields of
+    `GenerationSettings`, by transformers' names; they override generation_config (transformers' object, its file's
+    contents, or `GenerationSettings`), which overrides the model's configuration. Other arguments: as in transformers.
+
+    Returns int64 [B · num_return_sequences, T] on every rank: prompt and continuation, or the decoder's sequence; or a
+    `GenerateOutput`. With max_new_tokens=0 that is the prompt. Raises `ValueError` for unknown arguments, tokens
+    outside the vocabulary, and lengths that the model's positions do not cover.
+    """
+    check_model(model)
+    made = make_settings(model.config, generation_config, settings)  # type: ignore[arg-type]
+    extras = Extras(logits_processor or (), stopping_criteria or (), prefix_allowed_tokens_fn, streamer, tokenizer)
+    with evaluating(model):
+        if isinstance(model, Seq2SeqLM):
+            found = _answer(
+                model,
+                input_ids,
+                attention_mask,
+                decoder_input_ids,
+                decoder_attention_mask,
+                encoder_outputs,
+                made,
+                extras,
+            )
+        elif isinstance(model, CausalLM):
+            found = _continue(model, input_ids, attention_mask, made, extras)
+        else:
+            raise ValueError(f"a {type(model).__name__} generates no text; see generation.fill_mask and fill_blanks")
+    return found if return_dict_in_generate else found.sequences
+
+
+def _continue(
+    model: CausalLM, ids: Tensor | None, mask: Tensor | None, settings: GenerationSettings, extras: Extras
+) -> GenerateOutput:
+    if ids is None or ids.shape[-1] == 0:
+        if settings.bos_token_id is None:
+            raise ValueError("the prompt is empty and the model has no bos_token_id to start from: pass one")
+        rows = 1 if ids is None else len(ids)
+        ids, mask = torch.full((rows, 1), settings.bos_token_id, device=device_of(model)), None
+    ids = ids.to(device_of(model))
+    check_ids(ids, model.config.vocab_size)
+    mask = left_padding(ids, None if mask is None else mask.to(ids.device), settings)
+    limit = settings.length_limit(ids.shape[1])
+    limit = fit_positions(ids.shape[1], limit, model.config.max_sequence_length, settings)
+    copies = sequences_per_prompt(settings)
+    capacity = limit - 1 if settings.use_cache else None  # the last token is never read
+    decoder = CausalDecoder(model, mask, copies=copies, capacity=capacity)
+    return search(decoder, ids, limit, settings, extras, attention_mask=mask)
+
+
+def _answer(
+    model: Seq2SeqLM,
+    ids: Tensor | None,
+    mask: Tensor | None,
+    decoder_ids: Tensor | None,
+    decoder_mask: Tensor | None,
+    encoded: EncoderOutput | None,
+    settings: GenerationSettings,
+    extras: Extras,
+) -> GenerateOutput:
+    device, copies = device_of(model), sequences_per_prompt(settings)
+    if ids is None and encoded is None:
+        raise ValueError("an encoder-decoder answers input_ids: pass them, or encoder_outputs")
+    if ids is not None:
+        if ids.shape[-1] == 0:
+            raise ValueError("the prompt is empty; an encoder needs at least one token, such as the end of sequence")
+        ids = ids.to(device)
+        check_ids(ids, model.config.vocab_size)
+        if mask is None and settings.pad_token_id is not None and settings.pad_token_id not in settings.eos_token_ids:
+            mask = (ids != settings.pad_token_id).long()
+        if mask is not None:
+            mask = mask.to(device)
+            check_mask(mask, ids)
+            mask = None if bool((mask != 0).all()) else mask
+    if encoded is None:
+        encoded = model.encode(ids, mask)  # type: ignore[operator]
+    assert encoded is not None
+    prompt, decoder_mask = decoder_prompt(decoder_ids, decoder_mask, len(encoded.last_hidden_state), settings, device)
+    check_ids(prompt, model.config.vocab_size, "decoder_input_ids")
+    decoder_mask = None if decoder_mask is None or bool((decoder_mask != 0).all()) else decoder_mask
+    limit = settings.length_limit(prompt.shape[1])
+    capacity = limit - 1 if settings.use_cache else None
+    decoder = Seq2SeqDecoder(model, encoded, mask, decoder_mask, copies=copies, capacity=capacity)
+    return search(decoder, prompt, limit, settings, extras, encoder_ids=ids)
+
+
+def search(
+    decoder: Decoder,
+    prompt: Tensor,
+    limit: int,
+    settings: GenerationSettings,
+    extras: Extras,
+    *,
+    encoder_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+) -> GenerateOutput:
+    """Decodes from prompts int64 [B, T] in the way that the settings ask for. attention_mask: of prompts that are
+    continued, [B, T]; encoder_ids: [B, S] of prompts that are answered."""
+    ids = prompt.repeat_interleave(decoder.copies, 0)
+    model = decoder.model
+    if limit == prompt.shape[1]:
+        return GenerateOutput(ids[:: max(1, decoder.copies // settings.num_return_sequences)])
+    together = decoder.copies // settings.num_beam_groups  # rows of a prompt that are processed in one call
+
+    def for_each(rows: Tensor | None) -> Tensor | None:
+        return None if rows is None else rows.repeat_interleave(together, 0)
+
+    rules = Rules(
+        settings,
+        model.config.vocab_size,
+        model.mesh,
+        prompt=ids,
+        limit=limit,
+        encoder_ids=for_each(encoder_ids),
+        attention_mask=for_each(attention_mask),
+        processors=extras.logits_processor,
+        criteria=extras.stopping_criteria,
+        prefix_allowed_tokens_fn=extras.prefix_allowed_tokens_fn,
+        tokenizer=extras.tokenizer,
+    )
+    if settings.num_beams == 1:
+        return GenerateOutput(decode(decoder, ids, limit, settings, rules, extras.streamer))
+    if extras.streamer is not None:
+        raise ValueError("a streamer shows tokens as they are chosen, and beam search chooses at the end: num_beams=1")
+    method = beam_search if settings.num_beam_groups == 1 else group_beam_search
+    return GenerateOutput(*method(decoder, ids, limit, settings, rules))
+
+
+def sequences_per_prompt(settings: GenerationSettings) -> int:
+    return settings.num_beams if settings.num_beams > 1 else settings.num_return_sequences
+
+
+def fit_positions(prompt: int, limit: int, positions: int, settings: GenerationSettings) -> int:
+    """`limit`, or where nobody asked for it what the positions leave. ValueError for more than that."""
+    if prompt > positions:
+        raise ValueError(f"the prompt has {prompt} tokens, but the model only {positions} positions; shorten it")
+    most = positions + 1  # the last token needs no position, because nothing follows it
+    if limit > most:
+        if settings.max_new_tokens is None and settings.max_length is None:
+            return most
+        raise ValueError(
+            f"{prompt} tokens of prompt and {limit - prompt} new ones need {limit - 1} positions, but the model has "
+            f"{positions}; use max_new_tokens up to {most - prompt}"
+        )
+    return limit
+
+
+def check_model(model: nn.Module) -> None:
+    """ValueError for models whose ranks hold parts of sequences."""
+    if getattr(getattr(model, "execution", None), "sequence_parallel", False):
+        raise ValueError("decoding needs whole sequences on a rank: load the model without sequence parallelism")
+    if getattr(model, "config", None) is None:
+        raise ValueError(f"a {type(model).__name__} is no model of the zoo; load one with shardzoo.from_pretrained")
+
+
+def device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Without dropout, for as long as it lasts."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

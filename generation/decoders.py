@@ -1,0 +1,123 @@
+"""One way to ask every family for the next token's logits, with or without a cache."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..models.common.cache import Cache
+from ..models.common.causal_lm import CausalLM
+from ..models.common.outputs import EncoderOutput
+from ..models.common.seq2seq import Seq2SeqLM
+from .vocabulary import without_padding
+
+
+class Decoder(ABC):
+    """Gives the scores of what may follow sequences that grow from call to call.
+
+    model: of which `layers` blocks decode. copies: sequences for each prompt, one after another; the prompt itself is
+    read once. capacity: positions to keep in the cache; None keeps nothing.
+    """
+
+    def __init__(
+        self, model: Any, layers: int, copies: int, capacity: int | None, source_length: int | None = None
+    ) -> None:
+        self.model, self.copies = model, copies
+        self.cache = None if capacity is None else Cache(layers, capacity, source_length)
+        self.is_first = True
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """ids: int64 [R, T], all tokens so far; of a former call's only the order of rows may have changed, as told to
+        `select`. Returns fp32 [R, Vp], this rank's columns, -inf where they are behind the vocabulary."""
+        if self.is_first and self.copies > 1:
+            logits = self.next_logits(ids[:: self.copies], 0).repeat_interleave(self.copies, 0)
+            self.repeat_rows()
+        else:
+            logits = self.next_logits(ids, 0 if self.cache is None else self.cache.length)
+        self.is_first = False
+        return without_padding(logits, self.model.config.vocab_size, self.model.mesh)
+
+    @abstractmethod
+    def next_logits(self, ids: Tensor, cached: int) -> Tensor:
+        """[R, T] -> [R, Vp]; the first `cached` tokens are in the cache."""
+
+    def repeat_rows(self) -> None:
+        """After the prompts were read: each becomes `copies` rows."""
+        if self.cache is not None:
+            self.cache.repeat(self.copies)
+
+    def select(self, rows: Tensor) -> None:
+        """Row i is now a continuation of what was row rows[i], of the same prompt."""
+        if self.cache is not None:
+            self.cache.select(rows)
+
+
+class CausalDecoder(Decoder):
+    """attention_mask: int64 [B, T0] of the prompts, which are padded on the left; None without padding."""
+
+    def __init__(
+        self, model: CausalLM, attention_mask: Tensor | None, *, copies: int = 1, capacity: int | None
+    ) -> None:
+        super().__init__(model, len(block_list(model)), copies, capacity)
+        self.mask = attention_mask
+
+    def next_logits(self, ids: Tensor, cached: int) -> Tensor:
+        mask = positions = None
+        if self.mask is not None:
+            mask = F.pad(self.mask, (0, ids.shape[1] - self.mask.shape[1]), value=1)  # [R, T]
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, cached:]
+        output = self.model(
+            ids[:, cached:], attention_mask=mask, position_ids=positions, cache=self.cache, logits_to_keep=1
+        )
+        return output.logits[:, -1]
+
+    def repeat_rows(self) -> None:
+        super().repeat_rows()
+        if self.mask is not None:
+            self.mask = self.mask.repeat_interleave(self.copies, 0)
+
+
+class Seq2SeqDecoder(Decoder):
+    """encoded: of B prompts, with their attention_mask int64 [B, S] or None; decoder_mask: [B, T0] of the decoder's
+    prompts or None."""
+
+    def __init__(
+        self,
+        model: Seq2SeqLM,
+        encoded: EncoderOutput,
+        attention_mask: Tensor | None,
+        decoder_mask: Tensor | None = None,
+        *,
+        copies: int = 1,
+        capacity: int | None,
+    ) -> None:
+        super().__init__(model, len(block_list(model)), copies, capacity, encoded.last_hidden_state.shape[1])
+        self.encoded, self.mask, self.decoder_mask = encoded, attention_mask, decoder_mask
+
+    def next_logits(self, ids: Tensor, cached: int) -> Tensor:
+        mask = self.decoder_mask
+        if mask is not None:
+            mask = F.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)  # [R, T]
+        output = self.model(
+            attention_mask=self.mask,
+            decoder_input_ids=ids[:, cached:],
+            decoder_attention_mask=mask,
+            encoder_outputs=self.encoded,
+            cache=self.cache,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1]
+
+    def repeat_rows(self) -> None:
+        super().repeat_rows()
+        if self.decoder_mask is not None:
+            self.decoder_mask = self.decoder_mask.repeat_interleave(self.copies, 0)
+
+
+def block_list(model: Any) -> nn.ModuleList:
+    """The blocks that see the generated tokens."""
+    stack: Any = model.decoder if isinstance(model, Seq2SeqLM) else model
+    return stack.blocks

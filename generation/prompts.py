@@ -1,0 +1,69 @@
+"""What is asked of prompts before any of them is decoded; every rank finds the same mistakes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .settings import GenerationSettings
+
+
+def check_ids(ids: Tensor, vocab_size: int, name: str = "input_ids") -> None:
+    """ValueError unless ids are int64 [B, T] with at least one row, all in the vocabulary."""
+    if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool or not len(ids):
+        raise ValueError(f"{name} must be integers [batch, length], not {ids.dtype} {tuple(ids.shape)}")
+    outside = (ids < 0) | (ids >= vocab_size)
+    if outside.any():
+        row, column = outside.nonzero()[0].tolist()
+        raise ValueError(
+            f"{name}[{row}, {column}] is {int(ids[row, column])}, but the vocabulary is 0..{vocab_size - 1}; the "
+            "tokenizer may belong to another model"
+        )
+
+
+def check_mask(mask: Tensor, ids: Tensor, name: str = "attention_mask") -> None:
+    """ValueError unless mask fits ids and every row has a token."""
+    if mask.shape != ids.shape:
+        raise ValueError(f"{name} is {list(mask.shape)}, but must be as the ids, {list(ids.shape)}")
+    empty = (mask == 0).all(1)
+    if empty.any():
+        raise ValueError(f"row {int(empty.nonzero()[0])} of {name} has no token; start it with a bos token")
+
+
+def left_padding(ids: Tensor, mask: Tensor | None, settings: GenerationSettings) -> Tensor | None:
+    """The attention mask of prompts to be continued, int64 [B, T]; None if nothing is padded.
+
+    Without a mask, the padding token marks padding unless it also ends sequences, as in transformers. ValueError for
+    padding on the right, after which a continuation would not follow the prompt.
+    """
+    if mask is None:
+        pad = settings.pad_token_id
+        if pad is None or pad in settings.eos_token_ids:
+            return None
+        mask = (ids != pad).long()
+    check_mask(mask, ids)
+    mask = (mask != 0).long()
+    if bool((mask == 1).all()):
+        return None
+    if bool((mask[:, -1] == 0).any()):
+        raise ValueError("prompts to be continued must be padded on the left: use padding_side='left'")
+    return mask
+
+
+def decoder_prompt(
+    given: Tensor | None, mask: Tensor | None, rows: int, settings: GenerationSettings, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """What an encoder-decoder's output starts with, int64 [B, T]: the start token, then what is given."""
+    start = settings.decoder_start_token_id
+    start = settings.bos_token_id if start is None else start
+    if start is None:
+        raise ValueError("the model's configuration has no decoder_start_token_id: pass decoder_start_token_id=…")
+    first = torch.full((rows, 1), start, device=device)
+    if given is None:
+        return first, None
+    if len(given) != rows:
+        raise ValueError(f"decoder_input_ids has {len(given)} rows for {rows} prompts")
+    if bool((given[:, 0] != start).all()):
+        given = torch.cat([first, given], 1)
+        mask = None if mask is None else torch.cat([torch.ones_like(mask[:, :1]), mask], 1)
+    return given, mask

@@ -1,0 +1,172 @@
+"""transformers' logits processors and stopping criteria, over a vocabulary that is split over the ranks.
+
+The order is that of transformers' `generate`. Rows are gathered only for processors that need whole ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import transformers.generation.logits_process as p
+from torch import Tensor
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+from ..mpu import ParallelMesh
+from .settings import GenerationSettings
+from .vocabulary import best, of_first_rank, whole_rows
+
+_FUNCTIONS_OF_TOKENS = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
+
+
+class Rules:
+    """What changes the scores of the next token, and what ends a sequence.
+
+    prompt: int64 [R, T], what every sequence starts with; encoder_ids: [R, S], what an encoder-decoder reads.
+    processors, criteria: the caller's own. Where one is of the same class as one that the settings ask for, it takes
+    its place.
+    """
+
+    def __init__(
+        self,
+        settings: GenerationSettings,
+        vocab_size: int,
+        mesh: ParallelMesh | None,
+        *,
+        prompt: Tensor,
+        limit: int,
+        encoder_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        processors: Sequence[Any] = (),
+        criteria: Sequence[Any] = (),
+        prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
+        tokenizer: Any = None,
+    ) -> None:
+        self.vocab_size, self.mesh = vocab_size, mesh
+        eos = torch.tensor(settings.eos_token_ids, device=prompt.device) if settings.eos_token_ids else None
+        made = _edits(settings, prompt, encoder_ids if encoder_ids is not None else prompt, attention_mask, eos, limit)
+        if prefix_allowed_tokens_fn is not None:
+            made.insert(0, p.PrefixConstrainedLogitsProcessor(prefix_allowed_tokens_fn, settings.num_beams))
+        self.processors = p.LogitsProcessorList(_merged(made, processors))
+        if settings.do_sample:
+            self.processors += _warpers(settings, eos, prompt.device)
+        if settings.renormalize_logits:
+            self.processors.append(p.LogitNormalization())
+        self.needs_rows = any(type(processor) not in _SPLIT for processor in self.processors)
+        self.criteria = StoppingCriteriaList(_merged(_criteria(settings, eos, limit, tokenizer), criteria))
+        self.may_disagree = any(type(criterion) not in _FUNCTIONS_OF_TOKENS for criterion in self.criteria)
+
+    def __call__(self, ids: Any, scores: Any) -> tuple[Tensor, ParallelMesh | None]:
+        """ids: [R, T], the sequences so far; scores: [R, Vp]. The processed scores, with the mesh over which they are
+        still split."""
+        if self.needs_rows:
+            return self.processors(ids, whole_rows(scores, self.vocab_size, self.mesh)), None
+        for processor in self.processors:
+            scores = _SPLIT[type(processor)](processor, scores, self.mesh)
+        return scores, self.mesh
+
+    def stops(self, ids: Tensor) -> Tensor:
+        """Which sequences [R, T] end with their last token: bool [R], the same on every rank."""
+        stops = self.criteria(ids, None)  # type: ignore[arg-type]
+        if self.may_disagree:  # clocks differ, and a caller's criterion may be anything
+            stops = of_first_rank(stops.to(torch.uint8), self.mesh).bool()
+        return stops
+
+
+def _keep_best(processor: p.TopKLogitsWarper, scores: Tensor, mesh: ParallelMesh | None) -> Tensor:
+    lowest = best(scores, processor.top_k, mesh)[0][:, -1:]
+    return scores.masked_fill(scores < lowest, processor.filter_value)
+
+
+# Processors that work on a part of the vocabulary, and how.
+_SPLIT: dict[type, Callable[[Any, Tensor, ParallelMesh | None], Tensor]] = {
+    p.TemperatureLogitsWarper: lambda processor, scores, mesh: processor(None, scores),
+    p.TopKLogitsWarper: _keep_best,
+}
+
+
+def _edits(s: GenerationSettings, prompt: Tensor, encoder_ids: Any, mask: Tensor | None, eos, limit: int) -> list:
+    """The processors that every way of decoding uses."""
+    device: Any = prompt.device  # transformers annotates strings
+    start, made = prompt.shape[1], []
+    if s.sequence_bias is not None:
+        made.append(p.SequenceBiasLogitsProcessor(s.sequence_bias))  # type: ignore[arg-type]
+    if s.encoder_repetition_penalty != 1.0:
+        made.append(p.EncoderRepetitionPenaltyLogitsProcessor(s.encoder_repetition_penalty, encoder_ids))
+    if s.repetition_penalty != 1.0:
+        padding = None if mask is None else (mask != 0).int().argmax(1)
+        made.append(p.RepetitionPenaltyLogitsProcessor(s.repetition_penalty, prompt_ignore_length=padding))
+    if s.no_repeat_ngram_size > 0:
+        made.append(p.NoRepeatNGramLogitsProcessor(s.no_repeat_ngram_size))
+    if s.encoder_no_repeat_ngram_size > 0:
+        made.append(p.EncoderNoRepeatNGramLogitsProcessor(s.encoder_no_repeat_ngram_size, encoder_ids))
+    if s.bad_words_ids is not None:
+        made.append(p.NoBadWordsLogitsProcessor(s.bad_words_ids, eos))
+    if s.min_length > 0 and eos is not None:
+        made.append(p.MinLengthLogitsProcessor(s.min_length, eos, device=device))
+    if s.min_new_tokens and eos is not None:
+        made.append(p.MinNewTokensLengthLogitsProcessor(start, s.min_new_tokens, eos, device=device))
+    if s.forced_bos_token_id is not None:
+        made.append(p.ForcedBOSTokenLogitsProcessor(s.forced_bos_token_id))
+    if s.forced_eos_token_id is not None:
+        made.append(p.ForcedEOSTokenLogitsProcessor(limit, s.forced_eos_token_id, device=device))
+    if s.remove_invalid_values:
+        made.append(p.InfNanRemoveLogitsProcessor())
+    if s.exponential_decay_length_penalty is not None:
+        if eos is None:
+            raise ValueError("exponential_decay_length_penalty makes the end likelier, so it needs an eos_token_id")
+        made.append(p.ExponentialDecayLengthPenalty(s.exponential_decay_length_penalty, eos, start))
+    if s.suppress_tokens is not None:
+        made.append(p.SuppressTokensLogitsProcessor(s.suppress_tokens, device=device))
+    if s.begin_suppress_tokens is not None:
+        begin = start if start > 1 or s.forced_bos_token_id is None else start + 1
+        made.append(p.SuppressTokensAtBeginLogitsProcessor(s.begin_suppress_tokens, begin, device=device))
+    return made
+
+
+def _warpers(s: GenerationSettings, eos: Tensor | None, device: Any) -> list:
+    """The processors of sampling, which leave beam search one token beside the ends of sequences."""
+    keep = {"min_tokens_to_keep": 1 if s.num_beams == 1 else 2 if eos is None else len(eos) + 1}
+    made: list[Any] = []
+    if s.temperature != 1.0:
+        made.append(p.TemperatureLogitsWarper(s.temperature))
+    if s.top_h is not None:
+        made.append(p.TopHLogitsWarper(top_h=s.top_h))
+    if s.top_k != 0:
+        made.append(p.TopKLogitsWarper(s.top_k, **keep))
+    if s.top_p < 1.0:
+        made.append(p.TopPLogitsWarper(s.top_p, **keep))
+    if s.min_p is not None:
+        made.append(p.MinPLogitsWarper(s.min_p, **keep))
+    if s.typical_p < 1.0:
+        made.append(p.TypicalLogitsWarper(s.typical_p, **keep))
+    if 0.0 < s.epsilon_cutoff < 1.0:
+        made.append(p.EpsilonLogitsWarper(s.epsilon_cutoff, **keep))
+    if 0.0 < s.eta_cutoff < 1.0:
+        made.append(p.EtaLogitsWarper(s.eta_cutoff, **keep, device=device))
+    return made
+
+
+def _criteria(s: GenerationSettings, eos: Tensor | None, limit: int, tokenizer: Any) -> list:
+    made: list[Any] = [MaxLengthCriteria(limit)]
+    if s.max_time is not None:
+        made.append(MaxTimeCriteria(s.max_time))
+    if s.stop_strings is not None:
+        if tokenizer is None:
+            raise ValueError("stop_strings needs the tokenizer: pass tokenizer=…")
+        made.append(StopStringCriteria(tokenizer, s.stop_strings))
+    if eos is not None:
+        made.append(EosTokenCriteria(eos))  # type: ignore[arg-type]
+    return made
+
+
+def _merged(made: list, own: Sequence[Any]) -> list:
+    replaced = {type(one) for one in own}
+    return [one for one in made if type(one) not in replaced] + list(own)

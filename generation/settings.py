@@ -1,0 +1,185 @@
+"""How to decode: transformers' names, meanings and defaults."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from ..models.common.config import ModelConfig
+
+DEFAULT_NEW_TOKENS = 20
+# Entries of a generation_config.json that say nothing about the tokens.
+_ASIDE = {"transformers_version", "_from_model_config", "cache_implementation", "output_attentions", "output_scores",
+          "output_hidden_states", "output_logits", "num_assistant_tokens", "num_assistant_tokens_schedule",
+          "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind", "max_matching_ngram_size",
+          "disable_compile", "is_assistant"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """Arguments of `generate`; those without a comment are as in transformers' `GenerationConfig`."""
+
+    max_new_tokens: int | None = None
+    """How many tokens to add at most; by default 20, or what max_length leaves."""
+    max_length: int | None = None
+    """The same, the prompt included."""
+    min_new_tokens: int | None = None
+    """The end-of-sequence token is not allowed before."""
+    min_length: int = 0
+    """The same, the prompt included."""
+    max_time: float | None = None
+    """Seconds after which no further token is begun."""
+    stop_strings: list[str] | str | None = None
+    """A sequence ends when it has one of these; needs a tokenizer."""
+
+    do_sample: bool = False
+    """Draw tokens by their probability instead of taking the most likely one."""
+    seed: int | None = None
+    """Of the draws, the same for every tensor-parallel size; by default torch's random state of the first rank."""
+    num_beams: int = 1
+    """Beam search with so many beams."""
+    num_beam_groups: int = 1
+    """Diverse beam search: groups of beams that avoid each other's tokens."""
+    diversity_penalty: float = 0.0
+    """Subtracted from the score of a token for each beam of an earlier group that has just chosen it."""
+    early_stopping: bool | Literal["never"] = False
+    """When beam search ends: with num_beams finished (True), when better ones are unlikely, or impossible (never)."""
+    length_penalty: float = 1.0
+    """Beams are compared by their log-probability over their length to this power."""
+    num_return_sequences: int = 1
+    """Sequences for each prompt."""
+    use_cache: bool = True
+    """Keep keys and values between steps; without, every step starts from the beginning."""
+
+    temperature: float = 1.0
+    """Divides the logits before drawing."""
+    top_k: int = 50
+    """Draw from the k most likely tokens; 0 for all."""
+    top_p: float = 1.0
+    """Draw from the most likely tokens that have this probability together."""
+    top_h: float | None = None
+    """Draw from the most likely tokens that have this share of the entropy."""
+    min_p: float | None = None
+    """Draw from tokens with this fraction of the most likely one's probability."""
+    typical_p: float = 1.0
+    """Draw from the tokens of most typical information that have this probability together."""
+    epsilon_cutoff: float = 0.0
+    """Draw from tokens with this probability."""
+    eta_cutoff: float = 0.0
+    """The same, depending on the entropy."""
+
+    repetition_penalty: float = 1.0
+    """Divides the scores of tokens that have occurred."""
+    encoder_repetition_penalty: float = 1.0
+    """Above 1 favours tokens of the prompt."""
+    no_repeat_ngram_size: int = 0
+    """No n-gram of this size occurs twice."""
+    encoder_no_repeat_ngram_size: int = 0
+    """No n-gram of this size of the prompt occurs."""
+    bad_words_ids: list[list[int]] | None = None
+    """Token sequences that do not occur."""
+    sequence_bias: list[tuple[list[int], float]] | None = None
+    """Added to the score of the last token of a sequence; pairs, or a mapping from tuples."""
+    suppress_tokens: list[int] | None = None
+    """Tokens that do not occur."""
+    begin_suppress_tokens: list[int] | None = None
+    """Tokens that do not come first."""
+    forced_bos_token_id: int | None = None
+    """The token after the decoder's first."""
+    forced_eos_token_id: int | list[int] | None = None
+    """The last token, where max_length ends a sequence."""
+    exponential_decay_length_penalty: tuple[int, float] | None = None
+    """After so many tokens, the end becomes likelier by this factor to the power of their number."""
+    remove_invalid_values: bool = False
+    """Replace infinities and NaN in the scores."""
+    renormalize_logits: bool = False
+    """Make probabilities of the processed scores."""
+
+    pad_token_id: int | None = None
+    """Fills what follows a sequence's end; by default the model's, or its first end-of-sequence token."""
+    bos_token_id: int | None = None
+    """Starts an empty prompt; by default the model's."""
+    eos_token_id: int | list[int] | None = None
+    """Ends a sequence; by default the model's."""
+    decoder_start_token_id: int | None = None
+    """Starts an encoder-decoder's output; by default the model's."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_new_tokens", 0), ("max_length", 1), ("num_beams", 1), ("num_beam_groups", 1),
+                            ("num_return_sequences", 1), ("top_k", 0)):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, not {value}")
+        if self.early_stopping not in (True, False, "never"):
+            raise ValueError(f"early_stopping must be true, false or 'never', not {self.early_stopping!r}")
+        if (self.num_beams > 1 or not self.do_sample) and self.num_return_sequences > self.num_beams:
+            raise ValueError(
+                f"num_return_sequences={self.num_return_sequences} must not exceed num_beams={self.num_beams}; "
+                "raise num_beams, or sample with do_sample=True"
+            )
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        beams, groups = self.num_beams, self.num_beam_groups
+        if beams % groups:
+            fitting = [n for n in range(1, beams + 1) if beams % n == 0]
+            raise ValueError(f"num_beams={beams} cannot form {groups} groups; use num_beam_groups from {fitting}")
+        if groups > 1 and (self.do_sample or self.diversity_penalty <= 0):
+            raise ValueError(
+                "num_beam_groups > 1 needs do_sample=False and a diversity_penalty above 0, without which all groups "
+                "would choose the same"
+            )
+        if groups == 1 and self.diversity_penalty:
+            raise ValueError(f"diversity_penalty={self.diversity_penalty} needs num_beam_groups > 1")
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        if self.eos_token_id is None:
+            return []
+        return [self.eos_token_id] if isinstance(self.eos_token_id, int) else list(self.eos_token_id)
+
+    def length_limit(self, prompt: int) -> int:
+        """The greatest length of a sequence whose prompt has this one. ValueError if the prompt exceeds it."""
+        if self.max_new_tokens is not None:
+            return prompt + self.max_new_tokens
+        if self.max_length is None:
+            return prompt + DEFAULT_NEW_TOKENS
+        if self.max_length <= prompt:
+            raise ValueError(
+                f"the prompt has {prompt} tokens, and max_length={self.max_length} leaves none to generate; raise it, "
+                "or use max_new_tokens"
+            )
+        return self.max_length
+
+
+def make_settings(config: ModelConfig, given: Any, arguments: Mapping[str, Any]) -> GenerationSettings:
+    """Settings from `arguments`, else from `given`, else from the model's configuration.
+
+    given: None, settings, or transformers' GenerationConfig (as object or as the contents of its file). ValueError
+    for what is not supported, with the name that may be meant.
+    """
+    model_tokens = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
+    values: dict[str, Any] = {name: getattr(config, name, None) for name in model_tokens}
+    if isinstance(given, GenerationSettings):
+        of_given = {field.name: getattr(given, field.name) for field in fields(given)}
+        values |= {name: value for name, value in of_given.items() if name not in values or value is not None}
+    elif given is not None:
+        entries = given if isinstance(given, Mapping) else given.to_dict()
+        values |= _supported({n: value for n, value in entries.items() if value is not None and n not in _ASIDE})
+    values |= _supported({name: value for name, value in arguments.items() if value is not None})
+    settings = GenerationSettings(**values)
+    if settings.pad_token_id is None and settings.eos_token_ids:
+        settings = replace(settings, pad_token_id=settings.eos_token_ids[0])
+    return settings
+
+
+def _supported(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    known = [field.name for field in fields(GenerationSettings)]
+    for name in values:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"generation has no argument {name!r}{hint}")
+    return values

@@ -1,0 +1,106 @@
+"""Choices among the tokens of a vocabulary that is split over the ranks, by exchanging a few numbers for each row.
+
+Scores are [R, Vp], this rank's columns; without a mesh they are whole rows. Every rank gets the same result, because
+it is calculated from what all ranks have gathered.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ..mpu import ParallelMesh, gather_from_tp, tp_rank, tp_size
+
+
+def without_padding(logits: Tensor, vocab_size: int, mesh: ParallelMesh | None) -> Tensor:
+    """fp32 logits [R, Vp] in which the columns behind the vocabulary are -inf."""
+    scores = logits.float()
+    width = max(0, min(vocab_size - tp_rank(mesh) * scores.shape[1], scores.shape[1]))
+    if width < scores.shape[1]:
+        scores = scores.clone() if scores is logits else scores
+        scores[:, width:] = float("-inf")
+    return scores
+
+
+def whole_rows(scores: Tensor, vocab_size: int, mesh: ParallelMesh | None) -> Tensor:
+    """[R, Vp] -> [R, V]"""
+    return gather_from_tp(scores, mesh)[:, :vocab_size]
+
+
+def log_probabilities(scores: Tensor, mesh: ParallelMesh | None) -> Tensor:
+    """log softmax over the whole vocabulary, of this rank's columns: [R, Vp]"""
+    if tp_size(mesh) == 1:
+        return scores.log_softmax(-1)
+    parts = gather_from_tp(scores.logsumexp(-1, keepdim=True), mesh)  # [R, tp]
+    return scores - parts.logsumexp(-1, keepdim=True)
+
+
+def best(scores: Tensor, k: int, mesh: ParallelMesh | None) -> tuple[Tensor, Tensor]:
+    """The k highest scores of each row, descending, and their tokens: [R, k] each, fp32 and int64."""
+    values, tokens = scores.topk(min(k, scores.shape[1]))
+    if tp_size(mesh) == 1:
+        return values, tokens
+    tokens += tp_rank(mesh) * scores.shape[1]
+    # fp64 holds fp32 scores and token ids exactly, so one exchange carries both.
+    pairs = gather_from_tp(torch.cat([values.double(), tokens.double()], -1), mesh)  # [R, tp * 2k]
+    all_values, all_tokens = pairs.unflatten(-1, (-1, 2, values.shape[1])).unbind(-2)  # [R, tp, k]
+    values, order = all_values.flatten(1).topk(min(k, all_values[0].numel()))
+    return values.float(), all_tokens.flatten(1).gather(1, order).long()
+
+
+def most_likely(scores: Tensor, mesh: ParallelMesh | None) -> Tensor:
+    """The token with the highest score of each row, the first of equal ones: int64 [R]"""
+    if tp_size(mesh) == 1:
+        return scores.argmax(-1)
+    values, tokens = scores.max(-1, keepdim=True)
+    tokens += tp_rank(mesh) * scores.shape[1]
+    pairs = gather_from_tp(torch.cat([values.double(), tokens.double()], -1), mesh)  # [R, tp * 2]
+    all_values, all_tokens = pairs.unflatten(-1, (-1, 2)).unbind(-1)  # [R, tp]
+    return all_tokens.gather(1, all_values.argmax(-1, keepdim=True)).squeeze(1).long()
+
+
+def drawn(scores: Tensor, draws: Tensor, mesh: ParallelMesh | None) -> Tensor:
+    """A token of each row with the probabilities softmax(scores), by inversion of their sum: int64 [R].
+
+    draws: fp64 [R], uniform in [0, 1), the same on every rank. Tokens are summed up in their order, so the result
+    does not depend on how the vocabulary is split. ValueError if a row has no finite probabilities.
+    """
+    highest = scores.max(-1, keepdim=True).values.clamp(min=torch.finfo(scores.dtype).min)  # [R, 1]
+    mass = (scores - highest).double().exp().cumsum(-1)  # [R, Vp]
+    parts = gather_from_tp(torch.cat([highest.double(), mass[:, -1:]], -1), mesh)  # [R, tp * 2]
+    highs, totals = parts.unflatten(-1, (-1, 2)).unbind(-1)  # [R, tp]
+    scales = (highs - highs.amax(-1, keepdim=True)).exp()
+    # One sum after the other, so that a rank's last column ends exactly where the next rank's columns start.
+    ends = list(accumulate((scales * totals).unbind(-1)))
+    if not (torch.isfinite(ends[-1]) & (ends[-1] > 0)).all():
+        raise ValueError("the model's scores are not finite, so no token can be drawn")
+    target = draws * ends[-1]  # [R]
+    rank = tp_rank(mesh)
+    start = ends[rank - 1] if rank else torch.zeros_like(target)
+    below = start[:, None] + scales[:, rank, None] * mass <= target[:, None]  # [R, Vp]
+    return gather_from_tp(below.sum(-1, keepdim=True), mesh).sum(-1)
+
+
+def of_first_rank(tensor: Tensor, mesh: ParallelMesh | None) -> Tensor:
+    """What the first tensor-parallel rank has; tensors of the same shape on every rank."""
+    return tensor if tp_size(mesh) == 1 else gather_from_tp(tensor[None], mesh, dim=0)[0]
+
+
+class Draws:
+    """Uniform numbers that are the same on every rank.
+
+    seed: None draws one from torch's random state of the first rank.
+    """
+
+    def __init__(self, seed: int | None, mesh: ParallelMesh | None, device: torch.device) -> None:
+        if seed is None:
+            own = torch.randint(2**62, (1,)).to(device)
+            seed = int(of_first_rank(own, mesh))
+        self.generator = torch.Generator().manual_seed(seed)
+        self.device = device
+
+    def next(self, rows: int) -> Tensor:
+        """fp64 [R] in [0, 1)"""
+        return torch.rand(rows, dtype=torch.float64, generator=self.generator).to(self.device)
