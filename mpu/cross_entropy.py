@@ -29,28 +29,22 @@ def _chunks(rows: int, width: int) -> Iterator[slice]:
 
 
 class _TokenLosses(Function):
-    """logits [T, Vp], targets [T] as columns of this rank, classes, smoothing, z, ... -> losses [T]"""
+    """logits [T, Vp], target [T], classes, ignored label, smoothing, z, mesh -> losses [T]"""
 
     @staticmethod
     def forward(
-        ctx, logits: Tensor, target: Tensor, kept: Tensor, classes: int, smoothing: float, z_loss: float, mesh
+        ctx, logits: Tensor, target: Tensor, classes: int, ignored: int, smoothing: float, z_loss: float, mesh
     ) -> Tensor:
-        start = tp_rank(mesh) * logits.shape[1]
-        width = min(max(classes - start, 0), logits.shape[1])  # columns that are not padding
-        column = target - start  # [T]
-        here = kept & (column >= 0) & (column < width)
-        column = column.masked_fill(~here, 0)
-        stats = logits.new_zeros(
-            3 if smoothing else 2, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32)
-        )
-        stats[0] = float("-inf")
-        if width:
-            for rows in _chunks(*logits.shape):
-                chunk = logits[rows, :width].to(stats.dtype)  # [t, width]
-                stats[0, rows] = chunk.logsumexp(1)
-                stats[1, rows] = chunk.gather(1, column[rows, None]).squeeze(1).masked_fill(~here[rows], 0)
-                if smoothing:
-                    stats[2, rows] = chunk.sum(1)
+        first = tp_rank(mesh) * logits.shape[1]
+        columns = min(max(classes - first, 0), logits.shape[1])  # those that are not padding
+        stats = logits.new_empty(3, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32))
+        for rows in _chunks(*logits.shape):
+            maximum, sum_exp, picked, total = torch.ops.shardzoo.cross_entropy_stats(
+                logits[rows], target[rows], first, columns
+            )
+            stats[0, rows] = maximum + sum_exp.log()
+            stats[1, rows], stats[2, rows] = picked, total
+        stats = stats if smoothing else stats[:2]
         stats = stats[None] if mesh is None else start_all_gather(stats[None], 0, mesh.tp_group)()  # [tp, 3, T]
         lse = stats[:, 0].logsumexp(0)  # [T]
         losses = lse - (1 - smoothing) * stats[:, 1].sum(0)
@@ -58,29 +52,19 @@ class _TokenLosses(Function):
             losses -= smoothing / classes * stats[:, 2].sum(0)
         if z_loss:
             losses += z_loss * lse.square()
-        ctx.save_for_backward(logits, column, here, kept, lse)
-        ctx.width, ctx.classes, ctx.smoothing, ctx.z_loss = width, classes, smoothing, z_loss
-        return losses.masked_fill_(~kept, 0)
+        ctx.save_for_backward(logits, target, lse)
+        ctx.settings = (first, columns, classes, smoothing, z_loss, ignored)
+        return losses.masked_fill_(target == ignored, 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads: Tensor):
-        logits, column, here, kept, lse = ctx.saved_tensors
-        width, smoothing = ctx.width, ctx.smoothing
-        scale = grads[0].to(lse.dtype).masked_fill(~kept, 0)  # [T]
-        # d/dx_j = softmax_j (1 + 2 z lse) - (1 - ε) [j is the target] - ε / classes
-        of_softmax = scale * (1 + 2 * ctx.z_loss * lse)
-        of_target = (scale * (1 - smoothing)).masked_fill(~here, 0)
-        logits_grad = torch.zeros_like(logits) if width < logits.shape[1] else torch.empty_like(logits)
-        if width:
-            for rows in _chunks(*logits.shape):
-                chunk = logits[rows, :width] - lse[rows, None]  # a new, wide tensor: logits are not ours
-                chunk.exp_().mul_(of_softmax[rows, None])
-                if smoothing:
-                    chunk -= (scale[rows] * (smoothing / ctx.classes))[:, None]
-                chunk.scatter_add_(1, column[rows, None], -of_target[rows, None])
-                # An ignored row has no gradient even where its logits are not finite.
-                logits_grad[rows, :width] = chunk.masked_fill_(~kept[rows, None], 0)
+        logits, target, lse = ctx.saved_tensors
+        logits_grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        for rows in _chunks(*logits.shape):
+            torch.ops.shardzoo.cross_entropy_grad_out(
+                logits[rows], target[rows], grads[0][rows], lse[rows], *ctx.settings, grad_logits=logits_grad[rows]
+            )
         return logits_grad, None, None, None, None, None, None
 
 
@@ -114,10 +98,9 @@ def vocab_parallel_cross_entropy(
         raise ValueError(f"reduction {reduction!r} must be 'mean', 'sum' or 'none'")
     target = labels.reshape(-1)
     kept = target != ignore_index
-    target = target.masked_fill(~kept, 0)
-    check_ids(target, classes, "label")
+    check_ids(target.masked_fill(~kept, 0), classes, "label")
     flat = logits.reshape(-1, logits.shape[-1])
-    losses = _TokenLosses.apply(flat, target, kept, classes, label_smoothing, z_loss, mesh)
+    losses = _TokenLosses.apply(flat, target, classes, ignore_index, label_smoothing, z_loss, mesh)
     if reduction == "none":
         return losses.view(labels.shape)
     return losses.sum() / kept.sum() if reduction == "mean" else losses.sum()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,11 +12,9 @@ from ...mpu import (
     ParallelMesh,
     RowParallelLinear,
     checkpoint,
-    dropout_state,
-    tp_rank,
+    scaled_masked_softmax,
     tp_size,
 )
-from ...ops import dropout_keys, masked_softmax
 from .cache import KeyValues, attend_by_source, back_to_rows
 from .execution import Execution
 from .masks import visible_before
@@ -33,7 +29,7 @@ class AttentionCore(nn.Module):
 
     def __init__(self, *, scale: float, dropout: float, mesh: ParallelMesh | None, execution: Execution) -> None:
         super().__init__()
-        self.scale, self.mesh = scale, mesh
+        self.scale = scale
         self.dropout = Dropout(dropout, split_dim=1, mesh=mesh)
         self.recompute = execution.recompute == "selective"
 
@@ -48,28 +44,18 @@ class AttentionCore(nn.Module):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position_bias: Tensor | None, causal: bool
     ) -> Tensor:
-        drops = self.training and self.dropout.p > 0
         causal = causal and mask is None and q.shape[2] > 1  # the last query sees every key
-        if position_bias is None and not drops:
+        if position_bias is None and not self.dropout.drops:
             if causal and q.shape[2] != k.shape[2]:
                 mask, causal = visible_before(q.shape[2], k.shape[2], q.device), False
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, is_causal=causal)
         # The probabilities are written out: for the gradient of a trained bias, and for a dropout mask that does
         # not depend on the layout.
         scores = q @ k.mT  # [B, Np, Sq, Sk]
-        drop = self.drop(scores) if drops else {}
-        return masked_softmax(scores, mask, position_bias, scale=self.scale, causal=causal, **drop) @ v
-
-    def drop(self, scores: Tensor) -> dict[str, Any]:
-        """Where this use of the core stands in the unsplit model's dropout."""
-        if self.dropout.site is None:
-            raise RuntimeError("call assign_dropout_sites(model) once after building the model")
-        key, first_sample = dropout_state.visit(self.dropout.site)
-        return {
-            "dropout": self.dropout.p,
-            "keys": dropout_keys(key, first_sample, scores.shape[0], scores.device),
-            "first_row": tp_rank(self.mesh) * scores.shape[1] * scores.shape[2],
-        }
+        weights = scaled_masked_softmax(
+            scores, mask, position_bias, scale=self.scale, causal=causal, dropout=self.dropout
+        )
+        return weights @ v
 
 
 class SelfAttention(nn.Module):

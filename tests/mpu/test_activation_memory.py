@@ -41,10 +41,10 @@ def formula(tp, sequence_parallel, recompute):
     outer_share = tp if sequence_parallel else 1
     if recompute == "full":
         return 4 * n / outer_share  # the layer's input
-    outer = 4 * (2 * n + 2 * n) + 2 * n + 4 * 2 * 2 * tokens  # norm inputs and outputs, masks, statistics
+    outer = 4 * (2 * n + 2 * n) + 4 * 2 * 2 * tokens  # norm inputs and outputs, statistics
     inner = 4 * (3 * n + n + 4 * n + 4 * n)  # q, k, v, attention's output, GELU's input and output
-    attention = 0 if recompute == "selective" else (4 + 4 + 1) * a
-    constants = 0 if recompute == "selective" else 2 * POSITIONS**2  # the causal mask, kept twice
+    attention = 0 if recompute == "selective" else (4 + 4) * a
+    constants = 8 * BATCH * (2 if recompute == "selective" else 3)  # a key per sample of each dropout
     if sequence_parallel and tp > 1:
         constants += 4 * 2 * 2 * HIDDEN  # weight and bias of two norms, stacked
     return outer / outer_share + (inner + attention) / tp + constants
