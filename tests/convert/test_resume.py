@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from shardzoo.convert import engine
-from shardzoo.convert.operations import Options, merge, split
+from shardzoo.convert.operations import Options, merge, plan, split
 from shardzoo.convert.source import open_source
+from shardzoo.convert.target import huggingface_target, shards_target
 
 ATTEMPTS = 17  # of each kind, killed one, two or three times before they are resumed: 100 kills in all
 
@@ -52,9 +53,7 @@ def test_killed_at_random_moments(kind, server, model, tmp_path, file_tree):
     reference = tmp_path / "reference"
     convert(kind, source, reference, resume=False)
     wanted, before = file_tree(reference), file_tree(source)
-    # The first process waits for the imports.
-    timed = [duration(server, kind, source, tmp_path / f"timed-{i}") for i in range(3)]
-    chosen, longest = random.Random(kind), min(timed)
+    chosen, lines = random.Random(kind), len(wanted_copies(source, kind))
     interrupted = kept = 0
     for attempt in range(ATTEMPTS):
         destination = tmp_path / f"attempt-{attempt}"
@@ -62,7 +61,7 @@ def test_killed_at_random_moments(kind, server, model, tmp_path, file_tree):
         while kills < 1 + attempt % 3:  # several in a row, too
             process = server.Process(target=convert, args=(kind, source, destination, kills > 0))
             process.start()
-            time.sleep(chosen.uniform(0, longest))
+            wait_for(chosen, process, tmp_path / f".{destination.name}.partial" / ".journal.jsonl", lines)
             process.kill()
             process.join()
             kills += 1
@@ -81,13 +80,26 @@ def test_killed_at_random_moments(kind, server, model, tmp_path, file_tree):
     assert file_tree(source) == before
 
 
-def duration(server, kind: str, source: Path, destination: Path) -> float:
-    """Seconds that a conversion takes in such a process."""
-    started = time.monotonic()
-    process = server.Process(target=convert, args=(kind, source, destination, False))
-    process.start()
-    process.join()
-    return time.monotonic() - started
+def wait_for(chosen: random.Random, process, journal: Path, lines: int) -> None:
+    """Until a random moment: at the start, while tensors are copied, or while the folder is completed.
+
+    Moments are chosen by progress, so that a busy machine does not make all of them too late.
+    """
+    progress = chosen.uniform(-0.1, 1.2)
+    while process.is_alive() and progress > 0:
+        try:
+            done = journal.read_bytes().count(b"\n")
+        except FileNotFoundError:  # not begun, or just finished
+            done = 0
+        if done >= min(progress, 1) * lines:
+            break
+        time.sleep(0.0005)
+    time.sleep(chosen.uniform(0, 0.02))
+
+
+def wanted_copies(source: Path, kind: str) -> tuple:
+    """The copies of the conversion, each of which is a line of the journal."""
+    return plan(source, huggingface_target if kind == "merge" else lambda mapped: shards_target(mapped, 4)).copies
 
 
 def assert_nothing_incomplete_loads(destination: Path, wanted: dict, file_tree) -> None:
