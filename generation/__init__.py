@@ -12,14 +12,20 @@ from ..models.common.language_model import LanguageModel
 
 if TYPE_CHECKING:
     from .api import GenerateOutput, generate
+    from .blanks import Filled, fill_blanks
+    from .masks import MaskFills, fill_mask
     from .settings import GenerationSettings
 
 _MODULES = {
+    "Filled": "blanks",
     "GenerateOutput": "api",
     "GenerationSettings": "settings",
+    "MaskFills": "masks",
+    "fill_blanks": "blanks",
+    "fill_mask": "masks",
     "generate": "api",
 }
-__all__ = ["GenerateOutput", "GenerationSettings", "generate"]
+__all__ = ["Filled", "GenerateOutput", "GenerationSettings", "MaskFills", "fill_blanks", "fill_mask", "generate"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from ..models.common.causal_lm import CausalLM
 from ..models.common.outputs import EncoderOutput, ModelOutput
 from ..models.common.seq2seq import Seq2SeqLM
+from ..models.glm.model import GLMForConditionalGeneration
 from .beams import beam_search
-from .decoders import CausalDecoder, Decoder, Seq2SeqDecoder
+from .decoders import BlankDecoder, CausalDecoder, Decoder, Seq2SeqDecoder
 from .group_beams import group_beam_search
 from .prompts import check_ids, check_mask, decoder_prompt, left_padding
 from .rules import Rules
@@ -51,6 +52,8 @@ def generate(
     decoder_input_ids: Tensor | None = None,
     decoder_attention_mask: Tensor | None = None,
     encoder_outputs: EncoderOutput | None = None,
+    position_ids: Tensor | None = None,
+    generation_attention_mask: Tensor | None = None,
     generation_config: Any = None,
     logits_processor: Sequence[Any] | None = None,
     stopping_criteria: Sequence[Any] | None = None,
@@ -63,9 +66,11 @@ def generate(
     """Sequences that continue prompts (GPT-2), answer them (T5, mT5) or fill their first blank (GLM).
 
     input_ids: int64 [B, S], the same on every tensor-parallel rank; None starts from the bos token. attention_mask:
-    [B, S], 0 for padding, which is on the left of prompts to be continued. settings: the fields of
-    `GenerationSettings`, by transformers' names; they override generation_config (transformers' object, its file's
-    contents, or `GenerationSettings`), which overrides the model's configuration. Other arguments: as in transformers.
+    [B, S], 0 for padding, which is on the left of prompts to be continued. position_ids, generation_attention_mask: of
+    a GLM, as its tokenizer's `build_inputs_for_generation` makes them; `fill_blanks` needs neither. settings: the
+    fields of `GenerationSettings`, by transformers' names; they override generation_config (transformers' object, the
+    contents of its file, or `GenerationSettings`), which overrides the model's configuration. Other arguments: as in
+    transformers.
 
     Returns int64 [B · num_return_sequences, T] on every rank: prompt and continuation, or the decoder's sequence; or a
     `GenerateOutput`. With max_new_tokens=0 that is the prompt. Raises `ValueError` for unknown arguments, tokens
@@ -86,15 +91,17 @@ def generate(
                 made,
                 extras,
             )
+        elif isinstance(model, GLMForConditionalGeneration):
+            found = _fill(model, input_ids, position_ids, generation_attention_mask, made, extras)
         elif isinstance(model, CausalLM):
             found = _continue(model, input_ids, attention_mask, made, extras)
         else:
-            raise ValueError(f"a {type(model).__name__} generates no text; see generation.fill_mask and fill_blanks")
+            raise ValueError(f"a {type(model).__name__} generates no text; see generation.fill_mask")
     return found if return_dict_in_generate else found.sequences
 
 
 def _continue(
-    model: CausalLM, ids: Tensor | None, mask: Tensor | None, settings: GenerationSettings, extras: Extras
+    model: Any, ids: Tensor | None, mask: Tensor | None, settings: GenerationSettings, extras: Extras
 ) -> GenerateOutput:
     if ids is None or ids.shape[-1] == 0:
         if settings.bos_token_id is None:
@@ -113,7 +120,7 @@ def _continue(
 
 
 def _answer(
-    model: Seq2SeqLM,
+    model: Any,
     ids: Tensor | None,
     mask: Tensor | None,
     decoder_ids: Tensor | None,
@@ -137,7 +144,7 @@ def _answer(
             check_mask(mask, ids)
             mask = None if bool((mask != 0).all()) else mask
     if encoded is None:
-        encoded = model.encode(ids, mask)  # type: ignore[operator]
+        encoded = model.encode(ids, mask)
     assert encoded is not None
     prompt, decoder_mask = decoder_prompt(decoder_ids, decoder_mask, len(encoded.last_hidden_state), settings, device)
     check_ids(prompt, model.config.vocab_size, "decoder_input_ids")
@@ -146,6 +153,52 @@ def _answer(
     capacity = limit - 1 if settings.use_cache else None
     decoder = Seq2SeqDecoder(model, encoded, mask, decoder_mask, copies=copies, capacity=capacity)
     return search(decoder, prompt, limit, settings, extras, encoder_ids=ids)
+
+
+def _fill(
+    model: GLMForConditionalGeneration,
+    ids: Tensor | None,
+    positions: Tensor | None,
+    visible: Tensor | None,
+    settings: GenerationSettings,
+    extras: Extras,
+) -> GenerateOutput:
+    if ids is None or positions is None or visible is None:
+        raise ValueError(
+            "a GLM needs input_ids, position_ids and generation_attention_mask, as build_inputs_for_generation of its "
+            "tokenizer makes them; shardzoo.generation.fill_blanks fills all blanks of a text from its tokens alone"
+        )
+    device, length = device_of(model), ids.shape[1]
+    ids = ids.to(device)
+    check_ids(ids, model.config.vocab_size)
+    if positions.dim() != 3 or positions.shape[2] < length or visible.dim() != 4 or visible.shape[3] < length:
+        raise ValueError(
+            f"for {length} tokens position_ids must be [B, 2, {length} or more] and generation_attention_mask "
+            f"[B, 1, {length} or more, the same]; they are {list(positions.shape)} and {list(visible.shape)}"
+        )
+    rows = visible.to(device)[:, 0, :length, :length].bool().expand(len(ids), -1, -1)
+    return fill(model, ids, positions.to(device)[:, :, :length].expand(len(ids), -1, -1), rows, settings, extras)
+
+
+def fill(
+    model: GLMForConditionalGeneration,
+    ids: Tensor,
+    positions: Tensor,
+    visible: Tensor,
+    settings: GenerationSettings,
+    extras: Extras,
+) -> GenerateOutput:
+    """Fills one blank of each row; arguments as for `BlankDecoder`. ValueError where the positions end."""
+    limit, most = settings.length_limit(ids.shape[1]), model.config.max_sequence_length + 1
+    last = int(positions[:, 1, -1].max()) + limit - ids.shape[1] - 1
+    if int(positions.max()) >= most or last >= most:
+        raise ValueError(
+            f"the text has {int(positions[:, 0].max()) + 1} positions and its span up to {last}, but the model has "
+            f"{most}; shorten the text or max_new_tokens"
+        )
+    capacity = limit - 1 if settings.use_cache else None
+    decoder = BlankDecoder(model, positions, visible, copies=sequences_per_prompt(settings), capacity=capacity)
+    return search(decoder, ids, limit, settings, extras, attention_mask=visible[:, -1].long())
 
 
 def search(

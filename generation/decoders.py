@@ -5,11 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..models.common.cache import Cache
 from ..models.common.causal_lm import CausalLM
+from ..models.common.masks import visible_before
 from ..models.common.outputs import EncoderOutput
 from ..models.common.seq2seq import Seq2SeqLM
 from .vocabulary import without_padding
@@ -115,6 +117,38 @@ class Seq2SeqDecoder(Decoder):
         super().repeat_rows()
         if self.decoder_mask is not None:
             self.decoder_mask = self.decoder_mask.repeat_interleave(self.copies, 0)
+
+
+class BlankDecoder(Decoder):
+    """Fills one blank of each row of a GLM, whose prompts end with the token that starts a piece.
+
+    positions: int64 [B, 2, T0] of the prompts, in the text and within the span; what follows stays at the last one's
+    place in the text and counts on within the span. visible: bool [B, T0, T0], which keys a query of the prompt sees.
+    """
+
+    def __init__(
+        self, model: Any, positions: Tensor, visible: Tensor, *, copies: int = 1, capacity: int | None
+    ) -> None:
+        super().__init__(model, len(block_list(model)), copies, capacity)
+        self.positions, self.visible = positions, visible
+
+    def next_logits(self, ids: Tensor, cached: int) -> Tensor:
+        length, prompt = ids.shape[1], self.visible.shape[1]
+        steps = torch.arange(1, length - prompt + 1, device=ids.device)
+        last = self.positions[:, :, -1:]
+        later = torch.stack([last[:, 0].expand(-1, len(steps)), last[:, 1] + steps], 1)  # [B, 2, T - T0]
+        positions = torch.cat([self.positions, later], 2)[:, :, cached:]
+        # A prompt's last token sees all of it but padding, and what follows sees the same and what precedes.
+        keys = F.pad(self.visible[:, -1], (0, length - prompt), value=True)  # [B, T]
+        new = visible_before(length - prompt, length, ids.device) & keys[:, None]  # [B, T - T0, T]
+        mask = torch.cat([F.pad(self.visible, (0, length - prompt)), new], 1)[:, None, cached:]  # [B, 1, S, T]
+        output = self.model(ids[:, cached:], positions, mask, cache=self.cache, logits_to_keep=1, use_cache=False)
+        return output.logits[:, -1]
+
+    def repeat_rows(self) -> None:
+        super().repeat_rows()
+        self.positions = self.positions.repeat_interleave(self.copies, 0)
+        self.visible = self.visible.repeat_interleave(self.copies, 0)
 
 
 def block_list(model: Any) -> nn.ModuleList:

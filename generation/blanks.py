@@ -1,0 +1,133 @@
+"""GLM fills the blanks of a text, one after another from left to right (Du et al., 2021, section 2.1).
+
+Every blank is decoded after the text and the pieces that were filled before it, with positions in two dimensions:
+where the blank stands, and the place within the piece. `[gMASK]` at the end continues the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..data.glm_tokens import GLMTokens
+from ..models.glm.model import GLMForConditionalGeneration
+from .api import Extras, check_model, device_of, evaluating, fill
+from .prompts import check_ids, check_mask
+from .settings import GenerationSettings, make_settings
+
+
+@dataclass(frozen=True)
+class Filled:
+    """ids: the text with its blanks filled. pieces: the tokens of each blank, from left to right."""
+
+    ids: list[int]
+    pieces: list[list[int]]
+
+
+@torch.no_grad()
+def fill_blanks(
+    model: GLMForConditionalGeneration,
+    input_ids: Tensor,
+    tokens: GLMTokens,
+    attention_mask: Tensor | None = None,
+    *,
+    generation_config: Any = None,
+    logits_processor: Sequence[Any] | None = None,
+    stopping_criteria: Sequence[Any] | None = None,
+    **settings: Any,
+) -> list[Filled]:
+    """Fills every [MASK], [sMASK] and [gMASK] of each row.
+
+    input_ids: int64 [B, S], starting with [CLS]; attention_mask: [B, S], 0 for padding, on any side. tokens: ids of
+    the special tokens. settings: as for `generate`; max_new_tokens is for each blank. A piece ends with the end of
+    piece or of text, which is not part of it.
+
+    glm-10b-chinese, where [gMASK] has the end of piece's id: transformers' id 50009 for it is understood too, and is
+    never generated, for its row of the vocabulary is a copy. ValueError if no row has a blank.
+    """
+    check_model(model)
+    ids = input_ids.to(device_of(model))
+    check_ids(ids, model.config.vocab_size)
+    mask = torch.ones_like(ids) if attention_mask is None else attention_mask.to(ids.device)
+    check_mask(mask, ids)
+    texts = [row[kept].tolist() for row, kept in zip(ids, mask.bool(), strict=True)]
+    made = make_settings(model.config, generation_config, settings)
+    made = replace(made, pad_token_id=tokens.pad, eos_token_id=[tokens.eop, tokens.eos])
+    if made.num_return_sequences > 1:
+        raise ValueError("a text is filled once: num_return_sequences must be 1; call again with another seed")
+    if tokens.gmask == tokens.eop:
+        copy = tokens.eop + 2
+        texts = [[tokens.gmask if token == copy else token for token in text] for text in texts]
+        made = replace(made, suppress_tokens=[*(made.suppress_tokens or []), copy])
+    places = [_blanks(text, tokens) for text in texts]
+    if not any(places):
+        raise ValueError("there is no blank to fill: append [gMASK] to continue a text")
+    pieces: list[list[list[int]]] = [[] for _ in texts]
+    extras = Extras(logits_processor or (), stopping_criteria or ())
+    with evaluating(model):
+        for number in range(max(map(len, places))):
+            rows = [row for row, blanks in enumerate(places) if len(blanks) > number]
+            prompts = [_Prompt.make(texts[row], places[row], pieces[row], tokens) for row in rows]
+            for row, piece in zip(rows, _fill_next(model, prompts, tokens, made, extras), strict=True):
+                pieces[row].append(piece)
+    return [Filled(_joined(*one), one[2]) for one in zip(texts, places, pieces, strict=True)]
+
+
+def _blanks(text: list[int], tokens: GLMTokens) -> list[int]:
+    """Where the blanks are."""
+    return [place for place, token in enumerate(text) if token in (tokens.mask, tokens.smask, tokens.gmask)]
+
+
+def _joined(text: list[int], places: list[int], pieces: list[list[int]]) -> list[int]:
+    filled = dict(zip(places, pieces, strict=True))
+    return [token for place, one in enumerate(text) for token in filled.get(place, [one])]
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """A text, the pieces filled so far, and the token that starts the next piece. text: the text's own length."""
+
+    ids: list[int]
+    places: list[int]
+    steps: list[int]
+    text: int
+
+    @classmethod
+    def make(cls, text: list[int], blanks: list[int], pieces: list[list[int]], tokens: GLMTokens) -> _Prompt:
+        ids, places, steps = list(text), list(range(len(text))), [0] * len(text)
+        for blank, piece in zip(blanks, [*pieces, []], strict=False):
+            ids += [tokens.sop, *piece]
+            places += [blank] * (len(piece) + 1)
+            steps += range(1, len(piece) + 2)
+        return cls(ids, places, steps, len(text))
+
+
+def _fill_next(
+    model: GLMForConditionalGeneration,
+    prompts: list[_Prompt],
+    tokens: GLMTokens,
+    settings: GenerationSettings,
+    extras: Extras,
+) -> list[list[int]]:
+    """The next piece of each."""
+    width, device = max(len(prompt.ids) for prompt in prompts), device_of(model)
+    ids = torch.full((len(prompts), width), tokens.pad)
+    positions = torch.zeros(len(prompts), 2, width, dtype=torch.int64)
+    visible = torch.zeros(len(prompts), width, width, dtype=torch.bool)
+    causal = torch.ones(width, width, dtype=torch.bool).tril()
+    for row, prompt in enumerate(prompts):
+        start = width - len(prompt.ids)
+        ids[row, start:] = torch.tensor(prompt.ids)
+        positions[row, :, start:] = torch.tensor([prompt.places, prompt.steps])
+        visible[row, start:, start:] = causal[start:, start:]
+        visible[row, start:, start : start + prompt.text] = True
+    found = fill(model, ids.to(device), positions.to(device), visible.to(device), settings, extras)
+    return [_until_end(row, settings.eos_token_ids) for row in found.sequences[:, width:].tolist()]
+
+
+def _until_end(ids: list[int], ends: list[int]) -> list[int]:
+    return ids[: next((place for place, token in enumerate(ids) if token in ends), len(ids))]
