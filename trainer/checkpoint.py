@@ -99,7 +99,7 @@ def manifest(engine: DeepSpeedEngine, config: ModelConfig, hashes_by_rank: list[
     padded_vocab_size = config.vocab_size
     for name, parameter in engine.module.named_parameters():
         shard = getattr(parameter, "shard", None)
-        if shard is not None and shard.pad_multiple:
+        if shard is not None and shard.pad_multiple and shard.shape[shard.dim] == config.vocab_size:
             padded_vocab_size = len(hashes_by_rank) * shard.local_shape(len(hashes_by_rank))[shard.dim]
         records[name] = TensorRecord(
             shape=tuple(shard.shape if shard else parameter.shape),

@@ -169,7 +169,7 @@ class BertForMaskedLM(BertModel, LanguageModel):
         hidden_states = self.encoder(input_ids, attention_mask, token_type_ids, position_ids)
         logits = self.head(hidden_states[-1])  # [B, S, Vp]
         loss = None if labels is None else self.loss(logits, labels, num_items_in_batch)
-        return MaskedLMOutput(loss, logits, hidden_states if output_hidden_states else None)
+        return MaskedLMOutput(loss, self.own_logits(logits), hidden_states if output_hidden_states else None)
 
 
 class BertForPreTraining(BertModel, LanguageModel):
@@ -209,7 +209,7 @@ class BertForPreTraining(BertModel, LanguageModel):
                 raise ValueError("give both num_items_in_batch and num_sequences_in_batch, or neither")
             loss = self.loss(logits, labels, num_items_in_batch)
             loss = loss + class_loss(scores, next_sentence_label, num_sequences_in_batch)
-        return PreTrainingOutput(loss, logits, scores, hidden_states if output_hidden_states else None)
+        return PreTrainingOutput(loss, self.own_logits(logits), scores, hidden_states if output_hidden_states else None)
 
 
 class BertForSequenceClassification(BertModel, SequenceClassifier):

@@ -16,7 +16,8 @@ from ..common.outputs import ModelOutput
 class MaskedLMOutput(ModelOutput):
     """loss: scalar fp32, mean over the labels that are not -100; None without labels.
 
-    logits: [B, S, Vp], this rank's columns of the (padded) vocabulary; `model.gather_logits` gives [B, S, V].
+    logits: [B, S, Vp], this rank's columns of the padded vocabulary ([B, S, V] in one process);
+        `model.gather_logits` gives [B, S, V].
     """
 
     loss: Tensor | None

@@ -11,6 +11,7 @@ from ...mpu import (
     gather_from_tp,
     gather_sequence,
     scatter_sequence,
+    tp_size,
     vocab_parallel_cross_entropy,
 )
 from .config import ModelConfig
@@ -64,6 +65,10 @@ class LanguageModel(nn.Module):
     def count_targets(self, labels: Tensor) -> Tensor:
         """How many predictions the loss of `labels` is made of."""
         return (labels != IGNORED).sum()
+
+    def own_logits(self, logits: Tensor) -> Tensor:
+        """What a forward pass returns of its logits [B, S, Vp]: in one process [B, S, V], as transformers does."""
+        return logits[..., : self.config.vocab_size] if tp_size(self.mesh) == 1 else logits
 
     def gather_logits(self, logits: Tensor) -> Tensor:
         """Each rank's [B, S, Vp] -> [B, S, V]"""

@@ -36,7 +36,8 @@ class CausalLMOutput(ModelOutput):
     """Result of a causal language model.
 
     loss: scalar fp32, mean over the labels that are not -100; None without labels.
-    logits: [B, S, Vp], this rank's columns of the (padded) vocabulary; `model.gather_logits` gives [B, S, V].
+    logits: [B, S, Vp], this rank's columns of the padded vocabulary ([B, S, V] in one process);
+        `model.gather_logits` gives [B, S, V].
     hidden_states: the embedding output and each block's output, [B, S, H] each (the last one after the final
         norm, as in transformers); None unless asked for.
     """
@@ -59,7 +60,8 @@ class Seq2SeqLMOutput(ModelOutput):
     """Result of an encoder-decoder. S: source length; T: target length.
 
     loss: scalar fp32, mean over the labels that are not -100; None without labels.
-    logits: [B, T, Vp], this rank's columns of the (padded) vocabulary; `model.gather_logits` gives [B, T, V].
+    logits: [B, T, Vp], this rank's columns of the padded vocabulary ([B, T, V] in one process);
+        `model.gather_logits` gives [B, T, V].
     encoder_last_hidden_state: [B, S, H]; what `encoder_outputs` takes.
     decoder_hidden_states, encoder_hidden_states: embedding output and each block's output, [B, T, H] and [B, S, H],
         the last one after the final norm; None unless asked for.

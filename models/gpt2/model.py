@@ -122,7 +122,8 @@ class GPT2LMHeadModel(CausalLM):
         hidden_states[-1] = x
         logits = self.head(x[:, -logits_to_keep:])  # [B, S, Vp]
         loss = None if labels is None else self.loss(logits, labels, num_items_in_batch)
-        return CausalLMOutput(loss, logits, self.whole_sequences(hidden_states) if output_hidden_states else None)
+        hidden = self.whole_sequences(hidden_states) if output_hidden_states else None
+        return CausalLMOutput(loss, self.own_logits(logits), hidden)
 
     def initial_value(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """Fills a parameter's unsplit value in place."""

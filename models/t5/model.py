@@ -180,7 +180,7 @@ class T5ForConditionalGeneration(Seq2SeqLM):
         logits = self.head(x)  # [B, T, Vp]
         return Seq2SeqLMOutput(
             None if labels is None else self.loss(logits, labels, num_items_in_batch),
-            logits,
+            self.own_logits(logits),
             self.whole_sequences(decoder_states) if output_hidden_states else None,
             self.whole_sequence(encoder_states[-1]),
             self.whole_sequences(encoder_states) if output_hidden_states and encoder_outputs is None else None,
