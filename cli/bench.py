@@ -128,7 +128,7 @@ def table(results: list[Result]) -> Table:
     rivals = sorted({name.partition("_")[0] for r in results for name in r.timings} & {"liger", "quack"})
     columns = ["op", "dtype", "shape", "kernels", "ours ms", "spread", "eager ms", "x eager", "x compile"]
     columns += [*(f"x {library}" for library in rivals), "copy GB/s"]
-    columns += ["fwd out GB/s", "of copy", "bwd out GB/s", "of copy"]
+    columns += ["fwd out", "of copy", "bwd out", "of copy", "both of copy"]
     shown = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False, title="forward + backward", title_justify="left")
     for result in results:
         shown.add_row(*row(result, rivals))
@@ -149,7 +149,7 @@ def row(result: Result, rivals: list[str]) -> list[str]:
     cells.append(f"{result.bandwidth('copy'):.1f}")
     for name in ("ours forward out", "ours backward out"):
         cells += [f"{result.bandwidth(name):.1f}", f"{result.of_copy(name):.0%}"]
-    return cells
+    return [*cells, f"{result.of_copy_both():.0%}"]
 
 
 def times(ratio: float | None) -> str:

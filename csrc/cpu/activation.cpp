@@ -13,10 +13,11 @@ void gelu_forward(const GeluForward& a, int64_t begin, int64_t end) {
   for (int64_t r = begin; r < end; ++r) {
     const T* x = at<T>(a.x, r * a.columns);
     T* y = at<T>(a.y, r * a.columns);
+    const bool past_cache = beyond_cache(y, a.rows * a.columns);
     for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
       V z = load(x + i, part);
       if (bias != nullptr) z += load(bias + i, part);
-      store(y + i, activate<C>(z, activation), part);
+      put(y + i, activate<C>(z, activation), part, past_cache);
     });
   }
 }
@@ -33,12 +34,13 @@ void gelu_backward(const GeluBackward& a, int64_t begin, int64_t end) {
     for (int64_t r = first_row(chunk, a.chunk_rows); r < stop; ++r) {
       const T *x = at<T>(a.x, r * a.columns), *grad = at<T>(a.grad, r * a.columns);
       T* out = at<T>(a.grad_x, r * a.columns);
+      const bool past_cache = beyond_cache(out, a.rows * a.columns);
       for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
         V z = load(x + i, part), derivative;
         if (bias != nullptr) z += load(bias + i, part);
         activate_with_derivative<C>(z, activation, derivative);
         const V grad_z = load(grad + i, part) * derivative;
-        store(out + i, grad_z, part);
+        put(out + i, grad_z, part, past_cache);
         if (sum_bias != nullptr) store(sum_bias + i, load(sum_bias + i, part) + grad_z, part);
       });
     }
@@ -50,8 +52,10 @@ void glu_forward(const GluForward& a, int64_t begin, int64_t end) {
   for (int64_t r = begin; r < end; ++r) {
     const T *gate = at<T>(a.gate, r * a.gate_stride), *up = at<T>(a.up, r * a.up_stride);
     T* y = at<T>(a.y, r * a.columns);
+    const bool past_cache = beyond_cache(y, a.rows * a.columns);
     for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
-      store(y + i, activate<Compute<T>>(load(gate + i, part), a.activation) * load(up + i, part), part);
+      const auto value = activate<Compute<T>>(load(gate + i, part), a.activation) * load(up + i, part);
+      put(y + i, value, part, past_cache);
     });
   }
 }
@@ -63,12 +67,13 @@ void glu_backward(const GluBackward& a, int64_t begin, int64_t end) {
     const T *gate = at<T>(a.gate, r * a.gate_stride), *up = at<T>(a.up, r * a.up_stride);
     const T* grad = at<T>(a.grad, r * a.grad_stride);
     T *grad_gate = at<T>(a.grad_gate, r * a.columns), *grad_up = at<T>(a.grad_up, r * a.columns);
+    const bool past_cache = beyond_cache(grad_gate, a.rows * a.columns) && beyond_cache(grad_up, a.rows * a.columns);
     for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
       V derivative;
       const V value = activate_with_derivative<Compute<T>>(load(gate + i, part), a.activation, derivative);
       const V dy = load(grad + i, part);
-      store(grad_gate + i, dy * load(up + i, part) * derivative, part);
-      store(grad_up + i, dy * value, part);
+      put(grad_gate + i, dy * load(up + i, part) * derivative, part, past_cache);
+      put(grad_up + i, dy * value, part, past_cache);
     });
   }
 }

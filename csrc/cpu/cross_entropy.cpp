@@ -6,6 +6,24 @@ namespace {
 
 constexpr int64_t kBlock = 2048;  // read twice, once for the maximum and once for the sum: it stays in the L1 cache
 
+// The largest of n numbers, NaN passed over; -inf if there is none.
+template <class T>
+INLINE Compute<T> largest_of(const T* x, int64_t n) {
+  using C = Compute<T>;
+  using V = VectorOf<T>;
+  constexpr int64_t lanes = kLanes<T>;
+  const C lowest = -kInfinity;
+  V top[4] = {V{} + lowest, V{} + lowest, V{} + lowest, V{} + lowest};  // four, to not wait for each other
+  int64_t i = 0;
+  for (; i + 4 * lanes <= n; i += 4 * lanes) {
+    for (int j = 0; j < 4; ++j) top[j] = larger(load(x + i + j * lanes, Full{}), top[j]);
+  }
+  for_vectors<T>(n - i, [&](int64_t k, auto part) LAMBDA {
+    top[0] = larger(keep_lanes<C>(load(x + i + k, part), part, lowest), top[0]);
+  });
+  return max_lanes<C>(larger(larger(top[0], top[1]), larger(top[2], top[3])));
+}
+
 template <class T>
 void cross_entropy_stats(const CrossEntropyStats& a, int64_t begin, int64_t end) {
   using C = Compute<T>;
@@ -17,11 +35,7 @@ void cross_entropy_stats(const CrossEntropyStats& a, int64_t begin, int64_t end)
     V exps = {}, sums = {};
     for (int64_t block = 0; block < a.columns; block += kBlock) {
       const int64_t size = a.columns - block < kBlock ? a.columns - block : kBlock;
-      V block_top = V{} + lowest;
-      for_vectors<T>(size, [&](int64_t i, auto part) LAMBDA {
-        block_top = larger(keep_lanes<C>(load(x + block + i, part), part, lowest), block_top);
-      });
-      const C largest = max_lanes<C>(block_top);
+      const C largest = largest_of(x + block, size);
       if (largest > top) {
         // Before the first finite logit the sums are 0 (or NaN) and have no scale.
         if (top != lowest) exps *= exp(V{} + (top - largest));
@@ -50,6 +64,7 @@ void cross_entropy_grad(const CrossEntropyGrad& a, int64_t begin, int64_t end) {
   for (int64_t r = begin; r < end; ++r) {
     const T* x = at<T>(a.logits, r * a.row_stride);
     T* out = at<T>(a.grad_logits, r * a.row_stride);
+    const bool past_cache = out != x && beyond_cache(out, a.rows * a.row_stride);
     int64_t written = 0;
     if (a.target[r] != a.ignore_index) {
       const C scale = static_cast<const C*>(a.grad)[r], log_z = static_cast<const C*>(a.log_z)[r];
@@ -59,7 +74,7 @@ void cross_entropy_grad(const CrossEntropyGrad& a, int64_t begin, int64_t end) {
       const bool here = column >= 0 && column < a.columns;
       const C target_logit = here ? load(x + column, Part{1})[0] : 0;  // before it is written over
       for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
-        store(out + i, exp(load(x + i, part) - log_z) * slope - uniform, part);
+        put(out + i, exp(load(x + i, part) - log_z) * slope - uniform, part, past_cache);
       });
       if (here) {
         const C hit = scale * static_cast<C>(1 - a.label_smoothing);

@@ -22,13 +22,14 @@ void dropout_forward(const DropoutForward& a, int64_t begin, int64_t end) {
   for (int64_t r = begin; r < end; ++r) {
     const T *x = at<T>(a.x, r * a.columns), *residual = at<T>(a.residual, r * a.columns);
     T* y = at<T>(a.y, r * a.columns);
+    const bool past_cache = beyond_cache(y, a.rows * a.columns);
     const uint64_t key = key_of_row(a.dropout, a.rows_per_sample, r);
     for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
       V value = load(x + i, part);
       if (bias != nullptr) value += load(bias + i, part);
       value = drop<Compute<T>>(a.dropout, key, i, value);
       if (residual != nullptr) value += load(residual + i, part);
-      store(y + i, value, part);
+      put(y + i, value, part, past_cache);
     });
   }
 }
@@ -43,10 +44,11 @@ void dropout_backward(const DropoutBackward& a, int64_t begin, int64_t end) {
     for (int64_t r = first_row(chunk, a.chunk_rows); r < stop; ++r) {
       const T* grad = at<T>(a.grad, r * a.columns);
       T* out = at<T>(a.grad_x, r * a.columns);
+      const bool past_cache = beyond_cache(out, a.rows * a.columns);
       const uint64_t key = key_of_row(a.dropout, a.rows_per_sample, r);
       for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
         const V value = drop<C>(a.dropout, key, i, load(grad + i, part));
-        store(out + i, value, part);
+        put(out + i, value, part, past_cache);
         if (sum_bias != nullptr) store(sum_bias + i, load(sum_bias + i, part) + value, part);
       });
     }

@@ -21,6 +21,7 @@
     if (dtype == kBFloat16) name<BFloat16>(a, begin, end);                                                 \
     if (dtype == kHalf) name<Half>(a, begin, end);                                                         \
     if (dtype == kDouble) name<double>(a, begin, end);                                                     \
+    fence();                                                                                               \
   }
 
 namespace shardzoo {

@@ -12,12 +12,13 @@ INLINE Compute<T> load_row(const NormForward& a, int64_t r, Compute<T>* row, boo
   using V = VectorOf<T>;
   const T *x = at<T>(a.x, r * a.columns), *residual = at<T>(a.residual, r * a.columns);
   T* summed = at<T>(a.summed, r * a.columns);
+  const bool past_cache = beyond_cache(summed, a.rows * a.columns);
   V sums = {};
   for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
     V h = load(x + i, part);
     if (residual != nullptr) {
       h = round_to<T>(h + load(residual + i, part));
-      store(summed + i, h, part);
+      put(summed + i, h, part, past_cache);
     }
     store(row + i, h, Full{});
     sums += squares ? h * h : h;
@@ -40,10 +41,11 @@ INLINE void layer_norm_row(const NormForward& a, int64_t r, Compute<T>* row) {
   static_cast<C*>(a.mean)[r] = mean;
   static_cast<C*>(a.rstd)[r] = rstd;
   T* y = at<T>(a.y, r * a.columns);
+  const bool past_cache = beyond_cache(y, a.rows * a.columns);
   for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
     V value = (load(row + i, Full{}) - mean) * rstd * load(weight + i, part);
     if (bias != nullptr) value += load(bias + i, part);
-    store(y + i, value, part);
+    put(y + i, value, part, past_cache);
   });
 }
 
@@ -54,8 +56,9 @@ INLINE void rms_norm_row(const NormForward& a, int64_t r, Compute<T>* row) {
   const C rstd = 1 / std::sqrt(load_row<T>(a, r, row, true) + static_cast<C>(a.eps));
   static_cast<C*>(a.rstd)[r] = rstd;
   T* y = at<T>(a.y, r * a.columns);
+  const bool past_cache = beyond_cache(y, a.rows * a.columns);
   for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
-    store(y + i, load(weight + i, part) * round_to<T>(load(row + i, Full{}) * rstd), part);
+    put(y + i, load(weight + i, part) * round_to<T>(load(row + i, Full{}) * rstd), part, past_cache);
   });
 }
 
@@ -84,20 +87,21 @@ INLINE void norm_backward_row(const NormBackward& a, int64_t r, Compute<T>* sum_
   V sums = {}, products = {};
   for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
     const V dy = load(grad + i, part), normalized = (load(h + i, part) - mean) * rstd;
-    const V weighted = dy * load(weight + i, part), from_weight = dy * normalized;
+    const V weighted = dy * load(weight + i, part);
     sums += weighted;
     products += weighted * normalized;
-    store(sum_weight + i, load(sum_weight + i, part) + from_weight, part);
+    store(sum_weight + i, load(sum_weight + i, part) + dy * normalized, part);
     if (sum_bias != nullptr) store(sum_bias + i, load(sum_bias + i, part) + dy, part);
   });
   const C mean_weighted = centered ? sum_lanes<C>(sums) / static_cast<C>(a.columns) : 0;
   const C mean_product = sum_lanes<C>(products) / static_cast<C>(a.columns);
   T* out = at<T>(a.grad_x, start);
+  const bool past_cache = beyond_cache(out, a.rows * a.columns);
   for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
     const V normalized = (load(h + i, part) - mean) * rstd;
     V value = (load(grad + i, part) * load(weight + i, part) - mean_weighted - normalized * mean_product) * rstd;
     if (grad_summed != nullptr) value += load(grad_summed + i, part);
-    store(out + i, value, part);
+    put(out + i, value, part, past_cache);
   });
 }
 

@@ -56,8 +56,10 @@ void softmax_forward(const SoftmaxForward& a, int64_t begin, int64_t end) {
     const C total = sum_lanes<C>(sums);
     const C inverse = total == 0 ? 0 : 1 / total;
     T* probs = at<T>(a.probs, unit * a.columns);
+    const int64_t elements = a.batch * a.heads * a.queries * a.columns;
+    const bool past_cache = beyond_cache(probs, elements);
     for_vectors<T>(limit, [&](int64_t i, auto part) LAMBDA {
-      store(probs + i, load(row + i, Full{}) * inverse, part);
+      put(probs + i, load(row + i, Full{}) * inverse, part, past_cache);
     });
     for_vectors<T>(a.columns - limit, [&](int64_t i, auto part) LAMBDA {
       store(probs + limit + i, V{} * inverse, part);  // 0, or NaN like the rest of the row
@@ -81,39 +83,53 @@ INLINE VectorOf<T> dropped_grad(const Dropout& d, uint64_t key, int64_t i, Vecto
   return keep == 0 ? VectorOf<T>{} : value * keep;
 }
 
+// One row; adds the bias' gradient to `bias_sum`, or writes it to `bias_out`, if they are not null.
+template <class T>
+INLINE void softmax_backward_row(const SoftmaxBackward& a, int64_t b, int64_t unit, Compute<T>* bias_sum) {
+  using C = Compute<T>;
+  using V = VectorOf<T>;
+  const int64_t plane = a.heads * a.queries, row = (b * plane + unit) * a.columns;
+  const uint64_t key = a.dropout.keys == nullptr ? 0 : row_key(a.dropout.keys[b], a.dropout.first_row + unit);
+  const T *grad = at<T>(a.grad, row), *probs = at<T>(a.probs, row);
+  V sums = {};
+  for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
+    sums += load(probs + i, part) * dropped_grad<T>(a.dropout, key, i, load(grad + i, part));
+  });
+  const C dot = sum_lanes<C>(sums), scale = static_cast<C>(a.scale);
+  T* out = at<T>(a.grad_scores, row);
+  T* bias_out = a.bias_batch > 1 ? at<T>(a.grad_bias, row) : nullptr;
+  const bool past_cache = beyond_cache(out, a.batch * plane * a.columns);
+  for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
+    const V g = dropped_grad<T>(a.dropout, key, i, load(grad + i, part));
+    const V grad_z = load(probs + i, part) * (g - dot);
+    put(out + i, grad_z * scale, part, past_cache);
+    if (bias_sum != nullptr) store(bias_sum + i, load(bias_sum + i, part) + grad_z, part);
+    if (bias_out != nullptr) store(bias_out + i, grad_z, part);
+  });
+}
+
+constexpr int64_t kSumElements = 8192;  // of the bias' gradient at a time: 32 KiB of fp32
+
+// Several rows of one sample are taken together, so that memory is read in longer runs.
 template <class T>
 void softmax_backward(const SoftmaxBackward& a, int64_t begin, int64_t end) {
   using C = Compute<T>;
-  using V = VectorOf<T>;
-  const Scratch<C> scratch(a.columns);
   const bool shared_bias = a.bias_batch == 1;
-  C* bias_sum = shared_bias ? scratch.get() : nullptr;
-  const C scale = static_cast<C>(a.scale);
-  const int64_t plane = a.heads * a.queries;
-  for (int64_t unit = begin; unit < end; ++unit) {
-    zeroed(bias_sum, a.columns);
+  const int64_t together = a.columns < kSumElements ? kSumElements / a.columns : 1;
+  const Scratch<C> scratch(shared_bias ? together * a.columns : 1);
+  for (int64_t first = begin; first < end; first += together) {
+    const int64_t rows = end - first < together ? end - first : together;
+    if (shared_bias) zeroed(scratch.get(), rows * a.columns);
     for (int64_t b = 0; b < a.batch; ++b) {
-      const int64_t row = (b * plane + unit) * a.columns;
-      const uint64_t key = a.dropout.keys == nullptr ? 0 : row_key(a.dropout.keys[b], a.dropout.first_row + unit);
-      const T *grad = at<T>(a.grad, row), *probs = at<T>(a.probs, row);
-      V sums = {};
-      for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
-        sums += load(probs + i, part) * dropped_grad<T>(a.dropout, key, i, load(grad + i, part));
-      });
-      const C dot = sum_lanes<C>(sums);
-      T* out = at<T>(a.grad_scores, row);
-      T* bias_out = a.bias_batch > 1 ? at<T>(a.grad_bias, row) : nullptr;
-      for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
-        const V g = dropped_grad<T>(a.dropout, key, i, load(grad + i, part));
-        const V grad_z = load(probs + i, part) * (g - dot);
-        store(out + i, grad_z * scale, part);
-        if (bias_sum != nullptr) store(bias_sum + i, load(bias_sum + i, part) + grad_z, part);
-        if (bias_out != nullptr) store(bias_out + i, grad_z, part);
-      });
+      for (int64_t row = 0; row < rows; ++row) {
+        softmax_backward_row<T>(a, b, first + row, shared_bias ? scratch.get() + row * a.columns : nullptr);
+      }
     }
-    if (bias_sum == nullptr) continue;
-    T* out = at<T>(a.grad_bias, unit * a.columns);
-    for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA { store(out + i, load(bias_sum + i, part), part); });
+    if (!shared_bias) continue;
+    T* out = at<T>(a.grad_bias, first * a.columns);
+    for_vectors<T>(rows * a.columns, [&](int64_t i, auto part) LAMBDA {
+      store(out + i, load(scratch.get() + i, part), part);
+    });
   }
 }
 

@@ -162,6 +162,58 @@ INLINE void store(T* p, VectorOf<T> v, Part part) {
   std::memcpy(p, padded, part.count * sizeof(T));
 }
 
+// Stores past the caches, for outputs too large to stay in them: that spares reading each line before writing it.
+// `p` must be aligned to a whole vector of T.
+template <class T>
+INLINE void stream(T* p, VectorOf<T> v) {
+  T stored[kLanes<T>];
+  narrow_to(stored, v);
+#if defined(__AVX512F__)
+  if constexpr (sizeof stored == 64) return _mm512_stream_si512((__m512i*)p, _mm512_loadu_si512(stored));
+#endif
+#if defined(__AVX2__)
+  for (size_t i = 0; i < sizeof stored / 32; ++i) {
+    _mm256_stream_si256((__m256i*)p + i, _mm256_loadu_si256((const __m256i*)stored + i));
+  }
+#elif defined(__SSE2__)
+  for (size_t i = 0; i < sizeof stored / 16; ++i) {
+    _mm_stream_si128((__m128i*)p + i, _mm_loadu_si128((const __m128i*)stored + i));
+  }
+#else
+  std::memcpy(p, stored, sizeof stored);
+#endif
+}
+
+// Makes streamed stores visible to the thread that takes the result over.
+INLINE void fence() {
+#ifdef __SSE2__
+  _mm_sfence();
+#endif
+}
+
+// How a row of an output is written: `past_cache` if it may be streamed.
+template <class T>
+INLINE void put(T* p, VectorOf<T> v, Full, bool past_cache) {
+  if (past_cache) {
+    stream(p, v);
+  } else {
+    store(p, v, Full{});
+  }
+}
+template <class T>
+INLINE void put(T* p, VectorOf<T> v, Part part, bool) {
+  store(p, v, part);
+}
+
+// Whether a row of a tensor of `elements` should be streamed: it is larger than a share of the last-level cache, and
+// the row starts on a vector boundary.
+template <class T>
+INLINE bool beyond_cache(const T* row, int64_t elements) {
+  constexpr int64_t kCacheBytes = 8 << 20;
+  const bool aligned = reinterpret_cast<uintptr_t>(row) % (kLanes<T> * sizeof(T)) == 0;
+  return aligned && elements * static_cast<int64_t>(sizeof(T)) > kCacheBytes;
+}
+
 // The value that a tensor of dtype T would hold after storing v.
 template <class T>
 INLINE VectorOf<T> round_to(VectorOf<T> v) {
@@ -228,9 +280,14 @@ INLINE C max_lanes(V v) {
   return lanes[0];
 }
 
-template <class V>
-INLINE V larger(V a, V b) {
+// The larger, or b if one of them is NaN.
+INLINE VD larger(VD a, VD b) { return a > b ? a : b; }
+INLINE VF larger(VF a, VF b) {
+#if defined(__AVX512F__)
+  return (VF)_mm512_maskz_max_ps(0xFFFF, (__m512)a, (__m512)b);
+#else
   return a > b ? a : b;
+#endif
 }
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();

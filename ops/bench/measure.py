@@ -60,6 +60,11 @@ class Result:
         """Share of the measured copy's bandwidth."""
         return self.bandwidth(contender) / self.bandwidth("copy")
 
+    def of_copy_both(self) -> float:
+        """Share of the copy's bandwidth that forward and backward with `out` reach together."""
+        spent = self.timings["ours forward out"].median + self.timings["ours backward out"].median
+        return 1000 * (self.gigabytes_forward + self.gigabytes_backward) / spent / self.bandwidth("copy")
+
     def speedup(self, contender: str) -> float | None:
         """How many times faster ours is, forward and backward, than a contender."""
         if contender not in self.timings or "ours" not in self.timings:
@@ -70,7 +75,8 @@ class Result:
         """For JSON, with the derived figures."""
         derived = {name: {"GB/s": self.bandwidth(name), "of copy": self.of_copy(name)} for name in self.timings}
         ratios = {name: self.speedup(name) for name in self.timings if name != "copy" and "out" not in name}
-        return {**asdict(self), "bandwidth": derived, "ours_is_faster": ratios}
+        both = self.of_copy_both() if self.timings else None
+        return {**asdict(self), "out_of_copy": both, "bandwidth": derived, "ours_is_faster": ratios}
 
 
 def gradients(function: Callable, tensors: Tensors, leaves: tuple[str, ...], cotangent: torch.Tensor | None):
