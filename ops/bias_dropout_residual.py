@@ -120,9 +120,11 @@ def bias_dropout_residual(
     """
     if not 0.0 <= p < 1.0:
         raise ValueError(f"a dropout probability must be at least 0 and less than 1, got {p}")
-    if p and (keys is None or tuple(keys.shape) != (x.shape[0],)):
-        got = "none" if keys is None else f"shape {tuple(keys.shape)}"
-        raise ValueError(f"dropout of x {tuple(x.shape)} needs one key per sample, shape ({x.shape[0]},); got {got}")
+    if p and (keys is None or tuple(keys.shape) != (x.shape[0],) or keys.dtype != torch.int64):
+        got = "none" if keys is None else f"shape {tuple(keys.shape)} {keys.dtype}"
+        raise ValueError(
+            f"dropout of x {tuple(x.shape)} needs one int64 key per sample, shape ({x.shape[0]},); got {got}"
+        )
     if bias is not None and tuple(bias.shape) != (x.shape[-1],):
         raise ValueError(f"the bias of x {tuple(x.shape)} has shape ({x.shape[-1]},), got {tuple(bias.shape)}")
     if residual is not None and residual.shape != x.shape:

@@ -59,14 +59,14 @@ def _check_columns(logits, columns):
 
 def _prepare_stats(logits, target, first, columns):
     _check_columns(logits, columns)
-    return same_dtype(logits) or (logits.contiguous(), target.contiguous(), first, columns)
+    return same_dtype(logits) or (logits.contiguous(), target.to(torch.int64).contiguous(), first, columns)
 
 
 def _prepare_grad(logits, target, grad, log_z, *settings):
     _check_columns(logits, settings[1])
     wide = compute_dtype(logits)
     vectors = (grad.to(wide).contiguous(), log_z.to(wide).contiguous())
-    return same_dtype(logits) or (logits.contiguous(), target.contiguous(), *vectors, *settings)
+    return same_dtype(logits) or (logits.contiguous(), target.to(torch.int64).contiguous(), *vectors, *settings)
 
 
 _SETTINGS = "SymInt first, SymInt columns, SymInt num_classes, float label_smoothing, float z_loss, int ignore_index"

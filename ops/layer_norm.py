@@ -90,11 +90,13 @@ def _setup_context(ctx, inputs, output):
     _, summed, mean, rstd = output
     ctx.has_residual, ctx.has_bias = residual is not None, bias is not None
     ctx.mark_non_differentiable(mean, rstd)
+    ctx.set_materialize_grads(False)  # the sum may have no gradient of its own
     ctx.save_for_backward(x if residual is None else summed, weight, mean, rstd)
 
 
 def _backward(ctx, grad, grad_summed, grad_mean, grad_rstd):
     h, weight, mean, rstd = ctx.saved_tensors
+    grad = torch.zeros_like(h) if grad is None else grad
     grad_x, grad_weight, grad_bias = torch.ops.shardzoo.layer_norm_backward(
         grad, grad_summed if ctx.has_residual else None, h, weight, mean, rstd, ctx.has_bias
     )

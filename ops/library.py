@@ -87,6 +87,9 @@ class Op:
     def run_fast(self, arguments: tuple, outputs: Outputs) -> bool:
         """Run a variant other than the reference into `outputs`; False if the reference has to."""
         first = next(value for value in arguments if isinstance(value, torch.Tensor))
+        elsewhere = {value.device for value in arguments if isinstance(value, torch.Tensor)} - {first.device}
+        if elsewhere:
+            raise ValueError(f"{self.name} got tensors on {first.device} and on {elsewhere.pop()}; use one device")
         variant = dispatch.choose(first.device.type)
         if variant == "reference":
             return False

@@ -80,11 +80,13 @@ def _setup_context(ctx, inputs, output):
     _, summed, rstd = output
     ctx.has_residual = residual is not None
     ctx.mark_non_differentiable(rstd)
+    ctx.set_materialize_grads(False)  # the sum may have no gradient of its own
     ctx.save_for_backward(x if residual is None else summed, weight, rstd)
 
 
 def _backward(ctx, grad, grad_summed, grad_rstd):
     h, weight, rstd = ctx.saved_tensors
+    grad = torch.zeros_like(h) if grad is None else grad
     grad_x, grad_weight = torch.ops.shardzoo.rms_norm_backward(
         grad, grad_summed if ctx.has_residual else None, h, weight, rstd
     )

@@ -91,7 +91,7 @@ def _prepare(scores, mask, bias, prefix, keys, scale, causal, dropout, first_row
         scores.contiguous(),
         _expanded(mask, scores),
         _expanded(bias, scores),
-        None if prefix is None else prefix.contiguous(),
+        None if prefix is None else prefix.to(torch.int64).contiguous(),
         None if keys is None else keys.contiguous(),
         scale,
         causal,
@@ -136,6 +136,7 @@ def _setup_context(ctx, inputs, output):
     _, _, bias, _, keys, ctx.scale, _, ctx.dropout, ctx.first_row = inputs
     ctx.bias_shape = None if bias is None or not bias.requires_grad else bias.shape
     ctx.save_for_backward(output[0], keys)
+    ctx.set_materialize_grads(False)  # one of the two outputs is not used
 
 
 def _backward(ctx, grad_probs, grad_dropped):
@@ -143,6 +144,8 @@ def _backward(ctx, grad_probs, grad_dropped):
     shape = ctx.bias_shape
     bias_batch = 0 if shape is None else shape[0]
     grad = grad_dropped if ctx.dropout else grad_probs
+    if grad is None:
+        return (None,) * 9
     grad_scores, grad_bias = torch.ops.shardzoo.masked_softmax_backward(
         grad, probs, keys, ctx.scale, ctx.dropout, ctx.first_row, bias_batch
     )
@@ -188,8 +191,10 @@ def masked_softmax(
             f"a prefix widens the causal mask and holds one length per sample: pass causal=True and shape "
             f"({scores.shape[0]},), got causal={causal} and shape {tuple(prefix.shape)}"
         )
-    if dropout and keys is None:
+    if dropout and (keys is None or keys.dtype != torch.int64):
         raise ValueError("dropout needs `keys`, one per sample (see dropout_keys)")
+    if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(f"a mask is boolean (True lets a key take part) or floating point (added), not {mask.dtype}")
     for name, tensor in (("mask", mask), ("bias", bias)):
         if tensor is not None and any(
             size not in (1, full) for size, full in zip(tensor.shape[::-1], scores.shape[::-1], strict=False)

@@ -156,6 +156,7 @@ def errors():
         "scores": (lambda: ops.masked_softmax(x), r"\[B, N, Sq, Sk\], got shape \(2, 3, 4\)"),
         "prefix": (lambda: ops.masked_softmax(scores, prefix=keys), "pass causal=True"),
         "mask": (lambda: ops.masked_softmax(scores, torch.ones(4, 4) > 0), r"\(4, 4\) does not broadcast"),
+        "integer mask": (lambda: ops.masked_softmax(scores, torch.ones(4, 5, dtype=torch.int64)), "is boolean"),
         "softmax keys": (lambda: ops.masked_softmax(scores, dropout=0.1), "needs `keys`"),
         "p": (lambda: ops.dropout(x, 1.0, keys), "less than 1, got 1.0"),
         "keys": (lambda: ops.dropout(x, 0.5, keys[:1]), r"shape \(2,\); got shape \(1,\)"),
@@ -175,3 +176,30 @@ def test_user_errors(name):
     call, message = errors()[name]
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_outputs_without_a_gradient(variant):
+    """Only one of two outputs is used: the other has no gradient, which is not the same as a zero tensor."""
+    x, residual, weight = (torch.randn(*shape, requires_grad=True) for shape in ((3, 8), (3, 8), (8,)))
+    for only in (0, 1):
+        with ops.kernels(variant):
+            outputs = ops.add_rms_norm(x, residual, weight, 1e-6)
+            grad = torch.autograd.grad(outputs[only].sum(), residual)[0]
+        with ops.kernels("reference"):
+            wanted = torch.autograd.grad(ops.add_rms_norm(x, residual, weight, 1e-6)[only].sum(), residual)[0]
+        torch.testing.assert_close(grad, wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(grad, torch.ones(3, 8))
+
+
+def test_narrow_integers_are_read_right(variant):
+    logits, target = torch.randn(4, 9), torch.tensor([8, 0, 3, -100])
+    scores, prefix = torch.randn(2, 1, 3, 5), torch.tensor([2, 0])
+    with ops.kernels(variant):
+        assert torch.equal(ops.cross_entropy(logits, target.int()), ops.cross_entropy(logits, target))
+        narrow = ops.masked_softmax(scores, causal=True, prefix=prefix.int())
+        assert torch.equal(narrow, ops.masked_softmax(scores, causal=True, prefix=prefix))
+
+
+def test_tensors_on_two_devices(variant):
+    with ops.kernels(variant), pytest.raises((ValueError, RuntimeError)):
+        ops.rms_norm(torch.ones(2, 4), torch.ones(4, device="meta"), 1e-6)
