@@ -128,7 +128,8 @@ class GLMForConditionalGeneration(LanguageModel):
         hidden_states[-1] = x
         logits = self.head(x[:, -logits_to_keep:])  # [B, S, Vp]
         loss = None if labels is None else self.loss(logits, labels, num_items_in_batch)
-        return GLMOutput(loss, self.own_logits(logits), new_mems, tuple(hidden_states) if output_hidden_states else None)
+        hidden = tuple(hidden_states) if output_hidden_states else None
+        return GLMOutput(loss, self.own_logits(logits), new_mems, hidden)
 
     def embed(self, input_ids: Tensor, position_ids: Tensor | None, memory: int) -> Tensor:
         if position_ids is None:
