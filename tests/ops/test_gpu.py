@@ -34,3 +34,8 @@ def test_gpu_offsets_beyond_two_to_the_31(variant):
     with ops.kernels(variant):
         last = ops.bias_gelu(x[-1:].clone())
         assert torch.equal(ops.bias_gelu(x)[-1:], last)
+
+
+def test_tensors_on_two_devices(variant):
+    with ops.kernels(variant), pytest.raises(ValueError, match="use one device"):
+        ops.rms_norm(torch.ones(2, 4, device="cuda"), torch.ones(4), 1e-6)

@@ -198,8 +198,3 @@ def test_narrow_integers_are_read_right(variant):
         assert torch.equal(ops.cross_entropy(logits, target.int()), ops.cross_entropy(logits, target))
         narrow = ops.masked_softmax(scores, causal=True, prefix=prefix.int())
         assert torch.equal(narrow, ops.masked_softmax(scores, causal=True, prefix=prefix))
-
-
-def test_tensors_on_two_devices(variant):
-    with ops.kernels(variant), pytest.raises((ValueError, RuntimeError)):
-        ops.rms_norm(torch.ones(2, 4), torch.ones(4, device="meta"), 1e-6)
