@@ -131,13 +131,15 @@ class Pretraining:
         dtype = torch.bfloat16 if arguments.precision == "bf16" else torch.float32
         execution = Execution(arguments.sequence_parallel, arguments.recompute)
         if not self.first_step:
-            return from_config(
+            model = from_config(
                 self.config, self.mesh, device=self.device, dtype=dtype, seed=arguments.seed, execution=execution
             )
-        folder = self.run_folder.checkpoint(self.first_step)
-        model = from_pretrained(folder, self.mesh, dtype, device=self.device, execution=execution)
+        else:
+            folder = self.run_folder.checkpoint(self.first_step)
+            model = from_pretrained(folder, self.mesh, dtype, device=self.device, execution=execution)
+        assert isinstance(model, CausalLM)
         if model.config != self.config:
-            raise ValueError(f"--resume: {folder} holds {model.config}, but the arguments ask for {self.config}")
+            raise ValueError(f"--resume: the checkpoint holds {model.config}, but the arguments ask for {self.config}")
         return model
 
     def _summary(self) -> Table:

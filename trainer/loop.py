@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -28,8 +28,18 @@ class Dataset(Protocol):
     def __getitem__(self, index: int) -> Batch: ...
 
 
+class HeldOut(Dataset, Protocol):
+    """Samples of which there are a certain number."""
+
+    def __len__(self) -> int: ...
+
+
 class Reporter(Protocol):
-    """Is told what happens; only the first rank's shows it."""
+    """Is told what happens; only the first rank's shows it. Open while training runs."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *exception: object) -> None: ...
 
     def training(self, step: int, values: dict[str, float]) -> None: ...
 
@@ -52,7 +62,7 @@ class Trainer:
         mesh: ParallelMesh,
         *,
         train_data: Dataset,
-        valid_data: Sequence[Batch],
+        valid_data: HeldOut,
         run_folder: RunFolder,
         reporter: Reporter,
         tokenizer: Path | None = None,
