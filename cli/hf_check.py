@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,14 +13,15 @@ from torch import Tensor
 from ..trainer.batches import collate
 
 
-def load_with_transformers(folder: Path) -> torch.nn.Module:
+def load_with_transformers(folder: Path) -> Any:
     """The folder's model in fp32. ValueError if a key is missing or unexpected, which transformers only warns of."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # what it would warn of, missing keys, is an error here
-    model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    model, report = loaded
     problems = {kind: sorted(keys) for kind, keys in report.items() if keys}
     if problems:
         raise ValueError(f"transformers does not load {folder} as it is: {problems}")
