@@ -13,6 +13,7 @@ from .. import __version__
 COMMANDS = {
     "pretrain": ("shardzoo.cli.pretrain", "pretrain a model on text"),
     "convert": ("shardzoo.cli.convert", "split, merge, reshard and verify checkpoints"),
+    "generate": ("shardzoo.cli.generate", "continue, answer or fill in texts with a model"),
     "models": ("shardzoo.cli.models", "list families, presets and their sizes"),
     "data": ("shardzoo.cli.data", "prepare, merge, split and inspect corpora; train tokenizers"),
     "bench": ("shardzoo.cli.bench", "measure the fused kernels"),

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .api import GenerateOutput, generate
     from .blanks import Filled, fill_blanks
     from .masks import MaskFills, fill_mask
+    from .pipeline import TextGenerationPipeline
     from .settings import GenerationSettings
 
 _MODULES = {
@@ -21,11 +22,21 @@ _MODULES = {
     "GenerateOutput": "api",
     "GenerationSettings": "settings",
     "MaskFills": "masks",
+    "TextGenerationPipeline": "pipeline",
     "fill_blanks": "blanks",
     "fill_mask": "masks",
     "generate": "api",
 }
-__all__ = ["Filled", "GenerateOutput", "GenerationSettings", "MaskFills", "fill_blanks", "fill_mask", "generate"]
+__all__ = [
+    "Filled",
+    "GenerateOutput",
+    "GenerationSettings",
+    "MaskFills",
+    "TextGenerationPipeline",
+    "fill_blanks",
+    "fill_mask",
+    "generate",
+]
 
 
 def __getattr__(name: str) -> Any:

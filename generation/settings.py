@@ -167,7 +167,10 @@ def make_settings(config: ModelConfig, given: Any, arguments: Mapping[str, Any])
         values |= {name: value for name, value in of_given.items() if name not in values or value is not None}
     elif given is not None:
         entries = given if isinstance(given, Mapping) else given.to_dict()
-        values |= _supported({n: value for n, value in entries.items() if value is not None and n not in _ASIDE})
+        known = {field.name for field in fields(GenerationSettings)}
+        values |= _supported(
+            {n: v for n, v in entries.items() if v is not None and n not in _ASIDE and (n in known or v is not False)}
+        )
     values |= _supported({name: value for name, value in arguments.items() if value is not None})
     settings = GenerationSettings(**values)
     if settings.pad_token_id is None and settings.eos_token_ids:

@@ -1,0 +1,190 @@
+"""`shardzoo generate`: prompts from the command line, a file or standard input; JSON lines, or text as it comes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from ..generation.settings import GenerationSettings
+from .arguments import exit_code_of, parse, read_yaml
+
+if TYPE_CHECKING:
+    from ..generation.pipeline import TextGenerationPipeline
+    from ..trainer.environment import Launch
+
+DTYPES = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class GenerateArguments(GenerationSettings):
+    """What to generate, from what, and how."""
+
+    model: str = ""
+    """A Hugging Face folder or a shardzoo folder, with its tokenizer."""
+    prompt: tuple[str, ...] = ()
+    """Prompts."""
+    file: Path | None = None
+    """A file with a prompt on each line, or JSON lines (.jsonl) with a `prompt` or `text`; without it and without
+    --prompt, standard input."""
+    tp: int = 1
+    """Processes that share the model; they are started here."""
+    stream: bool = False
+    """Show text as it is generated, one prompt at a time, instead of JSON lines."""
+    full_text: bool = True
+    """Show the prompt before its continuation."""
+    batch_size: int = 8
+    """Prompts that are decoded together."""
+    dtype: DTYPES | None = None
+    """Of the weights; by default as stored."""
+    glm_vocabulary: Literal["bert", "gpt2", "roberta", "chinese", "chinese-10b"] | None = None
+    """Which vocabulary a GLM extends, where its size does not tell."""
+    config: Path | None = None
+    """YAML file with values for these arguments; the command line wins."""
+
+    # Lists of lists cannot be written on a command line; a YAML file can give them.
+    bad_words_ids: Annotated[Any, tyro.conf.Suppress] = None
+    sequence_bias: Annotated[Any, tyro.conf.Suppress] = None
+
+
+def given_settings(arguments: GenerateArguments, argv: Sequence[str]) -> dict[str, Any]:
+    """The settings that the command line or its YAML file names; all others are left to the model's own file."""
+    named = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in argv if word.startswith("--")}
+    if arguments.config is not None:
+        named |= read_yaml(GenerateArguments, arguments.config).keys()
+    settings = {field.name for field in fields(GenerationSettings)}
+    return {name: getattr(arguments, name) for name in settings if name in named or f"no_{name}" in named}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: done. 2: refused, after a message on stderr. Else the exit code of the process that failed first."""
+    from ..trainer.environment import Launch
+
+    launch = Launch.from_environment()
+    quiet = not launch.is_first
+    return exit_code_of(lambda: start(argv, launch, quiet), quiet=quiet)
+
+
+def start(argv: Sequence[str] | None, launch: Launch, quiet: bool) -> int:
+    from ..models import find_config
+    from ..models.common.attention import check_heads
+    from ..trainer.environment import start_missing_processes
+
+    given = sys.argv[1:] if argv is None else list(argv)
+    arguments = parse(GenerateArguments, given, program="shardzoo generate", description=__doc__ or "", quiet=quiet)
+    if not arguments.model:
+        raise ValueError("--model is missing: name the folder of a model")
+    if arguments.tp < 1 or arguments.batch_size < 1:
+        raise ValueError(f"--tp {arguments.tp} and --batch-size {arguments.batch_size} must be at least 1")
+    if not Path(arguments.model).is_dir():
+        raise ValueError(f"--model: {arguments.model} is no folder; download the model first")
+    if arguments.prompt and arguments.file:
+        raise ValueError("--prompt and --file are both given: use one of them")
+    if not arguments.prompt and arguments.file is None and sys.stdin is None:
+        raise ValueError("standard input is closed, and there is neither --prompt nor --file")
+    if (Path(arguments.model) / "config.json").exists():
+        check_heads(find_config(arguments.model).num_attention_heads, arguments.tp)
+    if launch.world_size < arguments.tp:
+        return start_missing_processes(arguments.tp)
+    if launch.world_size != arguments.tp:
+        raise ValueError(f"{launch.world_size} processes were started for --tp {arguments.tp}: make them equal")
+    return run(arguments, given_settings(arguments, given), launch)
+
+
+def run(arguments: GenerateArguments, settings: dict[str, Any], launch: Launch) -> int:
+    import torch
+
+    from ..generation.pipeline import TextGenerationPipeline
+    from ..mpu import ParallelMesh
+    from ..trainer.coordination import on_first_rank
+    from ..trainer.environment import initialize_distributed
+
+    mesh, device = None, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if arguments.tp > 1:
+        device = initialize_distributed(launch)
+        mesh = ParallelMesh(arguments.tp)
+    pipeline = TextGenerationPipeline(
+        arguments.model,
+        mesh,
+        dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
+        device=device,
+        batch_size=arguments.batch_size,
+        glm_vocabulary=arguments.glm_vocabulary,
+    )
+    prompts = read_prompts(arguments) if launch.is_first else iter(())
+    together = 1 if arguments.stream or waits_for_a_person(arguments) else arguments.batch_size
+    count = 0
+    try:
+        while batch := on_first_rank(lambda: list(islice(prompts, together))):
+            count += len(batch)
+            show(pipeline, batch, arguments, settings, launch.is_first)
+    finally:
+        if mesh is not None:
+            torch.distributed.destroy_process_group()
+    if not count:
+        raise ValueError("there is no prompt: pass --prompt, --file, or lines on standard input")
+    return 0
+
+
+def show(
+    pipeline: TextGenerationPipeline,
+    batch: list[str],
+    arguments: GenerateArguments,
+    settings: dict[str, Any],
+    is_first: bool,
+) -> None:
+    if arguments.stream:
+        from transformers import TextStreamer
+
+        tokenizer: Any = pipeline.tokenizer
+        if not pipeline.streams:
+            raise ValueError("--stream shows text that is continued or answered, but this model fills blanks")
+        streamer = TextStreamer(tokenizer, skip_prompt=not arguments.full_text, skip_special_tokens=True)
+        pipeline(batch, streamer=streamer, **settings)
+        return
+    for entry in pipeline(batch, return_full_text=arguments.full_text, **settings):
+        if is_first:
+            print(json.dumps(entry, ensure_ascii=False), flush=True)
+
+
+def waits_for_a_person(arguments: GenerateArguments) -> bool:
+    return not arguments.prompt and arguments.file is None and sys.stdin is not None and sys.stdin.isatty()
+
+
+def read_prompts(arguments: GenerateArguments) -> Iterator[str]:
+    """ValueError for a file that is missing or holds something else."""
+    if arguments.prompt:
+        yield from arguments.prompt
+    elif arguments.file is None:
+        yield from without_newlines(sys.stdin)
+    else:
+        try:
+            with arguments.file.open(encoding="utf-8") as lines:
+                read = (
+                    json_lines(lines, arguments.file) if arguments.file.suffix == ".jsonl" else without_newlines(lines)
+                )
+                yield from read
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--file: {arguments.file} is not readable: {error}") from None
+
+
+def without_newlines(lines: Iterable[str]) -> Iterator[str]:
+    return (line.rstrip("\r\n") for line in lines)
+
+
+def json_lines(lines: Iterable[str], path: Path) -> Iterator[str]:
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--file: line {number} of {path} is not JSON: {error}") from None
+        prompt = record.get("prompt", record.get("text")) if isinstance(record, dict) else None
+        if not isinstance(prompt, str):
+            raise ValueError(f'--file: line {number} of {path} has no "prompt" and no "text"')
+        yield prompt

@@ -1,0 +1,136 @@
+"""A folder and prompts in, text out: the call that needs no tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..data.glm_tokens import Family
+from ..models import from_pretrained
+from ..models.bert.model import BertModel
+from ..models.common.seq2seq import Seq2SeqLM
+from ..models.glm.model import GLMForConditionalGeneration
+from ..mpu import ParallelMesh
+from .api import generate
+from .blanks import fill_blanks
+from .masks import fill_mask
+from .settings import make_settings
+from .text import GLMText, load_text_tokenizer, pad_left
+
+
+class TextGenerationPipeline:
+    """Continues, answers or fills in texts with the model of a folder, split over the ranks of a mesh.
+
+        pipeline = TextGenerationPipeline("path/to/mt5-small", mesh)
+        pipeline(["summarize: she is a student, she is tall, she loves study"], num_beams=4)
+
+    path: a Hugging Face folder or a shardzoo folder with its tokenizer. The settings in its generation_config.json
+    apply unless a call gives others. batch_size: prompts that are decoded together. glm_vocabulary: which vocabulary a
+    GLM extends, where its size does not tell. Every rank makes the same calls and gets the same results.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        mesh: ParallelMesh | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        batch_size: int = 8,
+        glm_vocabulary: Family | None = None,
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+        self.model: Any = from_pretrained(path, mesh, dtype, device=device)
+        self.batch_size, folder = batch_size, Path(path)
+        self.generation_config = _stored_settings(folder / "generation_config.json")
+        self.glm = GLMText(folder, glm_vocabulary) if isinstance(self.model, GLMForConditionalGeneration) else None
+        self.tokenizer = None if self.glm else load_text_tokenizer(folder)
+
+    def __call__(
+        self, texts: str | Sequence[str], *, return_full_text: bool = True, streamer: Any = None, **settings: Any
+    ) -> list[dict[str, Any]]:
+        """One entry for each sequence, in the order of the texts.
+
+        `generated_text` is the answer of an encoder-decoder; the text and its continuation, or without
+        `return_full_text` the continuation alone; a GLM's text with its blanks filled, with the `pieces`; for BERT and
+        RoBERTa there are `masks` instead, each with its best `top_k` tokens and their probabilities. settings and
+        streamer: as for `generate`.
+        """
+        texts = [texts] if isinstance(texts, str) else list(texts)
+        entries: list[dict[str, Any]] = []
+        for start in range(0, len(texts), self.batch_size):
+            part = texts[start : start + self.batch_size]
+            if self.glm is not None:
+                entries += self._fill_blanks(part, self.glm, settings)
+            elif isinstance(self.model, BertModel):
+                entries += [self._fill_masks(text, settings) for text in part]
+            else:
+                entries += self._generate(part, return_full_text, streamer, settings)
+        return entries
+
+    @property
+    def streams(self) -> bool:
+        """Whether a streamer can show the tokens as they come."""
+        return self.glm is None and not isinstance(self.model, BertModel)
+
+    def _generate(self, texts: list[str], full: bool, streamer: Any, given: dict[str, Any]) -> list[dict[str, Any]]:
+        tokenizer: Any = self.tokenizer
+        settings = make_settings(self.model.config, self.generation_config, given)
+        rows = [tokenizer(text, verbose=False)["input_ids"] for text in texts]
+        if any(not row for row in rows):
+            first = tokenizer.bos_token_id if settings.bos_token_id is None else settings.bos_token_id
+            if first is None:
+                raise ValueError("a prompt is empty, and neither the tokenizer nor the model has a token to start from")
+            rows = [row or [first] for row in rows]
+        ids, mask = pad_left(rows, settings.pad_token_id or 0)
+        found: Any = generate(
+            self.model, ids, mask, generation_config=settings, tokenizer=tokenizer, streamer=streamer,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+        answers = isinstance(self.model, Seq2SeqLM)
+        entries = []
+        for number, sequence in enumerate(found.sequences.tolist()):
+            text = texts[number // settings.num_return_sequences]
+            new = tokenizer.decode(sequence[0 if answers else ids.shape[1] :], skip_special_tokens=True)
+            entry = {"prompt": text, "generated_text": text + new if full and not answers else new}
+            if found.sequences_scores is not None:
+                entry["score"] = float(found.sequences_scores[number])
+            entries.append(entry)
+        return entries
+
+    def _fill_blanks(self, texts: list[str], glm: GLMText, settings: dict[str, Any]) -> list[dict[str, Any]]:
+        ids, mask = pad_left([glm.encode(text) for text in texts], glm.tokens.pad)
+        found = fill_blanks(self.model, ids, glm.tokens, mask, generation_config=self.generation_config, **settings)
+        return [
+            {"prompt": text, "generated_text": glm.decode(one.ids), "pieces": [glm.decode(p) for p in one.pieces]}
+            for text, one in zip(texts, found, strict=True)
+        ]
+
+    def _fill_masks(self, text: str, settings: dict[str, Any]) -> dict[str, Any]:
+        if others := settings.keys() - {"top_k"}:
+            raise ValueError(f"{', '.join(sorted(others))} is for text that is generated; masks only know top_k")
+        tokenizer: Any = self.tokenizer
+        encoded = tokenizer(text, return_tensors="pt")
+        found = fill_mask(self.model, encoded["input_ids"], mask_token_id=tokenizer.mask_token_id, **settings)
+        masks = [
+            [{"token": tokenizer.decode([token]).strip(), "score": score} for token, score in zip(*row, strict=True)]
+            for row in zip(found.tokens.tolist(), found.scores.tolist(), strict=True)
+        ]
+        return {"prompt": text, "masks": masks}
+
+
+def _stored_settings(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not readable: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold a JSON object, not a {type(values).__name__}")
+    return values

@@ -1,0 +1,201 @@
+"""`shardzoo generate` and the pipeline behind it, on folders with tokenizers."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from parity import randomize
+
+import shardzoo
+from shardzoo.cli import main as cli
+from shardzoo.data import glm_tokenizer, load_tokenizer, train_byte_level_bpe
+from shardzoo.generation import TextGenerationPipeline
+
+TEXTS = ["the cat sat", "a dog", "where are the two birds that flew", "x"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A GPT-2, a T5, a BERT and a GLM, all with one small tokenizer."""
+    made, sizes, heads = {}, {"vocab_size": 300}, {"num_heads": 4}
+    gpt2 = transformers.GPT2Config(
+        n_embd=16, n_head=4, n_layer=1, n_positions=64, bos_token_id=0, eos_token_id=0, **sizes
+    )
+    t5 = transformers.T5Config(d_model=16, d_kv=4, d_ff=20, num_layers=1, decoder_start_token_id=0, **sizes, **heads)
+    bert = transformers.BertConfig(
+        hidden_size=16, num_attention_heads=4, num_hidden_layers=1, intermediate_size=20, **sizes
+    )
+    for family, model_class, config in (
+        ("gpt2", transformers.GPT2LMHeadModel, gpt2),
+        ("t5", transformers.T5ForConditionalGeneration, t5),
+        ("bert", transformers.BertForMaskedLM, bert),
+    ):
+        folder = tmp_path_factory.mktemp(family)
+        train_byte_level_bpe(TEXTS * 9, 290, folder)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        if family == "bert":
+            tokenizer.add_special_tokens({"mask_token": "[MASK]"})
+            tokenizer.save_pretrained(folder)
+        model = model_class(config).eval()
+        randomize(model, 0)
+        model.save_pretrained(folder)
+        made[family] = folder
+    return made
+
+
+def run(arguments: list[str], capsys) -> list[dict]:
+    assert cli.main(["generate", *arguments]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def by_transformers(folder, texts, **settings) -> list[str]:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    encoded = tokenizer(texts, return_tensors="pt", padding=True)
+    output = model.generate(encoded["input_ids"], attention_mask=encoded["attention_mask"], **settings)
+    new = output[:, encoded["input_ids"].shape[1] :]
+    return [text + tokenizer.decode(row, skip_special_tokens=True) for text, row in zip(texts, new, strict=True)]
+
+
+def test_prompts_from_everywhere(folders, capsys, monkeypatch, tmp_path):
+    folder = str(folders["gpt2"])
+    wanted = [{"prompt": t, "generated_text": g}
+              for t, g in zip(TEXTS, by_transformers(folder, TEXTS, max_new_tokens=6), strict=True)]  # fmt: skip
+    common = ["--model", folder, "--max-new-tokens", "6"]
+    assert run([*common, "--prompt", *TEXTS], capsys) == wanted
+    assert run([*common, "--prompt", *TEXTS, "--batch-size", "3"], capsys) == wanted
+    lines = tmp_path / "prompts.txt"
+    lines.write_text("".join(f"{text}\n" for text in TEXTS))
+    assert run([*common, "--file", str(lines)], capsys) == wanted
+    records = tmp_path / "prompts.jsonl"
+    records.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
+    assert run([*common, "--file", str(records)], capsys) == wanted
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(TEXTS)))
+    assert run(common, capsys) == wanted
+    short = run([*common, "--no-full-text", "--prompt", TEXTS[0]], capsys)
+    assert TEXTS[0] + short[0]["generated_text"] == wanted[0]["generated_text"]
+
+
+def test_settings_of_the_folder_and_of_the_command(folders, capsys):
+    folder = folders["gpt2"]
+    (folder / "generation_config.json").write_text('{"num_beams": 3, "max_new_tokens": 5, "low_memory": false}')
+    try:
+        common = ["--model", str(folder), "--prompt", TEXTS[0]]
+        beams = by_transformers(folder, TEXTS[:1], num_beams=3, max_new_tokens=5)
+        [entry] = run(common, capsys)
+        assert entry["generated_text"] == beams[0]
+        assert entry["score"] < 0
+        [entry] = run([*common, "--num_beams=1"], capsys)  # the default, but said
+        assert "score" not in entry
+    finally:
+        (folder / "generation_config.json").unlink()
+
+
+def test_streaming_shows_the_same_text(folders, capsys):
+    common = ["--model", str(folders["gpt2"]), "--max-new-tokens", "6", "--prompt", *TEXTS[:2]]
+    wanted = [entry["generated_text"] for entry in run(common, capsys)]
+    assert cli.main(["generate", *common, "--stream"]) == 0
+    assert capsys.readouterr().out == "".join(text + "\n" for text in wanted)
+
+
+def test_answers_of_an_encoder_decoder(folders, capsys):
+    folder = folders["t5"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.T5ForConditionalGeneration.from_pretrained(folder).eval()
+    entries = run(["--model", str(folder), "--num-beams", "2", "--prompt", *TEXTS], capsys)
+    for text, entry in zip(TEXTS, entries, strict=True):
+        found = model.generate(**tokenizer(text, return_tensors="pt"), num_beams=2, max_new_tokens=20)
+        assert entry["generated_text"] == tokenizer.decode(found[0], skip_special_tokens=True)
+
+
+def test_masks(folders, capsys):
+    folder = folders["bert"]
+    [entry] = run(["--model", str(folder), "--top-k", "3", "--prompt", "the [MASK] sat [MASK]"], capsys)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.BertForMaskedLM.from_pretrained(folder).eval()
+    encoded = tokenizer("the [MASK] sat [MASK]", return_tensors="pt")
+    with torch.no_grad():
+        chances = model(encoded["input_ids"]).logits[encoded["input_ids"] == tokenizer.mask_token_id].softmax(-1)
+    assert len(entry["masks"]) == 2
+    for row, mask in zip(chances, entry["masks"], strict=True):
+        scores, tokens = row.topk(3)
+        assert [one["token"] for one in mask] == [tokenizer.decode([token]).strip() for token in tokens]
+        assert [one["score"] for one in mask] == pytest.approx(scores.tolist(), rel=1e-5)
+
+
+def test_blanks_of_a_glm(folders, tmp_path, run_mesh):
+    folder = tmp_path
+    train_byte_level_bpe(TEXTS * 9, 290, folder)
+    tokenizer = load_tokenizer(folder)
+    tokens = glm_tokenizer(tokenizer, "gpt2")
+    sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 4, "max_sequence_length": 64}
+    model = shardzoo.from_config({"model_type": "glm", "vocab_size": tokens.vocab_size, **sizes})
+    randomize(model, 0)
+    from safetensors.torch import save_file
+
+    from shardzoo.models.glm import NAME_MAP
+
+    entries = NAME_MAP.resolve([name for name, _ in model.named_parameters()])
+    stored = {e.stored_names()[0]: p.detach() for e, p in zip(entries, model.parameters(), strict=True)}
+    stored["word_embeddings.weight"] = stored["word_embeddings.weight"][: tokens.vocab_size].clone()
+    save_file(stored, folder / "model.safetensors")
+    model.config.save(folder)
+    texts = ["the [MASK] sat on [sMASK] x", "a dog"]
+
+    def fill(mesh):
+        return TextGenerationPipeline(folder, mesh, glm_vocabulary="gpt2")(texts, max_new_tokens=4)
+
+    runs = [run_mesh(size, fill) for size in (1, 2)]
+    first, second = runs[0][0]
+    assert runs[1] == [[first, second]] * 2
+    assert (len(first["pieces"]), len(second["pieces"])) == (2, 1)
+    assert second["generated_text"].startswith("a dog")
+    with pytest.raises(ValueError, match="none of GLM's releases; say which it extends"):
+        TextGenerationPipeline(folder)
+
+
+def test_mistakes(folders, capsys, monkeypatch, tmp_path):
+    model = ["--model", str(folders["gpt2"])]
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"question": "b"}\n')
+    for arguments, message in (
+        ([], "--model is missing"),
+        (["--model", "nowhere"], "nowhere is no folder"),
+        ([*model, "--prompt", "a", "--file", "b"], "use one of them"),
+        ([*model, "--file", "none.txt"], "none.txt is not readable"),
+        ([*model, "--file", str(tmp_path / "bad.jsonl")], "line 2 of"),
+        ([*model, "--prompt", "a", "--tp", "3"], "use a model-parallel size of 1, 2, 4"),
+        ([*model, "--prompt", "a", "--max-new-tokens", "900"], "use max_new_tokens up to"),
+        (["--model", str(folders["bert"]), "--prompt", "[MASK]", "--stream"], "this model fills blanks"),
+        (["--model", str(folders["bert"]), "--prompt", "[MASK]", "--num-beams", "2"], "masks only know top_k"),
+    ):
+        assert cli.main(["generate", *arguments]) == 2, arguments
+        assert message in capsys.readouterr().err.replace("\n", " "), arguments
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["generate", *model, "--prompt", "a", "--num-beams", "0"])
+    assert "num_beams must be at least 1" in "".join(capsys.readouterr())
+    monkeypatch.setattr(sys, "stdin", None)
+    assert cli.main(["generate", *model]) == 2
+    assert "standard input is closed" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert cli.main(["generate", *model]) == 2
+    assert "there is no prompt" in capsys.readouterr().err
+
+
+def test_two_processes_read_standard_input_once(folders, tmp_path):
+    command = [sys.executable, "-m", "shardzoo.cli.main", "generate", "--model", str(folders["gpt2"])]
+    command += ["--max-new-tokens", "6", "--tp", "2", "--batch-size", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, input="\n".join(TEXTS), capture_output=True, text=True, timeout=240, cwd=tmp_path, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    entries = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [entry["generated_text"] for entry in entries] == by_transformers(folders["gpt2"], TEXTS, max_new_tokens=6)
