@@ -159,7 +159,9 @@ def test_vocabularies_in_shards(variant, classes, tokens):
 
 
 def test_same_bits_for_any_thread_count(zoo, case_name, dtype):
-    """And from run to run."""
+    """And from run to run; PyTorch's own operators do not promise it."""
+    if "cpp" not in zoo.variants:
+        return
     case = zoo.cases(150, 129)[case_name]
     threads = torch.get_num_threads()
     try:
@@ -173,12 +175,11 @@ def test_same_bits_for_any_thread_count(zoo, case_name, dtype):
         assert all(torch.equal(value, other[name]) for name, value in runs[0].items())
 
 
-def test_offsets_beyond_two_to_the_31():
-    """A bf16 tensor of 2^31 + 2^20 elements, written in place over 4 GiB; only its last rows are compared."""
-    if os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 20 << 30:
-        rows = 1 << 10  # the machine cannot hold it; the same code on a small tensor
-    else:
-        rows = (1 << 11) + 1
+def test_offsets_beyond_two_to_the_31(zoo):
+    """A bf16 tensor of 2^31 + 2^20 elements, 4 GiB, written in place; a small one where memory is short."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    # the reference would widen all of it to fp32, several times over
+    rows = (1 << 11) + 1 if "cpp" in zoo.variants and free > 8 << 30 else 9
     x = torch.zeros(rows, 1 << 20, dtype=torch.bfloat16)
     x[-1] = torch.linspace(-4, 4, 1 << 20)
     last = x[-1:].clone()

@@ -16,7 +16,9 @@ def test_matches_fp64(zoo, case_name, variant, dtype, sizes):
     case = zoo.cases(*sizes)[case_name]
     expected = case.rounded(dtype).run("reference", torch.float64)
     cancels = sizes[1] == 1  # normalizing one number leaves gradients of nothing but rounding
-    zoo.close(case.run(variant, dtype), expected, dtype, floor=1.0 if cancels else 0.0)
+    # Triton's interpreter truncates to bf16 where a GPU rounds
+    slack = 4.0 if variant == "triton" and dtype == torch.bfloat16 else 1.0
+    zoo.close(case.run(variant, dtype), expected, dtype, slack=slack, floor=1.0 if cancels else 0.0)
 
 
 def test_gradcheck(zoo, case_name, variant):
