@@ -43,7 +43,6 @@ class Extras:
     tokenizer: Any = None
 
 
-@torch.no_grad()
 def generate(
     model: nn.Module,
     input_ids: Tensor | None = None,
@@ -79,7 +78,8 @@ def generate(
     check_model(model)
     made = make_settings(model.config, generation_config, settings)  # type: ignore[arg-type]
     extras = Extras(logits_processor or (), stopping_criteria or (), prefix_allowed_tokens_fn, streamer, tokenizer)
-    with evaluating(model):
+    # Inference mode saves a few percent of a step; what leaves it is copied into ordinary tensors.
+    with evaluating(model), torch.inference_mode():
         if isinstance(model, Seq2SeqLM):
             found = _answer(
                 model,
@@ -97,6 +97,8 @@ def generate(
             found = _continue(model, input_ids, attention_mask, made, extras)
         else:
             raise ValueError(f"a {type(model).__name__} generates no text; see generation.fill_mask")
+    scores = found.sequences_scores
+    found = GenerateOutput(found.sequences.clone(), None if scores is None else scores.clone())
     return found if return_dict_in_generate else found.sequences
 
 

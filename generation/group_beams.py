@@ -153,4 +153,4 @@ def _finalize(
         row[: len(sequence)] = sequence
         if len(sequence) < longest and settings.eos_token_ids:
             row[len(sequence)] = settings.eos_token_ids[0]
-    return result, torch.tensor([score for score, _ in found])
+    return result, torch.tensor([score for score, _ in found], device=beams.device)

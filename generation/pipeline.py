@@ -87,7 +87,9 @@ class TextGenerationPipeline:
             if first is None:
                 raise ValueError("a prompt is empty, and neither the tokenizer nor the model has a token to start from")
             rows = [row or [first] for row in rows]
-        ids, mask = pad_left(rows, settings.pad_token_id or 0)
+        pad = settings.pad_token_id
+        # What fills masked places is never seen, but must be a token.
+        ids, mask = pad_left(rows, pad if pad is not None and pad < self.model.config.vocab_size else 0)
         found: Any = generate(
             self.model, ids, mask, generation_config=settings, tokenizer=tokenizer, streamer=streamer,
             return_dict_in_generate=True,

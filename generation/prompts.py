@@ -61,6 +61,8 @@ def decoder_prompt(
     first = torch.full((rows, 1), start, device=device)
     if given is None:
         return first, None
+    given = given.to(device)
+    mask = None if mask is None else mask.to(device)
     if len(given) != rows:
         raise ValueError(f"decoder_input_ids has {len(given)} rows for {rows} prompts")
     if bool((given[:, 0] != start).all()):

@@ -199,3 +199,25 @@ def test_two_processes_read_standard_input_once(folders, tmp_path):
     assert done.returncode == 0, done.stderr
     entries = [json.loads(line) for line in done.stdout.splitlines()]
     assert [entry["generated_text"] for entry in entries] == by_transformers(folders["gpt2"], TEXTS, max_new_tokens=6)
+
+
+def test_strings_that_stop(folders):
+    folder = folders["gpt2"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    pipeline = TextGenerationPipeline(folder)
+    [free] = pipeline(TEXTS[0], max_new_tokens=12)
+    new = free["generated_text"][len(TEXTS[0]) :]
+    stop = new[:2]
+    [stopped] = pipeline(TEXTS[0], max_new_tokens=12, stop_strings=[stop])
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    encoded = tokenizer(TEXTS[0], return_tensors="pt")
+    wanted = model.generate(**encoded, max_new_tokens=12, stop_strings=[stop], tokenizer=tokenizer)
+    new_tokens = wanted[0, encoded["input_ids"].shape[1] :]
+    assert stopped["generated_text"] == TEXTS[0] + tokenizer.decode(new_tokens, skip_special_tokens=True)
+    assert len(stopped["generated_text"]) < len(free["generated_text"])
+
+
+def test_an_empty_prompt_among_others(folders):
+    pipeline = TextGenerationPipeline(folders["gpt2"])
+    both = pipeline(["", TEXTS[0]], max_new_tokens=5)
+    assert both == [*pipeline("", max_new_tokens=5), *pipeline(TEXTS[0], max_new_tokens=5)]
