@@ -221,3 +221,15 @@ def test_an_empty_prompt_among_others(folders):
     pipeline = TextGenerationPipeline(folders["gpt2"])
     both = pipeline(["", TEXTS[0]], max_new_tokens=5)
     assert both == [*pipeline("", max_new_tokens=5), *pipeline(TEXTS[0], max_new_tokens=5)]
+
+
+def test_a_split_folder_gives_the_same_text(folders, tmp_path, run_mesh):
+    folder = folders["t5"]
+    assert cli.main(["convert", "split", str(folder), str(tmp_path / "split"), "--tp", "2"]) == 0
+
+    def answer(mesh, path):
+        return TextGenerationPipeline(path, mesh)(TEXTS, num_beams=2, max_new_tokens=8)
+
+    runs = [run_mesh(size, answer, path)[0] for size in (1, 2) for path in (folder, tmp_path / "split")]
+    texts = [[entry["generated_text"] for entry in run] for run in runs]
+    assert texts == [texts[0]] * 4
