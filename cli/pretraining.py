@@ -188,8 +188,8 @@ class Pretraining:
         shutil.rmtree(folder.hf, ignore_errors=True)
         merge(folder.checkpoint(trainer.step), folder.hf)
         self.console.print("loading the exported folder with transformers …")
-        count = min(arguments.final_eval_sequences, len(self.held_out))
-        hf_loss = held_out_loss(folder.hf, [self.held_out[i] for i in range(count)])
+        evaluated = range(len(self.held_out))[: arguments.final_eval_sequences]
+        hf_loss = held_out_loss(folder.hf, [self.held_out[i] for i in evaluated])
         self.console.print(
             run_results(
                 folder=folder.path,

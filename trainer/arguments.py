@@ -17,7 +17,7 @@ class TrainingArguments:
     recompute: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward pass: those of attention, or of whole blocks."""
 
-    train_steps: int = 1000
+    train_steps: int = 1200
     """Optimizer steps."""
     micro_batch_size: int = 4
     """Sequences in one forward pass of one data-parallel rank."""
@@ -28,7 +28,7 @@ class TrainingArguments:
 
     lr: float = 3e-3
     """Peak learning rate; warm-up is linear, then a cosine down to a tenth."""
-    warmup_steps: int = 60
+    warmup_steps: int = 100
     weight_decay: float = 0.1
     """On matrices only, never on biases and norms."""
     beta1: float = 0.9
@@ -46,8 +46,8 @@ class TrainingArguments:
     """Steps between evaluations on held-out text."""
     eval_sequences: int = 64
     """Held-out sequences of an evaluation during training."""
-    final_eval_sequences: int = 256
-    """Held-out sequences of the evaluation at the end, which the exported model is compared on."""
+    final_eval_sequences: int | None = None
+    """Held-out sequences of the evaluation at the end, which the exported model is compared on; by default all."""
     save_interval: int = 500
     """Steps between checkpoints; the last step is always saved."""
     log_interval: int = 1
@@ -56,7 +56,7 @@ class TrainingArguments:
 
     def __post_init__(self) -> None:
         at_least_one = ("model_parallel_size", "train_steps", "micro_batch_size", "eval_interval",
-                        "eval_sequences", "final_eval_sequences", "save_interval", "log_interval")  # fmt: skip
+                        "eval_sequences", "save_interval", "log_interval")  # fmt: skip
         for name in at_least_one:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")

@@ -107,9 +107,9 @@ class Trainer:
             if last or self.step % arguments.save_interval == 0:
                 self.save()
 
-    def evaluate(self, sequences: int) -> float:
-        """Held-out loss in nats per token, on the first `sequences` held-out sequences or on all if fewer."""
-        data = [self.valid_data[i] for i in range(min(sequences, len(self.valid_data)))]
+    def evaluate(self, sequences: int | None = None) -> float:
+        """Held-out loss in nats per token, on the first `sequences` held-out sequences or on all."""
+        data = [self.valid_data[i] for i in range(len(self.valid_data))[:sequences]]
         return evaluate(self.engine.module, data, self.mesh, self.arguments.micro_batch_size)
 
     def save(self) -> None:
