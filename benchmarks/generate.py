@@ -32,7 +32,7 @@ import shardzoo
 from shardzoo.generation.decoders import Decoder
 
 SIZES = {
-    "gpt2": transformers.GPT2Config(n_layer=6, n_embd=384, n_head=6, vocab_size=8192),
+    "gpt2": transformers.GPT2Config(n_layer=6, n_embd=384, n_head=6, vocab_size=8192, bos_token_id=0, eos_token_id=0),
     "t5": transformers.T5Config(
         num_layers=4, d_model=384, d_kv=64, num_heads=6, d_ff=1024, vocab_size=8192, decoder_start_token_id=0
     ),
