@@ -75,7 +75,7 @@ def run(options: Kernels) -> int:
     unknown = [name for name in options.op if name not in names]
     if unknown:
         raise ValueError(f"there is no operator {unknown[0]!r} to measure; use {', '.join(names)}")
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Console(width=None if sys.stdout.isatty() else 200)
     results = []
     for case in chosen:
         for dtype in options.dtype if not options.op or case.name in options.op else ():
