@@ -22,8 +22,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def _signed(value: int) -> int:
-    """The signed 64-bit integer with the same bits as `value` modulo 2^64: torch has no unsigned arithmetic.
-    """
+    """The signed 64-bit integer with the same bits as `value` modulo 2^64: torch has no unsigned arithmetic."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value
 
