@@ -108,7 +108,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     code = exit_code_of(prepare, quiet=quiet)
     for pretraining in ready:
         pretraining.run()
-        pretraining.close()
     return code
 
 

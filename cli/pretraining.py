@@ -11,7 +11,6 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
@@ -87,10 +86,6 @@ class Pretraining:
             loss = trainer.evaluate(self.arguments.final_eval_sequences)
             trainer.reporter.evaluation(trainer.step, loss)
         on_first_rank(lambda: self._finish(loss, (time.monotonic() - started) / 60))
-
-    def close(self) -> None:
-        """Leaves the other processes. Without it, threads of the process group may abort the interpreter's end."""
-        dist.destroy_process_group()
 
     def _prepare_folder(self) -> tuple[RunFolder, int, Corpus]:
         """The run's folder with its corpus. A mistake in either leaves what was in the folder as it was."""

@@ -16,25 +16,10 @@ from typing import Any
 
 import torch
 
+from ..models.inert_pickle import inert_types_alone
 from .dtypes import from_torch_name
 from .stored import StoredTensor
 
-# What training frameworks put beside the weights: arguments, random states, loss scalers. None of it is built.
-FORGOTTEN = (
-    "argparse.Namespace",
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-    "deepspeed.runtime.zero.config.ZeroStageEnum",
-    "deepspeed.utils.tensor_fragment.fragment_address",
-    "fp16.loss_scaler.DynamicLossScaler",
-    "fp16.loss_scaler.LossScaler",
-    "numpy._core.multiarray._reconstruct",
-    "numpy._core.multiarray.scalar",
-    "numpy.core.multiarray._reconstruct",
-    "numpy.core.multiarray.scalar",
-    "numpy.dtype",
-    "numpy.ndarray",
-)
 _LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip record: lengths of its name and extra field
 
 
@@ -47,7 +32,7 @@ def load_without_storage(path: Path) -> Any:
         )
     Records(path)  # before torch.load, which crashes on tensors of the other byte order
     try:
-        with torch.serialization.safe_globals([(_Forgotten, name) for name in FORGOTTEN]):
+        with inert_types_alone():
             return torch.load(path, map_location="meta", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         foreign = re.search(r"GLOBAL (\S+)", str(error))
@@ -102,16 +87,3 @@ class Records:
     def contain(self, start: int, stop: int) -> bool:
         position = bisect.bisect_right(self._starts, start) - 1
         return position >= 0 and self._starts[position] == start and stop <= self._stops[start]
-
-
-class _Forgotten:
-    """Stands for an object that is no weight; takes what the original takes, and keeps nothing."""
-
-    def __new__(cls, *args: object, **kwargs: object) -> _Forgotten:
-        return super().__new__(cls)
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        pass
-
-    def __setstate__(self, state: object) -> None:
-        pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
@@ -117,8 +118,15 @@ def initialize_distributed(launch: Launch) -> torch.device:
             os.environ.setdefault("LOCAL_RANK", "0")
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, timeout=PROCESS_GROUP_TIMEOUT)
+        atexit.register(leave_distributed)
     if torch.cuda.is_available():
         torch.cuda.set_device(launch.local_rank)
         return torch.device("cuda", launch.local_rank)
     torch.set_num_threads(int(cpu_environment(launch.local_world_size)["OMP_NUM_THREADS"]))
     return torch.device("cpu")
+
+
+def leave_distributed() -> None:
+    """Ends the process group, if there is one: its threads would abort the interpreter's end."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ..auto import read_config
 from ..files import StoredTensor, located_tensors
+from ..inert_pickle import inert_types_alone
 from ..placement import Part, Placement, check_shape, parameter_layout
 from .config import GLMConfig
 from .hf import NAME_MAP
@@ -30,34 +31,6 @@ _RANK_FILES = (re.compile(r"mp_rank_(\d+)_model_states\.pt"), re.compile(r"pytor
 _HUGGING_FACE_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin.index.json")
 _TRACKERS = ("latest", "latest_checkpointed_iteration.txt")
 _HEAD_SIZE = 64  # of every release; a checkpoint does not tell
-_INERT = (
-    "argparse.Namespace",
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-    "deepspeed.runtime.zero.config.ZeroStageEnum",
-    "deepspeed.utils.tensor_fragment.fragment_address",
-    "fp16.loss_scaler.DynamicLossScaler",
-    "fp16.loss_scaler.LossScaler",
-    "numpy._core.multiarray._reconstruct",
-    "numpy._core.multiarray.scalar",
-    "numpy.core.multiarray._reconstruct",
-    "numpy.core.multiarray.scalar",
-    "numpy.dtype",
-    "numpy.ndarray",
-)
-
-
-class Inert:
-    """Stands for an object that is of no interest here; takes and forgets what the original takes."""
-
-    def __new__(cls, *args: object, **kwargs: object) -> Inert:
-        return super().__new__(cls)
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        pass
-
-    def __setstate__(self, state: object) -> None:
-        pass
 
 
 def legacy_files(folder: Path) -> list[Path]:
@@ -158,7 +131,7 @@ def _read(path: Path, ranks: int) -> dict[str, StoredTensor]:
     try:
         with path.open("rb") as file:
             zipped = file.read(4) == b"PK\x03\x04"
-        with torch.serialization.safe_globals([(Inert, name) for name in _INERT]):
+        with inert_types_alone():
             state = torch.load(path, map_location="meta" if zipped else "cpu", mmap=zipped, weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         if foreign := re.search(r"GLOBAL (\S+)", str(error)):
