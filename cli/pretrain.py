@@ -51,7 +51,7 @@ class PretrainArguments(TrainingArguments):
     default the source of the Python standard library."""
     vocab_size: int = 2048
     """Size of the byte-level BPE vocabulary that is trained on the corpus."""
-    held_out_fraction: float = 0.03
+    held_out_fraction: float = 0.05
     """Share of the documents that is never trained on."""
 
     output_dir: str | None = None

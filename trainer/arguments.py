@@ -17,7 +17,7 @@ class TrainingArguments:
     recompute: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward pass: those of attention, or of whole blocks."""
 
-    train_steps: int = 1200
+    train_steps: int = 1600
     """Optimizer steps."""
     micro_batch_size: int = 4
     """Sequences in one forward pass of one data-parallel rank."""
