@@ -60,7 +60,7 @@ class PretrainArguments(TrainingArguments):
     """Go on with the run in output_dir, with its arguments unless given anew."""
     overwrite: bool = False
     """Delete the run in output_dir first."""
-    sample_prompt: str = "def "
+    sample_prompt: str = "def __init__(self"
     """What the sample at the end continues."""
 
     config: Path | None = None
