@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.panel import Panel
@@ -37,16 +38,18 @@ if TYPE_CHECKING:
 
 
 class HeldOut:
-    """The samples of one pass over the held-out text."""
+    """The samples of one pass over the held-out text, shuffled, so that the first few stand for all."""
 
     def __init__(self, dataset: GPTDataset) -> None:
         self._dataset = dataset
+        samples = max(1, int(dataset.samples_per_epoch))
+        self._order = np.random.default_rng(0).permutation(samples).tolist()
 
     def __len__(self) -> int:
-        return max(1, int(self._dataset.samples_per_epoch))
+        return len(self._order)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return self._dataset[index]
+        return self._dataset[self._order[index]]
 
 
 class Pretraining:
