@@ -1,6 +1,6 @@
 """Converts checkpoints of random bytes, checks that nothing is lost, and measures time and memory.
 
-    python benchmarks/convert.py --folder /somewhere/with/space [--layers 24] [--families glm gpt2]
+    python benchmarks/convert.py --folder /somewhere/with/space [--sizes 24x1024] [--families glm gpt2]
 
 For each size: `cp` + `sha256sum` of the same bytes, then split, reshard and merge, each in a process of its own,
 interleaved `--repeat` times. Memory is the process's VmHWM above that of `import torch`. No figure is printed for
@@ -135,14 +135,15 @@ def tensor_hashes(path: str) -> dict[str, str]:
         return {name: hashlib.sha256(file.get_tensor(name)).hexdigest() for name in file.keys()}  # noqa: SIM118
 
 
-def run(family: str, layers: int, root: Path, repeat: int) -> None:
-    config, shapes = {"glm": glm_shapes, "gpt2": gpt2_shapes}[family](layers)
+def run(family: str, size: str, root: Path, repeat: int) -> None:
+    layers, hidden = map(int, size.split("x"))
+    config, shapes = {"glm": glm_shapes, "gpt2": gpt2_shapes}[family](layers, hidden)
     source = root / "source"
     nbytes = write_checkpoint(source, config, shapes)
     weights = str(source / "model.safetensors")
     digests = tensor_hashes(weights)
     _, _, bare = measure("import torch")
-    print(f"{family}, {layers} layers, {nbytes / 1e9:.2f} GB; import torch alone: {bare / 2**20:.0f} MiB")
+    print(f"{family}, {layers} layers of {hidden}, {nbytes / 1e9:.2f} GB; import torch alone: {bare / 2**20:.0f} MiB")
     for _ in range(repeat):
         copied, copying = shell("cp", weights, str(root / "copy"))
         hashed, hashing = shell("sha256sum", str(root / "copy"))
@@ -171,15 +172,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="where to work; a new folder in it is removed again")
     parser.add_argument("--families", nargs="+", default=["glm", "gpt2"], choices=["glm", "gpt2"])
-    parser.add_argument("--layers", nargs="+", type=int, default=[24, 108], help="24 is 1.4 GB, 108 four times that")
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        default=["24x1024", "108x1024", "24x2304"],
+        help="layers x hidden size: 1.4 GB, and over four times that in more tensors and in larger ones",
+    )
     parser.add_argument("--repeat", type=int, default=1)
     arguments = parser.parse_args()
     root = arguments.folder / "convert-benchmark"
     root.mkdir(parents=True)
     try:
-        for layers in arguments.layers:
+        for size in arguments.sizes:
             for family in arguments.families:
-                run(family, layers, root, arguments.repeat)
+                run(family, size, root, arguments.repeat)
     finally:
         rmtree(root)
 
