@@ -50,7 +50,7 @@ def fill_mask(
     if not len(places):
         raise ValueError(f"no token of input_ids is the mask, {mask_token_id}")
     with evaluating(model):
-        hidden = model.encoder(ids, attention_mask, token_type_ids)[-1]  # [B, S, H]
+        hidden = model.encoder(ids, attention_mask, token_type_ids)[0][-1]  # [B, S, H]
         logits = model.head(hidden[places[:, 0], places[:, 1]])  # [M, Vp]
     scores = log_probabilities(without_padding(logits, vocab_size, model.mesh), model.mesh)
     values, tokens = best(scores, top_k, model.mesh)

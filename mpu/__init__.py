@@ -9,7 +9,7 @@ from .collectives import (
     scatter_sequence,
     scatter_to_tp,
 )
-from .cross_entropy import vocab_parallel_cross_entropy
+from .cross_entropy import head_losses, vocab_parallel_cross_entropy
 from .divide import divide
 from .dropout import Dropout, assign_dropout_sites, dropout_state
 from .embedding import VocabParallelEmbedding, VocabParallelHead
@@ -27,8 +27,8 @@ from .softmax import scaled_masked_softmax
 __all__ = [
     "ColumnParallelLinear", "Dropout", "LayerNorm", "ParallelMesh", "RMSNorm", "RowParallelLinear", "Shard",
     "VocabParallelEmbedding", "VocabParallelHead", "assign_dropout_sites", "checkpoint", "clip_grad_norm_",
-    "copy_to_tp", "divide", "dropout_state", "gather_from_tp", "gather_sequence", "grad_norm", "initialize",
-    "materialize", "reduce_from_tp", "reduce_scatter_sequence", "scaled_masked_softmax", "scatter_sequence",
-    "scatter_to_tp", "tp_rank", "tp_size", "validate_layout", "vocab_parallel_cross_entropy",
+    "copy_to_tp", "divide", "dropout_state", "gather_from_tp", "gather_sequence", "grad_norm", "head_losses",
+    "initialize", "materialize", "reduce_from_tp", "reduce_scatter_sequence", "scaled_masked_softmax",
+    "scatter_sequence", "scatter_to_tp", "tp_rank", "tp_size", "validate_layout", "vocab_parallel_cross_entropy",
 ]
 # fmt: on

@@ -12,12 +12,15 @@ from collections.abc import Iterator
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
-from .communication import start_all_gather
+from .communication import start_all_gather, start_all_reduce
 from .embedding import check_ids
+from .linear import autocast
 from .mesh import ParallelMesh, tp_rank, tp_size
 
 CHUNK_ELEMENTS = 1 << 21  # of the widened logits: 8 MiB in fp32
@@ -28,33 +31,38 @@ def _chunks(rows: int, width: int) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, rows, step))
 
 
+def token_losses(
+    logits: Tensor, target: Tensor, classes: int, ignored: int, smoothing: float, z_loss: float, mesh
+) -> tuple[Tensor, Tensor, tuple]:
+    """Outside autograd: the losses [T] of logits [T, Vp], log Σ exp [T], and what `logits_grad` wants as settings."""
+    first = tp_rank(mesh) * logits.shape[1]
+    columns = min(max(classes - first, 0), logits.shape[1])  # those that are not padding
+    stats = logits.new_empty(3, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32))
+    for rows in _chunks(*logits.shape):
+        maximum, sum_exp, picked, total = torch.ops.shardzoo.cross_entropy_stats(
+            logits[rows], target[rows], first, columns
+        )
+        stats[0, rows] = maximum + sum_exp.log()
+        stats[1, rows], stats[2, rows] = picked, total
+    stats = stats if smoothing else stats[:2]
+    stats = stats[None] if mesh is None else start_all_gather(stats[None], 0, mesh.tp_group)()  # [tp, 3, T]
+    lse = stats[:, 0].logsumexp(0)  # [T]
+    losses = lse - (1 - smoothing) * stats[:, 1].sum(0)
+    if smoothing:
+        losses -= smoothing / classes * stats[:, 2].sum(0)
+    if z_loss:
+        losses += z_loss * lse.square()
+    return losses.masked_fill_(target == ignored, 0), lse, (first, columns, classes, smoothing, z_loss, ignored)
+
+
 class _TokenLosses(Function):
     """logits [T, Vp], target [T], classes, ignored label, smoothing, z, mesh -> losses [T]"""
 
     @staticmethod
-    def forward(
-        ctx, logits: Tensor, target: Tensor, classes: int, ignored: int, smoothing: float, z_loss: float, mesh
-    ) -> Tensor:
-        first = tp_rank(mesh) * logits.shape[1]
-        columns = min(max(classes - first, 0), logits.shape[1])  # those that are not padding
-        stats = logits.new_empty(3, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32))
-        for rows in _chunks(*logits.shape):
-            maximum, sum_exp, picked, total = torch.ops.shardzoo.cross_entropy_stats(
-                logits[rows], target[rows], first, columns
-            )
-            stats[0, rows] = maximum + sum_exp.log()
-            stats[1, rows], stats[2, rows] = picked, total
-        stats = stats if smoothing else stats[:2]
-        stats = stats[None] if mesh is None else start_all_gather(stats[None], 0, mesh.tp_group)()  # [tp, 3, T]
-        lse = stats[:, 0].logsumexp(0)  # [T]
-        losses = lse - (1 - smoothing) * stats[:, 1].sum(0)
-        if smoothing:
-            losses -= smoothing / classes * stats[:, 2].sum(0)
-        if z_loss:
-            losses += z_loss * lse.square()
+    def forward(ctx, logits: Tensor, target: Tensor, *arguments) -> Tensor:
+        losses, lse, ctx.settings = token_losses(logits, target, *arguments)
         ctx.save_for_backward(logits, target, lse)
-        ctx.settings = (first, columns, classes, smoothing, z_loss, ignored)
-        return losses.masked_fill_(target == ignored, 0)
+        return losses
 
     @staticmethod
     @once_differentiable
@@ -66,6 +74,42 @@ class _TokenLosses(Function):
                 logits[rows], target[rows], grads[0][rows], lse[rows], *ctx.settings, grad_logits=logits_grad[rows]
             )
         return logits_grad, None, None, None, None, None, None
+
+
+class _HeadLosses(Function):
+    """hidden [T, H], weight [Vp, H], bias [Vp] or None, group that the gradient of hidden is summed over or None, and
+    the other arguments of `token_losses` -> losses [T]
+
+    The logits are nobody else's, so their gradient is written over them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None, target: Tensor, *rest
+    ) -> Tensor:
+        logits = F.linear(hidden, weight, bias)  # [T, Vp]
+        losses, lse, ctx.settings = token_losses(logits, target, *rest)
+        ctx.save_for_backward(hidden, weight, bias, logits, target, lse)
+        ctx.group, ctx.spent = group, False
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor):
+        hidden, weight, bias, logits, target, lse = ctx.saved_tensors
+        if ctx.spent:  # a second pass over a retained graph
+            logits = F.linear(hidden, weight, bias)
+        grad, ctx.spent = logits.data, True  # .data: writing there leaves what is saved valid for that second pass
+        for rows in _chunks(*grad.shape):
+            torch.ops.shardzoo.cross_entropy_grad_(grad[rows], target[rows], grads[0][rows], lse[rows], *ctx.settings)
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        input_grad = reduction = None
+        if needs_input:
+            input_grad = grad @ weight
+            reduction = start_all_reduce(input_grad, ctx.group) if ctx.group else None
+        weight_grad = grad.t() @ hidden if needs_weight else None
+        bias_grad = grad.sum(0) if needs_bias else None
+        return reduction() if reduction else input_grad, weight_grad, bias_grad, *[None] * 7
 
 
 def vocab_parallel_cross_entropy(
@@ -104,3 +148,25 @@ def vocab_parallel_cross_entropy(
     if reduction == "none":
         return losses.view(labels.shape)
     return losses.sum() / kept.sum() if reduction == "mean" else losses.sum()
+
+
+def head_losses(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    *,
+    num_classes: int,
+    ignore_index: int = -100,
+    partial_grad: bool = True,
+    mesh: ParallelMesh | None = None,
+) -> Tensor:
+    """Losses [T] of the logits hidden · weightᵀ + bias, which only this function ever has.
+
+    hidden: [T, H], replicated; weight, bias: this rank's [Vp, H] and [Vp]; target: int64 [T]; the rest as in
+    `vocab_parallel_cross_entropy`. partial_grad: False where the caller sums the gradient of `hidden` over the ranks.
+    """
+    check_ids(target.masked_fill(target == ignore_index, 0), num_classes, "label")
+    group = mesh.tp_group if mesh is not None and tp_size(mesh) > 1 and partial_grad else None
+    arguments = (group, target, num_classes, ignore_index, 0.0, 0.0, mesh)
+    return _HeadLosses.apply(*autocast(hidden, weight, bias), *arguments)

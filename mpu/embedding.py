@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from ..ops import look_up
 from .collectives import reduce_from_tp, reduce_scatter_sequence
 from .linear import column_parallel
 from .mesh import ParallelMesh, tp_rank, tp_size
@@ -54,18 +54,26 @@ class VocabParallelEmbedding(SplitLayer):
         self.weight = split_parameter(self.shard, mesh)  # [Vp, H]
 
     def forward(self, ids: Tensor) -> Tensor:
+        return self.look_up(ids)[0]
+
+    def look_up(self, ids: Tensor, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The output, and the table [Vp, H] to hand to the next look-up of the same forward pass or to a tied head.
+
+        That is the weight; handing it on saves the next one a gradient of its own that is as large.
+        """
         check_ids(ids, self.num_embeddings, "token id")
+        table = self.weight if table is None else table
         if tp_size(self.mesh) == 1:
-            return F.embedding(ids, self.weight, self.padding_idx)
+            return look_up(ids, table, self.padding_idx)
         [(start, stop)] = self.shard.ranges(tp_rank(self.mesh), tp_size(self.mesh))
         elsewhere = (ids < start) | (ids >= stop)  # [B, S]
         padding_idx = self.padding_idx
         padding_idx = padding_idx - start if padding_idx is not None and start <= padding_idx < stop else None
-        rows = F.embedding((ids - start).masked_fill(elsewhere, 0), self.weight, padding_idx)
+        rows, table = look_up((ids - start).masked_fill(elsewhere, 0), table, padding_idx)
         rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)  # [B, S, H]
         if self.sequence_parallel:
-            return reduce_scatter_sequence(rows, self.mesh)
-        return reduce_from_tp(rows, self.mesh)
+            return reduce_scatter_sequence(rows, self.mesh), table
+        return reduce_from_tp(rows, self.mesh), table
 
 
 class VocabParallelHead(SplitLayer):
@@ -100,9 +108,15 @@ class VocabParallelHead(SplitLayer):
                 )
             pad_multiple = tied.shard.pad_multiple
         self.shard = Shard((num_embeddings, hidden_size), 0, pad_multiple=pad_multiple)
+        self.tied = tied is not None
         self.weight = tied.weight if tied is not None else split_parameter(self.shard, mesh)  # [Vp, H]
         bias_shard = Shard((num_embeddings,), 0, pad_multiple=pad_multiple)
         self.bias = split_parameter(bias_shard, mesh) if bias else None  # [Vp]
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return column_parallel(hidden, self.weight, self.bias, sequence_parallel=self.sequence_parallel, mesh=self.mesh)
+    def forward(self, hidden: Tensor, table: Tensor | None = None) -> Tensor:
+        """table: what the tied embedding's `look_up` returned; an untied head has no use for it."""
+        weight = self.shared_weight(table)
+        return column_parallel(hidden, weight, self.bias, sequence_parallel=self.sequence_parallel, mesh=self.mesh)
+
+    def shared_weight(self, table: Tensor | None) -> Tensor:
+        return table if self.tied and table is not None else self.weight

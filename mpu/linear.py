@@ -96,7 +96,7 @@ class _RowParallel(Function):
         return input_grad, weight_grad, bias_grad, None, None
 
 
-def _autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """What `torch.autocast` does to a linear layer's arguments; a custom function must do it itself."""
     device = next(t for t in tensors if t is not None).device.type
     if not torch.is_autocast_enabled(device):
@@ -111,7 +111,7 @@ def column_parallel(
     """`F.linear` with this rank's rows of the weight: [..., in], or [B, S/tp, in] -> [..., out/tp]."""
     if mesh is None or tp_size(mesh) == 1:
         return F.linear(tensor, weight, bias)
-    return _ColumnParallel.apply(*_autocast(tensor, weight, bias), mesh.tp_group, sequence_parallel)
+    return _ColumnParallel.apply(*autocast(tensor, weight, bias), mesh.tp_group, sequence_parallel)
 
 
 class ColumnParallelLinear(SplitLayer):
@@ -200,5 +200,5 @@ class RowParallelLinear(SplitLayer):
             tensor = scatter_to_tp(tensor, self.mesh)
         if self.mesh is None or tp_size(self.mesh) == 1:
             return F.linear(tensor, self.weight, self.bias)
-        arguments = _autocast(tensor, self.weight, self.bias)
+        arguments = autocast(tensor, self.weight, self.bias)
         return _RowParallel.apply(*arguments, self.mesh.tp_group, self.sequence_parallel)

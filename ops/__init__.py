@@ -11,6 +11,7 @@ from .dispatch import current_choice, kernels
 from .dropout_mask import dropout_keep, dropout_keys
 from .glu import geglu, swiglu
 from .layer_norm import add_layer_norm, layer_norm
+from .look_up import look_up
 from .rms_norm import add_rms_norm, rms_norm
 from .softmax import masked_softmax
 
@@ -30,6 +31,7 @@ __all__ = [
     "geglu",
     "kernels",
     "layer_norm",
+    "look_up",
     "masked_softmax",
     "rms_norm",
     "swiglu",

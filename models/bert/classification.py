@@ -48,7 +48,7 @@ class SequenceClassifier(nn.Module):
         output_hidden_states: bool = False,
     ) -> SequenceClassifierOutput:
         """input_ids, token_type_ids: int64 [B, S]; attention_mask: [B, S], 0 for padding; labels: see `loss`."""
-        hidden_states = self.encoder(input_ids, attention_mask, token_type_ids, position_ids)
+        hidden_states, _ = self.encoder(input_ids, attention_mask, token_type_ids, position_ids)
         logits = self.classify(self.encoder.first_token(hidden_states[-1]))  # [B, num_labels]
         loss = None if labels is None else self.loss(logits, labels, num_items_in_batch)
         return SequenceClassifierOutput(loss, logits, hidden_states if output_hidden_states else None)

@@ -79,20 +79,22 @@ class BertEncoder(nn.Module):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
-        """The embedding output and each block's output, [B, S, H] or [B, S/tp, H]."""
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The embedding output and each block's output, [B, S, H] or [B, S/tp, H], and the word embeddings' table for
+        a head."""
         if position_ids is None:
             position_ids = position_ids_of(input_ids, self.config)
         if token_type_ids is None:
             token_type_ids = torch.zeros_like(input_ids[:1])
-        x = self.word_embeddings(input_ids) + self.token_type_embeddings(token_type_ids)
+        x, table = self.word_embeddings.look_up(input_ids)
+        x = x + self.token_type_embeddings(token_type_ids)
         x = self.embedding_dropout(self.embedding_norm(x + self.position_embeddings(position_ids)))
         mask = key_mask(attention_mask)
         hidden_states = [x]
         for block in self.blocks:
             x = checkpoint(block, x, mask) if self.recompute_blocks else block(x, mask)
             hidden_states.append(x)
-        return tuple(hidden_states)
+        return tuple(hidden_states), table
 
     def first_token(self, x: Tensor) -> Tensor:
         """[B, S, H] or [B, S/tp, H] -> the first token's [B, H] on every rank"""
@@ -113,7 +115,11 @@ class MaskedLMHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, H] or [B, S/tp, H] -> [B, S, Vp]"""
-        return self.decoder(self.norm(self.activation(self.dense(x))))
+        return self.decoder(self.transform(x))
+
+    def transform(self, x: Tensor) -> Tensor:
+        """The input of `decoder`, of the shape of x."""
+        return self.norm(self.activation(self.dense(x)))
 
 
 class BertModel(nn.Module):
@@ -145,6 +151,8 @@ class BertModel(nn.Module):
 class BertForMaskedLM(BertModel, LanguageModel):
     """Predicts the masked tokens."""
 
+    few_labels = True
+
     def __init__(
         self, config: BertConfig, mesh: ParallelMesh | None = None, execution: Execution | None = None
     ) -> None:
@@ -166,14 +174,16 @@ class BertForMaskedLM(BertModel, LanguageModel):
         labels are of the position itself; -100 is ignored. The loss is the mean over the labels, or their sum divided
         by `num_items_in_batch`.
         """
-        hidden_states = self.encoder(input_ids, attention_mask, token_type_ids, position_ids)
-        logits = self.head(hidden_states[-1])  # [B, S, Vp]
-        loss = None if labels is None else self.loss(logits, labels, num_items_in_batch)
-        return MaskedLMOutput(loss, self.own_logits(logits), hidden_states if output_hidden_states else None)
+        hidden_states, table = self.encoder(input_ids, attention_mask, token_type_ids, position_ids)
+        x = self.head.transform(hidden_states[-1])
+        loss, logits = self.predict(self.head.decoder, x, labels, num_items_in_batch, table)
+        return MaskedLMOutput(loss, logits, hidden_states if output_hidden_states else None)
 
 
 class BertForPreTraining(BertModel, LanguageModel):
     """Predicts the masked tokens, and whether the second sentence follows the first."""
+
+    few_labels = True
 
     def __init__(
         self, config: BertConfig, mesh: ParallelMesh | None = None, execution: Execution | None = None
@@ -200,16 +210,16 @@ class BertForPreTraining(BertModel, LanguageModel):
         As in transformers there is a loss only with both kinds of labels: the sum of their two means, or of their
         sums divided by `num_items_in_batch` labels and `num_sequences_in_batch` sequences.
         """
-        hidden_states = self.encoder(input_ids, attention_mask, token_type_ids, position_ids)
-        logits = self.head(hidden_states[-1])  # [B, S, Vp]
+        if (num_items_in_batch is None) != (num_sequences_in_batch is None):
+            raise ValueError("give both num_items_in_batch and num_sequences_in_batch, or neither")
+        hidden_states, table = self.encoder(input_ids, attention_mask, token_type_ids, position_ids)
+        x = self.head.transform(hidden_states[-1])
         scores = self.next_sentence(self.pooler(self.encoder.first_token(hidden_states[-1])).tanh())  # [B, 2]
-        loss = None
-        if labels is not None and next_sentence_label is not None:
-            if (num_items_in_batch is None) != (num_sequences_in_batch is None):
-                raise ValueError("give both num_items_in_batch and num_sequences_in_batch, or neither")
-            loss = self.loss(logits, labels, num_items_in_batch)
+        given = labels if next_sentence_label is not None else None
+        loss, logits = self.predict(self.head.decoder, x, given, num_items_in_batch, table)
+        if loss is not None and next_sentence_label is not None:
             loss = loss + class_loss(scores, next_sentence_label, num_sequences_in_batch)
-        return PreTrainingOutput(loss, self.own_logits(logits), scores, hidden_states if output_hidden_states else None)
+        return PreTrainingOutput(loss, logits, scores, hidden_states if output_hidden_states else None)
 
 
 class BertForSequenceClassification(BertModel, SequenceClassifier):

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from ...mpu import (
     ParallelMesh,
+    VocabParallelHead,
     gather_from_tp,
     gather_sequence,
     scatter_sequence,
     tp_size,
-    vocab_parallel_cross_entropy,
 )
 from .config import ModelConfig
 from .execution import Execution
+from .head_loss import IGNORED, head_loss
+from .outputs import Deferred
 
-IGNORED = -100
 VOCABULARY_MULTIPLE = 64  # a rank's logits are this aligned, which GPUs multiply much faster
 
 
@@ -50,21 +52,41 @@ class LanguageModel(nn.Module):
     config: ModelConfig
     mesh: ParallelMesh | None
     execution: Execution
+    few_labels: ClassVar[bool] = False
+    """Whether most positions have no label, as in masked language models."""
 
-    def loss(self, logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        """Cross-entropy of logits [B, S, Vp] with labels int64 [B, S], of which -100 is ignored.
+    def predict(
+        self,
+        head: VocabParallelHead,
+        hidden: Tensor,
+        labels: Tensor | None,
+        num_items_in_batch: Tensor | int | None = None,
+        table: Tensor | None = None,
+    ) -> tuple[Tensor | None, Any]:
+        """(loss, logits [B, S, Vp]) of hidden states [B, S, H], or [B, S/tp, H] under sequence parallelism.
 
-        The mean over the labels, or their sum divided by `num_items_in_batch`, as in transformers.
+        The loss is the mean over the labels int64 [B, S] that are not -100, or their sum divided by
+        `num_items_in_batch`, as in transformers; None without labels. With labels the logits are `Deferred`: the
+        loss needs fewer of them, and none afterwards. table: see `VocabParallelHead.forward`.
         """
-        reduction = "mean" if num_items_in_batch is None else "sum"
-        loss = vocab_parallel_cross_entropy(
-            logits, labels, num_classes=self.config.vocab_size, mesh=self.mesh, reduction=reduction
+
+        def logits() -> Tensor:
+            return self.own_logits(head(hidden, table))
+
+        if labels is None:
+            return None, logits()
+        loss = head_loss(
+            head, hidden, self.targets(labels), table, num_items=num_items_in_batch, few_labels=self.few_labels
         )
-        return loss if num_items_in_batch is None else loss / num_items_in_batch
+        return loss, Deferred(logits, head.parameters())
+
+    def targets(self, labels: Tensor) -> Tensor:
+        """What each position has to predict, int64 [B, S]."""
+        return labels
 
     def count_targets(self, labels: Tensor) -> Tensor:
         """How many predictions the loss of `labels` is made of."""
-        return (labels != IGNORED).sum()
+        return (self.targets(labels) != IGNORED).sum()
 
     def own_logits(self, logits: Tensor) -> Tensor:
         """What a forward pass returns of its logits [B, S, Vp]: in one process [B, S, V], as transformers does."""

@@ -2,17 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
+class Deferred:
+    """A result of a forward pass that is calculated if somebody reads it.
+
+    That is later, so gradient mode and autocast are those of the forward pass, and `parameters` must not have changed.
+    """
+
+    def __init__(self, calculate: Callable[[], Tensor], parameters: Iterable[Tensor]) -> None:
+        self.calculate, self.parameters = calculate, tuple(parameters)
+        self.versions = versions(self.parameters)
+        self.grad = torch.is_grad_enabled()
+        self.device = self.parameters[0].device.type
+        self.autocast = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
+
+    def read(self, name: str) -> Tensor:
+        """RuntimeError if an optimizer's step has changed the weights meanwhile."""
+        if versions(self.parameters) != self.versions:
+            raise RuntimeError(
+                f"{name} is calculated when it is first read, and the weights have changed since the forward pass: "
+                f"read it before the optimizer's step, or call the model without labels"
+            )
+        enabled, dtype = self.autocast
+        with torch.set_grad_enabled(self.grad), torch.autocast(self.device, dtype, enabled):
+            return self.calculate()
+
+
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    return [tensor._version for tensor in tensors]
+
+
 class ModelOutput:
-    """Base of the outputs, dataclasses whose fields that are not None can also be had by position or by name."""
+    """Base of the outputs, dataclasses whose fields that are not None can also be had by position or by name.
+
+    A field without a default may be `Deferred`; reading it calculates it, on all tensor-parallel ranks together.
+    """
+
+    def __post_init__(self) -> None:
+        self._deferred = {name: value for name, value in vars(self).items() if isinstance(value, Deferred)}
+        for name in self._deferred:
+            delattr(self, name)
+
+    def __getattr__(self, name: str) -> Any:
+        deferred = vars(self).get("_deferred", {})
+        if name not in deferred:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        value = deferred[name].read(name)
+        del deferred[name]
+        setattr(self, name, value)
+        return value
 
     def keys(self) -> tuple[str, ...]:
-        return tuple(field.name for field in fields(self) if getattr(self, field.name) is not None)  # type: ignore[arg-type]
+        names = (field.name for field in fields(self))  # type: ignore[arg-type]
+        return tuple(name for name in names if name in self._deferred or getattr(self, name) is not None)
 
     def to_tuple(self) -> tuple[Any, ...]:
         return tuple(getattr(self, name) for name in self.keys())

@@ -115,7 +115,7 @@ class GLMForConditionalGeneration(LanguageModel):
         if self.sequence_parallel and (use_cache or mems is not None):
             raise ValueError("mems need whole sequences on a rank: build the model without sequence parallelism")
         (batch, length), memory = input_ids.shape, self.memory_length(mems) if cache is None else cache.length
-        x = self.embed(input_ids, position_ids, memory)  # [B, S, H], or [B, S/tp, H] under sequence parallelism
+        x, table = self.embed(input_ids, position_ids, memory)  # [B, S, H], or [B, S/tp, H] under sequence parallelism
         mask, causal = visible_keys(attention_mask, batch, length, memory)
         hidden_states = [x]
         for i, block in enumerate(self.blocks):
@@ -126,12 +126,12 @@ class GLMForConditionalGeneration(LanguageModel):
         new_mems = extend_mems(mems, hidden_states) if use_cache else None
         x = self.final_norm(x)
         hidden_states[-1] = x
-        logits = self.head(x[:, -logits_to_keep:])  # [B, S, Vp]
-        loss = None if labels is None else self.loss(logits, labels, num_items_in_batch)
+        loss, logits = self.predict(self.head, x[:, -logits_to_keep:], labels, num_items_in_batch, table)
         hidden = tuple(hidden_states) if output_hidden_states else None
-        return GLMOutput(loss, self.own_logits(logits), new_mems, hidden)
+        return GLMOutput(loss, logits, new_mems, hidden)
 
-    def embed(self, input_ids: Tensor, position_ids: Tensor | None, memory: int) -> Tensor:
+    def embed(self, input_ids: Tensor, position_ids: Tensor | None, memory: int) -> tuple[Tensor, Tensor]:
+        """The blocks' input, and the word embeddings' table for the head."""
         if position_ids is None:
             if memory:
                 raise ValueError("with mems, position_ids must say where the new tokens stand")
@@ -146,8 +146,9 @@ class GLMForConditionalGeneration(LanguageModel):
                 "the text and within the span"
             )
         text, span = position_ids.unbind(1)
-        x = self.word_embeddings(input_ids) + self.position_embeddings(text) + self.block_position_embeddings(span)
-        return self.embedding_dropout(x)
+        x, table = self.word_embeddings.look_up(input_ids)
+        x = x + self.position_embeddings(text) + self.block_position_embeddings(span)
+        return self.embedding_dropout(x), table
 
     def memory_length(self, mems: Sequence[Tensor] | None) -> int:
         if mems is None:

@@ -108,9 +108,11 @@ class GPT2LMHeadModel(CausalLM):
             )
         if position_ids is None:
             position_ids = torch.arange(cached, cached + length, device=input_ids.device)[None]
-        x = self.word_embeddings(input_ids) + self.position_embeddings(position_ids)
+        x, table = self.word_embeddings.look_up(input_ids)
+        x = x + self.position_embeddings(position_ids)
         if token_type_ids is not None:
-            x = x + self.word_embeddings(token_type_ids)
+            types, table = self.word_embeddings.look_up(token_type_ids, table)
+            x = x + types
         x = self.embedding_dropout(x)  # [B, S, H], or [B, S/tp, H] under sequence parallelism
         mask = causal_mask(attention_mask, length, cached)
         hidden_states = [x]
@@ -120,10 +122,9 @@ class GPT2LMHeadModel(CausalLM):
             hidden_states.append(x)
         x = self.final_norm(x)
         hidden_states[-1] = x
-        logits = self.head(x[:, -logits_to_keep:])  # [B, S, Vp]
-        loss = None if labels is None else self.loss(logits, labels, num_items_in_batch)
+        loss, logits = self.predict(self.head, x[:, -logits_to_keep:], labels, num_items_in_batch, table)
         hidden = self.whole_sequences(hidden_states) if output_hidden_states else None
-        return CausalLMOutput(loss, self.own_logits(logits), hidden)
+        return CausalLMOutput(loss, logits, hidden)
 
     def initial_value(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """Fills a parameter's unsplit value in place."""

@@ -162,12 +162,13 @@ class T5ForConditionalGeneration(Seq2SeqLM):
         """
         decoder_input_ids = self.decoder_inputs(decoder_input_ids, labels)
         if encoder_outputs is None:
-            encoder_states = self.run_encoder(input_ids, attention_mask)
+            encoder_states, table = self.run_encoder(input_ids, attention_mask)
         else:
-            encoder_states = [self.own_sequence(encoder_outputs[0])]
+            encoder_states, table = [self.own_sequence(encoder_outputs[0])], None
         length = decoder_input_ids.shape[1]
+        x, table = self.word_embeddings.look_up(decoder_input_ids, table)
         decoder_states = self.decoder(
-            self.word_embeddings(decoder_input_ids),
+            x,
             length,
             causal_mask(decoder_attention_mask, length, 0 if cache is None else cache.length),
             encoder_states[-1],
@@ -177,10 +178,10 @@ class T5ForConditionalGeneration(Seq2SeqLM):
         x = decoder_states[-1][:, -logits_to_keep:]  # [B, T, H], or [B, T/tp, H] under sequence parallelism
         if self.config.scale_decoder_outputs:
             x = x * self.config.d_model**-0.5
-        logits = self.head(x)  # [B, T, Vp]
+        loss, logits = self.predict(self.head, x, labels, num_items_in_batch, table)
         return Seq2SeqLMOutput(
-            None if labels is None else self.loss(logits, labels, num_items_in_batch),
-            self.own_logits(logits),
+            loss,
+            logits,
             self.whole_sequences(decoder_states) if output_hidden_states else None,
             self.whole_sequence(encoder_states[-1]),
             self.whole_sequences(encoder_states) if output_hidden_states and encoder_outputs is None else None,
@@ -190,15 +191,17 @@ class T5ForConditionalGeneration(Seq2SeqLM):
         self, input_ids: Tensor, attention_mask: Tensor | None = None, output_hidden_states: bool = False
     ) -> EncoderOutput:
         """The encoder's output alone, for decoding step by step."""
-        states = self.run_encoder(input_ids, attention_mask)
+        states, _ = self.run_encoder(input_ids, attention_mask)
         return EncoderOutput(
             self.whole_sequence(states[-1]), self.whole_sequences(states) if output_hidden_states else None
         )
 
-    def run_encoder(self, input_ids: Tensor | None, attention_mask: Tensor | None) -> list[Tensor]:
+    def run_encoder(self, input_ids: Tensor | None, attention_mask: Tensor | None) -> tuple[list[Tensor], Tensor]:
+        """The encoder's hidden states, and the word embeddings' table for those who use it next."""
         if input_ids is None:
             raise ValueError("pass input_ids, or encoder_outputs of an earlier call")
-        return self.encoder(self.word_embeddings(input_ids), input_ids.shape[1], key_mask(attention_mask))
+        x, table = self.word_embeddings.look_up(input_ids)
+        return self.encoder(x, input_ids.shape[1], key_mask(attention_mask)), table
 
     def initial_value(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """Fills a parameter's unsplit value in place, with the standard deviations of the T5 code base."""
