@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...mpu import ColumnParallelLinear, Dropout, ParallelMesh, RowParallelLinear
-from ...ops import geglu, swiglu
+from ...mpu.linear import column_parallel
+from ...ops import bias_gelu, geglu, swiglu
 from .execution import Execution
 from .gated_linear import DownLinear, GateUpLinear
 
@@ -24,6 +25,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "silu": F.silu,
     "swish": F.silu,
+}
+WITH_BIAS: dict[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]] = {
+    F.gelu: bias_gelu,
+    gelu_tanh: partial(bias_gelu, approximate="tanh"),
 }
 GATES: dict[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]] = {
     F.gelu: geglu,
@@ -62,7 +67,11 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, H] -> [B, S, H]"""
-        return self.down(self.dropout(self.activation(self.up(x))))
+        fused = None if self.up.bias is None else WITH_BIAS.get(self.activation)
+        if fused is None or self.up.bias is None:
+            return self.down(self.dropout(self.activation(self.up(x))))
+        y = column_parallel(x, self.up.weight, None, sequence_parallel=self.up.sequence_parallel, mesh=self.up.mesh)
+        return self.down(self.dropout(fused(y, self.up.bias.to(y.dtype))))  # y: [B, S, Fp]
 
 
 class GatedMLP(nn.Module):
