@@ -210,13 +210,14 @@ class BertForPreTraining(BertModel, LanguageModel):
         As in transformers there is a loss only with both kinds of labels: the sum of their two means, or of their
         sums divided by `num_items_in_batch` labels and `num_sequences_in_batch` sequences.
         """
-        if (num_items_in_batch is None) != (num_sequences_in_batch is None):
+        if labels is None or next_sentence_label is None:
+            labels = next_sentence_label = None
+        elif (num_items_in_batch is None) != (num_sequences_in_batch is None):
             raise ValueError("give both num_items_in_batch and num_sequences_in_batch, or neither")
         hidden_states, table = self.encoder(input_ids, attention_mask, token_type_ids, position_ids)
         x = self.head.transform(hidden_states[-1])
         scores = self.next_sentence(self.pooler(self.encoder.first_token(hidden_states[-1])).tanh())  # [B, 2]
-        given = labels if next_sentence_label is not None else None
-        loss, logits = self.predict(self.head.decoder, x, given, num_items_in_batch, table)
+        loss, logits = self.predict(self.head.decoder, x, labels, num_items_in_batch, table)
         if loss is not None and next_sentence_label is not None:
             loss = loss + class_loss(scores, next_sentence_label, num_sequences_in_batch)
         return PreTrainingOutput(loss, logits, scores, hidden_states if output_hidden_states else None)

@@ -17,7 +17,7 @@ class MaskedLMOutput(ModelOutput):
     """loss: scalar fp32, mean over the labels that are not -100; None without labels.
 
     logits: [B, S, Vp], this rank's columns of the padded vocabulary ([B, S, V] in one process);
-        `model.gather_logits` gives [B, S, V].
+        `model.gather_logits` gives [B, S, V]. With labels they are calculated when first read.
     """
 
     loss: Tensor | None
@@ -29,8 +29,8 @@ class MaskedLMOutput(ModelOutput):
 class PreTrainingOutput(ModelOutput):
     """loss: masked-language-model loss + next-sentence loss; None unless both kinds of labels are given.
 
-    prediction_logits: [B, S, Vp], vocabulary-parallel. seq_relationship_logits: [B, 2], replicated; class 0 says
-    that the second sentence follows the first.
+    prediction_logits: [B, S, Vp], vocabulary-parallel; with both kinds of labels calculated when first read.
+    seq_relationship_logits: [B, 2], replicated; class 0 says that the second sentence follows the first.
     """
 
     loss: Tensor | None

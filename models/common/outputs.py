@@ -28,7 +28,7 @@ class Deferred:
         if versions(self.parameters) != self.versions:
             raise RuntimeError(
                 f"{name} is calculated when it is first read, and the weights have changed since the forward pass: "
-                f"read it before the optimizer's step, or call the model without labels"
+                "read it before the optimizer's step, or call the model without labels"
             )
         enabled, dtype = self.autocast
         with torch.set_grad_enabled(self.grad), torch.autocast(self.device, dtype, enabled):
@@ -36,7 +36,7 @@ class Deferred:
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:
-    return [tensor._version for tensor in tensors]
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 class ModelOutput:
@@ -58,6 +58,11 @@ class ModelOutput:
         del deferred[name]
         setattr(self, name, value)
         return value
+
+    def __getstate__(self) -> dict[str, Any]:
+        for name in tuple(self._deferred):
+            getattr(self, name)
+        return vars(self)
 
     def keys(self) -> tuple[str, ...]:
         names = (field.name for field in fields(self))  # type: ignore[arg-type]
@@ -86,7 +91,7 @@ class CausalLMOutput(ModelOutput):
 
     loss: scalar fp32, mean over the labels that are not -100; None without labels.
     logits: [B, S, Vp], this rank's columns of the padded vocabulary ([B, S, V] in one process);
-        `model.gather_logits` gives [B, S, V].
+        `model.gather_logits` gives [B, S, V]. With labels they are calculated when first read.
     hidden_states: the embedding output and each block's output, [B, S, H] each (the last one after the final
         norm, as in transformers); None unless asked for.
     """
@@ -110,7 +115,7 @@ class Seq2SeqLMOutput(ModelOutput):
 
     loss: scalar fp32, mean over the labels that are not -100; None without labels.
     logits: [B, T, Vp], this rank's columns of the padded vocabulary ([B, T, V] in one process);
-        `model.gather_logits` gives [B, T, V].
+        `model.gather_logits` gives [B, T, V]. With labels they are calculated when first read.
     encoder_last_hidden_state: [B, S, H]; what `encoder_outputs` takes.
     decoder_hidden_states, encoder_hidden_states: embedding output and each block's output, [B, T, H] and [B, S, H],
         the last one after the final norm; None unless asked for.

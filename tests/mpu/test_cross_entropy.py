@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardzoo.mpu import cross_entropy, vocab_parallel_cross_entropy
+from shardzoo.mpu import cross_entropy, head_losses, vocab_parallel_cross_entropy
 
 GARBAGE = 1e4  # what padding columns hold: any of it in the softmax would decide the loss
 
@@ -169,3 +169,31 @@ def test_no_fp32_copy_of_the_logits_and_no_gathered_logits():
     with LargestWide() as wide:
         vocab_parallel_cross_entropy(logits, labels, label_smoothing=0.1).backward()
     assert 0 < wide.largest <= cross_entropy.CHUNK_ELEMENTS < logits.numel()
+
+
+def split_head_losses(mesh, hidden, weight, bias, labels, grad):
+    rows = slice(mesh.tp_rank * 4, mesh.tp_rank * 4 + 4)
+    own = [hidden.clone().requires_grad_(), weight[rows].clone().requires_grad_(), bias[rows].clone().requires_grad_()]
+    losses = head_losses(*own, labels, num_classes=7, mesh=mesh)
+    once = torch.autograd.grad(losses, own, grad, retain_graph=True)
+    again = torch.autograd.grad(losses, own, grad)  # of logits that the first pass has written over
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+    return losses.detach(), *once
+
+
+def test_losses_of_a_head(run_mesh):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias, grad = (torch.randn(s, generator=generator) for s in ((5, 3), (8, 3), (8,), (5,)))
+    labels = torch.tensor([0, 6, -100, 3, 5])
+    weight[7], bias[7] = GARBAGE, GARBAGE
+    whole = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
+    expected = F.cross_entropy(F.linear(*whole)[:, :7], labels, reduction="none")
+    grads = torch.autograd.grad(expected, whole, grad)
+    ranks = run_mesh(2, split_head_losses, hidden, weight, bias, labels, grad)
+    for losses, hidden_grad, _, _ in ranks:
+        torch.testing.assert_close(losses, expected.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(hidden_grad, grads[0], rtol=1e-5, atol=1e-5)
+    for split, parameter_grad in ((2, grads[1]), (3, grads[2])):
+        torch.testing.assert_close(torch.cat([rank[split] for rank in ranks]), parameter_grad, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match=r"label 7 is outside 0\.\.6"):
+        head_losses(hidden, weight, bias, torch.full((5,), 7), num_classes=7)
