@@ -51,4 +51,6 @@ def look_up(ids: Tensor, table: Tensor, padding_idx: int | None = None) -> tuple
     it in place: however many look-ups and products share a table, its gradient, often the largest tensor of a step, is
     made once. So the returned table is for layers that make a gradient of their own for it, as products do.
     """
+    if torch.compiler.is_compiling():  # a compiler cannot trace a gradient that is written over
+        return F.embedding(ids, table, padding_idx), table
     return _LookUp.apply(ids, table, padding_idx)

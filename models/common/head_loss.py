@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...mpu import VocabParallelHead, gather_sequence, head_losses
+from ...mpu import VocabParallelHead, gather_sequence, head_losses, vocab_parallel_cross_entropy
 
 IGNORED = -100
 
@@ -26,6 +26,13 @@ def head_loss(
     few_labels: look for the labelled positions on an accelerator too, where the host has to wait for the answer.
     ValueError for shapes that do not match and for labels outside the vocabulary.
     """
+    if torch.compiler.is_compiling():  # a compiler traces neither gradients written over logits nor a number of rows
+        logits = head(hidden, table)
+        reduction = "mean" if num_items is None else "sum"
+        loss = vocab_parallel_cross_entropy(
+            logits, labels, num_classes=head.num_embeddings, mesh=head.mesh, reduction=reduction
+        )
+        return loss if num_items is None else loss / num_items
     if head.sequence_parallel:
         hidden = gather_sequence(hidden, head.mesh)
     if hidden.shape[:-1] != labels.shape:

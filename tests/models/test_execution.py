@@ -58,6 +58,15 @@ def test_a_block_compiles_without_a_break(values, recompute):
     compiled_equals_plain(None, values, Execution(recompute=recompute))
 
 
+@FAMILIES
+def test_a_whole_model_compiles(values):
+    torch.compiler.reset()
+    plain = gradients(shardzoo.from_config(values), batch(values))
+    model = shardzoo.from_config(values)
+    model.compile(backend="aot_eager")
+    torch.testing.assert_close(gradients(model, batch(values)), plain, rtol=1e-5, atol=1e-6)
+
+
 def kept_bytes(values, recompute):
     """Of activations that the backward pass finds stored."""
     model = shardzoo.from_config(values, execution=Execution(recompute=recompute))
