@@ -129,9 +129,7 @@ def bias_dropout_residual(
         raise ValueError(f"the bias of x {tuple(x.shape)} has shape ({x.shape[-1]},), got {tuple(bias.shape)}")
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"x {tuple(x.shape)} and residual {tuple(residual.shape)} must have the same shape")
-    return torch.ops.shardzoo.bias_dropout_residual(
-        x, bias, residual, keys if p else None, float(p), first_row, first_column
-    )
+    return forward_op(x, bias, residual, keys if p else None, float(p), first_row, first_column)
 
 
 def dropout(

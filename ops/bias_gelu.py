@@ -100,4 +100,4 @@ def bias_gelu(x: torch.Tensor, bias: torch.Tensor | None = None, approximate: st
         raise ValueError(f"GELU has approximate = {' or '.join(map(repr, APPROXIMATIONS))}, got {approximate!r}")
     if bias is not None and tuple(bias.shape) != (x.shape[-1],):
         raise ValueError(f"the bias of x {tuple(x.shape)} has shape ({x.shape[-1]},), got {tuple(bias.shape)}")
-    return torch.ops.shardzoo.bias_gelu(x, bias, approximate == "tanh")
+    return forward_op(x, bias, approximate == "tanh")

@@ -99,10 +99,10 @@ def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: str = "none") -> to
     if approximate not in APPROXIMATIONS:
         raise ValueError(f"GELU has approximate = {' or '.join(map(repr, APPROXIMATIONS))}, got {approximate!r}")
     _checked(gate, up)
-    return torch.ops.shardzoo.glu(gate, up, GELU_TANH if approximate == "tanh" else GELU)
+    return forward_op(gate, up, GELU_TANH if approximate == "tanh" else GELU)
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up: both [..., F] (rows may be strided)."""
     _checked(gate, up)
-    return torch.ops.shardzoo.glu(gate, up, SILU)
+    return forward_op(gate, up, SILU)

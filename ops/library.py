@@ -12,6 +12,7 @@ An op `name` gets a sibling `name_out` that writes into tensors passed by the ca
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,6 +56,12 @@ class Op:
         LIBRARY.impl(f"{name}_out", self._call_out, "CompositeExplicitAutograd")
         torch.library.register_fake(f"shardzoo::{name}_out", lambda *_, **__: None, lib=LIBRARY)
 
+    def __call__(self, *arguments) -> Any:
+        """The operator, without PyTorch's dispatcher where nobody looks: most of a small call's time is spent there."""
+        if runs_directly(*arguments):
+            return self._call(*arguments)
+        return getattr(torch.ops.shardzoo, self.name)(*arguments)
+
     def _single_or_tuple(self, outputs: Outputs) -> Any:
         return outputs[0] if len(outputs) == 1 else outputs
 
@@ -86,10 +93,10 @@ class Op:
 
     def run_fast(self, arguments: tuple, outputs: Outputs) -> bool:
         """Run a variant other than the reference into `outputs`; False if the reference has to."""
-        first = next(value for value in arguments if isinstance(value, torch.Tensor))
-        elsewhere = {value.device for value in arguments if isinstance(value, torch.Tensor)} - {first.device}
-        if elsewhere:
-            raise ValueError(f"{self.name} got tensors on {first.device} and on {elsewhere.pop()}; use one device")
+        first, *others = (value for value in arguments if isinstance(value, torch.Tensor))
+        for other in others:
+            if other.device != first.device:
+                raise ValueError(f"{self.name} got tensors on {first.device} and on {other.device}; use one device")
         variant = dispatch.choose(first.device.type)
         if variant == "reference":
             return False
@@ -110,6 +117,26 @@ class Op:
     def autograd(self, setup_context: Callable, backward: Callable) -> None:
         """Give the op its gradient formula (`torch.library.register_autograd`)."""
         torch.library.register_autograd(f"shardzoo::{self.name}", backward, setup_context=setup_context, lib=LIBRARY)
+
+
+def runs_directly(*arguments: Any) -> bool:
+    """Whether a call may go past the dispatcher: nothing differentiates, traces, transforms or intercepts it, and its
+    tensors are no subclass that would want to."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch.is_grad_enabled()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.jit.is_tracing()
+        or any(intercepts(type(value)) for value in arguments)
+    )
+
+
+@functools.cache
+def intercepts(kind: type) -> bool:
+    """Whether it is a subclass of tensors that sees the calls made with them, as fake and distributed ones do."""
+    return issubclass(kind, torch.Tensor) and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def unfit_for_triton(tensor: torch.Tensor) -> str | None:

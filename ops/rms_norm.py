@@ -99,7 +99,7 @@ forward_op.autograd(_setup_context, _backward)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm of x [..., H] over its last dimension; weight [H]. Returns x's shape and dtype."""
     check_norm(x, weight, None)
-    return torch.ops.shardzoo.rms_norm(x, None, weight, eps)[0]
+    return forward_op(x, None, weight, eps)[0]
 
 
 def add_rms_norm(
@@ -107,5 +107,5 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(RMSNorm of h, h) with h = x + residual, in one pass over memory. Shapes as in `rms_norm`."""
     check_norm(x, weight, residual)
-    y, summed, _ = torch.ops.shardzoo.rms_norm(x, residual, weight, eps)
+    y, summed, _ = forward_op(x, residual, weight, eps)
     return y, summed

@@ -202,7 +202,5 @@ def masked_softmax(
             raise ValueError(f"{name} {tuple(tensor.shape)} does not broadcast to the scores {tuple(scores.shape)}")
     if bias is not None and bias.dim() != 4:
         bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
-    probs, dropped = torch.ops.shardzoo.masked_softmax(
-        scores, mask, bias, prefix, keys, float(scale), causal, float(dropout), first_row
-    )
+    probs, dropped = forward_op(scores, mask, bias, prefix, keys, float(scale), causal, float(dropout), first_row)
     return dropped if dropout else probs
