@@ -39,7 +39,7 @@ struct Dropout {
   int64_t first_column;
 };
 
-// One unit of work is a row of `columns` scores, unit (b * heads + n) * queries + q.
+// One unit of work is a row of `columns` scores.
 struct SoftmaxForward {
   const void *scores, *mask, *bias;  // scores contiguous; mask and bias by strides, unit stride along the keys
   const int64_t* prefix;             // [batch]

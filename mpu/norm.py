@@ -3,12 +3,56 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from ..ops import layer_norm, rms_norm
-from .collectives import copy_to_tp
+from .communication import start_all_reduce
 from .mesh import ParallelMesh, tp_size
+
+
+class _LayerNormOfPart(Function):
+    """LayerNorm of a part of the sequence. The ranks' gradients of weight and bias are summed in fp32 (fp64 for fp64)
+    and rounded once: rounded before as well, 16-bit gradients would lose half as much precision again."""
+
+    @staticmethod
+    def forward(
+        ctx, tensor: Tensor, weight: Tensor, bias: Tensor | None, eps: float, group: dist.ProcessGroup
+    ) -> Tensor:
+        output, _, mean, rstd = torch.ops.shardzoo.layer_norm(tensor, None, weight, bias, eps)
+        ctx.save_for_backward(tensor, weight, mean, rstd)
+        ctx.has_bias, ctx.group = bias is not None, group
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor):
+        tensor, weight, mean, rstd = ctx.saved_tensors
+        own = torch.ops.shardzoo.layer_norm_backward(grads[0], None, tensor, weight, mean, rstd, ctx.has_bias)
+        # Stacked, so that one all-reduce serves both gradients.
+        parts = torch.stack(own[1:] if ctx.has_bias else own[1:2])
+        total = start_all_reduce(parts, ctx.group)().to(weight.dtype)
+        return own[0], total[0], total[1] if ctx.has_bias else None, None, None
+
+
+class _RMSNormOfPart(Function):
+    """RMSNorm of a part of the sequence, its weight's gradient summed as `_LayerNormOfPart` does."""
+
+    @staticmethod
+    def forward(ctx, tensor: Tensor, weight: Tensor, eps: float, group: dist.ProcessGroup) -> Tensor:
+        output, _, rstd = torch.ops.shardzoo.rms_norm(tensor, None, weight, eps)
+        ctx.save_for_backward(tensor, weight, rstd)
+        ctx.group = group
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor):
+        tensor, weight, rstd = ctx.saved_tensors
+        tensor_grad, part = torch.ops.shardzoo.rms_norm_backward(grads[0], None, tensor, weight, rstd)
+        return tensor_grad, start_all_reduce(part, ctx.group)().to(weight.dtype), None, None
 
 
 class _Norm(nn.Module):
@@ -42,16 +86,9 @@ class LayerNorm(_Norm):
         self.bias = nn.Parameter(torch.zeros(hidden_size)) if bias else None
 
     def forward(self, tensor: Tensor) -> Tensor:
-        weight, bias = self.weight, self.bias
-        if self.sequence_parallel and tp_size(self.mesh) > 1:
-            # Stacked, so that one all-reduce serves both gradients.
-            both = copy_to_tp(torch.stack([weight] if bias is None else [weight, bias]), self.mesh)
-            weight, bias = both[0], None if bias is None else both[1]
-        if tensor.dtype.itemsize < 4:
-            # The fused gradient of a 16-bit weight is rounded before the ranks add theirs, which on a split sequence
-            # costs half as much precision again as on one rank; torch keeps the two closer.
-            return F.layer_norm(tensor, (self.hidden_size,), weight, bias, self.eps)
-        return layer_norm(tensor, weight, bias, self.eps)
+        if self.sequence_parallel and self.mesh is not None and tp_size(self.mesh) > 1:
+            return _LayerNormOfPart.apply(tensor, self.weight, self.bias, self.eps, self.mesh.tp_group)
+        return layer_norm(tensor, self.weight, self.bias, self.eps)
 
 
 class RMSNorm(_Norm):
@@ -67,5 +104,6 @@ class RMSNorm(_Norm):
         super().__init__(hidden_size, eps, sequence_parallel, mesh)
 
     def forward(self, tensor: Tensor) -> Tensor:
-        weight = copy_to_tp(self.weight, self.mesh) if self.sequence_parallel else self.weight
-        return rms_norm(tensor, weight, self.eps)
+        if self.sequence_parallel and self.mesh is not None and tp_size(self.mesh) > 1:
+            return _RMSNormOfPart.apply(tensor, self.weight, self.eps, self.mesh.tp_group)
+        return rms_norm(tensor, self.weight, self.eps)

@@ -9,7 +9,7 @@ import torch
 
 from .dispatch import same_dtype
 from .dropout_mask import dropout_keep
-from .library import Op, compute_dtype, nothing
+from .library import Op, compute_dtype, nothing, unwritten
 
 
 def _dropped(value, keys, p, first_row, first_column):
@@ -49,15 +49,11 @@ def _prepare_backward(grad, keys, p, first_row, first_column, has_bias):
     return same_dtype(grad) or (*_contiguous(grad, keys), p, first_row, first_column, has_bias)
 
 
-def _empty(like):
-    return torch.empty_like(like, memory_format=torch.contiguous_format)
-
-
 forward_op = Op(
     "bias_dropout_residual",
     "Tensor x, Tensor? bias, Tensor? residual, Tensor? keys, float p, SymInt first_row, SymInt first_column",
     ("y",),
-    allocate=lambda x, *_: (_empty(x),),
+    allocate=lambda x, *_: (unwritten(x),),
     reference=reference,
     prepare=_prepare,
 )
@@ -66,7 +62,7 @@ backward_op = Op(
     "Tensor grad, Tensor? keys, float p, SymInt first_row, SymInt first_column, bool has_bias",
     ("grad_x", "grad_bias"),
     allocate=lambda grad, *rest: (
-        _empty(grad),
+        unwritten(grad),
         grad.new_empty(grad.shape[-1]) if rest[-1] else nothing(grad),
     ),
     reference=backward_reference,
@@ -84,9 +80,7 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, grad):
     (keys,) = ctx.saved_tensors
     has_bias = ctx.bias_dtype is not None
-    grad_x, grad_bias = torch.ops.shardzoo.bias_dropout_residual_backward(
-        grad, keys, ctx.p, ctx.first_row, ctx.first_column, has_bias
-    )
+    grad_x, grad_bias = backward_op(grad, keys, ctx.p, ctx.first_row, ctx.first_column, has_bias)
     grad_bias = grad_bias.to(ctx.bias_dtype) if has_bias else None
     grad_residual = None if ctx.residual_dtype is None else grad.to(ctx.residual_dtype)
     return grad_x, grad_bias, grad_residual, None, None, None, None
@@ -129,9 +123,7 @@ def bias_dropout_residual(
         raise ValueError(f"the bias of x {tuple(x.shape)} has shape ({x.shape[-1]},), got {tuple(bias.shape)}")
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"x {tuple(x.shape)} and residual {tuple(residual.shape)} must have the same shape")
-    return torch.ops.shardzoo.bias_dropout_residual(
-        x, bias, residual, keys if p else None, float(p), first_row, first_column
-    )
+    return forward_op(x, bias, residual, keys if p else None, float(p), first_row, first_column)
 
 
 def dropout(

@@ -10,7 +10,7 @@ import math
 import torch
 
 from .dispatch import same_dtype
-from .library import Op, compute_dtype, nothing
+from .library import Op, compute_dtype, nothing, unwritten
 
 APPROXIMATIONS = ("none", "tanh")
 
@@ -59,7 +59,7 @@ forward_op = Op(
     "bias_gelu",
     "Tensor x, Tensor? bias, bool tanh",
     ("y",),
-    allocate=lambda x, bias, tanh: (torch.empty_like(x, memory_format=torch.contiguous_format),),
+    allocate=lambda x, bias, tanh: (unwritten(x),),
     reference=reference,
     prepare=lambda x, bias, tanh: same_dtype(x, bias) or (*_contiguous(x, bias), tanh),
 )
@@ -68,7 +68,7 @@ backward_op = Op(
     "Tensor grad, Tensor x, Tensor? bias, bool tanh",
     ("grad_x", "grad_bias"),
     allocate=lambda grad, x, bias, tanh: (
-        torch.empty_like(x, memory_format=torch.contiguous_format),
+        unwritten(x),
         nothing(x) if bias is None else torch.empty_like(bias),
     ),
     reference=backward_reference,
@@ -83,7 +83,7 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, grad):
     x, bias = ctx.saved_tensors
-    grad_x, grad_bias = torch.ops.shardzoo.bias_gelu_backward(grad, x, bias, ctx.tanh)
+    grad_x, grad_bias = backward_op(grad, x, bias, ctx.tanh)
     return grad_x, None if bias is None else grad_bias, None
 
 
@@ -100,4 +100,4 @@ def bias_gelu(x: torch.Tensor, bias: torch.Tensor | None = None, approximate: st
         raise ValueError(f"GELU has approximate = {' or '.join(map(repr, APPROXIMATIONS))}, got {approximate!r}")
     if bias is not None and tuple(bias.shape) != (x.shape[-1],):
         raise ValueError(f"the bias of x {tuple(x.shape)} has shape ({x.shape[-1]},), got {tuple(bias.shape)}")
-    return torch.ops.shardzoo.bias_gelu(x, bias, approximate == "tanh")
+    return forward_op(x, bias, approximate == "tanh")

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 
 from .dispatch import same_dtype
-from .library import LIBRARY, Op, compute_dtype
+from .library import LIBRARY, Op, compute_dtype, unwritten
 
 IGNORE_INDEX = -100
 
@@ -82,7 +82,7 @@ grad_op = Op(
     "cross_entropy_grad",
     f"Tensor logits, Tensor target, Tensor grad, Tensor log_z, {_SETTINGS}",
     ("grad_logits",),
-    allocate=lambda logits, *_: (torch.empty_like(logits, memory_format=torch.contiguous_format),),
+    allocate=lambda logits, *_: (unwritten(logits),),
     reference=grad_reference,
     prepare=_prepare_grad,
 )
@@ -110,7 +110,7 @@ LIBRARY.define(
 
 def _loss(logits, target, label_smoothing, z_loss, ignore_index):
     columns = logits.shape[1]
-    maximum, sum_exp, picked, total = torch.ops.shardzoo.cross_entropy_stats(logits, target, 0, columns)
+    maximum, sum_exp, picked, total = stats_op(logits, target, 0, columns)
     log_z = maximum + torch.log(sum_exp)
     losses = cross_entropy_loss(
         log_z,
@@ -140,7 +140,7 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, grad_losses, grad_log_z):
     logits, target, log_z = ctx.saved_tensors
     columns = logits.shape[1]
-    grad = torch.ops.shardzoo.cross_entropy_grad(logits, target, grad_losses, log_z, 0, columns, columns, *ctx.settings)
+    grad = grad_op(logits, target, grad_losses, log_z, 0, columns, columns, *ctx.settings)
     return grad, None, None, None, None
 
 
@@ -168,7 +168,7 @@ def cross_entropy_stats(
     """
     _check(logits, target)
     _check_columns(logits, columns)
-    return torch.ops.shardzoo.cross_entropy_stats(logits, target, first, columns)
+    return stats_op(logits, target, first, columns)
 
 
 def cross_entropy_loss(
@@ -220,7 +220,7 @@ def cross_entropy_grad(
     if in_place:
         torch.ops.shardzoo.cross_entropy_grad_(logits, target, grad, log_z, *settings)
         return logits
-    return torch.ops.shardzoo.cross_entropy_grad(logits, target, grad, log_z, *settings)
+    return grad_op(logits, target, grad, log_z, *settings)
 
 
 def cross_entropy(

@@ -9,7 +9,7 @@ import torch
 
 from .bias_gelu import APPROXIMATIONS, gelu, gelu_derivative
 from .dispatch import same_dtype
-from .library import Op, compute_dtype
+from .library import Op, compute_dtype, unwritten
 
 GELU, GELU_TANH, SILU = range(3)  # the schema's activation numbers
 
@@ -50,15 +50,11 @@ def _rows(tensor):
     return tensor.contiguous().view(-1, tensor.shape[-1])
 
 
-def _empty(like):
-    return torch.empty_like(like, memory_format=torch.contiguous_format)
-
-
 forward_op = Op(
     "glu",
     "Tensor gate, Tensor up, int activation",
     ("y",),
-    allocate=lambda gate, up, activation: (_empty(gate),),
+    allocate=lambda gate, up, activation: (unwritten(gate),),
     reference=reference,
     prepare=lambda gate, up, activation: same_dtype(gate, up) or (_rows(gate), _rows(up), activation),
 )
@@ -66,7 +62,7 @@ backward_op = Op(
     "glu_backward",
     "Tensor grad, Tensor gate, Tensor up, int activation",
     ("grad_gate", "grad_up"),
-    allocate=lambda grad, gate, up, activation: (_empty(gate), _empty(up)),
+    allocate=lambda grad, gate, up, activation: (unwritten(gate), unwritten(up)),
     reference=backward_reference,
     prepare=lambda grad, gate, up, activation: (
         same_dtype(grad, gate, up) or (_rows(grad), _rows(gate), _rows(up), activation)
@@ -81,7 +77,7 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, grad):
     gate, up = ctx.saved_tensors
-    return (*torch.ops.shardzoo.glu_backward(grad, gate, up, ctx.activation), None)
+    return (*backward_op(grad, gate, up, ctx.activation), None)
 
 
 forward_op.autograd(_setup_context, _backward)
@@ -99,10 +95,10 @@ def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: str = "none") -> to
     if approximate not in APPROXIMATIONS:
         raise ValueError(f"GELU has approximate = {' or '.join(map(repr, APPROXIMATIONS))}, got {approximate!r}")
     _checked(gate, up)
-    return torch.ops.shardzoo.glu(gate, up, GELU_TANH if approximate == "tanh" else GELU)
+    return forward_op(gate, up, GELU_TANH if approximate == "tanh" else GELU)
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up: both [..., F] (rows may be strided)."""
     _checked(gate, up)
-    return torch.ops.shardzoo.glu(gate, up, SILU)
+    return forward_op(gate, up, SILU)

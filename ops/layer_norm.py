@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from .dispatch import same_dtype
-from .library import Op, compute_dtype, nothing
+from .library import Op, compute_dtype, nothing, unwritten
 
 
 def reference(x, residual, weight, bias, eps):
@@ -27,7 +27,8 @@ def reference(x, residual, weight, bias, eps):
 
 
 def backward_reference(grad, grad_summed, h, weight, mean, rstd, has_bias):
-    """Gradients of h (which are those of x and of the residual), weight and bias."""
+    """Gradients of h (which are those of x and of the residual), weight and bias; the last two are not rounded to a
+    16-bit dtype, because ranks may still have to add theirs."""
     dtype = compute_dtype(h)
     rows = h.shape[:-1]
     wide, dy = h.to(dtype), grad.to(dtype)
@@ -38,22 +39,23 @@ def backward_reference(grad, grad_summed, h, weight, mean, rstd, has_bias):
     grad_x = scale * (grad_x - normalized * (weighted * normalized).mean(-1, keepdim=True))
     if grad_summed is not None:
         grad_x = grad_x + grad_summed.to(dtype)
-    grad_weight = (dy * normalized).flatten(0, -2).sum(0).to(weight.dtype)
-    grad_bias = dy.flatten(0, -2).sum(0).to(weight.dtype) if has_bias else nothing(weight)
+    grad_weight = (dy * normalized).flatten(0, -2).sum(0)
+    grad_bias = dy.flatten(0, -2).sum(0) if has_bias else nothing(weight)
     return grad_x.to(h.dtype), grad_weight, grad_bias
 
 
 def _allocate(x, residual, weight, bias, eps):
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    summed = nothing(x) if residual is None else torch.empty_like(y)
+    y = unwritten(x)
+    summed = nothing(x) if residual is None else unwritten(x)
     rows = x.shape[:-1].numel()
     mean, rstd = (x.new_empty(rows, dtype=compute_dtype(x)) for _ in range(2))
     return y, summed, mean, rstd
 
 
 def _allocate_backward(grad, grad_summed, h, weight, mean, rstd, has_bias):
-    grad_x = torch.empty_like(h, memory_format=torch.contiguous_format)
-    return grad_x, torch.empty_like(weight), torch.empty_like(weight) if has_bias else nothing(weight)
+    grad_x = unwritten(h)
+    grad_weight, grad_bias = (weight.new_empty(weight.shape, dtype=compute_dtype(h)) for _ in range(2))
+    return grad_x, grad_weight, grad_bias if has_bias else nothing(weight)
 
 
 def _prepare(x, residual, weight, bias, eps):
@@ -97,14 +99,14 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, grad, grad_summed, grad_mean, grad_rstd):
     h, weight, mean, rstd = ctx.saved_tensors
     grad = torch.zeros_like(h) if grad is None else grad
-    grad_x, grad_weight, grad_bias = torch.ops.shardzoo.layer_norm_backward(
+    grad_x, grad_weight, grad_bias = backward_op(
         grad, grad_summed if ctx.has_residual else None, h, weight, mean, rstd, ctx.has_bias
     )
     return (
         grad_x,
         grad_x if ctx.has_residual else None,
-        grad_weight,
-        grad_bias if ctx.has_bias else None,
+        grad_weight.to(weight.dtype),
+        grad_bias.to(weight.dtype) if ctx.has_bias else None,
         None,
     )
 
@@ -125,7 +127,7 @@ def check_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | N
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
     """LayerNorm of x [..., H] over its last dimension; weight and bias [H]. Returns x's shape and dtype."""
     check_norm(x, weight, None)
-    return torch.ops.shardzoo.layer_norm(x, None, weight, bias, eps)[0]
+    return forward_op(x, None, weight, bias, eps)[0]
 
 
 def add_layer_norm(
@@ -133,5 +135,5 @@ def add_layer_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(LayerNorm of h, h) with h = x + residual, in one pass over memory. Shapes as in `layer_norm`."""
     check_norm(x, weight, residual)
-    y, summed, _, _ = torch.ops.shardzoo.layer_norm(x, residual, weight, bias, eps)
+    y, summed, _, _ = forward_op(x, residual, weight, bias, eps)
     return y, summed

@@ -7,7 +7,8 @@ Every op is described by pure functions:
     variant prepare(*arguments) -> the arguments as the compiled kernels take them (contiguous), or a string:
     why they cannot
 
-An op `name` gets a sibling `name_out` that writes into tensors passed by the caller.
+An op `name` gets a sibling `name_out` that writes into tensors passed by the caller. Calling the `Op` itself does
+what `torch.ops.shardzoo.<name>` does, without the cost of torch's dispatcher where nothing needs it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from . import dispatch, native
 LIBRARY = torch.library.Library("shardzoo", "DEF")
 Outputs = tuple[torch.Tensor, ...]
 OPS: dict[str, Op] = {}  # by name
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+LARGE = 1 << 19  # elements from which an output's memory is worth recycling; the pool has the last word
 
 
 class Op:
@@ -45,6 +48,7 @@ class Op:
     ) -> None:
         self.name, self.outputs = name, tuple(outputs)
         self.allocate, self.reference, self.prepare = allocate, reference, prepare
+        self._function: type[torch.autograd.Function] | None = None  # the gradient formula, once there is one
         OPS[name] = self
         returned = ", ".join(f"Tensor {output}" for output in outputs)
         LIBRARY.define(f"{name}({arguments}) -> ({returned})")
@@ -54,6 +58,17 @@ class Op:
         LIBRARY.define(f"{name}_out({arguments}, *, {written}) -> ()")
         LIBRARY.impl(f"{name}_out", self._call_out, "CompositeExplicitAutograd")
         torch.library.register_fake(f"shardzoo::{name}_out", lambda *_, **__: None, lib=LIBRARY)
+        self._operator = getattr(torch.ops.shardzoo, name).default
+
+    def __call__(self, *arguments) -> Any:
+        """The operator, without PyTorch's dispatcher where nobody looks: most of a small call's time is spent there."""
+        if not runs_directly(*arguments):
+            return self._operator(*arguments)
+        if not torch.is_grad_enabled() or not any(
+            value.requires_grad for value in arguments if isinstance(value, torch.Tensor)
+        ):
+            return self._call(*arguments)
+        return self._operator(*arguments) if self._function is None else self._function.apply(*arguments)
 
     def _single_or_tuple(self, outputs: Outputs) -> Any:
         return outputs[0] if len(outputs) == 1 else outputs
@@ -86,10 +101,10 @@ class Op:
 
     def run_fast(self, arguments: tuple, outputs: Outputs) -> bool:
         """Run a variant other than the reference into `outputs`; False if the reference has to."""
-        first = next(value for value in arguments if isinstance(value, torch.Tensor))
-        elsewhere = {value.device for value in arguments if isinstance(value, torch.Tensor)} - {first.device}
-        if elsewhere:
-            raise ValueError(f"{self.name} got tensors on {first.device} and on {elsewhere.pop()}; use one device")
+        first, *others = (value for value in arguments if isinstance(value, torch.Tensor))
+        for other in others:
+            if other.device != first.device:
+                raise ValueError(f"{self.name} got tensors on {first.device} and on {other.device}; use one device")
         variant = dispatch.choose(first.device.type)
         if variant == "reference":
             return False
@@ -111,6 +126,28 @@ class Op:
         """Give the op its gradient formula (`torch.library.register_autograd`)."""
         torch.library.register_autograd(f"shardzoo::{self.name}", backward, setup_context=setup_context, lib=LIBRARY)
 
+        def forward(ctx, *arguments):
+            outputs = self._call(*arguments)
+            setup_context(ctx, arguments, outputs)
+            return outputs
+
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        self._function = type(self.name, (torch.autograd.Function,), methods)
+
+
+def runs_directly(*arguments: Any) -> bool:
+    """Whether a call may go past the dispatcher: nothing traces, transforms or intercepts it, its tensors are no
+    subclass that would want to, and the first of them holds data."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.jit.is_tracing()
+        or arguments[0].device.type not in ("cpu", "cuda")
+        or any(isinstance(value, torch.Tensor) and type(value) not in PLAIN for value in arguments)
+    )
+
 
 def unfit_for_triton(tensor: torch.Tensor) -> str | None:
     """Why the Triton kernels do not take this tensor, or None if they do."""
@@ -126,6 +163,17 @@ def unfit_for_triton(tensor: torch.Tensor) -> str | None:
 def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
     """fp32 for fp32 and the half types, fp64 for fp64: the type every variant calculates in."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def unwritten(like: torch.Tensor, *size: int) -> torch.Tensor:
+    """A contiguous, uninitialized tensor of `size` (default: that of `like`) with the dtype and device of `like`.
+
+    On the CPU the memory of a large one is that of an earlier output, where the compiled parts are there.
+    """
+    size = size or like.shape
+    if type(like) in PLAIN and like.device.type == "cpu" and like.numel() >= LARGE and native.load_error() is None:
+        return native.recycled(like, size)
+    return like.new_empty(size)
 
 
 def nothing(like: torch.Tensor) -> torch.Tensor:

@@ -49,6 +49,16 @@ def missing(device_type: str) -> str | None:
     return error
 
 
+@functools.cache
+def _operator(name: str) -> torch._ops.OpOverload:
+    return getattr(torch.ops.shardzoo_kernels, name).default
+
+
+def recycled(like: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
+    """An uninitialized CPU tensor, large ones in memory that an earlier one left (csrc/binding/pool.h)."""
+    return _operator("recycled")(like, size)
+
+
 def call(name: str, *arguments) -> None:
     """Run one compiled kernel; the last arguments are the tensors it writes."""
-    getattr(torch.ops.shardzoo_kernels, name)(*arguments)
+    _operator(name)(*arguments)

@@ -12,7 +12,7 @@ import torch
 
 from .dispatch import same_dtype
 from .layer_norm import check_norm
-from .library import Op, compute_dtype, nothing
+from .library import Op, compute_dtype, nothing, unwritten
 
 
 def reference(x, residual, weight, eps):
@@ -25,7 +25,7 @@ def reference(x, residual, weight, eps):
 
 
 def backward_reference(grad, grad_summed, h, weight, rstd):
-    """Gradients of h (which are those of x and of the residual) and weight."""
+    """Gradients of h (which are those of x and of the residual) and weight, the latter not rounded (see layer_norm)."""
     dtype = compute_dtype(h)
     wide, dy = h.to(dtype), grad.to(dtype)
     scale = rstd.reshape(*h.shape[:-1], 1)
@@ -34,17 +34,17 @@ def backward_reference(grad, grad_summed, h, weight, rstd):
     grad_x = scale * (weighted - normalized * (weighted * normalized).mean(-1, keepdim=True))
     if grad_summed is not None:
         grad_x = grad_x + grad_summed.to(dtype)
-    return grad_x.to(h.dtype), (dy * normalized).flatten(0, -2).sum(0).to(weight.dtype)
+    return grad_x.to(h.dtype), (dy * normalized).flatten(0, -2).sum(0)
 
 
 def _allocate(x, residual, weight, eps):
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    summed = nothing(x) if residual is None else torch.empty_like(y)
+    y = unwritten(x)
+    summed = nothing(x) if residual is None else unwritten(x)
     return y, summed, x.new_empty(x.shape[:-1].numel(), dtype=compute_dtype(x))
 
 
 def _allocate_backward(grad, grad_summed, h, weight, rstd):
-    return torch.empty_like(h, memory_format=torch.contiguous_format), torch.empty_like(weight)
+    return unwritten(h), weight.new_empty(weight.shape, dtype=compute_dtype(h))
 
 
 def _prepare(x, residual, weight, eps):
@@ -87,10 +87,8 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, grad, grad_summed, grad_rstd):
     h, weight, rstd = ctx.saved_tensors
     grad = torch.zeros_like(h) if grad is None else grad
-    grad_x, grad_weight = torch.ops.shardzoo.rms_norm_backward(
-        grad, grad_summed if ctx.has_residual else None, h, weight, rstd
-    )
-    return grad_x, grad_x if ctx.has_residual else None, grad_weight, None
+    grad_x, grad_weight = backward_op(grad, grad_summed if ctx.has_residual else None, h, weight, rstd)
+    return grad_x, grad_x if ctx.has_residual else None, grad_weight.to(weight.dtype), None
 
 
 forward_op.autograd(_setup_context, _backward)
@@ -99,7 +97,7 @@ forward_op.autograd(_setup_context, _backward)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm of x [..., H] over its last dimension; weight [H]. Returns x's shape and dtype."""
     check_norm(x, weight, None)
-    return torch.ops.shardzoo.rms_norm(x, None, weight, eps)[0]
+    return forward_op(x, None, weight, eps)[0]
 
 
 def add_rms_norm(
@@ -107,5 +105,5 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(RMSNorm of h, h) with h = x + residual, in one pass over memory. Shapes as in `rms_norm`."""
     check_norm(x, weight, residual)
-    y, summed, _ = torch.ops.shardzoo.rms_norm(x, residual, weight, eps)
+    y, summed, _ = forward_op(x, residual, weight, eps)
     return y, summed

@@ -14,7 +14,7 @@ import torch
 
 from .dispatch import same_dtype
 from .dropout_mask import dropout_keep
-from .library import Op, compute_dtype, nothing
+from .library import Op, compute_dtype, nothing, unwritten
 
 
 def reference(scores, mask, bias, prefix, keys, scale, causal, dropout, first_row):
@@ -66,15 +66,11 @@ def backward_reference(grad, probs, keys, scale, dropout, first_row, bias_batch)
 
 
 def _allocate(scores, mask, bias, prefix, keys, scale, causal, dropout, first_row):
-    def like():
-        return torch.empty_like(scores, memory_format=torch.contiguous_format)
-
-    return like(), like() if dropout else nothing(scores)
+    return unwritten(scores), unwritten(scores) if dropout else nothing(scores)
 
 
 def _allocate_backward(grad, probs, keys, scale, dropout, first_row, bias_batch):
-    grad_scores = torch.empty_like(probs, memory_format=torch.contiguous_format)
-    return grad_scores, probs.new_empty((bias_batch, *probs.shape[1:])) if bias_batch else nothing(probs)
+    return unwritten(probs), unwritten(probs, bias_batch, *probs.shape[1:]) if bias_batch else nothing(probs)
 
 
 def _expanded(tensor, like):
@@ -146,9 +142,7 @@ def _backward(ctx, grad_probs, grad_dropped):
     grad = grad_dropped if ctx.dropout else grad_probs
     if grad is None:
         return (None,) * 9
-    grad_scores, grad_bias = torch.ops.shardzoo.masked_softmax_backward(
-        grad, probs, keys, ctx.scale, ctx.dropout, ctx.first_row, bias_batch
-    )
+    grad_scores, grad_bias = backward_op(grad, probs, keys, ctx.scale, ctx.dropout, ctx.first_row, bias_batch)
     grad_bias = None if shape is None else grad_bias.sum_to_size(shape)
     return grad_scores, None, grad_bias, None, None, None, None, None, None
 
@@ -202,7 +196,5 @@ def masked_softmax(
             raise ValueError(f"{name} {tuple(tensor.shape)} does not broadcast to the scores {tuple(scores.shape)}")
     if bias is not None and bias.dim() != 4:
         bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
-    probs, dropped = torch.ops.shardzoo.masked_softmax(
-        scores, mask, bias, prefix, keys, float(scale), causal, float(dropout), first_row
-    )
+    probs, dropped = forward_op(scores, mask, bias, prefix, keys, float(scale), causal, float(dropout), first_row)
     return dropped if dropout else probs

@@ -1,6 +1,7 @@
 // The operators `torch.ops.shardzoo_kernels.*`: a kernel's inputs, then the tensors it writes. They are private to
 // shardzoo.ops, which validates the arguments and makes the inputs contiguous.
 #include "launch.h"
+#include "pool.h"
 
 namespace shardzoo {
 namespace {
@@ -223,6 +224,8 @@ STABLE_TORCH_LIBRARY(shardzoo_kernels, m) {
   m.def(
       "cross_entropy_grad(Tensor logits, Tensor target, Tensor grad, Tensor log_z, int first, int columns, "
       "int num_classes, float label_smoothing, float z_loss, int ignore_index, Tensor(a!) grad_logits) -> ()");
+  m.def("recycled(Tensor like, int[] size) -> Tensor");
+  m.def("recycled_idle() -> int");
 }
 
 // The same functions for both devices: they fill a struct, and `run` sees where the tensors are.
@@ -242,5 +245,11 @@ STABLE_TORCH_LIBRARY(shardzoo_kernels, m) {
   m.impl("cross_entropy_stats", TORCH_BOX(&shardzoo::cross_entropy_stats));              \
   m.impl("cross_entropy_grad", TORCH_BOX(&shardzoo::cross_entropy_grad))
 
-STABLE_TORCH_LIBRARY_IMPL(shardzoo_kernels, CPU, m) { SHARDZOO_IMPLEMENTATIONS(m); }
+STABLE_TORCH_LIBRARY_IMPL(shardzoo_kernels, CPU, m) {
+  SHARDZOO_IMPLEMENTATIONS(m);
+  m.impl("recycled", TORCH_BOX(&shardzoo::recycled));
+}
+STABLE_TORCH_LIBRARY_IMPL(shardzoo_kernels, CompositeExplicitAutograd, m) {
+  m.impl("recycled_idle", TORCH_BOX(&shardzoo::recycled_idle));
+}
 STABLE_TORCH_LIBRARY_IMPL(shardzoo_kernels, CUDA, m) { SHARDZOO_IMPLEMENTATIONS(m); }

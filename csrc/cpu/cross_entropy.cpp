@@ -38,13 +38,13 @@ void cross_entropy_stats(const CrossEntropyStats& a, int64_t begin, int64_t end)
       const C largest = largest_of(x + block, size);
       if (largest > top) {
         // Before the first finite logit the sums are 0 (or NaN) and have no scale.
-        if (top != lowest) exps *= exp(V{} + (top - largest));
+        if (top != lowest) exps *= exp<true>(V{} + (top - largest));
         top = largest;
       }
       const C shift = top == lowest ? 0 : top;
       for_vectors<T>(size, [&](int64_t i, auto part) LAMBDA {
         const V value = load(x + block + i, part);
-        exps += exp(keep_lanes<C>(value - shift, part, lowest));
+        exps += exp<true>(keep_lanes<C>(value - shift, part, lowest));
         sums += value;
       });
     }

@@ -1,30 +1,32 @@
-// exp, erf and the activations on vectors. Single precision: polynomials, about 1 ulp (exp) and 2e-7 absolute (erf).
+// exp, the normal distribution and the activations on vectors. Single precision: polynomials and ratios of them.
 // Double precision, which only gradient checks use: the C library, lane by lane.
 #pragma once
 
 #include <cmath>
 
+#include "../kernels.h"
 #include "vector.h"
 
 namespace shardzoo {
 namespace {
 
-// Cody-Waite reduction to |r| <= ln(2) / 2 and the polynomial of Cephes' expf.
+// Cody-Waite reduction to |r| <= ln(2) / 2 and a minimax polynomial, its first two coefficients exactly 1; 0.63 ulp.
+// `kNegative` promises that no x is positive, which spares a bound.
+template <bool kNegative = false>
 INLINE VF exp(VF x) {
   const float shift = 12582912.0f;  // 1.5 * 2^23: adding it leaves round(x / ln 2) in the low bits
 #if defined(__AVX512F__)
   // bounds beyond which scalef gives exactly 0 and infinity; max and min return their second operand if it is NaN
   x = (VF)_mm512_maskz_max_ps(0xFFFF, (__m512)(VF{} - 110.0f), (__m512)x);
-  x = (VF)_mm512_maskz_min_ps(0xFFFF, (__m512)(VF{} + 100.0f), (__m512)x);
+  if constexpr (!kNegative) x = (VF)_mm512_maskz_min_ps(0xFFFF, (__m512)(VF{} + 100.0f), (__m512)x);
 #endif
   const VF t = x * 1.44269504f + shift;
   const VF n = t - shift;
   const VF r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
-  VF p = 1.9875691500e-4f * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
+  VF p = 1.3814540580e-3f * r + 8.3687454462e-3f;
+  p = p * r + 4.1668388993e-2f;
+  p = p * r + 1.6666521132e-1f;
+  p = p * r + 4.9999994040e-1f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
 #if defined(__AVX512F__)
@@ -32,34 +34,13 @@ INLINE VF exp(VF x) {
 #else
   VF y = (VF)((VI)p + ((VI)t << 23));
   y = x < -87.33f ? VF{} : y;
-  y = x > 88.7228f ? VF{} + kInfinity : y;
+  if constexpr (!kNegative) y = x > 88.7228f ? VF{} + kInfinity : y;
   return x != x ? x : y;
 #endif
 }
+template <bool kNegative = false>
 INLINE VD exp(VD x) {
   for (int i = 0; i < 8; ++i) x[i] = std::exp(x[i]);
-  return x;
-}
-
-// Rational approximation on [-4, 4], beyond which erf is 1 to single precision (coefficients: Eigen's perf).
-INLINE VF erf(VF x) {
-  x = x > 4.0f ? VF{} + 4.0f : x;
-  x = x < -4.0f ? VF{} - 4.0f : x;
-  const VF s = x * x;
-  VF p = -2.72614225801306e-10f * s + 2.77068142495902e-08f;
-  p = p * s + -2.10102402082508e-06f;
-  p = p * s + -5.69250639462346e-05f;
-  p = p * s + -7.34990630326855e-04f;
-  p = p * s + -2.95459980854025e-03f;
-  p = p * s + -1.60960333262415e-02f;
-  VF q = -1.45660718464996e-05f * s + -2.13374055278905e-04f;
-  q = q * s + -1.68282697438203e-03f;
-  q = q * s + -7.37332916720468e-03f;
-  q = q * s + -1.42647390514189e-02f;
-  return x * p / q;
-}
-INLINE VD erf(VD x) {
-  for (int i = 0; i < 8; ++i) x[i] = std::erf(x[i]);
   return x;
 }
 
@@ -71,39 +52,88 @@ INLINE V sigmoid(V x) {
 constexpr double kSqrtTwoOverPi = 0.79788456080286535588, kSqrtHalf = 0.70710678118654752440;
 constexpr double kInvSqrtTwoPi = 0.39894228040143267794, kCubic = 0.044715;
 
-// The normal distribution function, given its density at z, to 7.5e-8 (Abramowitz and Stegun 26.2.17).
-INLINE VF normal_cdf(VF z, VF density) {
-  const VF t = 1 / (1 + 0.2316419f * (z < 0 ? -z : z));
-  VF p = 1.330274429f * t - 1.821255978f;
-  p = p * t + 1.781477937f;
-  p = p * t - 0.356563782f;
-  p = p * t + 0.319381530f;
-  const VF tail = density * p * t;
-  return z < 0 ? tail : 1 - tail;
+// The normal distribution function to 2e-7, exactly 0 and 1 beyond 5.5: z P(z^2) / Q(z^2), a minimax fit.
+INLINE VF normal_cdf(VF z) {
+  const VI sign = (VI)z & INT32_MIN;
+  const VF m = (VF)((VI)z ^ sign), s = m * m;
+  VF p = 2.274935085e-08f * s + 6.352071978e-06f;
+  p = p * s + 1.688235352e-04f;
+  p = p * s + 4.677247256e-03f;
+  p = p * s + 3.385246918e-02f;
+  p = p * s + 3.989422321e-01f;
+  VF q = 1.197500069e-06f * s + 7.364665362e-05f;
+  q = q * s + 1.884432859e-03f;
+  q = q * s + 2.864576504e-02f;
+  q = q * s + 2.515214682e-01f;
+  q = q * s + 1.0f;
+  const VF ratio = m * p / q;
+  const VF inner = m >= 5.5f ? VF{} + 0.5f : ratio;  // the probability between 0 and |z|
+  return 0.5f + (VF)((VI)inner ^ sign);
 }
-INLINE VD normal_cdf(VD z, VD) { return 0.5 * (1 + erf(z * kSqrtHalf)); }
+INLINE VD normal_cdf(VD z) {
+  for (int i = 0; i < 8; ++i) z[i] = 0.5 * (1 + std::erf(z[i] * kSqrtHalf));
+  return z;
+}
+
+// The normal density and distribution function at z, which share an exponential; to 1e-7 and 3e-7.
+//
+// The density is 2^n times a minimax fit of 2^f / sqrt(2 pi) on |f| <= 1/2; the distribution function is that of
+// Abramowitz and Stegun 26.2.17.
+INLINE VF normal_density(VF z, VF& cdf) {
+  const float shift = 12582912.0f;  // as in exp
+  VF x = z * z * -0.72134752044f;   // the density is 2^x / sqrt(2 pi)
+#if defined(__AVX512F__)
+  x = (VF)_mm512_maskz_max_ps(0xFFFF, (__m512)(VF{} - 160.0f), (__m512)x);
+#endif
+  const VF t = x + shift, n = t - shift, f = x - n;
+  VF density = 5.291827838e-04f * f + 3.858400742e-03f;
+  density = density * f + 2.214422636e-02f;
+  density = density * f + 9.583487362e-02f;
+  density = density * f + 2.765256464e-01f;
+  density = density * f + 3.989422917e-01f;
+#if defined(__AVX512F__)
+  density = (VF)_mm512_maskz_scalef_ps(0xFFFF, (__m512)density, (__m512)n);
+#else
+  density = (VF)((VI)density + ((VI)t << 23));
+  density = x < -120.0f ? VF{} : density;
+  density = x != x ? x : density;
+#endif
+  const VI sign = (VI)z & INT32_MIN;
+  const VF u = 1 / (1 + 0.2316419f * (VF)((VI)z ^ sign));
+  VF p = 1.330274429f * u - 1.821255978f;
+  p = p * u + 1.781477937f;
+  p = p * u - 0.356563782f;
+  p = p * u + 0.319381530f;
+  const VF inner = 0.5f - density * p * u;
+  cdf = 0.5f + (VF)((VI)inner ^ sign);
+  return density;
+}
+INLINE VD normal_density(VD z, VD& cdf) {
+  cdf = normal_cdf(z);
+  return exp(-0.5 * z * z) * kInvSqrtTwoPi;
+}
 
 // An activation and its derivative at z. C is the lanes' type.
-template <class C, class V>
-INLINE V activate(V z, int activation) {
-  if (activation == 2) return z * sigmoid(z);
-  if (activation == 1) {
+template <class C, int kActivation, class V>
+INLINE V activate(V z) {
+  if constexpr (kActivation == kSilu) return z * sigmoid(z);
+  if constexpr (kActivation == kGeluTanh) {
     const V u = C(2 * kSqrtTwoOverPi) * (z + C(kCubic) * z * z * z);
     return z * sigmoid(u);  // (1 + tanh(u / 2)) / 2 = sigmoid(u)
   }
-  return C(0.5) * z * (1 + erf(z * C(kSqrtHalf)));
+  return z * normal_cdf(z);
 }
 
-template <class C, class V>
-INLINE V activate_with_derivative(V z, int activation, V& derivative) {
-  if (activation == 0) {
-    const V density = exp(C(-0.5) * z * z) * C(kInvSqrtTwoPi);
-    const V cdf = normal_cdf(z, density);  // the exponential serves both
+template <class C, int kActivation, class V>
+INLINE V activate_with_derivative(V z, V& derivative) {
+  if constexpr (kActivation == kGelu) {
+    V cdf;
+    const V density = normal_density(z, cdf);
     derivative = cdf + (density == 0 ? V{} : z * density);
     return z * cdf;
   }
   V u = z, slope = V{} + 1;
-  if (activation == 1) {
+  if constexpr (kActivation == kGeluTanh) {
     u = C(2 * kSqrtTwoOverPi) * (z + C(kCubic) * z * z * z);
     slope = C(2 * kSqrtTwoOverPi) * (1 + C(3 * kCubic) * z * z);
   }

@@ -36,6 +36,27 @@ INLINE Compute<T> masked_scores(const SoftmaxForward& a, int64_t b, int64_t n, i
   return max_lanes<C>(top);
 }
 
+constexpr int64_t kSharedElements = 8192;  // of a bias that all samples share, or its gradient, at a time: 32 KiB of fp32
+
+struct Place {
+  int64_t b, n, q;
+};
+
+// Where the unit-th row to compute lies. Rows that read the same bias follow each other, so that it is in the cache
+// for all samples but the first; several rows of one sample are taken together, so that memory is read in longer runs.
+INLINE Place place_of(const SoftmaxForward& a, int64_t unit) {
+  const int64_t plane = a.heads * a.queries;
+  int64_t b = unit / plane, row = unit % plane;
+  if (a.bias != nullptr && a.bias_stride[0] == 0) {
+    const int64_t together = a.columns < kSharedElements ? kSharedElements / a.columns : 1;
+    const int64_t first = unit / (together * a.batch) * together;
+    const int64_t rows = plane - first < together ? plane - first : together;
+    const int64_t within = unit - first * a.batch;
+    b = within / rows, row = first + within % rows;
+  }
+  return {b, row / a.queries, row % a.queries};
+}
+
 template <class T>
 void softmax_forward(const SoftmaxForward& a, int64_t begin, int64_t end) {
   using C = Compute<T>;
@@ -43,19 +64,20 @@ void softmax_forward(const SoftmaxForward& a, int64_t begin, int64_t end) {
   const Scratch<C> scratch(a.columns);
   C* row = scratch.get();
   for (int64_t unit = begin; unit < end; ++unit) {
-    const int64_t q = unit % a.queries, n = unit / a.queries % a.heads, b = unit / a.queries / a.heads;
+    const auto [b, n, q] = place_of(a, unit);
+    const int64_t start = ((b * a.heads + n) * a.queries + q) * a.columns;
     const int64_t limit = visible_columns(a, b, q);
     const C top = masked_scores<T>(a, b, n, q, limit, row);
     const C shift = top == -kInfinity ? 0 : top;  // then every exp is 0, or NaN where the score is
     V sums = {};
     for (int64_t i = 0; i < limit; i += kLanes<T>) {
-      const V e = exp(load(row + i, Full{}) - shift);
+      const V e = exp<true>(load(row + i, Full{}) - shift);
       store(row + i, e, Full{});
       sums += e;
     }
     const C total = sum_lanes<C>(sums);
     const C inverse = total == 0 ? 0 : 1 / total;
-    T* probs = at<T>(a.probs, unit * a.columns);
+    T* probs = at<T>(a.probs, start);
     const int64_t elements = a.batch * a.heads * a.queries * a.columns;
     const bool past_cache = beyond_cache(probs, elements);
     for_vectors<T>(limit, [&](int64_t i, auto part) LAMBDA {
@@ -65,7 +87,7 @@ void softmax_forward(const SoftmaxForward& a, int64_t begin, int64_t end) {
       store(probs + limit + i, V{} * inverse, part);  // 0, or NaN like the rest of the row
     });
     if (a.dropout.keys == nullptr) continue;
-    T* dropped = at<T>(a.dropped, unit * a.columns);
+    T* dropped = at<T>(a.dropped, start);
     const uint64_t key = row_key(a.dropout.keys[b], a.dropout.first_row + n * a.queries + q);
     for (int64_t i = limit; i < a.columns; ++i) row[i] = 0;
     for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
@@ -108,14 +130,12 @@ INLINE void softmax_backward_row(const SoftmaxBackward& a, int64_t b, int64_t un
   });
 }
 
-constexpr int64_t kSumElements = 8192;  // of the bias' gradient at a time: 32 KiB of fp32
-
 // Several rows of one sample are taken together, so that memory is read in longer runs.
 template <class T>
 void softmax_backward(const SoftmaxBackward& a, int64_t begin, int64_t end) {
   using C = Compute<T>;
   const bool shared_bias = a.bias_batch == 1;
-  const int64_t together = a.columns < kSumElements ? kSumElements / a.columns : 1;
+  const int64_t together = a.columns < kSharedElements ? kSharedElements / a.columns : 1;
   const Scratch<C> scratch(shared_bias ? together * a.columns : 1);
   for (int64_t first = begin; first < end; first += together) {
     const int64_t rows = end - first < together ? end - first : together;

@@ -13,7 +13,7 @@ from ..bias_dropout_residual import bias_dropout_residual
 from ..bias_gelu import bias_gelu
 from ..cross_entropy import cross_entropy
 from ..dropout_mask import dropout_keys
-from ..glu import GELU_TANH, SILU
+from ..glu import GELU_TANH, SILU, geglu, swiglu
 from ..layer_norm import layer_norm
 from ..rms_norm import rms_norm
 from ..softmax import masked_softmax
@@ -184,7 +184,7 @@ def _glu(name: str, rows: int, columns: int, activation: int) -> Case:
         "act(gate) * up",
         make,
         ("x", "up"),
-        lambda t: torch.ops.shardzoo.glu(t["x"], t["up"], activation),
+        lambda t: swiglu(t["x"], t["up"]) if activation == SILU else geglu(t["x"], t["up"], "tanh"),
         eager,
         ("glu", lambda t: (t["x"], t["up"], activation)),
         ("glu_backward", lambda t, out, grad: (grad, t["x"], t["up"], activation)),

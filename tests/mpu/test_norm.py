@@ -86,7 +86,7 @@ def test_a_split_sequence_changes_nothing(tp, kind, run_mesh, helpers):
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 @pytest.mark.parametrize("tp", [2, 3, 4])
 def test_bf16_rounds_hardly_more_than_unsplit(tp, kind, run_mesh, helpers):
-    """On a split sequence: at most 1.5 times the unsplit layer's distance to the fp64 result."""
+    """On a split sequence: at most 1.1 times the unsplit layer's distance to the fp64 result."""
     generator = torch.Generator().manual_seed(0)
     x, grad = (torch.randn(4, 48, 96, generator=generator).bfloat16() for _ in range(2))
     state = {
@@ -106,7 +106,7 @@ def test_bf16_rounds_hardly_more_than_unsplit(tp, kind, run_mesh, helpers):
     merged = [torch.cat([result[which] for result in results], 1) for which in (0, 1)]
     for which, actual in enumerate([*merged, *results[-1][2].values()]):
         assert actual.dtype == torch.bfloat16
-        assert helpers.distance(actual, exact[which]) <= 1.5 * helpers.distance(plain[which], exact[which])
+        assert helpers.distance(actual, exact[which]) <= 1.1 * helpers.distance(plain[which], exact[which])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -6,6 +6,8 @@ import logging
 
 import pytest
 import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardzoo import ops
 from shardzoo.ops import dispatch
@@ -116,6 +118,31 @@ def test_compiles_without_graph_breaks():
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     for got, wanted in zip(torch.autograd.grad(compiled(*tensors), tensors), expected, strict=True):
         torch.testing.assert_close(got, wanted)
+
+
+def test_tracers_and_subclasses_see_the_operator():
+    """A call goes around torch's dispatcher only where nothing is to see it there."""
+
+    def loss(x):
+        return ops.bias_gelu(x).square().sum()
+
+    x = torch.randn(3, 8)
+    names = [str(node.target) for node in make_fx(loss)(x).graph.nodes]
+    assert "shardzoo.bias_gelu.default" in names
+    leaf = x.clone().requires_grad_()
+    with FakeTensorMode() as mode:
+        assert isinstance(ops.bias_gelu(mode.from_tensor(leaf)), FakeTensor)
+    assert ops.bias_gelu(x.to("meta")).is_meta
+    seen = []
+
+    class Monitored(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return super().__torch_function__(function, types, args, kwargs)
+
+    ops.bias_gelu(x.as_subclass(Monitored))
+    assert "shardzoo.bias_gelu.default" in seen
 
 
 def test_dispatch(monkeypatch, caplog, tmp_path):

@@ -1,0 +1,108 @@
+#include "pool.h"
+
+#include <pthread.h>
+#include <sys/mman.h>
+
+#include <cstdlib>
+#include <mutex>
+#include <vector>
+
+namespace shardzoo {
+namespace {
+
+constexpr size_t kLeast = size_t{4} << 20;      // smaller blocks are kept by the C library itself
+constexpr size_t kMostIdle = size_t{1} << 30;   // what may lie here unused
+constexpr size_t kAlignment = size_t{2} << 20;  // a huge page
+
+class Pool {
+ public:
+  struct Block {
+    void* data;
+    size_t bytes;
+  };
+
+  // A block of at least `bytes`; {nullptr, 0} if there is no memory.
+  Block take(size_t bytes) {
+    bytes = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      size_t best = idle_.size();
+      for (size_t i = 0; i < idle_.size(); ++i) {
+        const bool fits = idle_[i].bytes >= bytes && idle_[i].bytes <= bytes + bytes / 4;
+        // of equal blocks the one freed last: it may still be in a cache
+        if (fits && (best == idle_.size() || idle_[i].bytes <= idle_[best].bytes)) best = i;
+      }
+      if (best < idle_.size()) return remove(best);
+    }
+    void* data = std::aligned_alloc(kAlignment, bytes);
+    if (data == nullptr) {
+      shrink(0);
+      data = std::aligned_alloc(kAlignment, bytes);
+    }
+    if (data == nullptr) return {nullptr, 0};
+    madvise(data, bytes, MADV_HUGEPAGE);  // a wish; where it fails there are small pages
+    return {data, bytes};
+  }
+
+  void give(Block block) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      idle_.push_back(block);
+      idle_bytes_ += block.bytes;
+    }
+    shrink(kMostIdle);
+  }
+
+  size_t idle_bytes() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return idle_bytes_;
+  }
+
+  // Around a fork, so that the child does not inherit a mutex that some other thread holds.
+  void lock() { mutex_.lock(); }
+  void unlock() { mutex_.unlock(); }
+
+ private:
+  Block remove(size_t index) {
+    const Block block = idle_[index];
+    idle_.erase(idle_.begin() + static_cast<std::ptrdiff_t>(index));
+    idle_bytes_ -= block.bytes;
+    return block;
+  }
+
+  // Returns the blocks freed longest ago to the system until at most `most` bytes are idle.
+  void shrink(size_t most) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    while (idle_bytes_ > most) std::free(remove(0).data);
+  }
+
+  std::mutex mutex_;
+  std::vector<Block> idle_;  // in the order in which they were freed
+  size_t idle_bytes_ = 0;
+};
+
+Pool& pool() {
+  static Pool* const shared = [] {
+    auto* made = new Pool;  // never destroyed: tensors may outlive every static object
+    pthread_atfork([] { pool().lock(); }, [] { pool().unlock(); }, [] { pool().unlock(); });
+    return made;
+  }();
+  return *shared;
+}
+
+}  // namespace
+
+Tensor recycled(const Tensor& like, const std::vector<int64_t>& size) {
+  size_t bytes = like.element_size();
+  for (const int64_t length : size) bytes *= static_cast<size_t>(length);
+  const Pool::Block block = bytes < kLeast ? Pool::Block{nullptr, 0} : pool().take(bytes);
+  if (block.data == nullptr) return torch::stable::new_empty(like, {size.data(), size.size()});
+  std::vector<int64_t> stride(size.size(), 1);
+  for (size_t i = size.size() - 1; i > 0; --i) stride[i - 1] = stride[i] * size[i];
+  return torch::stable::from_blob(block.data, {size.data(), size.size()}, {stride.data(), stride.size()},
+                                  like.device(), like.scalar_type(), [block](void*) { pool().give(block); });
+}
+
+int64_t recycled_idle() { return static_cast<int64_t>(pool().idle_bytes()); }
+
+}  // namespace shardzoo
