@@ -60,7 +60,7 @@ class Trainer:
         self.arguments = arguments or TrainingArguments(**keywords)
         if self.arguments.env_type.startswith("deepspeed"):
             zero_stage(self.arguments)
-        self.mesh, self.device = mesh, self._join(mesh)
+        self.mesh, self.device = self._join(mesh)
         self.ranks = Ranks(self.mesh)
         name = self.arguments.experiment_name
         self.run_folder = RunFolder(Path(self.arguments.save_dir, name) if name else Path(self.arguments.save_dir))
@@ -183,7 +183,7 @@ class Trainer:
             metrics=metric_functions(metric_methods),
         )
 
-    def _join(self, mesh: ParallelMesh | None) -> torch.device:
+    def _join(self, mesh: ParallelMesh | None) -> tuple[ParallelMesh | None, torch.device]:
         """Joins the other processes, or starts them all and ends this one."""
         arguments, launch = self.arguments, Launch.from_environment()
         wanted = processes_of(arguments)
@@ -195,10 +195,9 @@ class Trainer:
                     f"env_type='pytorch' is one process, and {launch.world_size} were started; use 'pytorchDDP', "
                     "'deepspeed' or 'deepspeed+mpu'"
                 )
-            return torch.device(arguments.pytorch_device)
+            return None, torch.device(arguments.pytorch_device)
         device = initialize_distributed(launch)
-        self.mesh = mesh or ParallelMesh(arguments.model_parallel_size)
-        return device
+        return mesh or ParallelMesh(arguments.model_parallel_size), device
 
     def _find_checkpoint(self) -> tuple[Path, TrainerState] | None:
         arguments = self.arguments
