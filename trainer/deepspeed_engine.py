@@ -12,9 +12,12 @@ from deepspeed.utils import (
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
 )
 from torch import Tensor, nn
 
+from ..mpu import grad_norm
 from .arguments import TrainingArguments
 from .deepspeed_config import deepspeed_config, zero_stage
 from .engine import StepOutcome
@@ -32,7 +35,8 @@ class DeepSpeedEngine:
         self.module = model
         self.optimizer = optimizer
         self.applied_steps = 0
-        self._replicas = ranks.dp_size
+        self._replicas, self._mesh = ranks.dp_size, ranks.mesh
+        self._rank = ranks.dp_rank
         self._stage = zero_stage(arguments)
         self._keeps_master_weights = arguments.precision != "fp32"
         self._states = ELEMENT_STATES.get(type(optimizer).__name__, ())
@@ -69,12 +73,14 @@ class DeepSpeedEngine:
     def end_micro_batch(self) -> StepOutcome | None:
         is_last = self.model.is_gradient_accumulation_boundary()
         skipped = self.model.skipped_steps
+        # Without ZeRO, DeepSpeed clips by the norm and forgets it.
+        norm = grad_norm(list(self._owners), self._mesh) if is_last and not self._stage else None
         self.model.step()
         if not is_last:
             return None
         applied = self.model.skipped_steps == skipped
         self.applied_steps += applied
-        norm = self.model.get_global_grad_norm()
+        norm = self.model.get_global_grad_norm() if norm is None else norm
         return StepOutcome(float(norm) if norm is not None else None, applied)
 
     def model_tensors(self) -> dict[str, Tensor]:
@@ -99,9 +105,9 @@ class DeepSpeedEngine:
         for parameter, name in self._owners.items():
             for state in self._states:
                 if f"{state}/{name}" in tensors:
-                    safe_set_full_optimizer_state(parameter, tensors[f"{state}/{name}"], state)
+                    self._set(parameter, tensors[f"{state}/{name}"], state)
             if f"{MASTER_WEIGHT}/{name}" in tensors and self._keeps_master_weights:
-                safe_set_full_fp32_param(parameter, tensors[f"{MASTER_WEIGHT}/{name}"])
+                self._set(parameter, tensors[f"{MASTER_WEIGHT}/{name}"])
         self._set_steps(self.applied_steps)
 
     def counters(self) -> dict[str, float]:
@@ -131,6 +137,23 @@ class DeepSpeedEngine:
             return contextlib.nullcontext()
         return deepspeed.zero.GatheredParameters(list(self.module.parameters()))
 
+    def _set(self, parameter: Any, value: Tensor, state: str | None = None) -> None:
+        """Sets a parameter's state, or without one its fp32 value."""
+        if self._stage == 3:
+            # DeepSpeed 0.19 sets whole tensors only where their elements divide evenly; partitions are padded.
+            size = parameter.ds_tensor.numel()
+            padded = torch.zeros(size * self._replicas, dtype=value.dtype)
+            padded[: value.numel()] = value.flatten()
+            own = padded.narrow(0, size * self._rank, size)
+            if state is None:
+                safe_set_local_fp32_param(parameter, own)
+            else:
+                safe_set_local_optimizer_state(parameter, own, state)
+        elif state is None:
+            safe_set_full_fp32_param(parameter, value)
+        else:
+            safe_set_full_optimizer_state(parameter, value, state)
+
     def _set_steps(self, step: int) -> None:
         for state in self.optimizer.state.values():
             if "step" in state:
@@ -142,14 +165,17 @@ class DeepSpeedEngine:
     def _create_element_states(self) -> None:
         # An optimizer would make its state in the first step; DeepSpeed 0.19 then links only the first parameter
         # group's to the parameters. ZeRO has put its flat partitions into the parameter groups by now.
-        for group in self.optimizer.param_groups:
-            if type(self.optimizer).__module__.startswith("pytorch_optimizer"):
-                group["step"] = 0
-            for parameter in group["params"]:
-                state: dict[str, Any] = {name: torch.zeros_like(parameter) for name in self._states}
-                if "step" not in group:
-                    state["step"] = torch.tensor(0.0)
-                self.optimizer.state[parameter] = state
+        groups = self.optimizer.param_groups
+        counts_by_group = type(self.optimizer).__module__.startswith("pytorch_optimizer")
+        if self._stage == 3:
+            partitions = self.model.optimizer.fp32_partitioned_groups_flat
+        else:
+            partitions = [partition for group in groups for partition in group["params"]]
+        for partition in partitions:
+            state: dict[str, Any] = {name: torch.zeros_like(partition) for name in self._states}
+            self.optimizer.state[partition] = state if counts_by_group else {**state, "step": torch.tensor(0.0)}
+        for group in groups if counts_by_group else []:
+            group["step"] = 0
         if self._stage < 3:
             self.model.optimizer._lazy_init_hp_params_optimizer_state()
 
