@@ -174,6 +174,7 @@ class TrainingLoop:
         if totals is None:
             return None, False
         parts.learning_rate.before_step(self.step)
+        lr = engine.optimizer.param_groups[0]["lr"]
         share, total, stop = 0.0, 0.0, 0.0
         bad: int | None = None
         outcome: StepOutcome | None = None
@@ -204,7 +205,8 @@ class TrainingLoop:
                 f"the gradient norm is {outcome.grad_norm} at step {self.step + 1}, where the loss is {total}; the "
                 "last checkpoint is kept"
             )
-        return self._values(total, totals[0], outcome, time.perf_counter() - started), bool(stop)
+        values = self._values(total, totals[0], outcome, time.perf_counter() - started)
+        return ({**values, "lr": float(lr)} if lr is not None else values), bool(stop)
 
     def _agree_on(self, micro_batches: list[Any]) -> list[float] | None:
         """The global batch's number of targets of each kind; None if the data of any rank has ended.
@@ -249,11 +251,8 @@ class TrainingLoop:
         return self.step * self.global_batch_size + (k * self.ranks.dp_size + self.ranks.dp_rank) * size
 
     def _values(self, loss: float, targets: float, outcome: StepOutcome, seconds: float) -> dict[str, float]:
-        lr = self.engine.optimizer.param_groups[0]["lr"]
         values = {"loss": loss, "tokens_per_second": targets / seconds, "seconds": seconds}
         values |= self.throughput.values(seconds)
-        if lr is not None:
-            values["lr"] = float(lr)
         if outcome.grad_norm is not None:
             values["grad_norm"] = outcome.grad_norm
         if self.engine.loss_scale is not None:

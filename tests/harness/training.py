@@ -51,26 +51,41 @@ def tiny_t5(dropout: float = 0.0) -> Any:
 
 
 def run_training(
-    mesh: Any, folder: Path, *, model: Any = None, data: Any = None, valid: Any = None, dropout: float = 0.0, **arguments
+    mesh: Any,
+    folder: Path,
+    *,
+    model: Any = None,
+    data: Any = None,
+    valid: Any = None,
+    dropout: float = 0.0,
+    on_step: Any = None,
+    **arguments: Any,
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Trains, by default a tiny T5: what was reported at each step, and the final weights."""
+    """Trains, by default a tiny T5: what was reported at each step, and the final weights.
+
+    model: one, or what makes one of the mesh. on_step: is told each step and its loss.
+    """
     from shardzoo.trainer import Trainer, TrainingArguments
     from shardzoo.trainer.reporter import SilentReporter
 
     class Record(SilentReporter):
         def __init__(self) -> None:
             self.steps: list[dict[str, float]] = []
-            self.notices: list[str] = []
 
         def training(self, step: int, values: dict[str, float]) -> None:
             self.steps.append({"step": step, **values})
+            if on_step is not None:
+                on_step(step, values["loss"])
 
     settings = {"lr": 1e-2, "micro_batch_size": 2, "train_steps": 4, "log_interval": 1, "save_dir": str(folder)}
-    arguments = TrainingArguments(**{**settings, **arguments})
-    model = tiny_t5(dropout) if model is None else model
+    chosen = TrainingArguments(**{**settings, **arguments})
     reporter = Record()
-    trainer = Trainer(arguments, mesh=mesh)
-    trainer.train(model, train_dataset=data or Pairs(), valid_dataset=valid, reporter=reporter)
+    trainer = Trainer(chosen, mesh=mesh)
+    if model is None:
+        model = tiny_t5(dropout)
+    elif not isinstance(model, torch.nn.Module):
+        model = model(trainer.mesh)
+    trainer.train(model, train_dataset=Pairs() if data is None else data, valid_dataset=valid, reporter=reporter)
     return reporter.steps, {name: value.detach().clone() for name, value in model.named_parameters()}
 
 

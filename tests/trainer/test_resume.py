@@ -39,7 +39,9 @@ def checkpoint(folder: Path, step: int) -> str:
 @pytest.mark.parametrize(("name", "data"), [*((n, "indexed") for n in RUNS), *((n, "streamed") for n in STREAMED)])
 def test_going_on_is_bit_for_bit(run_mesh, tmp_path, name, data):
     arguments, ranks = RUNS[name]
-    samples = Pairs(40) if data == "indexed" else Stream(Pairs(40))  # more than an epoch, dropout from torch's generator
+    samples = (
+        Pairs(40) if data == "indexed" else Stream(Pairs(40))
+    )  # more than an epoch, dropout from torch's generator
     settings = {"train_steps": 12, "global_batch_size": 8, "dropout": 0.1, "data": samples, **arguments}
     whole = on_ranks(run_mesh, tmp_path / "whole", data_ranks=ranks, save_interval=7, **settings)
     load = {"load_dir": checkpoint(tmp_path / "whole", 7)}
