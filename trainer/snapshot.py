@@ -131,8 +131,9 @@ def _write_files(snapshot: Snapshot, folder: Path) -> tuple[dict[str, str], dict
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Writes a safetensors file durably and returns its sha256. Other threads run meanwhile."""
-    layout = {name: (from_torch_name(str(tensor.dtype)), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    """Writes a safetensors file durably and returns its sha256. The bytes do not depend on the order of the tensors,
+    and other threads run meanwhile."""
+    layout = {name: (from_torch_name(str(tensors[name].dtype)), tuple(tensors[name].shape)) for name in sorted(tensors)}
     header, offsets = make_header(layout, {"format": "pt"})
     digest = hashlib.sha256(header)
     with path.open("wb", buffering=0) as file:
