@@ -16,6 +16,7 @@ from .engine import Engine, StepOutcome
 from .evaluation import ForwardStep, loss_of
 from .model_files import ModelFiles, read_optimizer
 from .non_finite import describe_non_finite
+from .profiling import StepProfiler
 from .ranks import Ranks
 from .saver import BackgroundSaver
 from .schedule import LearningRate
@@ -56,6 +57,7 @@ class Parts:
     model_files: ModelFiles
     saver: BackgroundSaver
     reporter: Reporter
+    profiler: StepProfiler
     extra_files: Path | None = None
 
 
@@ -66,14 +68,18 @@ class TrainingLoop:
     it falls to; dropout masks follow from it.
     """
 
-    def __init__(self, arguments: TrainingArguments, parts: Parts, total_steps: int | None) -> None:
+    def __init__(
+        self, arguments: TrainingArguments, parts: Parts, total_steps: int | None, *, evaluate_last: bool = True
+    ) -> None:
         self.arguments, self.parts, self.total_steps = arguments, parts, total_steps
+        self.evaluate_last = evaluate_last
         self.ranks, self.engine = parts.ranks, parts.engine
         self.accumulation_steps = arguments.accumulation_steps(self.ranks.dp_size)
         self.global_batch_size = arguments.global_batch(self.ranks.dp_size)
         self.device = next(self.engine.module.parameters()).device
         self.step = 0
         self.best: dict[str, float] = {}
+        self.validation: dict[str, float] = {}
         self.throughput = Throughput(self.device)
         self._iterator: Any = None
 
@@ -101,17 +107,19 @@ class TrainingLoop:
         arguments, reporter = self.arguments, self.parts.reporter
         saved_at = self.step
         self._iterator = iter(self.parts.batches)
-        with StopSignal() as signalled:
+        with StopSignal() as signalled, self.parts.profiler as profiler:
             while self.total_steps is None or self.step < self.total_steps:
                 values, stop = self._train_step(signalled)
                 if values is None:
                     break
                 self.step += 1
+                profiler.step()
                 last = self.step == self.total_steps
                 if last or self.step % arguments.log_interval == 0:
                     reporter.training(self.step, values)
                 due = last or stop or self.step % arguments.save_interval == 0
-                if self.parts.evaluate and not stop and self.step % arguments.eval_interval == 0:
+                evaluates = self.evaluate_last if last else self.step % arguments.eval_interval == 0
+                if self.parts.evaluate and evaluates and not stop:
                     due |= self._evaluate()
                 if due:
                     self.save()
@@ -120,6 +128,8 @@ class TrainingLoop:
                     self.parts.saver.wait()
                     reporter.notice(f"stopped by a signal at step {self.step}, which is saved")
                     raise SystemExit(143)
+        if self.evaluate_last and self.parts.evaluate and self.validation.get("step") != self.step:
+            self._evaluate()
         if saved_at != self.step:
             self.save()
         self.parts.saver.wait()
@@ -152,6 +162,7 @@ class TrainingLoop:
         """Whether this step is the best one so far."""
         assert self.parts.evaluate is not None
         values = self.parts.evaluate()
+        self.validation = {"step": self.step, **values}
         self.parts.reporter.evaluation(self.step, values)
         name = self.arguments.save_best
         if name is None:

@@ -28,8 +28,10 @@ from .loop import Parts, Reporter, TrainingLoop
 from .model_files import model_files
 from .optimizers import make_optimizer
 from .precision import prepare_model
+from .profiling import StepProfiler
 from .random_state import seed_everything
 from .ranks import Ranks
+from .report import write_report
 from .reporter import MetricsFile, RunReporter, SilentReporter, TensorBoard, WeightsAndBiases
 from .run_folder import RunFolder
 from .saver import BackgroundSaver
@@ -146,9 +148,10 @@ class Trainer:
             model_files=files,
             saver=BackgroundSaver(self.run_folder, ranks, arguments.save_total_limit),
             reporter=reporter or self.make_reporter(first_step, total_steps),
+            profiler=StepProfiler(arguments.profile_steps if ranks.rank == 0 else 0, self.run_folder.trace),
             extra_files=extra_files,
         )
-        loop = TrainingLoop(arguments, parts, total_steps)
+        loop = TrainingLoop(arguments, parts, total_steps, evaluate_last=reporter is None)
         try:
             if found and arguments.load_optim:
                 loop.resume(*found)
@@ -156,13 +159,11 @@ class Trainer:
                     parts.reporter.notice("random generators are seeded anew: their states are of another layout")
             with parts.reporter if reporter is None else contextlib.nullcontext():
                 loop.run()
-                values = validate() if valid_dataset is not None and reporter is None else {}
-                if values:
-                    parts.reporter.evaluation(loop.step, values)
+            on_first_rank(self.write_report)
         finally:
             parts.saver.close()
             engine.close()
-        return {**values, "step": loop.step}
+        return {**loop.validation, "step": loop.step}
 
     def evaluate(
         self,
@@ -223,6 +224,12 @@ class Trainer:
         folder.path.mkdir(parents=True, exist_ok=True)
         if found and goes_on:
             folder.forget_after(found[1].step)
+
+    def write_report(self) -> None:
+        """Writes `report.html` into the run's folder, from what was logged."""
+        records, name = self.run_folder.metrics(), self.arguments.experiment_name or self.run_folder.path.name
+        if records:
+            write_report(self.run_folder.report, records, asdict(self.arguments), title=name)
 
     def make_reporter(self, first_step: int, total_steps: int | None) -> Reporter:
         """What shows and logs a run that goes on from `first_step`."""

@@ -236,6 +236,11 @@ def test_forward_step_may_be_overridden_and_metrics_are_means(tmp_path):
     assert all({name.removeprefix("train/") for name in record if "/" in name} == wanted for record in logged)
     assert logged[-1]["train/loss"] < logged[0]["train/loss"]
     assert all(0 < record["train/mfu"] < 1 for record in logged)
+    page = (tmp_path / "report.html").read_text()
+    assert "<svg" in page
+    assert f"{values['loss']:.4f}" in page
+    assert "src=" not in page
+    assert 'href="http' not in page
 
 
 def test_fp16_scales_the_loss_and_leaves_out_steps_that_overflow(tmp_path):
@@ -244,6 +249,13 @@ def test_fp16_scales_the_loss_and_leaves_out_steps_that_overflow(tmp_path):
     scales = [step["loss_scale"] for step in steps]
     assert scales[0] in (65536.0, 32768.0)
     assert losses(steps)[-1] < losses(steps)[0]
+
+
+def test_the_profiler_records_the_steps_asked_for(tmp_path):
+    run_training(None, tmp_path, profile_steps=2, train_steps=6)
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    names = [event.get("name", "") for event in trace["traceEvents"]]
+    assert {name for name in names if name.startswith("ProfilerStep#")} == {"ProfilerStep#2", "ProfilerStep#3"}
 
 
 def test_torch_schedulers_and_optimizers_are_taken(tmp_path):

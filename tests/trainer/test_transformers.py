@@ -31,9 +31,11 @@ def expected(tmp_path_factory) -> list[float]:
             return (Endless()[i] for i in range(STEPS * BATCH))
 
     arguments = TrainingArguments(
-        output_dir=str(tmp_path_factory.mktemp("theirs")), max_steps=STEPS, per_device_train_batch_size=BATCH, logging_steps=1, save_strategy="no",
+        output_dir=str(tmp_path_factory.mktemp("theirs")), max_steps=STEPS, per_device_train_batch_size=BATCH,
+        logging_steps=1, save_strategy="no",
         report_to="none", use_cpu=True, lr_scheduler_type="linear", warmup_steps=5, weight_decay=0.0,
-        max_grad_norm=1.0, disable_tqdm=True, remove_unused_columns=False, logging_nan_inf_filter=False, learning_rate=1e-2,
+        max_grad_norm=1.0, disable_tqdm=True, remove_unused_columns=False, logging_nan_inf_filter=False,
+        learning_rate=1e-2,
     )  # fmt: skip
     trainer = Trainer(tiny_t5(), arguments, data_collator=collate, train_dataset=InOrder())
     trainer.train()
