@@ -38,7 +38,7 @@ class PretrainArguments(TrainingArguments):
     """Everything `pretrain.py` can be told."""
 
     env_type: EnvType = "deepspeed+mpu"
-    train_steps: int | None = 1200
+    train_steps: int | None = 1600
     """Optimizer steps."""
     micro_batch_size: int = 4
     """Sequences in one forward pass of one data-parallel rank."""
