@@ -89,15 +89,19 @@ def test_killed_runs_equal_whole_ones(run_mesh, tmp_path, name, data, kills):
             assert "died with exit code -9" in str(death), death  # noqa: PT017 - any other failure is one
             done += 1
             continue
-        # It was done before the blow: begin again.
+        # It was done before the blow: another one begins.
+        assert_equal(tmp_path / "killed", tmp_path / "whole")
         (tmp_path / "killed.log").unlink()
         shutil.rmtree(tmp_path / "killed")
     run_mesh(tp, partial(train, folder=tmp_path / "killed", **settings), data=ranks)
-    whole = dict(logged(tmp_path / "whole"))
-    assert sorted(whole) == list(range(1, STEPS + 1))
-    killed = logged(tmp_path / "killed")
-    assert {step for step, _ in killed} == set(whole)
-    for step, loss in killed:
-        assert loss == whole[step], f"step {step} after {done} kills"
-    expected = final_bytes(tmp_path / "whole")
-    assert final_bytes(tmp_path / "killed") == expected
+    assert_equal(tmp_path / "killed", tmp_path / "whole")
+
+
+def assert_equal(killed: Path, whole: Path) -> None:
+    """Every step that was done, once or again, had the loss of the whole run, and the last checkpoint its bytes."""
+    expected = dict(logged(whole))
+    assert sorted(expected) == list(range(1, STEPS + 1))
+    assert {step for step, _ in logged(killed)} == set(expected)
+    for step, loss in logged(killed):
+        assert loss == expected[step], f"the loss of step {step}"
+    assert final_bytes(killed) == final_bytes(whole)
