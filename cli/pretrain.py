@@ -22,8 +22,8 @@ from ..models.auto import model_class
 from ..models.common.attention import check_heads
 from ..models.common.causal_lm import CausalLM
 from ..mpu import validate_layout
-from ..trainer.arguments import TrainingArguments
-from ..trainer.deepspeed_config import read_deepspeed_file
+from ..trainer.arguments import EnvType, TrainingArguments
+from ..trainer.deepspeed_config import zero_stage
 from ..trainer.environment import Launch, start_missing_processes
 from ..trainer.run_folder import RunFolder
 from .arguments import exit_code_of, parse, read_yaml
@@ -36,6 +36,26 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class PretrainArguments(TrainingArguments):
     """Everything `pretrain.py` can be told."""
+
+    env_type: EnvType = "deepspeed+mpu"
+    train_steps: int | None = 1600
+    """Optimizer steps."""
+    micro_batch_size: int = 4
+    """Sequences in one forward pass of one data-parallel rank."""
+    lr: float = 3e-3
+    """Peak learning rate; warm-up is linear, then a cosine down to a tenth."""
+    warmup_steps: int | None = 100
+    beta2: float = 0.95
+    save_interval: int = 500
+    """Steps between checkpoints; the last step is always saved."""
+    log_interval: int = 1
+    """Steps between points in the logs."""
+    sequence_length: int | None = None
+    """Tokens in a sequence; by default the model's longest."""
+    eval_sequences: int = 64
+    """Held-out sequences of an evaluation during training."""
+    final_eval_sequences: int | None = None
+    """Held-out sequences of the evaluation at the end, which the exported model is compared on; by default all."""
 
     model: str = "gpt2-quickstart"
     """A preset, or a folder or file with a Hugging Face config.json. The vocabulary follows the tokenizer."""
@@ -66,6 +86,13 @@ class PretrainArguments(TrainingArguments):
     config: Path | None = None
     """YAML file with values for these arguments; the command line wins."""
     local_rank: Annotated[int, tyro.conf.arg(help="Set by launchers.")] = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.eval_sequences < 1:
+            raise ValueError(f"eval_sequences must be at least 1, not {self.eval_sequences}")
+        if self.train_steps is None:
+            raise ValueError("the corpus has no end: say how long to train by train_steps")
 
     def of_the_run(self) -> dict[str, object]:
         """Without what describes one invocation and not the run; in the form `--config` reads."""
@@ -149,5 +176,5 @@ def check(arguments: PretrainArguments, launch: Launch) -> ModelConfig:
     longest, length = config.max_sequence_length, arguments.sequence_length
     if length is not None and not 2 <= length <= longest:
         raise ValueError(f"sequence_length must be from 2 to the model's {longest} positions, not {length}")
-    read_deepspeed_file(arguments.deepspeed_config)
+    zero_stage(arguments)
     return config

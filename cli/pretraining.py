@@ -19,16 +19,14 @@ from rich.text import Text
 
 from ..convert.merge import merge
 from ..data import Corpus, GPTDataset, IndexedDataset, prepare_corpus, unigram_entropy
-from ..models import Execution, from_config, from_pretrained
+from ..models import Execution, from_config
 from ..models.common.causal_lm import CausalLM
 from ..models.common.config import ModelConfig
-from ..mpu import ParallelMesh
 from ..trainer.coordination import on_first_rank
-from ..trainer.environment import Launch, initialize_distributed
-from ..trainer.loop import Trainer
+from ..trainer.environment import Launch
 from ..trainer.loss_plot import plot_loss
-from ..trainer.reporter import RunReporter, SilentReporter
 from ..trainer.run_folder import RunFolder
+from ..trainer.trainer import Trainer
 from .hf_check import held_out_loss, sample_continuation
 from .progress import corpus_progress
 from .tables import run_results, run_summary
@@ -52,6 +50,19 @@ class HeldOut:
         return self._dataset[self._order[index]]
 
 
+class FirstOf:
+    """The first samples of a dataset, or all."""
+
+    def __init__(self, samples: HeldOut, count: int | None) -> None:
+        self._samples, self._size = samples, len(range(len(samples))[:count])
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self._samples[index]
+
+
 class Pretraining:
     """A checked run on this rank. Making it joins the processes and prepares folder, corpus and model.
 
@@ -61,9 +72,9 @@ class Pretraining:
     def __init__(self, arguments: PretrainArguments, config: ModelConfig, launch: Launch) -> None:
         self.arguments = arguments
         self.console = Console(quiet=not launch.is_first)
-        self.device = initialize_distributed(launch)
-        self.mesh = ParallelMesh(arguments.model_parallel_size)
+        self.trainer = Trainer(arguments)
         self.run_folder, self.first_step, self.corpus = on_first_rank(self._prepare_folder)
+        self.trainer.run_folder = self.run_folder
         self.config = config.with_changes(
             vocab_size=self.corpus.vocab_size,
             bos_token_id=self.corpus.eos_token_id,
@@ -76,19 +87,24 @@ class Pretraining:
         self.model = self._build_model()
         self.unigram_entropy = unigram_entropy(self.valid)
         self.console.print(self._summary())
-        self.trainer = self._make_trainer()
 
     def run(self) -> None:
         """Trains, evaluates, exports, and shows the results."""
         started = time.monotonic()
-        trainer = self.trainer
-        with trainer.reporter:
-            trainer.train()
-            if self.arguments.precision != "fp32":
+        arguments, trainer = self.arguments, self.trainer
+        with trainer.make_reporter(self.first_step, arguments.train_steps) as reporter:
+            step = trainer.train(
+                self.model,
+                train_dataset=self.train,
+                valid_dataset=FirstOf(self.held_out, arguments.eval_sequences),
+                extra_files=self.corpus.tokenizer_dir,
+                reporter=reporter,
+            )["step"]
+            if arguments.precision != "fp32":
                 self.model.float()  # the exported weights are compared in fp32, whatever they were trained in
-            loss = trainer.evaluate(self.arguments.final_eval_sequences)
-            trainer.reporter.evaluation(trainer.step, loss)
-        on_first_rank(lambda: self._finish(loss, (time.monotonic() - started) / 60))
+            values = trainer.evaluate(self.model, FirstOf(self.held_out, arguments.final_eval_sequences))
+            reporter.evaluation(int(step), values)
+        on_first_rank(lambda: self._finish(int(step), values["loss"], (time.monotonic() - started) / 60))
 
     def _prepare_folder(self) -> tuple[RunFolder, int, Corpus]:
         """The run's folder with its corpus. A mistake in either leaves what was in the folder as it was."""
@@ -97,7 +113,7 @@ class Pretraining:
         folder = RunFolder(Path(arguments.output_dir or f"runs/{Path(arguments.model).name}-{stamp}"))
         first_step = folder.first_step(resume=arguments.resume, overwrite=arguments.overwrite)
         if first_step:
-            folder.go_on(arguments.of_the_run(), first_step)
+            folder.go_on(arguments.of_the_run())
             return folder, first_step, self._prepare_corpus(folder.data)
         nearest = next(parent for parent in folder.path.absolute().parents if parent.is_dir())
         with TemporaryDirectory(dir=nearest, prefix=f".{folder.path.name}-") as aside:
@@ -125,26 +141,20 @@ class Pretraining:
             )
 
     def _build_model(self) -> CausalLM:
-        arguments = self.arguments
+        arguments, trainer = self.arguments, self.trainer
         dtype = torch.bfloat16 if arguments.precision == "bf16" else torch.float32
         execution = Execution(arguments.sequence_parallel, arguments.recompute)
-        if not self.first_step:
-            model = from_config(
-                self.config, self.mesh, device=self.device, dtype=dtype, seed=arguments.seed, execution=execution
-            )
-        else:
-            folder = self.run_folder.checkpoint(self.first_step)
-            model = from_pretrained(folder, self.mesh, dtype, device=self.device, execution=execution)
+        model = from_config(
+            self.config, trainer.mesh, device=trainer.device, dtype=dtype, seed=arguments.seed, execution=execution
+        )
         assert isinstance(model, CausalLM)
-        if model.config != self.config:
-            raise ValueError(f"--resume: the checkpoint holds {model.config}, but the arguments ask for {self.config}")
         return model
 
     def _summary(self) -> Table:
         return run_summary(
             model_name=self.arguments.model,
             model=self.model,
-            mesh=self.mesh,
+            ranks=self.trainer.ranks,
             arguments=self.arguments,
             train_tokens=self.train.tokens_per_epoch,
             valid_tokens=self.valid.num_tokens,
@@ -153,38 +163,17 @@ class Pretraining:
             first_step=self.first_step,
         )
 
-    def _make_trainer(self) -> Trainer:
-        steps = self.arguments.train_steps
-        reporter = (
-            RunReporter(self.console, self.run_folder, first_step=self.first_step, total_steps=steps)
-            if self.mesh.rank == 0
-            else SilentReporter()
-        )
-        trainer = Trainer(
-            self.model,
-            self.arguments,
-            self.mesh,
-            train_data=self.train,
-            valid_data=self.held_out,
-            run_folder=self.run_folder,
-            reporter=reporter,
-            tokenizer=self.corpus.tokenizer_dir,
-        )
-        if self.first_step:
-            trainer.resume(self.first_step)
-        return trainer
-
-    def _finish(self, loss: float, minutes: float) -> None:
-        folder, arguments, trainer = self.run_folder, self.arguments, self.trainer
+    def _finish(self, step: int, loss: float, minutes: float) -> None:
+        folder, arguments, ranks = self.run_folder, self.arguments, self.trainer.ranks
         plot_loss(
             folder.metrics(),
             folder.loss_plot,
-            tokens_per_step=trainer.global_batch_size * (self.sequence_length - 1),
+            tokens_per_step=arguments.global_batch(ranks.dp_size) * (self.sequence_length - 1),
             unigram_entropy=self.unigram_entropy,
-            title=f"{arguments.model} on {self.mesh.tp_size} tensor-parallel processes",
+            title=f"{arguments.model} on {ranks.tp_size} tensor-parallel processes",
         )
         shutil.rmtree(folder.hf, ignore_errors=True)
-        merge(folder.checkpoint(trainer.step), folder.hf)
+        merge(folder.checkpoint(step), folder.hf)
         self.console.print("loading the exported folder with transformers …")
         evaluated = range(len(self.held_out))[: arguments.final_eval_sequences]
         hf_loss = held_out_loss(folder.hf, [self.held_out[i] for i in evaluated])
@@ -194,7 +183,7 @@ class Pretraining:
                 loss=loss,
                 unigram_entropy=self.unigram_entropy,
                 hf_loss=hf_loss,
-                tensor_parallel_size=self.mesh.tp_size,
+                tensor_parallel_size=ranks.tp_size,
                 minutes=minutes,
             )
         )

@@ -8,8 +8,9 @@ from rich import box
 from rich.table import Table
 from torch import nn
 
-from ..mpu import ParallelMesh
 from ..trainer.arguments import TrainingArguments
+from ..trainer.deepspeed_config import zero_stage
+from ..trainer.ranks import Ranks
 
 
 def facts_table(title: str, facts: dict[str, str]) -> Table:
@@ -39,7 +40,7 @@ def run_summary(
     *,
     model_name: str,
     model: nn.Module,
-    mesh: ParallelMesh,
+    ranks: Ranks,
     arguments: TrainingArguments,
     train_tokens: int,
     valid_tokens: int,
@@ -49,20 +50,23 @@ def run_summary(
 ) -> Table:
     """What is about to be trained, on what, and how it is split."""
     full, on_rank = count_parameters(model)
-    accumulation = arguments.accumulation_steps(mesh.dp_size)
-    sequences = arguments.micro_batch_size * accumulation * mesh.dp_size
-    steps = f"{arguments.train_steps:,}" + (f", going on from step {first_step:,}" if first_step else "")
+    stage = zero_stage(arguments) if arguments.env_type.startswith("deepspeed") else 0
+    accumulation = arguments.accumulation_steps(ranks.dp_size)
+    sequences = arguments.micro_batch_size * accumulation * ranks.dp_size
+    train_steps = arguments.train_steps or 0
+    steps = f"{train_steps:,}" + (f", going on from step {first_step:,}" if first_step else "")
     return facts_table(
         "Run",
         {
             "model": f"{model_name}: {full:,} parameters, {on_rank:,} on this rank",
-            "mesh": f"{mesh.tp_size} tensor-parallel x {mesh.dp_size} data-parallel = {mesh.world_size} processes",
-            "precision": f"{arguments.precision}, ZeRO stage {arguments.zero_stage}",
+            "mesh": f"{ranks.tp_size} tensor-parallel x {ranks.dp_size} data-parallel = {ranks.world_size} processes",
+            "precision": arguments.precision,
+            "engine": arguments.env_type + (f", ZeRO stage {stage}" if stage else ""),
             "corpus": f"{train_tokens:,} tokens to train on, {valid_tokens:,} held out",
             "unigram entropy": f"{unigram_entropy:.3f} nats per token of the held-out text",
             "global batch": f"{sequences} sequences x {sequence_length} tokens = {sequences * sequence_length:,} "
             f"tokens ({accumulation} micro-batches of {arguments.micro_batch_size} a rank)",
-            "steps": f"{steps} = {arguments.train_steps * sequences * sequence_length:,} tokens",
+            "steps": f"{steps} = {train_steps * sequences * sequence_length:,} tokens",
         },
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import torch
 from torch.utils.data import DataLoader
 
 from .collate import PadBatch
@@ -112,6 +113,7 @@ class ResumableLoader:
             batch_sampler=batches,  # type: ignore[arg-type]
             num_workers=self.num_workers,
             collate_fn=self.collate,
+            generator=torch.Generator(),  # else the loader would advance the generator of the caller's dropout
         )
         for batch in loader:
             self.consumed += self.share.global_batch

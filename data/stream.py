@@ -13,6 +13,7 @@ from itertools import count, islice
 from typing import Any, Literal, Protocol
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from .collate import PadBatch
@@ -142,7 +143,8 @@ class ResumableStream:
         self._bookmark: dict[str, Any] = {"epoch": 0, "cursor": None, "number": 0}
 
     def __iter__(self) -> Iterator[Any]:
-        loader = DataLoader(_StreamBatches(self), batch_size=None, num_workers=self.num_workers)
+        generator = torch.Generator()  # else the loader would advance the generator of the caller's dropout
+        loader = DataLoader(_StreamBatches(self), batch_size=None, num_workers=self.num_workers, generator=generator)
         for batch, self._consumed, self._bookmark in loader:
             yield batch
 

@@ -1,116 +1,98 @@
-"""Training checkpoints: a folder of shards that the converter reads, the optimizer's tensors, and the progress."""
+"""Finding a checkpoint to go on from, and making sure that it is what was written."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
-import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
-import torch.distributed as dist
+from safetensors.torch import load_file
 
-from ..convert.manifest import Manifest, TensorRecord
-from ..convert.sharded import ShardedReader, write_rank_file
-from ..models.common.config import ModelConfig
-from ..mpu import ParallelMesh
-from .coordination import on_first_rank
-from .deepspeed_engine import DeepSpeedEngine
-
-WEIGHTS = "rank"
-OPTIMIZER = "optimizer"
+from ..convert.sharded import rank_file
+from .random_state import restore_random_state, seed_everything
+from .ranks import Ranks
+from .run_folder import RunFolder
+from .snapshot import RANDOM, STATE, TrainerState, content_digest
 
 
-@dataclass(frozen=True)
-class TrainerState:
-    """step: optimizer steps done. consumed_samples: sequences trained on, over all ranks."""
+def find_checkpoint(
+    path: Path, load_type: str, ranks: Ranks, tell: Callable[[str], None]
+) -> tuple[Path, TrainerState] | None:
+    """The checkpoint of a run's folder that training goes on from; None if there is none at all. Collective.
 
-    step: int
-    consumed_samples: int
-
-
-def save_checkpoint(
-    folder: Path,
-    engine: DeepSpeedEngine,
-    config: ModelConfig,
-    mesh: ParallelMesh,
-    state: TrainerState,
-    tokenizer: Path | None,
-) -> None:
-    """Writes a checkpoint beside `folder` and renames it when it is complete. Collective over all ranks."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    on_first_rank(lambda: _make_empty(partial))
-    optimizer_tensors = engine.optimizer_tensors()
-    hashes: dict[str, str] = {}
-    if mesh.dp_rank == 0:
-        parameters = dict(engine.module.named_parameters())
-        hashes = write_rank_file(partial, WEIGHTS, mesh.tp_rank, parameters)
-        write_rank_file(partial, OPTIMIZER, mesh.tp_rank, optimizer_tensors)
-    hashes_by_rank: list[dict[str, str]] = [{}] * mesh.tp_size
-    dist.all_gather_object(hashes_by_rank, hashes, group=mesh.tp_group)
-    dist.barrier()
-    on_first_rank(lambda: _complete(partial, folder, engine, config, hashes_by_rank, state, tokenizer))
-
-
-def load_checkpoint(folder: Path, engine: DeepSpeedEngine, mesh: ParallelMesh) -> TrainerState:
-    """Restores the optimizer and returns the progress; the weights are read by `load_weights` before."""
-    state = TrainerState(**json.loads((folder / "trainer_state.json").read_text()))
-    parameters = dict(engine.module.named_parameters())
-    size = Manifest.read(folder).tensor_parallel_size
-    by_tensor = {}
-    for name in ShardedReader(folder, OPTIMIZER, size, {}).names():
-        by_tensor[name] = getattr(parameters[name.split("/", 1)[1]], "shard", None)
-    reader = ShardedReader(folder, OPTIMIZER, size, by_tensor)
-    tensors = {name: reader.local(name, mesh.tp_rank, mesh.tp_size) for name in by_tensor}
-    engine.load_optimizer_tensors(tensors, state.step)
-    return state
+    path: a run's folder, or one checkpoint. load_type: "latest", or "best" if one was named so. A damaged checkpoint is
+    passed over for the one before it, and `tell` is told. ValueError if all are damaged, or the only one asked for.
+    """
+    if (path / STATE).exists():
+        candidates = [path]
+    elif load_type == "best":
+        best = RunFolder(path).best_checkpoint()
+        if best is None:
+            raise ValueError(f"{path} names no best checkpoint; use load_type='latest', or train with save_best")
+        candidates = [best]
+    else:
+        run = RunFolder(path)
+        candidates = [run.checkpoint(step) for step in reversed(run.steps())]
+    problems = []
+    for folder in candidates:
+        problem = next(filter(None, ranks.gather(damage(folder, ranks.rank, ranks.world_size))), "")
+        if not problem:
+            for earlier in problems:
+                tell(f"{earlier}; going on from {folder.name} instead")
+            return folder, read_state(folder)
+        problems.append(problem)
+    if problems:
+        raise ValueError(f"no checkpoint can be gone on from: {'; '.join(problems)}")
+    return None
 
 
-def _make_empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+def damage(folder: Path, share: int, shares: int) -> str:
+    """What is wrong with this rank's share of a checkpoint's files; nothing if nothing is."""
+    try:
+        digests = _read(folder)["files"]
+        for name in sorted(digests)[share::shares]:
+            with (folder / name).open("rb") as file:
+                digest = _digest(file)
+            if digest.hexdigest() != digests[name]:
+                return f"the checkpoint {folder} is damaged: {name} is not what was written"
+    except FileNotFoundError as error:
+        return f"the checkpoint {folder} is damaged: {Path(error.filename).name} is missing"
+    except (OSError, ValueError) as error:
+        return f"the checkpoint {folder} is damaged: {error}"
+    return ""
 
 
-def _complete(
-    partial: Path,
-    folder: Path,
-    engine: DeepSpeedEngine,
-    config: ModelConfig,
-    hashes_by_rank: list[dict[str, str]],
-    state: TrainerState,
-    tokenizer: Path | None,
-) -> None:
-    config.save(partial)
-    (partial / "trainer_state.json").write_text(json.dumps(asdict(state), indent=1) + "\n")
-    if tokenizer is not None:
-        for file in tokenizer.iterdir():
-            shutil.copy2(file, partial)
-    manifest(engine, config, hashes_by_rank).write(partial)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
-    descriptor = os.open(folder.parent, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+def read_state(folder: Path) -> TrainerState:
+    content = _read(folder)
+    return TrainerState(**{field.name: content[field.name] for field in fields(TrainerState)})
 
 
-def manifest(engine: DeepSpeedEngine, config: ModelConfig, hashes_by_rank: list[dict[str, str]]) -> Manifest:
-    """The manifest of this run's shards, whose tensors' hashes came from each tensor-parallel rank."""
-    records = {}
-    padded_vocab_size = config.vocab_size
-    for name, parameter in engine.module.named_parameters():
-        shard = getattr(parameter, "shard", None)
-        if shard is not None and shard.pad_multiple and shard.shape[shard.dim] == config.vocab_size:
-            padded_vocab_size = len(hashes_by_rank) * shard.local_shape(len(hashes_by_rank))[shard.dim]
-        records[name] = TensorRecord(
-            shape=tuple(shard.shape if shard else parameter.shape),
-            dtype=str(parameter.dtype).removeprefix("torch."),
-            shard=asdict(shard) if shard else None,
-            sha256=tuple(hashes[name] for hashes in hashes_by_rank),
-        )
-    return Manifest(
-        model_type=config.model_type,
-        tensor_parallel_size=len(hashes_by_rank),
-        vocab_size=config.vocab_size,
-        padded_vocab_size=padded_vocab_size,
-        tensors=records,
-    )
+def restore_random(folder: Path, state: TrainerState, ranks: Ranks, seed: int) -> bool:
+    """Puts this rank's generators back; seeds them anew, and says False, where their states were not saved."""
+    path = rank_file(folder, RANDOM, ranks.rank)
+    if state.world_size == ranks.world_size and path.exists():
+        restore_random_state(load_file(path))
+        return True
+    seed_everything(seed + 7919 * state.step + ranks.dp_rank)
+    return False
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    try:
+        content = json.loads((folder / STATE).read_text())
+        digest = content.pop("sha256")
+        if digest != content_digest(content) or not isinstance(content["files"], dict):
+            raise ValueError(f"{STATE} does not match its own sha256")
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, AttributeError, TypeError):
+        raise ValueError(f"{STATE} is unreadable") from None
+    return content
+
+
+def _digest(file: Any) -> Any:
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
 Result = TypeVar("Result")
@@ -32,13 +31,3 @@ def on_first_rank(work: Callable[[], Result]) -> Result:
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
-
-
-def sum_over(group: dist.ProcessGroup | None, *values: float) -> list[float]:
-    """The sums over a group's ranks, in fp64."""
-    total = torch.tensor(values, dtype=torch.float64)
-    if group is not None and dist.get_world_size(group) > 1:
-        # NCCL moves only GPU tensors.
-        total = total.cuda() if dist.get_backend(group) == "nccl" else total
-        dist.all_reduce(total, group=group)
-    return total.tolist()

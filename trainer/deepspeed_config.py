@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .arguments import TrainingArguments
+from .arguments import ELEMENTWISE, TrainingArguments
 
 
 def deepspeed_config(arguments: TrainingArguments, data_parallel_size: int) -> dict[str, Any]:
@@ -19,11 +19,45 @@ def deepspeed_config(arguments: TrainingArguments, data_parallel_size: int) -> d
         "gradient_clipping": arguments.clip_grad,
         "steps_per_print": 2**31,  # our own progress is shown instead
     }
-    if arguments.zero_stage:
-        decided["zero_optimization"] = {"stage": arguments.zero_stage}
+    stage = zero_stage(arguments)
+    zero: dict[str, Any] = {"stage": stage}
+    if stage:
+        decided |= {"zero_optimization": zero, "zero_allow_untested_optimizer": True}  # only elementwise ones come here
+    if arguments.offload_optimizer:
+        # Any torch optimizer updates on the CPU; DeepSpeed's own one would be compiled at run time.
+        zero["offload_optimizer"] = {"device": "cpu"}
+        decided["zero_force_ds_cpu_optimizer"] = False
     if arguments.precision == "bf16":
         decided |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    if arguments.precision == "fp16":
+        decided["fp16"] = {"enabled": True}
     return _merge(decided, read_deepspeed_file(arguments.deepspeed_config))
+
+
+def zero_stage(arguments: TrainingArguments) -> int:
+    """The ZeRO stage of a run. ValueError for one that the arguments or the user's file make impossible."""
+    of_file = read_deepspeed_file(arguments.deepspeed_config).get("zero_optimization", {}).get("stage", "auto")
+    elementwise = arguments.optimizer in ELEMENTWISE
+    stage = arguments.zero_stage
+    if stage is None:
+        stage = of_file if of_file != "auto" else int(elementwise)
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"deepspeed_config: there is no ZeRO stage {stage!r}; use 0, 1, 2 or 3")
+    if stage == 3 and arguments.env_type == "deepspeed+mpu":
+        raise ValueError(
+            f"deepspeed_config {arguments.deepspeed_config} asks for ZeRO stage 3, which splits parameters that "
+            "deepspeed+mpu has already split; use stage 0, 1 or 2, or env_type='deepspeed'"
+        )
+    if stage and not elementwise:
+        raise ValueError(f"{arguments.optimizer} needs whole parameters, which ZeRO stage {stage} splits; use stage 0")
+    if not stage and arguments.precision != "fp32":
+        raise ValueError(
+            f"{arguments.precision} keeps its fp32 master weights in the ZeRO optimizer: zero_stage=0 has none; "
+            "use 1 or 2"
+        )
+    if not stage and arguments.offload_optimizer:
+        raise ValueError("offload_optimizer is done by ZeRO: zero_stage=0 has none; use 1, 2 or 3")
+    return stage
 
 
 def read_deepspeed_file(path: str | None) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""The DeepSpeed engine behind the training loop: forward, backward, step, and its state as plain tensors."""
+"""DeepSpeed behind the training loop, and its state as plain tensors."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import deepspeed
@@ -11,117 +12,188 @@ from deepspeed.utils import (
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
 )
 from torch import Tensor, nn
 
-from ..mpu import ParallelMesh
+from ..mpu import grad_norm
 from .arguments import TrainingArguments
-from .deepspeed_config import deepspeed_config
-
-ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
-MASTER_WEIGHT = "master_weight"
+from .deepspeed_config import deepspeed_config, zero_stage
+from .engine import StepOutcome
+from .optimizer_state import MASTER_WEIGHT, cpu_copy, load_state_tensors, model_tensors, state_tensors
+from .optimizers import ELEMENT_STATES
+from .ranks import Ranks
 
 
 class DeepSpeedEngine:
-    """A model, its optimizer and DeepSpeed's engine around them, for one `ParallelMesh`."""
+    """See `Engine`. With ZeRO, whose partitions are flat, states are gathered and set by DeepSpeed's own calls."""
 
-    def __init__(self, model: nn.Module, arguments: TrainingArguments, mesh: ParallelMesh) -> None:
-        self.mesh = mesh
-        self.accumulation_steps = arguments.accumulation_steps(mesh.dp_size)
-        self.optimizer = torch.optim.AdamW(
-            weight_decay_groups(model, arguments.weight_decay),
-            lr=arguments.lr,
-            betas=(arguments.beta1, arguments.beta2),
-            fused=True,
-        )
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, arguments: TrainingArguments, ranks: Ranks
+    ) -> None:
+        self.module = model
+        self.optimizer = optimizer
+        self.applied_steps = 0
+        self._replicas, self._mesh = ranks.dp_size, ranks.mesh
+        self._rank = ranks.dp_rank
+        self._stage = zero_stage(arguments)
+        self._keeps_master_weights = arguments.precision != "fp32"
+        self._states = ELEMENT_STATES.get(type(optimizer).__name__, ())
+        _check_device(arguments)
+        if self._stage and not self._states:
+            raise ValueError(
+                f"ZeRO stage {self._stage} splits parameters within, and {type(optimizer).__name__} may need them "
+                f"whole; use zero_stage=0, or {', '.join(ELEMENT_STATES)}"
+            )
+        self._owners = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
         # DeepSpeed would compile this CPU collective at run time, with a lock file that a killed run leaves behind.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        self._engine: Any = deepspeed.initialize(
-            model=model, optimizer=self.optimizer, config=deepspeed_config(arguments, mesh.dp_size), mpu=mesh
+        self.model: Any = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            config=deepspeed_config(arguments, ranks.dp_size),
+            mpu=ranks.mesh if arguments.env_type == "deepspeed+mpu" else None,
         )[0]
-        self._zero = arguments.zero_stage > 0
-        self._keeps_master_weights = arguments.precision != "fp32"
-        self._create_optimizer_state()
+        if self._stage:
+            self._create_element_states()
 
     @property
-    def module(self) -> Any:
-        """The model."""
-        return self._engine.module
+    def loss_scale(self) -> float | None:
+        scaler = getattr(self.model.optimizer, "loss_scaler", None)
+        return float(scaler.cur_scale) if scaler is not None and self.model.fp16_enabled() else None
 
-    def forward(self, **inputs: Any) -> Any:
-        """The model's output for one micro-batch."""
-        return self._engine(**inputs)
+    def begin_micro_batch(self, *, is_last: bool) -> None:
+        pass  # DeepSpeed counts for itself
 
     def backward(self, loss: Tensor) -> None:
-        """Backward of one micro-batch's share of the step's loss. The shares of all ranks are summed."""
         # DeepSpeed averages gradients over the data-parallel ranks; the shares already add up to the mean.
-        self._engine.backward(loss * self.mesh.dp_size, scale_wrt_gas=False)
+        self.model.backward(loss * self._replicas, scale_wrt_gas=False)
 
-    def end_micro_batch(self, lr: float) -> float | None:
-        """Ends a micro-batch; at the last one of a step, updates the parameters with `lr`.
-
-        Returns the gradient norm before clipping at the end of a step, else None.
-        """
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self._engine.step()
-        if not self._engine.was_step_applied():
+    def end_micro_batch(self) -> StepOutcome | None:
+        is_last = self.model.is_gradient_accumulation_boundary()
+        skipped = self.model.skipped_steps
+        # Without ZeRO, DeepSpeed clips by the norm and forgets it.
+        norm = grad_norm(list(self._owners), self._mesh) if is_last and not self._stage else None
+        self.model.step()
+        if not is_last:
             return None
-        norm = self._engine.get_global_grad_norm()
-        return float(norm) if norm is not None else None
+        applied = self.model.skipped_steps == skipped
+        self.applied_steps += applied
+        norm = self.model.get_global_grad_norm() if norm is None else norm
+        return StepOutcome(float(norm) if norm is not None else None, applied)
+
+    def model_tensors(self) -> dict[str, Tensor]:
+        with self._whole_parameters():
+            return model_tensors(self.module)
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """`<moment>/<parameter>` -> fp32 CPU tensor of its local shape. Collective over data-parallel ranks."""
+        if not self._stage:
+            return state_tensors(self.optimizer, self._owners)
         tensors = {}
-        for name, parameter in self.module.named_parameters():
-            for moment in ADAM_MOMENTS:
-                tensors[f"{moment}/{name}"] = self._get_state(parameter, moment).cpu()
+        for parameter, name in self._owners.items():
+            for state in self._states:
+                tensors[f"{state}/{name}"] = cpu_copy(_present(safe_get_full_optimizer_state(parameter, state)))
             if self._keeps_master_weights:
-                tensors[f"{MASTER_WEIGHT}/{name}"] = self._get_state(parameter, MASTER_WEIGHT).cpu()
+                tensors[f"{MASTER_WEIGHT}/{name}"] = cpu_copy(_present(safe_get_full_fp32_param(parameter)))
         return tensors
 
-    def load_optimizer_tensors(self, tensors: dict[str, Tensor], step: int) -> None:
-        """Puts back what `optimizer_tensors` gave after `step` steps."""
+    def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
+        if not self._stage:
+            load_state_tensors(self.optimizer, self._owners, tensors, self.applied_steps)
+            return
+        for parameter, name in self._owners.items():
+            for state in self._states:
+                if f"{state}/{name}" in tensors:
+                    self._set(parameter, tensors[f"{state}/{name}"], state)
+            if f"{MASTER_WEIGHT}/{name}" in tensors and self._keeps_master_weights:
+                self._set(parameter, tensors[f"{MASTER_WEIGHT}/{name}"])
+        self._set_steps(self.applied_steps)
+
+    def counters(self) -> dict[str, float]:
+        counters: dict[str, float] = {"applied_steps": self.applied_steps}
+        if self.loss_scale is not None:
+            scaler = self.model.optimizer.loss_scaler
+            counters |= {name: float(getattr(scaler, name)) for name in SCALER_FIELDS}
+        return counters
+
+    def load_counters(self, counters: dict[str, float]) -> None:
+        self.applied_steps = int(counters["applied_steps"])
+        if self.loss_scale is not None and all(name in counters for name in SCALER_FIELDS):
+            for name in SCALER_FIELDS:
+                kind = type(getattr(self.model.optimizer.loss_scaler, name))
+                setattr(self.model.optimizer.loss_scaler, name, kind(counters[name]))
+
+    def close(self) -> None:
+        with self._whole_parameters():
+            whole = {name: parameter.detach().clone() for name, parameter in self.module.named_parameters()}
+        self.model.destroy()
+        if self._stage == 3:
+            for name, parameter in self.module.named_parameters():
+                parameter.data = whole[name]
+
+    def _whole_parameters(self) -> contextlib.AbstractContextManager[Any]:
+        if self._stage < 3:
+            return contextlib.nullcontext()
+        return deepspeed.zero.GatheredParameters(list(self.module.parameters()))
+
+    def _set(self, parameter: Any, value: Tensor, state: str | None = None) -> None:
+        """Sets a parameter's state, or without one its fp32 value."""
+        if self._stage == 3:
+            # DeepSpeed 0.19 sets whole tensors only where their elements divide evenly; partitions are padded.
+            size = parameter.ds_tensor.numel()
+            padded = torch.zeros(size * self._replicas, dtype=value.dtype)
+            padded[: value.numel()] = value.flatten()
+            own = padded.narrow(0, size * self._rank, size)
+            if state is None:
+                safe_set_local_fp32_param(parameter, own)
+            else:
+                safe_set_local_optimizer_state(parameter, own, state)
+        elif state is None:
+            safe_set_full_fp32_param(parameter, value)
+        else:
+            safe_set_full_optimizer_state(parameter, value, state)
+
+    def _set_steps(self, step: int) -> None:
         for state in self.optimizer.state.values():
-            state["step"].fill_(step)
-        for name, parameter in self.module.named_parameters():
-            for moment in ADAM_MOMENTS:
-                self._set_state(parameter, moment, tensors[f"{moment}/{name}"])
-            if self._keeps_master_weights:
-                safe_set_full_fp32_param(parameter, tensors[f"{MASTER_WEIGHT}/{name}"])
-
-    def _get_state(self, parameter: nn.Parameter, name: str) -> Tensor:
-        if not self._zero:
-            return self.optimizer.state[parameter][name]
-        if name == MASTER_WEIGHT:
-            value = safe_get_full_fp32_param(parameter)
-        else:
-            value = safe_get_full_optimizer_state(parameter, name)
-        assert value is not None
-        return value
-
-    def _set_state(self, parameter: nn.Parameter, moment: str, value: Tensor) -> None:
-        if self._zero:
-            safe_set_full_optimizer_state(parameter, value, moment)
-        else:
-            self.optimizer.state[parameter][moment].copy_(value)
-
-    def _create_optimizer_state(self) -> None:
-        # Adam would make its state in the first step; DeepSpeed 0.19 then links only the first parameter group's
-        # to the parameters. ZeRO has put its flat partitions into the parameter groups by now.
+            if "step" in state:
+                state["step"].fill_(step)
         for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                state: dict[str, Any] = {moment: torch.zeros_like(parameter) for moment in ADAM_MOMENTS}
-                self.optimizer.state[parameter] = {"step": torch.tensor(0.0), **state}
-        if self._zero:
-            self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+            if "step" in group:
+                group["step"] = step
+
+    def _create_element_states(self) -> None:
+        # An optimizer would make its state in the first step; DeepSpeed 0.19 then links only the first parameter
+        # group's to the parameters. ZeRO has put its flat partitions into the parameter groups by now.
+        groups = self.optimizer.param_groups
+        counts_by_group = type(self.optimizer).__module__.startswith("pytorch_optimizer")
+        if self._stage == 3:
+            partitions = self.model.optimizer.fp32_partitioned_groups_flat
+        else:
+            partitions = [partition for group in groups for partition in group["params"]]
+        for partition in partitions:
+            state: dict[str, Any] = {name: torch.zeros_like(partition) for name in self._states}
+            self.optimizer.state[partition] = state if counts_by_group else {**state, "step": torch.tensor(0.0)}
+        for group in groups if counts_by_group else []:
+            group["step"] = 0
+        if self._stage < 3:
+            self.model.optimizer._lazy_init_hp_params_optimizer_state()
 
 
-def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; biases and norms (fewer than two dimensions) do not."""
-    matrices = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
-    return [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def _check_device(arguments: TrainingArguments) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator: Any = get_accelerator()
+    if arguments.precision == "fp16" and not accelerator.is_fp16_supported():
+        raise ValueError(
+            f"precision='fp16': DeepSpeed does not compute in fp16 on this {accelerator.device_name()}; use "
+            "'bf16' or 'fp32'"
+        )
+
+
+def _present(value: Tensor | None) -> Tensor:
+    assert value is not None
+    return value

@@ -14,6 +14,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from .arguments import TrainingArguments
+
 PROCESS_GROUP_TIMEOUT = timedelta(minutes=30)  # preparing a corpus on the first rank may take a while
 
 
@@ -39,6 +41,13 @@ class Launch:
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+
+def processes_of(arguments: TrainingArguments) -> int:
+    """How many processes of this machine the arguments ask for."""
+    if arguments.env_type == "pytorch":
+        return 1
+    return max(arguments.num_gpus, arguments.model_parallel_size)
 
 
 def free_port() -> int:

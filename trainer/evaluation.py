@@ -1,26 +1,96 @@
-"""Held-out loss over data-parallel ranks."""
+"""Validation over data-parallel ranks, a micro-batch at a time: it never needs more memory than training."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from ..models.common.causal_lm import CausalLM
-from ..mpu import ParallelMesh
-from .batches import Batch, collate
-from .coordination import sum_over
+from .batches import Batch
+from .ranks import Ranks
+from .targets import Targets, to_device
+
+# (logits, labels) of a micro-batch -> its mean over the rows, or (sum, count). logits are whole.
+Metric = Callable[[Tensor, Tensor], Any]
+ForwardStep = Callable[[dict[str, Any], Any, Any], Any]
+
+
+def metric_functions(metrics: Mapping[str, Metric] | Iterable[Sequence[Any]] | None) -> dict[str, Metric]:
+    """Metrics by name, from a mapping or from FlagAI's list of [name, function]."""
+    pairs = metrics.items() if isinstance(metrics, Mapping) else (metrics or ())
+    named = {}
+    for pair in pairs:
+        if len(pair) != 2 or not isinstance(pair[0], str) or not callable(pair[1]):
+            raise ValueError(f"metric_methods must be {{name: function}} or a list of [name, function], not {pair!r}")
+        named[pair[0]] = pair[1]
+    return named
 
 
 @torch.no_grad()
-def evaluate(model: CausalLM, samples: Sequence[Batch], mesh: ParallelMesh, batch_size: int) -> float:
-    """Mean loss in nats per target token over all samples, each evaluated once; the same number on every rank."""
-    model.eval()
-    device = next(model.parameters()).device
-    loss, targets = 0.0, 0
-    for first in range(mesh.dp_rank * batch_size, len(samples), mesh.dp_size * batch_size):
-        batch = collate(samples[first : first + batch_size], device)
-        loss += model(**batch, num_items_in_batch=1).loss.double().item()
-        targets += int(model.count_targets(batch["labels"]))
-    total_loss, total_targets = sum_over(mesh.dp_group, loss, targets)
-    return total_loss / total_targets
+def evaluate(
+    forward_step: ForwardStep,
+    model: Any,
+    module: nn.Module,
+    samples: Any,
+    ranks: Ranks,
+    *,
+    batch_size: int,
+    collate: Callable[[Sequence[Any]], Batch],
+    metrics: Mapping[str, Metric] | None = None,
+) -> dict[str, float]:
+    """The mean loss over all targets of `samples`, each evaluated once, and the metrics; the same on every rank.
+
+    loss: in nats per target token. A rank without samples left repeats the first ones and counts nothing, since a
+    forward pass may be a collective.
+    """
+    if not len(samples):
+        raise ValueError("the validation data is empty")
+    was_training = module.training
+    module.eval()
+    device = next(module.parameters()).device
+    targets = Targets(module, mean_losses=True)
+    sums = {name: [0.0, 0.0] for name in ("loss", *(metrics or {}))}
+    per_round = batch_size * ranks.dp_size
+    for start in range(0, len(samples), per_round):
+        first = start + ranks.dp_rank * batch_size
+        rows = range(first, min(first + batch_size, len(samples)))
+        batch = to_device(collate([samples[i] for i in rows or range(min(batch_size, len(samples)))]), device)
+        output = forward_step(batch, model, None)
+        if not rows:
+            continue
+        count = targets.count(batch)[0]
+        if count:
+            _add(sums["loss"], (float(loss_of(output)) * count, count))
+        for name, metric in (metrics or {}).items():
+            logits = _field(output, "logits")
+            if logits is None or "labels" not in batch:
+                raise ValueError(f"the metric {name} needs logits of forward_step and labels in the batch")
+            whole = module.gather_logits(logits) if hasattr(module, "gather_logits") else logits  # type: ignore[operator]
+            _add(sums[name], metric(whole, batch["labels"]), len(rows))
+    module.train(was_training)
+    totals = iter(ranks.sum_replicas(*(number for pair in sums.values() for number in pair)))
+    return {name: next(totals) / max(next(totals), 1e-300) for name in sums}
+
+
+def _add(pair: list[float], value: Any, rows: int = 1) -> None:
+    total, count = value if isinstance(value, tuple) else (float(value) * rows, rows)
+    pair[0] += float(total)
+    pair[1] += float(count)
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in what a forward step returned. ValueError if there is none."""
+    loss = _field(output, "loss")
+    if loss is None:
+        raise ValueError(
+            "forward_step returned no loss: return a dict or ModelOutput with one, and put labels in the data"
+        )
+    return loss
+
+
+def _field(output: Any, name: str) -> Any:
+    if isinstance(output, Mapping):
+        return output.get(name)
+    return getattr(output, name, None)

@@ -4,34 +4,27 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
-from ..models.common.causal_lm import CausalLM
-from ..mpu import ParallelMesh, dropout_state
+from ..mpu import dropout_state
 from .arguments import TrainingArguments
-from .batches import Batch, collate
-from .checkpoint import TrainerState, load_checkpoint, save_checkpoint
-from .coordination import sum_over
-from .deepspeed_engine import DeepSpeedEngine
-from .evaluation import evaluate
-from .run_folder import RunFolder
-from .schedule import warmup_cosine
-
-
-class Dataset(Protocol):
-    """Sample `i` is a function of `i` alone; there is one for every i."""
-
-    def __getitem__(self, index: int) -> Batch: ...
-
-
-class HeldOut(Dataset, Protocol):
-    """Samples of which there are a certain number."""
-
-    def __len__(self) -> int: ...
+from .engine import Engine, StepOutcome
+from .evaluation import ForwardStep, loss_of
+from .model_files import ModelFiles, read_optimizer
+from .non_finite import describe_non_finite
+from .profiling import StepProfiler
+from .ranks import Ranks
+from .saver import BackgroundSaver
+from .schedule import LearningRate
+from .snapshot import TrainerState, take_snapshot
+from .stopping import StopSignal
+from .targets import Targets, label_problem, to_device
+from .throughput import Throughput
+from .training_data import Batches
 
 
 class Reporter(Protocol):
@@ -43,116 +36,236 @@ class Reporter(Protocol):
 
     def training(self, step: int, values: dict[str, float]) -> None: ...
 
-    def evaluation(self, step: int, loss: float) -> None: ...
+    def evaluation(self, step: int, values: dict[str, float]) -> None: ...
 
     def saved(self, step: int, folder: Path) -> None: ...
 
+    def notice(self, text: str) -> None: ...
 
-class Trainer:
-    """Trains a model of the zoo with the DeepSpeed engine.
 
-    A step's batch is a function of the step alone: sample `step * global_batch_size + p` is the p-th of the global
-    batch, whichever rank and micro-batch it falls to. The loss is the mean over the targets of the global batch.
+@dataclass
+class Parts:
+    """What a loop is made of."""
+
+    engine: Engine
+    ranks: Ranks
+    batches: Batches
+    learning_rate: LearningRate
+    forward_step: ForwardStep
+    targets: Targets
+    evaluate: Callable[[], dict[str, float]] | None
+    model_files: ModelFiles
+    saver: BackgroundSaver
+    reporter: Reporter
+    profiler: StepProfiler
+    extra_files: Path | None = None
+
+
+class TrainingLoop:
+    """Runs optimizer steps. The loss is the mean over the targets of the global batch.
+
+    The p-th sample of step s's global batch has the number `s * global_batch_size + p`, whichever rank and micro-batch
+    it falls to; dropout masks follow from it.
     """
 
     def __init__(
-        self,
-        model: CausalLM,
-        arguments: TrainingArguments,
-        mesh: ParallelMesh,
-        *,
-        train_data: Dataset,
-        valid_data: HeldOut,
-        run_folder: RunFolder,
-        reporter: Reporter,
-        tokenizer: Path | None = None,
+        self, arguments: TrainingArguments, parts: Parts, total_steps: int | None, *, evaluate_last: bool = True
     ) -> None:
-        self.model, self.arguments, self.mesh = model, arguments, mesh
-        self.train_data, self.valid_data = train_data, valid_data
-        self.run_folder, self.reporter, self.tokenizer = run_folder, reporter, tokenizer
-        self.device = next(model.parameters()).device
-        self.engine = DeepSpeedEngine(model, arguments, mesh)
-        self.accumulation_steps = arguments.accumulation_steps(mesh.dp_size)
-        self.global_batch_size = arguments.micro_batch_size * self.accumulation_steps * mesh.dp_size
+        self.arguments, self.parts, self.total_steps = arguments, parts, total_steps
+        self.evaluate_last = evaluate_last
+        self.ranks, self.engine = parts.ranks, parts.engine
+        self.accumulation_steps = arguments.accumulation_steps(self.ranks.dp_size)
+        self.global_batch_size = arguments.global_batch(self.ranks.dp_size)
+        self.device = next(self.engine.module.parameters()).device
         self.step = 0
+        self.best: dict[str, float] = {}
+        self.validation: dict[str, float] = {}
+        self.throughput = Throughput(self.device)
+        self._iterator: Any = None
 
-    def resume(self, step: int) -> None:
+    def resume(self, folder: Path, state: TrainerState) -> None:
         """Goes on from a checkpoint whose weights the model already has.
 
         ValueError if the global batch has another size now, since the data's position counts in batches.
         """
-        state = load_checkpoint(self.run_folder.checkpoint(step), self.engine, self.mesh)
         if state.consumed_samples != state.step * self.global_batch_size:
             raise ValueError(
                 f"the run was trained with a global batch of {state.consumed_samples // state.step} sequences and "
                 f"cannot go on with {self.global_batch_size}; set micro_batch_size and global_batch_size to match"
             )
-        self.step = state.step
+        self.step, self.best = state.step, dict(state.best)
+        self.engine.load_counters(state.counters)
+        self.engine.load_optimizer_tensors(read_optimizer(folder, self.engine.module, self.ranks))
+        self.parts.learning_rate.load_state_dict(state.schedule)
+        self.parts.batches.load_state_dict(state.data)
 
-    def train(self) -> None:
-        """Runs from the current step to the last; evaluates and saves on the way and at the end."""
-        arguments = self.arguments
-        while self.step < arguments.train_steps:
-            values = self._train_step()
-            self.step += 1
-            if not math.isfinite(values["loss"]):
-                raise FloatingPointError(
-                    f"the loss is {values['loss']} at step {self.step}; the last checkpoint is kept"
-                )
-            last = self.step == arguments.train_steps
-            if last or self.step % arguments.log_interval == 0:
-                self.reporter.training(self.step, values)
-            if not last and self.step % arguments.eval_interval == 0:
-                self.reporter.evaluation(self.step, self.evaluate(arguments.eval_sequences))
-            if last or self.step % arguments.save_interval == 0:
-                self.save()
+    def run(self) -> None:
+        """From the current step to the last; evaluates and saves on the way, and saves at the end.
 
-    def evaluate(self, sequences: int | None = None) -> float:
-        """Held-out loss in nats per token, on the first `sequences` held-out sequences or on all."""
-        data = [self.valid_data[i] for i in range(len(self.valid_data))[:sequences]]
-        return evaluate(self.engine.module, data, self.mesh, self.arguments.micro_batch_size)
+        On SIGTERM saves, and ends the process with exit code 143.
+        """
+        arguments, reporter = self.arguments, self.parts.reporter
+        saved_at = self.step
+        self._iterator = iter(self.parts.batches)
+        with StopSignal() as signalled, self.parts.profiler as profiler:
+            while self.total_steps is None or self.step < self.total_steps:
+                values, stop = self._train_step(signalled)
+                if values is None:
+                    break
+                self.step += 1
+                profiler.step()
+                last = self.step == self.total_steps
+                if last or self.step % arguments.log_interval == 0:
+                    reporter.training(self.step, values)
+                due = last or stop or self.step % arguments.save_interval == 0
+                evaluates = self.evaluate_last if last else self.step % arguments.eval_interval == 0
+                if self.parts.evaluate and evaluates and not stop:
+                    due |= self._evaluate()
+                if due:
+                    self.save()
+                    saved_at = self.step
+                if stop:
+                    self.parts.saver.wait()
+                    reporter.notice(f"stopped by a signal at step {self.step}, which is saved")
+                    raise SystemExit(143)
+        if self.evaluate_last and self.parts.evaluate and self.validation.get("step") != self.step:
+            self._evaluate()
+        if saved_at != self.step:
+            self.save()
+        self.parts.saver.wait()
 
     def save(self) -> None:
-        folder = self.run_folder.checkpoint(self.step)
-        state = TrainerState(self.step, self.step * self.global_batch_size)
-        save_checkpoint(folder, self.engine, self.model.config, self.mesh, state, self.tokenizer)
-        self.reporter.saved(self.step, folder)
-
-    def _train_step(self) -> dict[str, float]:
-        started = time.perf_counter()
-        self.engine.module.train()
-        micro_batches = list(self._micro_batches())
-        targets = torch.stack([self.model.count_targets(batch["labels"]) for batch in micro_batches]).sum()
-        (total_targets,) = sum_over(self.mesh.dp_group, float(targets))
-        lr = self._learning_rate()
-        share, norm = 0.0, None
-        for k, batch in enumerate(micro_batches):
-            dropout_state.set(self.arguments.seed, self._first_sample(k))
-            loss = self.engine.forward(**batch, num_items_in_batch=total_targets).loss
-            self.engine.backward(loss)
-            share += loss.item()
-            norm = self.engine.end_micro_batch(lr)
-        (loss,) = sum_over(self.mesh.dp_group, share)
-        seconds = time.perf_counter() - started
-        values = {"loss": loss, "lr": lr, "tokens_per_second": total_targets / seconds}
-        return values if norm is None else {**values, "grad_norm": norm}
-
-    def _micro_batches(self) -> Iterator[Batch]:
-        for k in range(self.accumulation_steps):
-            first = self._first_sample(k)
-            samples = [self.train_data[first + i] for i in range(self.arguments.micro_batch_size)]
-            yield collate(samples, self.device)
-
-    def _first_sample(self, k: int) -> int:
-        """Index of the first sample of this rank's k-th micro-batch of this step."""
-        size = self.arguments.micro_batch_size
-        return self.step * self.global_batch_size + (k * self.mesh.dp_size + self.mesh.dp_rank) * size
-
-    def _learning_rate(self) -> float:
-        arguments = self.arguments
-        return warmup_cosine(
-            self.step,
-            peak=arguments.lr,
-            warmup_steps=arguments.warmup_steps,
-            total_steps=arguments.train_steps,
+        """Begins to save this step; it is complete after the saver's `wait`."""
+        arguments, parts = self.arguments, self.parts
+        state = TrainerState(
+            step=self.step,
+            consumed_samples=self.step * self.global_batch_size,
+            data=parts.batches.state_dict(),
+            schedule=parts.learning_rate.state_dict(),
+            counters=self.engine.counters(),
+            world_size=self.ranks.world_size,
+            best=self.best,
         )
+        parts.saver.wait()  # before another copy of everything is made
+        snapshot = take_snapshot(
+            self.engine,
+            parts.model_files,
+            self.ranks,
+            state,
+            optimizer=arguments.save_optim,
+            random=arguments.save_rng,
+            extra_files=parts.extra_files,
+        )
+        parts.reporter.saved(self.step, parts.saver.save(snapshot))
+
+    def _evaluate(self) -> bool:
+        """Whether this step is the best one so far."""
+        assert self.parts.evaluate is not None
+        values = self.parts.evaluate()
+        self.validation = {"step": self.step, **values}
+        self.parts.reporter.evaluation(self.step, values)
+        name = self.arguments.save_best
+        if name is None:
+            return False
+        if name not in values:
+            raise ValueError(f"save_best={name!r} is none of the validation values: {', '.join(values)}")
+        falls = name in ("loss", "perplexity")
+        if self.best and (values[name] >= self.best["value"] if falls else values[name] <= self.best["value"]):
+            return False
+        self.best = {"value": values[name], "step": self.step}
+        return True
+
+    def _train_step(self, signalled: StopSignal) -> tuple[dict[str, float] | None, bool]:
+        """One optimizer step: what to report, or None where the data has ended, and whether to stop."""
+        started = time.perf_counter()
+        parts, engine, ranks = self.parts, self.engine, self.ranks
+        engine.module.train()
+        micro_batches = list(islice(self._iterator, self.accumulation_steps))
+        totals = self._agree_on(micro_batches)
+        if totals is None:
+            return None, False
+        parts.learning_rate.before_step(self.step)
+        lr = engine.optimizer.param_groups[0]["lr"]
+        share, total, stop = 0.0, 0.0, 0.0
+        bad: int | None = None
+        outcome: StepOutcome | None = None
+        for k, batch in enumerate(micro_batches):
+            is_last = k == self.accumulation_steps - 1
+            dropout_state.set(self.arguments.seed, self.first_sample(k))
+            engine.begin_micro_batch(is_last=is_last)
+            batch = to_device(batch, self.device)
+            with self.throughput.counting(batch):
+                output = parts.forward_step({**batch, **parts.targets.arguments(totals)}, engine.model, None)
+            loss = parts.targets.share(loss_of(output), batch, totals)
+            engine.backward(loss)
+            value = loss.item()
+            share += value
+            if bad is None and not math.isfinite(value):
+                bad = k
+            if is_last:
+                total, unusable, stop = ranks.sum(
+                    share if ranks.tp_rank == 0 else 0.0, float(bad is not None), float(signalled.is_set)
+                )
+                if unusable:
+                    self._raise_non_finite(total, bad, micro_batches, totals)
+            outcome = engine.end_micro_batch()
+        parts.learning_rate.after_step()
+        assert outcome is not None
+        if outcome.applied and outcome.grad_norm is not None and not math.isfinite(outcome.grad_norm):
+            raise FloatingPointError(
+                f"the gradient norm is {outcome.grad_norm} at step {self.step + 1}, where the loss is {total}; the "
+                "last checkpoint is kept"
+            )
+        values = self._values(total, totals[0], outcome, time.perf_counter() - started)
+        return ({**values, "lr": float(lr)} if lr is not None else values), bool(stop)
+
+    def _agree_on(self, micro_batches: list[Any]) -> list[float] | None:
+        """The global batch's number of targets of each kind; None if the data of any rank has ended.
+
+        ValueError on every rank if one has labels that the model cannot have.
+        """
+        ended = len(micro_batches) < self.accumulation_steps
+        problem, counts = "", [0.0] * max(1, len(self.parts.targets.normalizers))
+        for k, batch in enumerate(micro_batches):
+            problem = problem or label_problem(batch, self.engine.module, self.first_sample(k))
+            counts = [a + b for a, b in zip(counts, self.parts.targets.count(batch), strict=True)]
+        *totals, ends, problems = self.ranks.sum_replicas(*counts, float(ended), float(bool(problem)))
+        if problems:
+            raise ValueError(problem or "another rank's labels are out of range")
+        if ends:
+            return None
+        if not totals[0]:
+            raise ValueError(f"the global batch of step {self.step + 1} has no target: all its labels are -100")
+        return totals
+
+    def _raise_non_finite(self, total: float, bad: int | None, micro_batches: list[Any], totals: list[float]) -> None:
+        """Ends training before the parameters are touched; every rank runs one micro-batch again to say where."""
+        k = bad or 0
+        dropout_state.set(self.arguments.seed, self.first_sample(k))
+        batch = {**to_device(micro_batches[k], self.device), **self.parts.targets.arguments(totals)}
+        where = describe_non_finite(self.engine, self.parts.forward_step, batch)
+        first = self.first_sample(k)
+        text = (
+            f"training samples {first} to {first + self.arguments.micro_batch_size - 1} on rank {self.ranks.rank}: "
+            f"{where}"
+            if bad is not None
+            else ""
+        )
+        found = next(filter(None, self.ranks.gather(text)))
+        raise FloatingPointError(
+            f"the loss is {total} at step {self.step + 1}, from {found}; the last checkpoint is kept"
+        )
+
+    def first_sample(self, k: int) -> int:
+        """Number of the first sample of this rank's k-th micro-batch of this step."""
+        size = self.arguments.micro_batch_size
+        return self.step * self.global_batch_size + (k * self.ranks.dp_size + self.ranks.dp_rank) * size
+
+    def _values(self, loss: float, targets: float, outcome: StepOutcome, seconds: float) -> dict[str, float]:
+        values = {"loss": loss, "tokens_per_second": targets / seconds, "seconds": seconds}
+        values |= self.throughput.values(seconds)
+        if outcome.grad_norm is not None:
+            values["grad_norm"] = outcome.grad_norm
+        if self.engine.loss_scale is not None:
+            values["loss_scale"] = self.engine.loss_scale
+        return values

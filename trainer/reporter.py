@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import (
@@ -15,21 +16,69 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from torch.utils.tensorboard import SummaryWriter
-
-from .run_folder import RunFolder
 
 LINES_WITHOUT_TERMINAL = 20  # how often a run into a log file says where it is
 
 
-class RunReporter:
-    """Shows progress on the console and writes every logged value to the run's folder."""
+class Sink(Protocol):
+    """Where logged values go."""
 
-    def __init__(self, console: Console, run_folder: RunFolder, *, first_step: int, total_steps: int) -> None:
+    def log(self, step: int, values: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsFile:
+    """`metrics.jsonl`: a line for each step that is logged."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # takes a second to import
+
+        self._writer = SummaryWriter(str(folder))
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """ValueError if wandb is not installed."""
+
+    def __init__(self, name: str | None, arguments: dict[str, Any], folder: Path) -> None:
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            raise ValueError("wandb=True needs the package wandb: pip install wandb") from None
+        self._run = wandb.init(name=name, config=arguments, dir=str(folder))
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self._run.log(values, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class RunReporter:
+    """Shows progress on the console and gives every logged value to the sinks."""
+
+    def __init__(self, console: Console, sinks: Sequence[Sink], *, first_step: int, total_steps: int | None) -> None:
         self._console = console
         self._total = total_steps
-        self._tensorboard = SummaryWriter(str(run_folder.tensorboard))
-        self._metrics = run_folder.metrics_file.open("a", buffering=1)
+        self._sinks = sinks
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -49,31 +98,32 @@ class RunReporter:
 
     def __exit__(self, *exception: object) -> None:
         self._progress.stop()
-        self._tensorboard.close()
-        self._metrics.close()
+        for sink in self._sinks:
+            sink.close()
 
     def training(self, step: int, values: dict[str, float]) -> None:
         self._log(step, "train", values)
-        self._progress.update(
-            self._task, completed=step, loss=values["loss"], speed=values["tokens_per_second"], refresh=True
-        )
-        every = max(1, self._total // LINES_WITHOUT_TERMINAL)
+        loss, speed = values["loss"], values["tokens_per_second"]
+        self._progress.update(self._task, completed=step, loss=loss, speed=speed, refresh=True)
+        every = max(1, (self._total or 0) // LINES_WITHOUT_TERMINAL)
         if not self._console.is_terminal and (step % every == 0 or step == self._total):
-            speed = values["tokens_per_second"]
-            self._console.print(f"step {step}/{self._total}  loss {values['loss']:.3f}  {speed:,.0f} tokens/s")
+            self._console.print(f"step {step}/{self._total or '?'}  loss {loss:.3f}  {speed:,.0f} tokens/s")
 
-    def evaluation(self, step: int, loss: float) -> None:
-        self._log(step, "valid", {"loss": loss})
-        self._console.print(f"step {step}: held-out loss {loss:.3f}")
+    def evaluation(self, step: int, values: dict[str, float]) -> None:
+        self._log(step, "valid", values)
+        others = "".join(f", {name} {value:.3f}" for name, value in values.items() if name != "loss")
+        self._console.print(f"step {step}: held-out loss {values['loss']:.3f}{others}")
 
     def saved(self, step: int, folder: Path) -> None:
         self._console.print(f"step {step}: saved {folder}")
 
+    def notice(self, text: str) -> None:
+        self._console.print(text)
+
     def _log(self, step: int, kind: str, values: dict[str, float]) -> None:
-        record: dict[str, Any] = {"step": step, **{f"{kind}/{name}": value for name, value in values.items()}}
-        self._metrics.write(json.dumps(record) + "\n")
-        for name, value in values.items():
-            self._tensorboard.add_scalar(f"{kind}/{name}", value, step)
+        named = {f"{kind}/{name}": value for name, value in values.items()}
+        for sink in self._sinks:
+            sink.log(step, named)
 
 
 class SilentReporter:
@@ -88,8 +138,11 @@ class SilentReporter:
     def training(self, step: int, values: dict[str, float]) -> None:
         pass
 
-    def evaluation(self, step: int, loss: float) -> None:
+    def evaluation(self, step: int, values: dict[str, float]) -> None:
         pass
 
     def saved(self, step: int, folder: Path) -> None:
+        pass
+
+    def notice(self, text: str) -> None:
         pass

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import yaml
 
+BEST = "best"  # a file that names the best checkpoint
 STEP_FOLDER = re.compile(r"step-(\d{6,})")
 
 
@@ -51,15 +52,53 @@ class RunFolder:
     def hf(self) -> Path:
         return self.path / "hf"
 
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def trace(self) -> Path:
+        return self.path / "trace.json"
+
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:06d}"
 
+    def steps(self) -> list[int]:
+        """The steps with a complete checkpoint, in order."""
+        if not self.checkpoints.is_dir():
+            return []
+        names = (STEP_FOLDER.fullmatch(entry.name) for entry in self.checkpoints.iterdir())
+        return sorted(int(name[1]) for name in names if name)
+
     def latest_step(self) -> int | None:
         """The last step with a complete checkpoint."""
-        if not self.checkpoints.is_dir():
+        return max(self.steps(), default=None)
+
+    def best_checkpoint(self) -> Path | None:
+        """The one that `name_best` named last, if it is there."""
+        try:
+            folder = self.checkpoints / (self.checkpoints / BEST).read_text().strip()
+        except FileNotFoundError:
             return None
-        names = (STEP_FOLDER.fullmatch(entry.name) for entry in self.checkpoints.iterdir())
-        return max((int(name[1]) for name in names if name), default=None)
+        return folder if STEP_FOLDER.fullmatch(folder.name) and folder.is_dir() else None
+
+    def name_best(self, folder: Path) -> None:
+        partial = self.checkpoints / f".{BEST}.partial"
+        partial.write_text(folder.name + "\n")
+        partial.rename(self.checkpoints / BEST)
+
+    def prune(self, keep: int | None) -> None:
+        """Deletes all but the last `keep` checkpoints and the best one; each is gone by name before it is by bytes."""
+        for step in self.steps()[:-keep] if keep else []:
+            folder = self.checkpoint(step)
+            if folder != self.best_checkpoint():
+                self._delete(folder)
+
+    def _delete(self, folder: Path) -> None:
+        doomed = folder.with_name(f".{folder.name}.deleted")
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
     def first_step(self, *, resume: bool, overwrite: bool) -> int:
         """The step that a run in this folder begins with: 0 for a new run. Changes nothing.
@@ -95,18 +134,28 @@ class RunFolder:
         self.arguments_file.write_text(yaml.safe_dump(arguments, sort_keys=False))
         data.rename(self.data)
 
-    def go_on(self, arguments: dict[str, object], step: int) -> None:
-        """Makes the folder's metrics end at `step`, the one to go on from."""
+    def go_on(self, arguments: dict[str, object]) -> None:
+        """Keeps the run's arguments as they are from now on."""
         self.arguments_file.write_text(yaml.safe_dump(arguments, sort_keys=False))
-        self._forget_metrics_after(step)
 
-    def _forget_metrics_after(self, step: int) -> None:
+    def forget_after(self, step: int) -> None:
+        """Makes metrics and checkpoints end at `step`: later ones, damaged or of a course that is left, are renamed."""
+        self.forget_metrics_after(step)
+        for later in self.steps():
+            if later > step:
+                aside = self.checkpoint(later).with_suffix(".abandoned")
+                shutil.rmtree(aside, ignore_errors=True)
+                self.checkpoint(later).rename(aside)
+
+    def forget_metrics_after(self, step: int) -> None:
         if self.metrics_file.exists():
             kept = [record for record in self.metrics() if record["step"] <= step]
             self.metrics_file.write_text("".join(json.dumps(record) + "\n" for record in kept))
 
     def metrics(self) -> list[dict[str, float]]:
         """Logged values by step; a line cut short by a crash is left out."""
+        if not self.metrics_file.exists():
+            return []
         records = []
         for line in self.metrics_file.read_text().splitlines():
             try:

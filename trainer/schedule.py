@@ -3,6 +3,113 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from .arguments import TrainingArguments
+
+Multiplier = Callable[[int], float]
+OPEN_ENDED = ("constant", "constant_with_warmup", "inverse_sqrt")
+
+
+class LearningRate(Protocol):
+    """Sets an optimizer's learning rates, which are functions of the step or have a state."""
+
+    def before_step(self, step: int) -> None: ...
+
+    def after_step(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class NamedSchedule:
+    """A multiple of each group's initial rate, a function of the step alone."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, multiplier: Multiplier) -> None:
+        self._multiplier = multiplier
+        self._groups = [(group, group["lr"]) for group in optimizer.param_groups if group["lr"] is not None]
+
+    def before_step(self, step: int) -> None:
+        multiple = self._multiplier(step)
+        for group, initial in self._groups:
+            group["lr"] = initial * multiple
+
+    def after_step(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class TorchSchedule:
+    """A scheduler of torch's, which is stepped after each optimizer step."""
+
+    def __init__(self, scheduler: LRScheduler) -> None:
+        self._scheduler = scheduler
+
+    def before_step(self, step: int) -> None:
+        pass
+
+    def after_step(self) -> None:
+        self._scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            name: value
+            for name, value in self._scheduler.state_dict().items()
+            if isinstance(value, (int, float, str, list, bool))
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._scheduler.load_state_dict({**self._scheduler.state_dict(), **state})
+        for group, lr in zip(self._scheduler.optimizer.param_groups, state["_last_lr"], strict=True):
+            group["lr"] = lr
+
+
+def make_schedule(
+    scheduler: LRScheduler | None,
+    optimizer: torch.optim.Optimizer,
+    arguments: TrainingArguments,
+    total_steps: int | None,
+) -> LearningRate:
+    """The given scheduler, or the one that `arguments` name. ValueError for one that needs an unknown last step."""
+    if scheduler is not None:
+        return TorchSchedule(scheduler)
+    if total_steps is None:
+        if arguments.lr_schedule not in OPEN_ENDED or (arguments.warmup_steps is None and arguments.warmup_ratio):
+            raise ValueError(
+                f"lr_schedule={arguments.lr_schedule!r} needs to know the last step, and the length of the data is "
+                f"unknown; set train_steps, or use lr_schedule='constant_with_warmup' with warmup_steps"
+            )
+        total_steps = 0
+    warmup_steps = arguments.warmup_steps
+    if warmup_steps is None:
+        warmup_steps = math.ceil(arguments.warmup_ratio * total_steps)
+    return NamedSchedule(optimizer, find_multiplier(arguments.lr_schedule, warmup_steps, total_steps))
+
+
+def find_multiplier(name: str, warmup_steps: int, total_steps: int) -> Multiplier:
+    """A schedule by name: our own, or transformers' as a function of the step."""
+    if name == "warmup_cosine":
+        return lambda step: warmup_cosine(step, peak=1.0, warmup_steps=warmup_steps, total_steps=total_steps)
+    from transformers.optimization import get_scheduler
+
+    shape: Any = get_scheduler(
+        name,
+        torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0),
+        num_warmup_steps=warmup_steps,
+        num_training_steps=total_steps,
+    )
+    return shape.lr_lambdas[0]
 
 
 def warmup_cosine(step: int, *, peak: float, warmup_steps: int, total_steps: int, final_ratio: float = 0.1) -> float:

@@ -14,15 +14,15 @@ STEPS = 20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def losses_of_training(mesh, folder: Path, first_step: int = 0, **changes) -> list[float]:
+def losses_of_training(mesh, folder: Path, **changes) -> list[float]:
     """Trains a small GPT-2 with everything on (dropout, clipping, a vocabulary that does not divide)."""
-    from shardzoo.models import Execution, find_config, from_config, from_pretrained
-    from shardzoo.trainer.arguments import TrainingArguments
-    from shardzoo.trainer.loop import Trainer
+    from shardzoo.models import Execution, find_config, from_config
+    from shardzoo.trainer import Trainer, TrainingArguments
     from shardzoo.trainer.reporter import SilentReporter
-    from shardzoo.trainer.run_folder import RunFolder
 
     class Samples:
+        """Endless: sample i is a function of i alone."""
+
         def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
             generator = torch.Generator().manual_seed(index)
             start, stride = torch.randint(1, 97, (2,), generator=generator)
@@ -31,11 +31,9 @@ def losses_of_training(mesh, folder: Path, first_step: int = 0, **changes) -> li
             labels[: index % 7] = -100  # unequal numbers of targets in micro-batches
             return {"input_ids": tokens, "labels": labels}
 
-        def __len__(self) -> int:
-            return 8
-
     class Losses(SilentReporter):
-        values: list[float] = []  # noqa: RUF012
+        def __init__(self) -> None:
+            self.values: list[float] = []
 
         def training(self, step: int, values: dict[str, float]) -> None:
             self.values.append(values["loss"])
@@ -45,31 +43,24 @@ def losses_of_training(mesh, folder: Path, first_step: int = 0, **changes) -> li
     )
     arguments = TrainingArguments(
         **{
+            "env_type": "deepspeed+mpu",
             "train_steps": STEPS,
             "lr": 5e-3,
             "warmup_steps": 4,
+            "beta2": 0.95,
             "micro_batch_size": 2,
             "global_batch_size": 8,
             "clip_grad": 0.5,
+            "log_interval": 1,
+            "save_dir": str(folder),
         }
         | changes,
         model_parallel_size=mesh.tp_size,
     )
     execution = Execution(arguments.sequence_parallel, arguments.recompute)
-    run_folder = RunFolder(folder)
-    options = {"dtype": DTYPES[arguments.precision], "execution": execution}
-    if first_step:
-        model = from_pretrained(run_folder.checkpoint(first_step), mesh, **options)
-    else:
-        model = from_config(config, mesh, **options)
+    model = from_config(config, mesh, dtype=DTYPES[arguments.precision], execution=execution)
     reporter = Losses()
-    reporter.values = []
-    trainer = Trainer(
-        model, arguments, mesh, train_data=Samples(), valid_data=Samples(), run_folder=run_folder, reporter=reporter
-    )
-    if first_step:
-        trainer.resume(first_step)
-    trainer.train()
+    Trainer(arguments, mesh=mesh).train(model, train_dataset=Samples(), reporter=reporter)
     return reporter.values
 
 
@@ -78,7 +69,10 @@ def train(run_mesh, tmp_path):
     """`train(tp, data=1, folder="run", **arguments)`: the losses, the same on every rank."""
 
     def run(tp: int, *, data: int = 1, folder: str = "run", first_step: int = 0, **changes) -> list[float]:
-        training = partial(losses_of_training, folder=tmp_path / folder, first_step=first_step, **changes)
+        if first_step:
+            changes |= {"load_dir": str(tmp_path / "run" / "checkpoints" / f"step-{first_step:06d}")}
+            folder = "resumed"
+        training = partial(losses_of_training, folder=tmp_path / folder, **changes)
         by_rank = run_mesh(tp, training, data=data)
         assert all(losses == by_rank[0] for losses in by_rank)
         return by_rank[0]

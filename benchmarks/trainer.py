@@ -1,0 +1,251 @@
+"""The trainer against transformers' on the same T5, the loop's own cost, and what saving in the background costs.
+
+    python benchmarks/trainer.py --parts transformers overhead saving
+
+All sides take turns in one run and ratios are of medians. A side whose losses differ from transformers' is not timed:
+the program says so and fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages, for every side alike
+
+import torch
+import transformers
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+import shardzoo
+import shardzoo.trainer.trainer as trainer_module
+from shardzoo.models import find_config, from_config
+from shardzoo.trainer import Trainer, TrainingArguments
+from shardzoo.trainer.loop import TrainingLoop
+from shardzoo.trainer.reporter import SilentReporter
+
+LOSS_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What to measure."""
+
+    parts: tuple[str, ...] = ("transformers", "overhead", "saving")
+    steps: int = 12
+    """Of each side in each round; the first two are not counted."""
+    rounds: int = 3
+    batch_size: int = 4
+    length: int = 128
+    json: Path | None = None
+    """Where to write the figures."""
+
+
+class Samples:
+    """Source tokens and a quarter as many targets, endless; sample i is a function of i."""
+
+    def __init__(self, vocab_size: int, length: int, targets: int | None) -> None:
+        self.vocab_size, self.length, self.targets = vocab_size, length, targets
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        ids = torch.randint(3, self.vocab_size, (self.length,), generator=generator)
+        return {"input_ids": ids, "labels": ids[: self.targets]}
+
+
+class Clock(SilentReporter):
+    """Losses, and the time from the end of each step to the end of the next."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.ends: list[float] = []
+
+    def training(self, step: int, values: dict[str, float]) -> None:
+        self.losses.append(values["loss"])
+        self.ends.append(time.perf_counter())
+
+    @property
+    def seconds(self) -> list[float]:
+        return [end - start for start, end in zip(self.ends[1:], self.ends[2:], strict=False)]
+
+
+def ours(model: torch.nn.Module, data: Any, folder: str, **settings: Any) -> Clock:
+    clock = Clock()
+    defaults = {"log_interval": 1, "weight_decay": 0.0, "lr": 1e-4, "lr_schedule": "linear", "warmup_steps": 0}
+    arguments = TrainingArguments(**{**defaults, "save_interval": 1 << 30, "save_dir": folder, **settings})
+    Trainer(arguments).train(model, train_dataset=data, reporter=clock)
+    return clock
+
+
+def theirs(model: Any, data: Samples, folder: str, steps: int, batch_size: int) -> Clock:
+    clock = Clock()
+
+    class Ends(transformers.TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if "loss" in logs:
+                clock.training(state.global_step, {"loss": float(logs["loss"])})
+
+    class InOrder(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Iterator[Any]:
+            return (data[i] for i in range(steps * batch_size))
+
+    arguments = transformers.TrainingArguments(
+        output_dir=folder, max_steps=steps, per_device_train_batch_size=batch_size, logging_steps=1,
+        save_strategy="no", report_to="none", use_cpu=True, lr_scheduler_type="linear", weight_decay=0.0,
+        max_grad_norm=1.0, disable_tqdm=True, learning_rate=1e-4, optim="adamw_torch_fused",
+    )  # fmt: skip
+    trainer = transformers.Trainer(model, arguments, train_dataset=InOrder(), callbacks=[Ends()])
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    return clock
+
+
+def against_transformers(arguments: Arguments) -> dict[str, Any]:
+    """Seconds a step of transformers' Trainer, ours on transformers' model, and ours on our own."""
+    sizes = {"d_model": 512, "d_ff": 1024, "num_layers": 4, "num_heads": 8, "dropout_rate": 0.0}
+    config = transformers.T5Config(vocab_size=8192, decoder_start_token_id=0, **sizes)
+    data = Samples(8192, arguments.length, arguments.length // 4)
+    times: dict[str, list[float]] = {"transformers": [], "ours, their model": [], "ours, our model": []}
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        transformers.T5ForConditionalGeneration(config).save_pretrained(f"{folder}/hf")
+        shared = {"train_steps": arguments.steps, "micro_batch_size": arguments.batch_size}
+        for number in range(arguments.rounds):
+            reference = None
+            for side in times:
+                kind = shardzoo if side == "ours, our model" else transformers.T5ForConditionalGeneration
+                model = kind.from_pretrained(f"{folder}/hf")
+                if side == "transformers":
+                    clock = theirs(model, data, f"{folder}/theirs", arguments.steps, arguments.batch_size)
+                    reference = clock.losses
+                else:
+                    clock = ours(model, data, f"{folder}/{side} {number}", **shared)
+                assert reference is not None
+                worst = max(abs(a - b) for a, b in zip(clock.losses, reference, strict=True))
+                if worst > LOSS_TOLERANCE:
+                    return {"error": f"{side}: the losses differ by {worst:.1e}"}
+                times[side] += clock.seconds
+    medians = {side: statistics.median(seconds) for side, seconds in times.items()}
+    return {**medians, **{f"ratio, {side}": medians["transformers"] / medians[side] for side in list(times)[1:]}}
+
+
+class TimedEngine:
+    """An engine whose forward, backward and optimizer step are timed."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.spent = engine, 0.0
+        forward = engine.model.forward
+        engine.model.forward = lambda *args, **kwargs: self._timed(forward, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def _timed(self, work: Any, *args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        result = work(*args, **kwargs)
+        self.spent += time.perf_counter() - started
+        return result
+
+    def backward(self, loss: Any) -> None:
+        self._timed(self.engine.backward, loss)
+
+    def end_micro_batch(self) -> Any:
+        return self._timed(self.engine.end_micro_batch)
+
+
+def overhead(arguments: Arguments) -> dict[str, Any]:
+    """The share of a step of the quickstart model that is neither forward, backward nor optimizer."""
+    config = find_config("gpt2-quickstart").with_changes(vocab_size=2048)
+    engines: list[TimedEngine] = []
+    make = trainer_module.make_engine
+
+    def timed(*args: Any) -> Any:
+        engines.append(TimedEngine(make(*args)))
+        return engines[-1]
+
+    step, shares = TrainingLoop._train_step, []
+
+    def measured(self: Any, signalled: Any) -> Any:
+        before, started = engines[-1].spent, time.perf_counter()
+        result = step(self, signalled)
+        total = time.perf_counter() - started
+        shares.append((total - (engines[-1].spent - before)) / total)
+        return result
+
+    trainer_module.make_engine, TrainingLoop._train_step = timed, measured  # type: ignore[assignment]
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            data = Samples(2048, config.max_sequence_length, None)
+            clock = ours(from_config(config), data, folder, train_steps=30, micro_batch_size=4)
+    finally:
+        trainer_module.make_engine, TrainingLoop._train_step = make, step  # type: ignore[assignment]
+    return {"step seconds": statistics.median(clock.seconds), "overhead": statistics.median(shares[2:])}
+
+
+def saving(arguments: Arguments) -> dict[str, Any]:
+    """What one background save adds to the training time, as a share of a step, on the quickstart model."""
+    config = find_config("gpt2-quickstart").with_changes(vocab_size=2048)
+    data = Samples(2048, config.max_sequence_length, None)
+    totals: dict[str, list[float]] = {"without": [], "with": []}
+    calls: list[float] = []
+    save = TrainingLoop.save
+
+    def timed(self: Any) -> None:
+        started = time.perf_counter()
+        save(self)
+        calls.append(time.perf_counter() - started)
+
+    TrainingLoop.save = timed  # type: ignore[method-assign]
+    steps, every = 42, 10
+    with contextlib.ExitStack() as stack:
+        stack.callback(setattr, TrainingLoop, "save", save)
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        for number in range(arguments.rounds):
+            for side in totals:
+                settings = {"save_interval": every, "save_total_limit": 1} if side == "with" else {}
+                model = from_config(config)
+                clock = ours(
+                    model, data, f"{folder}/{side} {number}", train_steps=steps, micro_batch_size=4, **settings
+                )
+                totals[side].append(clock.ends[-1] - clock.ends[1])
+    step = statistics.median(totals["without"]) / (steps - 2)
+    added = (statistics.median(totals["with"]) - statistics.median(totals["without"])) / (steps // every)
+    return {
+        "step seconds": step,
+        "main thread, share of a step": statistics.median(calls) / step,
+        "training slowed by a save, share of a step": added / step,
+        "slowed per step of an interval of 10": added / step / every,
+    }
+
+
+PARTS = {"transformers": against_transformers, "overhead": overhead, "saving": saving}
+
+
+def main() -> int:
+    arguments = tyro.cli(Arguments, description=__doc__)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    results = {part: PARTS[part](arguments) for part in arguments.parts}
+    for part, values in results.items():
+        table = Table(title=part, title_justify="left", show_header=False)
+        for name, value in values.items():
+            table.add_row(name, f"{value:.4f}" if isinstance(value, float) else str(value))
+        Console().print(table)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"threads": torch.get_num_threads(), **results}, indent=1) + "\n")
+    return int(any("error" in values for values in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

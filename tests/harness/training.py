@@ -1,0 +1,98 @@
+"""What tests of the trainer share: tiny models, samples of unequal lengths, and runs that give back their losses."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class Pairs:
+    """Sample i is a function of i: a few tokens, and the same ones backwards, some of them ignored."""
+
+    def __init__(self, size: int = 64, vocab_size: int = 60) -> None:
+        self.size, self.vocab_size = size, vocab_size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < self.size:
+            raise IndexError(index)
+        generator = torch.Generator().manual_seed(index)
+        length = int(torch.randint(4, 11, (1,), generator=generator))
+        ids = torch.randint(2, self.vocab_size, (length,), generator=generator)
+        labels = ids.flip(0)
+        labels[: index % 3] = -100
+        return {"input_ids": ids, "labels": labels}
+
+
+class Stream:
+    """The same samples, to be read from the beginning only."""
+
+    def __init__(self, samples: Pairs) -> None:
+        self.samples = samples
+
+    def __iter__(self):
+        return (self.samples[i] for i in range(len(self.samples)))
+
+
+def tiny_t5(dropout: float = 0.0) -> Any:
+    """transformers' T5 with random weights, the same at each call."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    config = T5Config(vocab_size=64, dropout_rate=dropout, decoder_start_token_id=0, **sizes)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return T5ForConditionalGeneration(config).train()
+
+
+def run_training(
+    mesh: Any,
+    folder: Path,
+    *,
+    model: Any = None,
+    data: Any = None,
+    valid: Any = None,
+    dropout: float = 0.0,
+    on_step: Any = None,
+    **arguments: Any,
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Trains, by default a tiny T5: what was reported at each step, and the final weights.
+
+    model: one, or what makes one of the mesh. on_step: is told each step and its loss.
+    """
+    from shardzoo.trainer import Trainer, TrainingArguments
+    from shardzoo.trainer.reporter import SilentReporter
+
+    class Record(SilentReporter):
+        def __init__(self) -> None:
+            self.steps: list[dict[str, float]] = []
+
+        def training(self, step: int, values: dict[str, float]) -> None:
+            self.steps.append({"step": step, **values})
+            if on_step is not None:
+                on_step(step, values["loss"])
+
+    settings = {"lr": 1e-2, "micro_batch_size": 2, "train_steps": 4, "log_interval": 1, "save_dir": str(folder)}
+    chosen = TrainingArguments(**{**settings, **arguments})
+    reporter = Record()
+    trainer = Trainer(chosen, mesh=mesh)
+    if model is None:
+        model = tiny_t5(dropout)
+    elif not isinstance(model, torch.nn.Module):
+        model = model(trainer.mesh)
+    trainer.train(model, train_dataset=Pairs() if data is None else data, valid_dataset=valid, reporter=reporter)
+    return reporter.steps, {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def losses(steps: list[dict[str, float]]) -> list[float]:
+    return [step["loss"] for step in steps]
+
+
+def on_ranks(run_mesh: Any, folder: Path, *, tp: int = 1, data_ranks: int = 1, **settings: Any) -> list[Any]:
+    """`run_training` on every rank of a mesh, by rank."""
+    return run_mesh(tp, partial(run_training, folder=folder, **settings), data=data_ranks)

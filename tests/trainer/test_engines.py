@@ -1,0 +1,49 @@
+"""Every engine takes the same steps, whatever the micro-batches, ranks and lengths."""
+
+from __future__ import annotations
+
+import pytest
+from training import losses, on_ranks
+
+ONE_STEP = 1e-6  # fp32; the order of sums differs
+
+
+@pytest.fixture(scope="module")
+def big_batch(run_mesh, tmp_path_factory):
+    """One process, one micro-batch of 8."""
+    return on_ranks(run_mesh, tmp_path_factory.mktemp("big"), micro_batch_size=8)[0]
+
+
+def assert_same(run, reference) -> None:
+    assert losses(run[0]) == pytest.approx(losses(reference[0]), rel=2e-6)
+    assert [s["grad_norm"] for s in run[0]] == pytest.approx([s["grad_norm"] for s in reference[0]], rel=1e-5)
+
+
+ENGINES = [
+    ({"env_type": "pytorchDDP"}, 2),
+    ({"env_type": "deepspeed", "zero_stage": 0}, 2),
+    ({"env_type": "deepspeed", "zero_stage": 1}, 2),
+    ({"env_type": "deepspeed", "zero_stage": 2}, 2),
+    ({"env_type": "deepspeed", "zero_stage": 2, "offload_optimizer": True}, 2),
+    ({"env_type": "deepspeed", "zero_stage": 3}, 2),
+    ({"env_type": "pytorch"}, 1),
+]
+
+
+@pytest.mark.parametrize(("arguments", "ranks"), ENGINES, ids=lambda value: str(value))
+def test_engines_and_accumulation_equal_the_big_batch(run_mesh, tmp_path, big_batch, arguments, ranks):
+    """Ragged micro-batches of 2, accumulated over 2 or 4 passes."""
+    runs = on_ranks(run_mesh, tmp_path, data_ranks=ranks, global_batch_size=8, **arguments)
+    for run in runs:
+        assert_same(run, big_batch)
+
+
+@pytest.mark.parametrize(("arguments", "ranks"), ENGINES, ids=lambda value: str(value))
+def test_one_step_gives_the_same_weights(run_mesh, tmp_path, arguments, ranks):
+    settings = {"train_steps": 1, "lr": 1e-3, "optimizer": "adamw", "adam_eps": 1e-3, "warmup_steps": 0}
+    [(_, reference)] = on_ranks(run_mesh, tmp_path / "one", micro_batch_size=8, **settings)
+    runs = on_ranks(run_mesh, tmp_path / "many", data_ranks=ranks, global_batch_size=8, **arguments, **settings)
+    for _, weights in runs:
+        assert weights.keys() == reference.keys()
+        for name, value in weights.items():
+            assert (value - reference[name]).abs().max() < ONE_STEP, name

@@ -1,0 +1,66 @@
+"""Every family trains the same under `deepspeed+mpu` at TP=1, 2 and 4, and goes on from any of them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from training import losses, on_ranks
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 97}
+FAMILIES = {
+    "glm": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 97, "max_sequence_length": 32},
+    "t5": {**T5, "decoder_start_token_id": 0},
+    "mt5": {**T5, "decoder_start_token_id": 0},
+    "bert": {**SMALL, "intermediate_size": 48, "max_position_embeddings": 32, "architectures": ["BertForMaskedLM"]},
+    "roberta": {**SMALL, "intermediate_size": 48, "max_position_embeddings": 34},
+}
+STEPS = 4
+
+
+class Samples:
+    """Equal lengths, unequal numbers of targets."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(3, 97, (16,), generator=generator)
+        labels = tokens.clone()
+        labels[: 2 + index % 5] = -100
+        return {"input_ids": tokens, "labels": labels}
+
+
+def build(mesh, family: str):
+    from shardzoo.models import from_config
+
+    return from_config({"model_type": family, **FAMILIES[family]}, mesh)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_splitting_changes_nothing_and_any_split_goes_on(run_mesh, tmp_path, family):
+    settings = {
+        "env_type": "deepspeed+mpu",
+        "model": partial(build, family=family),
+        "data": Samples(),
+        "train_steps": STEPS,
+        "lr": 5e-3,
+        "global_batch_size": 4,
+    }
+    [(whole, _)] = on_ranks(run_mesh, tmp_path / "1", save_interval=2, **settings)
+    assert losses(whole)[-1] < losses(whole)[0]
+    first = str(tmp_path / "1" / "checkpoints" / "step-000002")
+    for tp, start, arguments in (
+        (2, 0, {"save_interval": 2}),
+        (4, 0, {"recompute": "full"}),
+        (4, 2, {"load_dir": first}),
+    ):
+        split = {**settings, **arguments, "model_parallel_size": tp}
+        runs = on_ranks(run_mesh, tmp_path / f"{tp} {start}", tp=tp, **split)
+        for steps, _ in runs:
+            assert losses(steps) == pytest.approx(losses(whole)[start:], rel=1e-5), (tp, arguments)
+            norms = [s["grad_norm"] for s in steps]
+            assert norms == pytest.approx([s["grad_norm"] for s in whole][start:], rel=1e-4)
+    back = str(tmp_path / "2 0" / "checkpoints" / "step-000002")
+    [(rest, _)] = on_ranks(run_mesh, tmp_path / "back", load_dir=back, **settings)
+    assert losses(rest) == pytest.approx(losses(whole)[2:], rel=1e-5)

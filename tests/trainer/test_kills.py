@@ -1,0 +1,107 @@
+"""kill -9 at random moments, saving included: the run goes on, and no bit of it differs from one that was left alone.
+
+`SHARDZOO_KILLS=20` kills each kind of run so often; a test of every day makes do with a few.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from training import Pairs, Stream, run_training
+
+KILLS = int(os.environ.get("SHARDZOO_KILLS", "0"))
+STEPS = 30
+
+RUNS = {
+    "pytorch": ({"env_type": "pytorch"}, 1, 1),
+    "pytorchDDP": ({"env_type": "pytorchDDP"}, 1, 2),
+    "deepspeed": ({"env_type": "deepspeed", "zero_stage": 2}, 1, 2),
+    "deepspeed+mpu": ({"env_type": "deepspeed+mpu", "model_parallel_size": 2}, 2, 2),
+}
+EVERY_DAY = [("pytorchDDP", "streamed", 2), ("deepspeed+mpu", "indexed", 1)]
+ALL = [(name, data, KILLS) for name in RUNS for data in ("indexed", "streamed")]
+
+
+def native_t5(mesh):
+    from shardzoo.models import from_config
+
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    return from_config({"model_type": "t5", "vocab_size": 64, "decoder_start_token_id": 0, **sizes}, mesh)
+
+
+def train(mesh, folder: Path, *, victim: int | None = None, delay: float = 0.0, **settings) -> None:
+    """Trains and writes every loss to a file; `delay` seconds after the first step, kills one rank."""
+    import torch.distributed as dist
+
+    log = (folder.parent / f"{folder.name}.log").open("a", buffering=1)
+    killers = []
+
+    def on_step(step: int, loss: float) -> None:
+        if dist.get_rank() == 0:
+            log.write(json.dumps([step, loss]) + "\n")
+        if dist.get_rank() == victim and not killers:
+            killers.append(threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)))
+            killers[0].daemon = True
+            killers[0].start()
+
+    run_training(mesh, folder, on_step=on_step, train_steps=STEPS, save_total_limit=2, resume=True, **settings)
+    for killer in killers:
+        killer.cancel()
+
+
+def logged(folder: Path) -> list[tuple[int, float]]:
+    return [tuple(json.loads(line)) for line in (folder.parent / f"{folder.name}.log").read_text().splitlines()]
+
+
+def final_bytes(folder: Path) -> dict[str, bytes]:
+    checkpoint = folder / "checkpoints" / f"step-{STEPS:06d}"
+    return {path.name: path.read_bytes() for path in sorted(checkpoint.iterdir())}
+
+
+@pytest.mark.timeout(1800 if KILLS else 300)
+@pytest.mark.parametrize(("name", "data", "kills"), ALL if KILLS else EVERY_DAY)
+def test_killed_runs_equal_whole_ones(run_mesh, tmp_path, name, data, kills):
+    arguments, tp, ranks = RUNS[name]
+    samples = Pairs(60) if data == "indexed" else Stream(Pairs(60))
+    settings = {"data": samples, "dropout": 0.1, "save_interval": 2, **arguments}
+    if tp > 1:
+        settings["model"] = native_t5
+    run_mesh(tp, partial(train, folder=tmp_path / "whole", **settings), data=ranks)
+    started = time.monotonic()
+    run_mesh(tp, partial(train, folder=tmp_path / "timed", **settings), data=ranks)
+    seconds = 0.7 * (time.monotonic() - started)
+    generator = random.Random(f"{name} {data}")
+    done = 0
+    while done < kills:
+        blow = {"victim": generator.randrange(tp * ranks), "delay": generator.uniform(0.0, seconds)}
+        try:
+            run_mesh(tp, partial(train, folder=tmp_path / "killed", **blow, **settings), data=ranks)
+        except AssertionError as death:
+            assert "died with exit code -9" in str(death), death  # noqa: PT017 - any other failure is one
+            done += 1
+            continue
+        # It was done before the blow: another one begins.
+        assert_equal(tmp_path / "killed", tmp_path / "whole")
+        (tmp_path / "killed.log").unlink()
+        shutil.rmtree(tmp_path / "killed")
+    run_mesh(tp, partial(train, folder=tmp_path / "killed", **settings), data=ranks)
+    assert_equal(tmp_path / "killed", tmp_path / "whole")
+
+
+def assert_equal(killed: Path, whole: Path) -> None:
+    """Every step that was done, once or again, had the loss of the whole run, and the last checkpoint its bytes."""
+    expected = dict(logged(whole))
+    assert sorted(expected) == list(range(1, STEPS + 1))
+    assert {step for step, _ in logged(killed)} == set(expected)
+    for step, loss in logged(killed):
+        assert loss == expected[step], f"the loss of step {step}"
+    assert final_bytes(killed) == final_bytes(whole)

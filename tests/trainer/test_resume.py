@@ -1,0 +1,128 @@
+"""A run that goes on from a checkpoint repeats what an uninterrupted one does, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from training import Pairs, Stream, losses, on_ranks
+
+RUNS = {
+    "pytorch": ({"env_type": "pytorch"}, 1),
+    "pytorch bf16": ({"env_type": "pytorch", "precision": "bf16"}, 1),
+    "pytorch fp16": ({"env_type": "pytorch", "precision": "fp16"}, 1),
+    "DDP": ({"env_type": "pytorchDDP"}, 2),
+    "DDP bf16": ({"env_type": "pytorchDDP", "precision": "bf16"}, 2),
+    "ZeRO-0": ({"env_type": "deepspeed", "zero_stage": 0}, 2),
+    "ZeRO-2": ({"env_type": "deepspeed", "zero_stage": 2}, 2),
+    "ZeRO-2 bf16": ({"env_type": "deepspeed", "zero_stage": 2, "precision": "bf16"}, 2),
+    "ZeRO-2 lion": ({"env_type": "deepspeed", "zero_stage": 2, "optimizer": "lion", "lr": 1e-3}, 2),
+    "ZeRO-3": ({"env_type": "deepspeed", "zero_stage": 3}, 2),
+    "ZeRO-3 offload": ({"env_type": "deepspeed", "zero_stage": 3, "offload_optimizer": True}, 2),
+    "adafactor": ({"optimizer": "adafactor", "lr": 1e-3}, 1),
+    "adafactor relative": ({"optimizer": "adafactor", "relative_step": True}, 1),
+    "adafactor ZeRO-0": ({"env_type": "deepspeed", "optimizer": "adafactor", "lr": 1e-3}, 2),
+    "lion": ({"optimizer": "lion", "lr": 1e-3}, 1),
+    "lamb": ({"optimizer": "lamb"}, 1),
+    "linear": ({"lr_schedule": "linear"}, 1),
+}
+STREAMED = ("pytorch", "DDP", "ZeRO-2")
+
+
+def checkpoint(folder: Path, step: int) -> str:
+    return str(folder / "checkpoints" / f"step-{step:06d}")
+
+
+@pytest.mark.parametrize(("name", "data"), [*((n, "indexed") for n in RUNS), *((n, "streamed") for n in STREAMED)])
+def test_going_on_is_bit_for_bit(run_mesh, tmp_path, name, data):
+    arguments, ranks = RUNS[name]
+    samples = (
+        Pairs(40) if data == "indexed" else Stream(Pairs(40))
+    )  # more than an epoch, dropout from torch's generator
+    settings = {"train_steps": 12, "global_batch_size": 8, "dropout": 0.1, "data": samples, **arguments}
+    whole = on_ranks(run_mesh, tmp_path / "whole", data_ranks=ranks, save_interval=7, **settings)
+    load = {"load_dir": checkpoint(tmp_path / "whole", 7)}
+    rest = on_ranks(run_mesh, tmp_path / "rest", data_ranks=ranks, **load, **settings)
+    assert len(whole[0][0]) == 12
+    for (steps, weights), (later, same) in zip(whole, rest, strict=True):
+        assert losses(later) == losses(steps)[7:]
+        assert [s["grad_norm"] for s in later] == [s["grad_norm"] for s in steps][7:]
+        for key, value in weights.items():
+            assert torch.equal(value, same[key]), key
+    assert losses(whole[0][0])[-1] < losses(whole[0][0])[0]
+
+
+def test_any_engine_and_size_goes_on_from_any_other(run_mesh, tmp_path):
+    settings = {"train_steps": 8, "global_batch_size": 8}
+    [(whole, _)] = on_ranks(run_mesh, tmp_path / "whole", save_interval=4, **settings)
+    for name, ranks in (("DDP", 2), ("ZeRO-2", 2), ("ZeRO-3", 4), ("ZeRO-0", 2)):
+        load = {"load_dir": checkpoint(tmp_path / "whole", 4), **RUNS[name][0]}
+        [(rest, _), *_] = on_ranks(run_mesh, tmp_path / name, data_ranks=ranks, save_interval=6, **load, **settings)
+        assert losses(rest) == pytest.approx(losses(whole)[4:], rel=1e-5)
+        back = {"load_dir": checkpoint(tmp_path / name, 6)}
+        [(last, _)] = on_ranks(run_mesh, tmp_path / f"{name} back", **back, **settings)
+        assert losses(last) == pytest.approx(losses(whole)[6:], rel=1e-5)
+
+
+def test_checkpoints_hold_tensors_and_text_alone(run_mesh, tmp_path):
+    on_ranks(run_mesh, tmp_path, data_ranks=2, env_type="deepspeed", train_steps=2)
+    files = {path.name for path in Path(checkpoint(tmp_path, 2)).iterdir()}
+    assert files == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "optimizer_00.safetensors",
+        "random_00.safetensors",
+        "random_01.safetensors",
+        "trainer_state.json",
+    }
+    from transformers import T5ForConditionalGeneration
+
+    _, report = T5ForConditionalGeneration.from_pretrained(checkpoint(tmp_path, 2), output_loading_info=True)
+    assert not any(report.values())
+
+
+def test_limit_best_and_latest(run_mesh, tmp_path):
+    settings = {"train_steps": 12, "save_interval": 2, "save_total_limit": 2, "save_best": "loss", "eval_interval": 3}
+    # A rate that makes the validation loss worse after the first evaluation.
+    on_ranks(run_mesh, tmp_path, valid=Pairs(8), lr=0.5, warmup_steps=4, **settings)
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    best = (tmp_path / "checkpoints" / "best").read_text().strip()
+    assert kept == sorted({"best", best, "step-000010", "step-000012"})
+    state = json.loads((tmp_path / "checkpoints" / best / "trainer_state.json").read_text())
+    assert state["best"]["step"] == state["step"]
+    [(steps, _)] = on_ranks(run_mesh, tmp_path / "on", load_dir=str(tmp_path), load_type="best", train_steps=12)
+    assert steps[0]["step"] == state["step"] + 1
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_said(run_mesh, tmp_path):
+    settings = {"train_steps": 6, "save_interval": 2, "save_dir": str(tmp_path / "run")}
+    [(whole, _)] = on_ranks(run_mesh, tmp_path / "run", **settings)
+    for step, name in ((6, "optimizer_00.safetensors"), (4, "trainer_state.json")):
+        path = Path(checkpoint(tmp_path / "run", step), name)
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+
+    def resume(mesh):
+        import contextlib
+        import io
+
+        from training import run_training
+
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
+            steps, _ = run_training(mesh, tmp_path / "run", resume=True, **settings)
+        return steps, shown.getvalue()
+
+    [(rest, shown)] = run_mesh(1, resume)
+    assert losses(rest) == losses(whole)[2:]
+    assert "optimizer_00.safetensors is not what was written" in shown.replace("\n", "")
+    assert "going on from step-000002" in " ".join(shown.split())
+    os.unlink(Path(checkpoint(tmp_path / "run", 2), "model.safetensors"))
+    for step in (4, 6):
+        os.unlink(Path(checkpoint(tmp_path / "run", step), "trainer_state.json"))
+    with pytest.raises(AssertionError, match=r"no checkpoint can be gone on from: .*model.safetensors is missing"):
+        on_ranks(run_mesh, tmp_path / "run", resume=True, **settings)

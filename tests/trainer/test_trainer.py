@@ -1,0 +1,276 @@
+"""What the public `Trainer` takes, refuses and says."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from training import Pairs, Stream, losses, on_ranks, run_training, tiny_t5
+
+
+def test_flagai_keywords_and_arguments_are_one():
+    from shardzoo.trainer import TrainingArguments
+
+    familiar = TrainingArguments(
+        env_type="deepspeed+mpu", batch_size=4, warm_up=0.2, fp16=False, checkpoint_activations=True, epochs=1,
+        optimizer_type="lion", save_dir="runs", experiment_name="t5", eval_interval=10, model_parallel_size=2,
+        master_ip="127.0.0.1", master_port=17750, num_nodes=1, num_gpus=2, hostfile="hostfile",
+        training_script="train.py", save_optim=True, save_rng=True, load_optim=True, load_rng=True, bf16=True,
+    )  # fmt: skip
+    assert familiar == TrainingArguments(
+        env_type="deepspeed+mpu", micro_batch_size=4, warmup_ratio=0.2, recompute="full", epochs=1, optimizer="lion",
+        save_dir="runs", experiment_name="t5", eval_interval=10, model_parallel_size=2, master_ip="127.0.0.1",
+        num_gpus=2, hostfile="hostfile", training_script="train.py", precision="bf16",
+    )  # fmt: skip
+    defaults = TrainingArguments()
+    assert (defaults.env_type, defaults.pytorch_device, defaults.seed, defaults.micro_batch_size) == (
+        "pytorch", "cpu", 1234, 1,
+    )  # fmt: skip
+    assert (defaults.weight_decay, defaults.lr, defaults.warmup_ratio, defaults.clip_grad) == (0.1, 1e-3, 0.1, 1.0)
+    assert (defaults.log_interval, defaults.eval_interval, defaults.save_interval) == (100, 100, 1000)
+
+
+REFUSED = [
+    ({"model_paralle_size": 2}, "no argument 'model_paralle_size'; did you mean 'model_parallel_size'"),
+    ({"batchsize": 2}, "did you mean 'batch_size'"),
+    ({"batch_size": 2, "micro_batch_size": 2}, "batch_size and micro_batch_size both set micro_batch_size"),
+    ({"env_type": "deepspeed+mpu", "zero_stage": 3}, "use zero_stage 0, 1 or 2, or env_type='deepspeed'"),
+    ({"env_type": "pytorchDDP", "model_parallel_size": 2}, "use env_type='deepspeed[+]mpu'"),
+    ({"env_type": "ddp"}, "env_type 'ddp' is none of pytorch, pytorchDDP, deepspeed, deepspeed[+]mpu"),
+    ({"zero_stage": 1}, "zero_stage needs env_type 'deepspeed'"),
+    ({"env_type": "deepspeed", "optimizer": "lamb", "zero_stage": 1}, "lamb needs whole parameters.*zero_stage=0"),
+    ({"env_type": "deepspeed+mpu", "optimizer": "adafactor", "model_parallel_size": 2}, "adafactor needs whole"),
+    ({"lr": 0.0}, "lr must be above 0"),
+    ({"batch_size": 0}, "micro_batch_size must be at least 1"),
+    ({"warm_up": 10}, "from 0 to 1, and not 10"),
+    ({"optimizer": "sgd"}, "'sgd' is none of adamw"),
+    ({"global_batch_size": 8, "gradient_accumulation_steps": 2}, "give one of them"),
+    ({"relative_step": True}, "belongs to optimizer='adafactor'"),
+]
+
+
+@pytest.mark.parametrize(("keywords", "message"), REFUSED)
+def test_arguments_that_do_not_work_are_refused(keywords, message):
+    from shardzoo.trainer import TrainingArguments
+
+    with pytest.raises(ValueError, match=message):
+        TrainingArguments(**keywords)
+
+
+def test_a_configuration_file_with_zero_3_and_mpu_is_refused(tmp_path):
+    from shardzoo.trainer import Trainer
+
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    with pytest.raises(ValueError, match=r"asks for ZeRO stage 3, .* use stage 0, 1 or 2, or env_type='deepspeed'"):
+        Trainer(env_type="deepspeed+mpu", epochs=1, deepspeed_config=str(tmp_path / "ds.json"))
+
+
+class OutOfRange(Pairs):
+    def __getitem__(self, index):
+        sample = super().__getitem__(index)
+        if index == 9:
+            sample["labels"][1] = 64
+        return sample
+
+
+class NoTargets(Pairs):
+    def __getitem__(self, index):
+        sample = super().__getitem__(index)
+        return {**sample, "labels": torch.full_like(sample["labels"], -100)}
+
+
+UNFIT = [
+    ({"data": Pairs(0)}, "train_dataset is empty"),
+    ({"data": Pairs(7), "global_batch_size": 8}, "has 7 samples, fewer than the 8 of one optimizer step"),
+    ({"data": Stream(Pairs(0))}, "the stream holds no records"),
+    ({"data": NoTargets(8)}, "has no target: all its labels are -100"),
+    ({"train_steps": None}, "set epochs or train_steps"),
+    ({"train_steps": None, "epochs": 1, "data": Stream(Pairs(8))}, "the length of the data is unknown"),
+    ({"data": 3}, "is a int; use a dataset"),
+    ({"load_dir": "nowhere"}, "load_dir nowhere holds no checkpoint"),
+    ({"eval_interval": 1, "valid": Pairs(0)}, "validation data is empty"),
+    ({"eval_interval": 1, "valid": Pairs(4), "save_best": "rouge"}, "is none of the validation values: loss"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), UNFIT)
+def test_data_that_does_not_fit_is_refused(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        run_training(None, tmp_path, **settings)
+
+
+def test_labels_out_of_range_end_every_rank(run_mesh, tmp_path):
+    with pytest.raises(AssertionError) as failure:
+        on_ranks(run_mesh, tmp_path, data_ranks=2, env_type="pytorchDDP", data=OutOfRange(16), train_steps=8)
+    text = str(failure.value)
+    assert "labels of training sample" in text
+    assert "at position 1 is 64; it must be from 0 to 63, or -100 to be ignored" in text
+    assert "another rank's labels are out of range" in text
+    assert "stuck" not in text
+
+
+def test_a_run_is_not_overwritten(tmp_path):
+    run_training(None, tmp_path, train_steps=1)
+    with pytest.raises(ValueError, match="saved at step 1; go on with it by resume=True"):
+        run_training(None, tmp_path, train_steps=1)
+    steps, _ = run_training(None, tmp_path, train_steps=3, resume=True)
+    assert [step["step"] for step in steps] == [2, 3]
+
+
+def test_another_global_batch_cannot_go_on(tmp_path):
+    run_training(None, tmp_path, train_steps=1)
+    with pytest.raises(ValueError, match="global batch of 2 sequences and cannot go on with 4"):
+        run_training(None, tmp_path, train_steps=3, resume=True, micro_batch_size=4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loss_that_is_no_number_stops_training_and_says_where(run_mesh, tmp_path, ranks):
+    from functools import partial
+
+    env = "pytorch" if ranks == 1 else "pytorchDDP"
+    with pytest.raises(AssertionError) as failure:
+        run_mesh(1, partial(broken_always, folder=tmp_path, env_type=env), data=ranks)
+    text = str(failure.value)
+    assert "the loss is nan at step 3, from training samples" in text
+    assert "encoder.block.1.layer.1.DenseReluDense (T5DenseActDense) is the first module" in text
+    assert "stuck" not in text
+    assert (tmp_path / "checkpoints" / "step-000002").exists()
+
+
+def broken_always(mesh, folder, **settings):
+    """From the third step on, one block of the encoder puts out nothing that is finite."""
+    model = tiny_t5()
+    calls = []
+    model.encoder.register_forward_pre_hook(lambda *_: calls.append(1))
+    module = model.encoder.block[1].layer[1].DenseReluDense
+    module.register_forward_hook(lambda m, i, output: output * float("nan") if len(calls) > 2 else output)
+    return run_training(mesh, folder, model=model, save_interval=1, **settings)
+
+
+def full_disk(mesh, folder, **settings):
+    """Files may not grow beyond what the optimizer's state needs, so that writing fails as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        run_training(mesh, folder, resume=True, **settings)
+    except OSError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return "no error"
+
+
+def test_a_full_disk_stops_training_and_leaves_the_last_checkpoint(run_mesh, tmp_path):
+    from functools import partial
+
+    settings = {"env_type": "pytorchDDP", "save_interval": 2}
+    on_ranks(run_mesh, tmp_path, data_ranks=2, train_steps=2, **settings)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "checkpoints" / "step-000002").iterdir()}
+    messages = run_mesh(1, partial(full_disk, folder=tmp_path, train_steps=6, **settings), data=2)
+    assert all("could not write a checkpoint: File too large" in message for message in messages), messages
+    assert os.listdir(tmp_path / "checkpoints") == ["step-000002"]
+    assert {path.name: path.read_bytes() for path in (tmp_path / "checkpoints" / "step-000002").iterdir()} == before
+    [(steps, _), _] = on_ranks(run_mesh, tmp_path, data_ranks=2, train_steps=4, resume=True, **settings)
+    assert [step["step"] for step in steps] == [3, 4]
+
+
+def test_sigterm_saves_and_ends(tmp_path):
+    class Stopping(Pairs):
+        def __getitem__(self, index):
+            self.reads = getattr(self, "reads", 0) + 1
+            if self.reads == 6:  # in the third step
+                signal.raise_signal(signal.SIGTERM)
+            return super().__getitem__(index)
+
+    with pytest.raises(SystemExit) as ended:
+        run_training(None, tmp_path / "run", data=Stopping(64), train_steps=8, dropout=0.1)
+    assert ended.value.code == 143
+    assert os.listdir(tmp_path / "run" / "checkpoints") == ["step-000003"]
+    rest, _ = run_training(None, tmp_path / "run", train_steps=8, dropout=0.1, resume=True)
+    whole, _ = run_training(None, tmp_path / "whole", train_steps=8, dropout=0.1)
+    assert losses(rest) == losses(whole)[3:]
+
+
+def test_forward_step_may_be_overridden_and_metrics_are_means(tmp_path):
+    from shardzoo.trainer import Trainer
+
+    calls = []
+
+    class Mine(Trainer):
+        def forward_step(self, data, model, mems):
+            calls.append(set(data))
+            outputs = model(**data)
+            return {"loss": outputs.loss, "logits": outputs.logits}
+
+    def accuracy(logits, labels):
+        kept = labels != -100
+        return float((logits.argmax(-1)[kept] == labels[kept]).sum()), float(kept.sum())
+
+    trainer = Mine(epochs=2, batch_size=4, lr=1e-2, save_dir=str(tmp_path), eval_interval=10, log_interval=5)
+    model = tiny_t5()
+    values = trainer.train(
+        model, train_dataset=Pairs(40), valid_dataset=Pairs(10), metric_methods=[["accuracy", accuracy]]
+    )
+    assert values["step"] == 20
+    assert all(names == {"input_ids", "attention_mask", "labels"} for names in calls)
+    hits = total = loss = 0.0
+    for i in range(10):
+        sample = {name: value[None] for name, value in Pairs(10)[i].items()}
+        output = model(**sample)
+        count = int((sample["labels"] != -100).sum())
+        loss += output.loss.item() * count
+        hits += accuracy(output.logits, sample["labels"])[0]
+        total += count
+    assert values["loss"] == pytest.approx(loss / total, rel=1e-5)
+    assert values["accuracy"] == pytest.approx(hits / total)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    logged = [record for record in records if "train/loss" in record]
+    assert [record["step"] for record in logged] == [5, 10, 15, 20]
+    wanted = {"loss", "lr", "grad_norm", "tokens_per_second", "mfu", "memory_gb", "seconds"}
+    assert all({name.removeprefix("train/") for name in record if "/" in name} == wanted for record in logged)
+    assert logged[-1]["train/loss"] < logged[0]["train/loss"]
+    assert all(0 < record["train/mfu"] < 1 for record in logged)
+    page = (tmp_path / "report.html").read_text()
+    assert "<svg" in page
+    assert f"{values['loss']:.4f}" in page
+    assert "src=" not in page
+    assert 'href="http' not in page
+
+
+def test_fp16_scales_the_loss_and_leaves_out_steps_that_overflow(tmp_path):
+    steps, weights = run_training(None, tmp_path, precision="fp16", train_steps=6)
+    assert all(value.dtype == torch.float16 for value in weights.values())
+    scales = [step["loss_scale"] for step in steps]
+    assert scales[0] in (65536.0, 32768.0)
+    assert losses(steps)[-1] < losses(steps)[0]
+
+
+def test_the_profiler_records_the_steps_asked_for(tmp_path):
+    run_training(None, tmp_path, profile_steps=2, train_steps=6)
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    names = [event.get("name", "") for event in trace["traceEvents"]]
+    assert {name for name in names if name.startswith("ProfilerStep#")} == {"ProfilerStep#2", "ProfilerStep#3"}
+
+
+def test_torch_schedulers_and_optimizers_are_taken(tmp_path):
+    from shardzoo.trainer import Trainer
+
+    rates = []
+    for run in ("whole", "half"):
+        model = tiny_t5()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        arguments = {"load_dir": str(tmp_path / "whole" / "checkpoints" / "step-000003")} if run == "half" else {}
+        trainer = Trainer(train_steps=6, save_interval=3, log_interval=1, save_dir=str(tmp_path / run), **arguments)
+        trainer.train(model, optimizer, scheduler, Pairs())
+        lines = Path(tmp_path / run / "metrics.jsonl").read_text().splitlines()
+        rates.append([json.loads(line) for line in lines])
+    whole, half = ([(r["train/lr"], r["train/loss"]) for r in run] for run in rates)
+    assert [lr for lr, _ in whole] == pytest.approx([0.1, 0.1, 0.05, 0.05, 0.025, 0.025])
+    assert half == whole[3:]

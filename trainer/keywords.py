@@ -1,0 +1,67 @@
+"""Names of arguments: the familiar ones of other trainers, and the right one for a misspelt one."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+
+Arguments = TypeVar("Arguments")
+
+# FlagAI's name -> ours, where only the name differs.
+RENAMED = {
+    "batch_size": "micro_batch_size",
+    "warm_up": "warmup_ratio",
+    "optimizer_type": "optimizer",
+    "max_steps": "train_steps",
+    "adam_beta1": "beta1",
+    "adam_beta2": "beta2",
+}
+# A switch of FlagAI's -> our argument and its value when the switch is on.
+SWITCHES = {
+    "fp16": ("precision", "fp16"),
+    "bf16": ("precision", "bf16"),
+    "checkpoint_activations": ("recompute", "full"),
+}
+
+
+def with_familiar_names(kind: type[Arguments]) -> type[Arguments]:
+    """A dataclass whose constructor also takes the names above, and says of an unknown one which was meant."""
+    plain = kind.__init__
+
+    @functools.wraps(plain)
+    def __init__(self: Any, **keywords: Any) -> None:
+        plain(self, **canonical(keywords, [field.name for field in fields(kind)]))  # type: ignore[arg-type]
+
+    kind.__init__ = __init__
+    return kind
+
+
+def canonical(keywords: Mapping[str, Any], known: list[str]) -> dict[str, Any]:
+    """Keywords by their names in `known`. ValueError for an unknown one, or for two that set the same."""
+    values: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for name, value in keywords.items():
+        target, set_to = name, value
+        if name in RENAMED:
+            target = RENAMED[name]
+        elif name in SWITCHES:
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, not {value!r}")
+            target, on = SWITCHES[name]
+            if not value:
+                continue
+            set_to = on
+        elif name not in known:
+            raise ValueError(f"there is no argument {name!r}{_meant(name, known)}")
+        if target in values:
+            raise ValueError(f"{origin[target]} and {name} both set {target}; give one of them")
+        values[target], origin[target] = set_to, name
+    return values
+
+
+def _meant(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, [*known, *RENAMED, *SWITCHES], n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,54 @@
+"""Optimizers by name, from libraries that keep them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .arguments import TrainingArguments
+
+# The states of each element that ZeRO splits along with it.
+ELEMENT_STATES = {"AdamW": ("exp_avg", "exp_avg_sq"), "Adam": ("exp_avg", "exp_avg_sq"), "Lion": ("exp_avg",)}
+
+
+def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> torch.optim.Optimizer:
+    """The optimizer that `arguments` name, over the parameters that require gradients.
+
+    "adam" is FlagAI's name of AdamW: the decay is decoupled (Loshchilov & Hutter 2019). "adafactor" (Shazeer & Stern
+    2018) is transformers', "lion" (Chen et al. 2023) and "lamb" (You et al. 2020) are pytorch_optimizer's.
+    """
+    groups = weight_decay_groups(model, arguments.weight_decay)
+    betas = (arguments.beta1, arguments.beta2)
+    if arguments.optimizer in ("adamw", "adam"):
+        return torch.optim.AdamW(groups, lr=arguments.lr, betas=betas, eps=arguments.adam_eps, fused=True)
+    if arguments.optimizer == "adafactor":
+        from transformers.optimization import Adafactor
+
+        relative = arguments.relative_step
+        return Adafactor(
+            groups,
+            lr=None if relative else arguments.lr,
+            relative_step=relative,
+            scale_parameter=relative,
+            warmup_init=relative,
+        )
+    import pytorch_optimizer
+
+    kind: Any = pytorch_optimizer.Lion if arguments.optimizer == "lion" else pytorch_optimizer.Lamb
+    return kind(groups, lr=arguments.lr, betas=betas)
+
+
+def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay; biases and norms (fewer than two dimensions) do not. ValueError if nothing is to be trained."""
+    matrices = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if not groups:
+        raise ValueError("no parameter of the model requires gradients, so there is nothing to train")
+    return groups

@@ -1,0 +1,67 @@
+"""Saving while training goes on."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from .ranks import Ranks
+from .run_folder import RunFolder
+from .snapshot import Snapshot, write_snapshot
+
+WRITING_TIMEOUT = timedelta(hours=1)  # one rank's disk may be much slower than the others'
+
+
+class BackgroundSaver:
+    """Writes snapshots in a thread, one at a time. All ranks save the same steps.
+
+    The ranks' threads meet in a process group of their own, so that they never stand between the collectives of
+    training. A failure is raised by the next call.
+    """
+
+    def __init__(self, run_folder: RunFolder, ranks: Ranks, keep: int | None) -> None:
+        self.run_folder, self._ranks, self._keep = run_folder, ranks, keep
+        self._group: Any = dist.new_group(backend="gloo", timeout=WRITING_TIMEOUT) if ranks.world_size > 1 else None
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._saved: Path | None = None
+
+    def save(self, snapshot: Snapshot) -> Path:
+        """Waits for the last save, then begins this one; the folder where it will be."""
+        self.wait()
+        folder = self.run_folder.checkpoint(snapshot.state.step)
+        self._thread = threading.Thread(target=self._write, args=(snapshot, folder), name="checkpoint")
+        self._thread.start()
+        return folder
+
+    def wait(self) -> None:
+        """Until everything is on the disk. OSError if it could not be written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Waits, and gives the process group back."""
+        try:
+            self.wait()
+        finally:
+            if self._group is not None and dist.is_initialized():
+                dist.destroy_process_group(self._group)
+                self._group = None
+
+    def _write(self, snapshot: Snapshot, folder: Path) -> None:
+        try:
+            write_snapshot(snapshot, folder, self._ranks, self._group)
+            if self._ranks.rank == 0:
+                if snapshot.state.best.get("step") == snapshot.state.step:
+                    self.run_folder.name_best(folder)
+                self.run_folder.prune(self._keep)
+        except BaseException as error:  # raised where the loop waits
+            self._failure = error

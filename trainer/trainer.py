@@ -1,0 +1,248 @@
+"""`Trainer`: one object that trains a model of the zoo or of transformers, on one process or on many."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..data import Share
+from ..mpu import ParallelMesh
+from .arguments import TrainingArguments
+from .batches import DefaultCollate
+from .checkpoint import find_checkpoint, restore_random
+from .coordination import on_first_rank
+from .deepspeed_config import zero_stage
+from .engine import make_engine
+from .environment import Launch, initialize_distributed, processes_of, start_missing_processes
+from .evaluation import Metric, evaluate, metric_functions
+from .loop import Parts, Reporter, TrainingLoop
+from .model_files import model_files
+from .optimizers import make_optimizer
+from .precision import prepare_model
+from .profiling import StepProfiler
+from .random_state import seed_everything
+from .ranks import Ranks
+from .report import write_report
+from .reporter import MetricsFile, RunReporter, SilentReporter, TensorBoard, WeightsAndBiases
+from .run_folder import RunFolder
+from .saver import BackgroundSaver
+from .schedule import make_schedule
+from .snapshot import TrainerState
+from .targets import Targets
+from .training_data import make_training_data
+
+
+class Trainer:
+    """Trains with the engine that `env_type` names.
+
+        trainer = Trainer(env_type="deepspeed+mpu", model_parallel_size=2, num_gpus=2, epochs=1, batch_size=4)
+        model = shardzoo.from_pretrained(path, mesh=trainer.mesh)
+        trainer.train(model, train_dataset=samples)
+
+    Made from `TrainingArguments`, or from its fields and FlagAI's names as keywords. Where processes are missing, it
+    starts them, waits for them, and ends this one with their exit code; what follows then runs in each of them.
+
+    mesh: one that was made before; by default a new one, or None in one process.
+    """
+
+    def __init__(
+        self, arguments: TrainingArguments | None = None, *, mesh: ParallelMesh | None = None, **keywords: Any
+    ) -> None:
+        if arguments is not None and keywords:
+            raise ValueError(f"pass TrainingArguments or keywords ({', '.join(keywords)}), not both")
+        self.arguments = arguments or TrainingArguments(**keywords)
+        if self.arguments.env_type.startswith("deepspeed"):
+            zero_stage(self.arguments)
+        self.mesh, self.device = self._join(mesh)
+        self.ranks = Ranks(self.mesh)
+        name = self.arguments.experiment_name
+        self.run_folder = RunFolder(Path(self.arguments.save_dir, name) if name else Path(self.arguments.save_dir))
+        self.console = Console(quiet=self.ranks.rank != 0)
+        seed_everything(self.arguments.seed + self.ranks.dp_rank)
+
+    @property
+    def share(self) -> Share:
+        """This rank's share of a global batch, for a `ResumableLoader` or `ResumableStream`."""
+        return Share(self.arguments.micro_batch_size, self.ranks.dp_rank, self.ranks.dp_size)
+
+    def forward_step(self, data: dict[str, Any], model: Any, mems: Any) -> Any:
+        """One forward pass, to be overridden: returns a dict or a ModelOutput with `loss`; for metrics also `logits`.
+
+        data: a batch on this rank's device. An overriding method's loss is the mean over the micro-batch's targets.
+        mems: GLM's memory of earlier positions, or None.
+        """
+        return model(**data) if mems is None else model(**data, mems=mems)
+
+    def train(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        lr_scheduler: LRScheduler | None = None,
+        train_dataset: Any = None,
+        valid_dataset: Any = None,
+        metric_methods: Mapping[str, Metric] | Iterable[Sequence[Any]] | None = None,
+        collate_fn: Callable[[Sequence[Any]], Any] | None = None,
+        *,
+        reporter: Reporter | None = None,
+        extra_files: Path | None = None,
+    ) -> dict[str, float]:
+        """Trains `model` in place and returns the last validation values, with `step`.
+
+        train_dataset: a map-style dataset of dicts, an iterable of them, or a resumable loader or stream of batches.
+        valid_dataset: a map-style dataset. metric_methods: name -> function of whole logits and labels, which returns
+        a mean over the rows or (sum, count). collate_fn: samples to a batch; by default equal lengths are stacked and
+        others padded. reporter: an open one of the caller's, who also evaluates at the end. extra_files: a folder, such
+        as a tokenizer's, whose files each checkpoint gets too.
+
+        Raises `ValueError` for arguments, data or a model that do not fit together, `FloatingPointError` where the loss
+        is no longer finite, and `OSError` where a checkpoint cannot be written.
+        """
+        arguments, ranks = self.arguments, self.ranks
+        if train_dataset is None:
+            raise ValueError("train needs a train_dataset")
+        if arguments.train_steps is None and not arguments.epochs:
+            raise ValueError("say how long to train: set epochs or train_steps")
+        metrics = metric_functions(metric_methods)
+        prepare_model(model, self.device, arguments, ranks)
+        collate = collate_fn or DefaultCollate(_pad_token_id(model))
+        data = make_training_data(train_dataset, arguments, ranks, collate_fn, _pad_token_id(model))
+        total_steps = arguments.train_steps or data.steps
+        found = self._find_checkpoint()
+        files = model_files(model)
+        if found:
+            files.load_weights(found[0], ranks)
+        optimizer = optimizer or make_optimizer(model, arguments)
+        schedule = make_schedule(lr_scheduler, optimizer, arguments, total_steps)
+        engine = make_engine(model, optimizer, arguments, ranks)
+
+        def validate() -> dict[str, float]:
+            return evaluate(
+                self.forward_step,
+                engine.model,
+                engine.module,
+                valid_dataset,
+                ranks,
+                batch_size=arguments.micro_batch_size,
+                collate=collate,
+                metrics=metrics,
+            )
+
+        first_step = found[1].step if found and arguments.load_optim else 0
+        parts = Parts(
+            engine=engine,
+            ranks=ranks,
+            batches=data.batches,
+            learning_rate=schedule,
+            forward_step=self.forward_step,
+            targets=Targets(model, mean_losses=type(self).forward_step is not Trainer.forward_step),
+            evaluate=validate if valid_dataset is not None else None,
+            model_files=files,
+            saver=BackgroundSaver(self.run_folder, ranks, arguments.save_total_limit),
+            reporter=reporter or self.make_reporter(first_step, total_steps),
+            profiler=StepProfiler(arguments.profile_steps if ranks.rank == 0 else 0, self.run_folder.trace),
+            extra_files=extra_files,
+        )
+        loop = TrainingLoop(arguments, parts, total_steps, evaluate_last=reporter is None)
+        try:
+            if found and arguments.load_optim:
+                loop.resume(*found)
+                if arguments.load_rng and not restore_random(*found, ranks, arguments.seed):
+                    parts.reporter.notice("random generators are seeded anew: their states are of another layout")
+            with parts.reporter if reporter is None else contextlib.nullcontext():
+                loop.run()
+            on_first_rank(self.write_report)
+        finally:
+            parts.saver.close()
+            engine.close()
+        return {**loop.validation, "step": loop.step}
+
+    def evaluate(
+        self,
+        model: nn.Module,
+        dataset: Any,
+        metric_methods: Mapping[str, Metric] | Iterable[Sequence[Any]] | None = None,
+        collate_fn: Callable[[Sequence[Any]], Any] | None = None,
+    ) -> dict[str, float]:
+        """The mean loss over the targets of a map-style dataset, and the metrics, as in training."""
+        return evaluate(
+            self.forward_step,
+            model,
+            model,
+            dataset,
+            self.ranks,
+            batch_size=self.arguments.micro_batch_size,
+            collate=collate_fn or DefaultCollate(_pad_token_id(model)),
+            metrics=metric_functions(metric_methods),
+        )
+
+    def _join(self, mesh: ParallelMesh | None) -> tuple[ParallelMesh | None, torch.device]:
+        """Joins the other processes, or starts them all and ends this one."""
+        arguments, launch = self.arguments, Launch.from_environment()
+        wanted = processes_of(arguments)
+        if launch.world_size == 1 and wanted > 1:
+            sys.exit(start_missing_processes(wanted))
+        if arguments.env_type == "pytorch":
+            if launch.world_size > 1:
+                raise ValueError(
+                    f"env_type='pytorch' is one process, and {launch.world_size} were started; use 'pytorchDDP', "
+                    "'deepspeed' or 'deepspeed+mpu'"
+                )
+            return None, torch.device(arguments.pytorch_device)
+        device = initialize_distributed(launch)
+        return mesh or ParallelMesh(arguments.model_parallel_size), device
+
+    def _find_checkpoint(self) -> tuple[Path, TrainerState] | None:
+        arguments = self.arguments
+        found = None
+        if arguments.load_dir is not None:
+            found = find_checkpoint(Path(arguments.load_dir), arguments.load_type, self.ranks, self.console.print)
+            if found is None:
+                raise ValueError(f"load_dir {arguments.load_dir} holds no checkpoint")
+        elif arguments.resume:
+            found = find_checkpoint(self.run_folder.path, "latest", self.ranks, self.console.print)
+        on_first_rank(lambda: self._open_folder(found))
+        return found
+
+    def _open_folder(self, found: tuple[Path, TrainerState] | None) -> None:
+        """Makes this run's folder. ValueError if it holds another run."""
+        folder, step = self.run_folder, self.run_folder.latest_step()
+        goes_on = found is not None and folder.path.resolve() in found[0].resolve().parents
+        if step is not None and not goes_on:
+            raise ValueError(
+                f"{folder.path} holds a run that is saved at step {step}; go on with it by resume=True, or choose "
+                "another save_dir or experiment_name"
+            )
+        folder.path.mkdir(parents=True, exist_ok=True)
+        if found and goes_on:
+            folder.forget_after(found[1].step)
+
+    def write_report(self) -> None:
+        """Writes `report.html` into the run's folder, from what was logged."""
+        records, name = self.run_folder.metrics(), self.arguments.experiment_name or self.run_folder.path.name
+        if records:
+            write_report(self.run_folder.report, records, asdict(self.arguments), title=name)
+
+    def make_reporter(self, first_step: int, total_steps: int | None) -> Reporter:
+        """What shows and logs a run that goes on from `first_step`."""
+        if self.ranks.rank:
+            return SilentReporter()
+        arguments, folder = self.arguments, self.run_folder
+        board = Path(arguments.tensorboard_dir) if arguments.tensorboard_dir else folder.tensorboard
+        sinks: list[Any] = [MetricsFile(folder.metrics_file), TensorBoard(board)]
+        if arguments.wandb:
+            sinks.append(WeightsAndBiases(arguments.experiment_name, asdict(arguments), folder.path))
+        return RunReporter(self.console, sinks, first_step=first_step, total_steps=total_steps)
+
+
+def _pad_token_id(model: nn.Module) -> int:
+    config: Any = getattr(model, "config", None)
+    return getattr(config, "pad_token_id", None) or 0

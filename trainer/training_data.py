@@ -1,0 +1,101 @@
+"""Training batches from whatever holds samples, resumable where the last step ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..data import EpochShuffle, IterableRecords, ResumableLoader, ResumableStream, Share
+from .arguments import TrainingArguments
+from .batches import DefaultCollate
+from .ranks import Ranks
+
+Collate = Callable[[Sequence[Any]], Any]
+
+
+class Batches(Protocol):
+    """Micro-batches of one data-parallel rank; `state_dict()` says how far they were handed out."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass
+class TrainingData:
+    """steps: optimizer steps that the data is enough for; None if unknown or endless."""
+
+    batches: Batches
+    steps: int | None
+
+
+def make_training_data(
+    dataset: Any, arguments: TrainingArguments, ranks: Ranks, collate: Collate | None, pad_token_id: int = 0
+) -> TrainingData:
+    """Batches of a map-style dataset, an iterable of samples, or a resumable loader or stream of batches.
+
+    A dataset of known length is shuffled in each epoch; one without a length is taken in its own order, without end.
+    ValueError for an empty dataset, or one with fewer samples than a global batch.
+    """
+    share = Share(arguments.micro_batch_size, ranks.dp_rank, ranks.dp_size)
+    if hasattr(dataset, "state_dict") and not hasattr(dataset, "__getitem__"):
+        return TrainingData(_check_batches(dataset, share, collate), _steps_of_loader(dataset, arguments, ranks))
+    collate = collate or DefaultCollate(pad_token_id)
+    workers = arguments.num_workers
+    if hasattr(dataset, "__getitem__") and not hasattr(dataset, "__len__"):
+        return TrainingData(ResumableLoader(dataset, share, collate=collate, num_workers=workers), None)
+    if hasattr(dataset, "__getitem__"):
+        size = len(dataset)
+        check_size(size, arguments.global_batch(ranks.dp_size))
+        epochs = None if arguments.train_steps else arguments.epochs
+        total = None if epochs is None else size * epochs
+        order = EpochShuffle(size, arguments.seed)
+        loader = ResumableLoader(dataset, share, total=total, order=order, collate=collate, num_workers=workers)
+        return TrainingData(loader, None if total is None else total // arguments.global_batch(ranks.dp_size))
+    if not isinstance(dataset, Iterable):
+        raise ValueError(
+            f"train_dataset is a {type(dataset).__name__}; use a dataset with __getitem__, an iterable of samples, or "
+            "a resumable loader or stream of batches"
+        )
+    stream = ResumableStream(
+        IterableRecords(lambda epoch: _epoch_of(dataset, epoch)),
+        lambda record, generator: record,
+        share,
+        epochs=None if arguments.train_steps else arguments.epochs,
+        num_workers=workers,
+        collate=collate,
+    )
+    return TrainingData(stream, None)
+
+
+def check_size(size: int, global_batch: int) -> None:
+    if size == 0:
+        raise ValueError("train_dataset is empty")
+    if size < global_batch:
+        raise ValueError(
+            f"train_dataset has {size} samples, fewer than the {global_batch} of one optimizer step over all ranks; "
+            "use a smaller micro_batch_size, fewer gradient_accumulation_steps or fewer processes"
+        )
+
+
+def _check_batches(batches: Any, share: Share, collate: Collate | None) -> Batches:
+    if collate is not None:
+        raise ValueError("train_dataset yields batches already; give collate_fn to the loader or stream instead")
+    other = getattr(batches, "share", share)
+    if other != share:
+        raise ValueError(f"train_dataset was made for {other}, but this rank needs {share}: make it with trainer.share")
+    return batches
+
+
+def _steps_of_loader(batches: Any, arguments: TrainingArguments, ranks: Ranks) -> int | None:
+    total = getattr(batches, "total", None)
+    return None if total is None else total // arguments.global_batch(ranks.dp_size)
+
+
+def _epoch_of(dataset: Any, epoch: int) -> Iterable[Any]:
+    if hasattr(dataset, "set_epoch"):
+        dataset.set_epoch(epoch)
+    return dataset
