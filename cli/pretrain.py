@@ -24,7 +24,8 @@ from ..models.common.causal_lm import CausalLM
 from ..mpu import validate_layout
 from ..trainer.arguments import TrainingArguments
 from ..trainer.deepspeed_config import read_deepspeed_file
-from ..trainer.environment import Launch, start_missing_processes
+from ..trainer.environment import Launch
+from ..trainer.launch import start_processes
 from ..trainer.run_folder import RunFolder
 from .arguments import exit_code_of, parse, read_yaml
 
@@ -98,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         size = arguments.model_parallel_size
         if launch.world_size < size:
             print(f"{launch.world_size} process for --model-parallel-size {size}: starting {size} on this machine")
-            return start_missing_processes(size)
+            return start_processes(size)
         from .pretraining import Pretraining  # DeepSpeed takes seconds to import
 
         ready.append(Pretraining(arguments, config, launch))
