@@ -79,24 +79,23 @@ class Stack:
 
 @dataclass(frozen=True)
 class BlockBytes:
-    """kept: between forward and backward. recomputed: what backward makes again of it. working: gradients inside."""
+    """kept: between forward and backward. working: what exists beyond that in the block's backward pass: what is made
+    again, and gradients inside."""
 
     kept: int
-    recomputed: int
     working: int
 
 
 def block_bytes(stack: Stack, batch: Batch, layout: Layout) -> BlockBytes:
     """Of one block of a stack."""
     everything = _kept(stack, batch, layout, without_core=False)
-    working = _working(stack, batch, layout)
     if layout.execution.recompute == "full":
         kept = _stream(stack, batch, layout)
-        return BlockBytes(kept, everything - kept, working)
+        return BlockBytes(kept, everything - kept + _working(stack, batch, layout))
     if layout.execution.recompute == "selective":
         kept = _kept(stack, batch, layout, without_core=True)
-        return BlockBytes(kept, everything - kept, working)
-    return BlockBytes(everything, 0, working)
+        return BlockBytes(kept, _working(stack, batch, layout, recomputed=everything - kept))
+    return BlockBytes(everything, _working(stack, batch, layout))
 
 
 def end_bytes(config: ModelConfig, batch: Batch, layout: Layout) -> int:
@@ -181,15 +180,21 @@ def _core(stack: Stack, batch: Batch, layout: Layout, keys: int, *, crosses: boo
     return log_sums + batch.size * rows * keys * layout.itemsize  # the mask, as numbers that are added
 
 
-def _working(stack: Stack, batch: Batch, layout: Layout) -> int:
-    """Gradients that exist at once: of the stream and inside the feed-forward block, or inside attention."""
+def _working(stack: Stack, batch: Batch, layout: Layout, recomputed: int = 0) -> int:
+    """What exists in a block's backward beyond what it kept: the gradients of the stream, and of an activation or
+    what it is taken of inside the feed-forward block; or inside attention, when the other's tensors are gone.
+
+    recomputed: of attention's core.
+    """
     block, e, t = stack.block, layout.itemsize, layout.tensor_parallel_size
     tokens = _tokens(stack, batch)
-    mlp = (3 if block.gated else 2) * tokens * block.feed_forward * e // t
-    written = block.attention_dropout or block.bias
-    scores = batch.size * block.heads * _own_length(stack, batch) ** 2 * e // t if written else 0
-    attention = 4 * tokens * block.heads * block.head_size * e // t + 2 * scores
-    return 2 * tokens * block.hidden * e + max(mlp, attention)
+    wide = tokens * -(-block.feed_forward // t) * e
+    inner = tokens * block.heads * block.head_size * e // t
+    scores = batch.size * block.heads * _own_length(stack, batch) ** 2 * e // t
+    # Where the weights are written out, their gradient is there with those of the output and of the values only.
+    attention = max(scores + 2 * inner, 4 * inner) if block.attention_dropout or block.bias else 4 * inner
+    attention += recomputed
+    return 2 * tokens * block.hidden * e + max(wide * (2 if block.gated else 1), attention - block.mlp_kept * wide)
 
 
 def _hidden(config: Any) -> int:

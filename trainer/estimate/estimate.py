@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from ...models.common.config import ModelConfig
+from ...models.sizes import ParameterSize
 from .engines import EngineMemory, engine_memory
+from .hf import hf_model_memory
 from .job import Job
 from .model import ModelMemory, model_memory
 
@@ -41,9 +44,14 @@ class Estimate:
         return max(self.moments, key=lambda moment: moment.total)
 
 
-def estimate(config: ModelConfig, job: Job) -> Estimate:
-    """Memory of one rank. ValueError for a job that the trainer would refuse, or the model does not allow."""
-    return estimate_of(model_memory(config, job), job)
+def estimate(config: ModelConfig | Any, job: Job) -> Estimate:
+    """Memory of one rank.
+
+    config: of a family of the zoo, or transformers' own of another decoder. ValueError for a job that the trainer
+    would refuse, or the model does not allow.
+    """
+    memory = model_memory(config, job) if isinstance(config, ModelConfig) else hf_model_memory(config, job)
+    return estimate_of(memory, job)
 
 
 def estimate_of(model: ModelMemory, job: Job) -> Estimate:
@@ -69,45 +77,50 @@ def largest_micro_batch(fits: Callable[[int], bool]) -> int:
     return low
 
 
-def with_micro_batch(job: Job, size: int) -> Job:
-    return replace(job, micro_batch_size=size)
-
-
 def _moments(model: ModelMemory, engine: EngineMemory, job: Job) -> list[Moment]:
     e = job.itemsize
-    grown = lambda sizes: round(engine.grown * e * sum(size.local for size in sizes))  # noqa: E731
+
+    def grown(sizes: Sequence[ParameterSize]) -> int:
+        return round(engine.grown * e * sum(size.local for size in sizes))
+
     fixed = {
         "parameters": engine.parameters,
         "fp32 master weights": engine.masters,
         "optimizer state": engine.states,
-        "communication buffers": engine.buffers,
         "framework": FRAMEWORK[job.device],
     }
 
-    def at(name: str, gradients: int, activations: int = 0, logits: int = 0, working: int = 0) -> None:
+    def at(
+        name: str, gradients: int, activations: int = 0, logits: int = 0, working: int = 0, bucket: int = engine.bucket
+    ) -> None:
         lines = {
             "gradients": gradients,
+            "communication buffers": engine.buffers + bucket,
             "activations": activations,
             "logits and loss": logits,
             "temporary tensors": working,
         }
         moments.append(Moment(name, fixed | lines))
 
+    # The gradient of an embedding that is also the head, or is used twice, comes in pieces: autograd keeps the first
+    # aside until there is another of the table's size, and their sum.
+    shared = model.table is not None and (model.table is model.head or len(model.parts) > 1)
+    pieces = 2 * e * model.table.local if shared and model.table else 0
+    pending = e * model.head.local if shared and model.head and not engine.grown else 0
+
     moments: list[Moment] = []
     kept = [part.layers * part.block.kept for part in model.parts]
     head = (model.head,) if model.head else ()
-    at("the loss's backward", engine.held, sum(kept) + model.ends, model.logits + model.loss)
-    at("the head's backward", engine.held + grown(head), sum(kept) + model.ends, model.loss, model.stream)
+    at("the loss's backward", engine.held, sum(kept) + model.ends, model.logits + model.loss, bucket=0)
+    at("the head's backward", engine.held + grown(head), sum(kept) + model.ends, model.logits, model.stream + pending)
     gradients = engine.held + grown(head)
     for number in reversed(range(len(model.parts))):
         part, before = model.parts[number], sum(kept[:number])
-        working = part.block.recomputed + part.block.working
+        working = part.block.working + pending
         at("the last block's backward", gradients, before + kept[number] + model.ends, 0, working)
         gradients += grown(part.parameters)
         at("the first block's backward", gradients, before + part.block.kept + model.ends, 0, working)
     everything = engine.held + grown(model.trained)
-    # An embedding that is also the head, or is used twice, gets its gradient in a second piece, as large as the table.
-    shared = model.table is not None and (model.table is model.head or len(model.parts) > 1)
-    at("the embedding's backward", everything, 0, 0, e * model.table.local if shared and model.table else 0)
-    at("the optimizer's step", max(engine.stepped, everything), 0, 0, engine.temporaries)
+    at("the embedding's backward", everything, 0, 0, pending + pieces)
+    at("the optimizer's step", engine.stepped, 0, 0, engine.temporaries, bucket=0)
     return moments

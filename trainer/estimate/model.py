@@ -21,9 +21,10 @@ class Part:
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """parts: in the order of the forward pass. logits, loss: bytes that the head makes, and that the loss makes of
-    them until its backward pass is over. ends: what else is kept outside the blocks. head: the table that the logits
-    are a product with. table_is_shared: whether it is the embedding too. stream: one [B, S, H]."""
+    """trained: those of `parameters` that are. parts: in the order of the forward pass. logits: bytes of the logits,
+    and of their gradient. loss: what exists beside the logits at the most while the loss goes backward. ends: what
+    else is kept outside the blocks. head, table: the trained weights that make the logits and the token embedding.
+    stream: bytes of one [B, S, H]."""
 
     parameters: tuple[ParameterSize, ...]
     trained: tuple[ParameterSize, ...]
@@ -44,7 +45,7 @@ def model_memory(config: ModelConfig, job: Job) -> ModelMemory:
     batch, layout = job.batch(has_target=has_target), job.layout
     if not has_target and job.length > config.max_sequence_length:
         raise ValueError(f"length {job.length} is more than the model's {config.max_sequence_length} positions")
-    trained = [size for size in sizes if not _frozen(size, job)]
+    trained = [size for size in sizes if not is_frozen(size, job)]
     parts = []
     for stack in split:
         own = tuple(size for size in trained if size.name.startswith(stack.path))
@@ -66,7 +67,8 @@ def model_memory(config: ModelConfig, job: Job) -> ModelMemory:
     )
 
 
-def _frozen(size: ParameterSize, job: Job) -> bool:
+def is_frozen(size: ParameterSize, job: Job) -> bool:
+    """Whether the job leaves a parameter as it is."""
     parts = {"encoder": "encoder.", "decoder": "decoder."}
     if any(part in job.frozen and size.name.startswith(prefix) for part, prefix in parts.items()):
         return True

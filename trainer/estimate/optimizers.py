@@ -21,16 +21,15 @@ def state_bytes(optimizer: str, shapes: Sequence[tuple[int, ...]]) -> int:
     return STATE_BYTES[optimizer] * sum(map(prod, shapes))
 
 
-def step_bytes(optimizer: str, elements: Sequence[int], device: str) -> int:
-    """Temporary fp32 tensors, of what the optimizer updates at once: a parameter, a flat partition of ZeRO's, or on
-    CUDA, where pytorch_optimizer takes a whole group together, everything. AdamW is fused and needs none."""
-    if optimizer == "adamw" or not elements:
-        return 0
-    together = sum(elements) if device == "cuda" and optimizer in ("lion", "lamb") else max(elements)
-    return TEMPORARIES[optimizer] * FP32 * together
+def step_bytes(optimizer: str, groups: Sequence[Sequence[int]]) -> int:
+    """Temporary fp32 tensors while parameters of so many elements, group by group, are updated.
 
-
-TEMPORARIES = {"adafactor": 2, "lion": 1, "lamb": 2}
+    AdamW is fused and needs none. transformers' Adafactor needs two of a parameter's size at once, pytorch_optimizer's
+    Lion and LAMB one for each parameter of a group, which they update together.
+    """
+    if optimizer == "adafactor":
+        return 2 * FP32 * max((size for group in groups for size in group), default=0)
+    return FP32 * max(map(sum, groups), default=0) if optimizer in ("lion", "lamb") else 0
 
 
 def _factored(shape: tuple[int, ...]) -> int:
