@@ -128,8 +128,10 @@ def launcher_command(nodes: Nodes, script: Sequence[str]) -> list[str]:
     made = kind(arguments, world) if nodes.launcher == "pdsh" else kind(arguments, world, pool)
     environ = dict(os.environ)
     environ["PYTHONPATH"] = ":".join(filter(None, [os.getcwd(), environ.get("PYTHONPATH")]))
+    accelerator = get_accelerator()
+    assert accelerator is not None
     for name, value in environ.items():
-        if name.startswith(tuple(runner.EXPORT_ENVS + get_accelerator().export_envs())):
+        if name.startswith(tuple(runner.EXPORT_ENVS + accelerator.export_envs())):
             made.add_export(name, value)
     command = made.get_cmd(environ, machines)
     return command[0] if nodes.launcher == "pdsh" else command

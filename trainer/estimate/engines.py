@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...models.sizes import ParameterSize
 from .job import Job
@@ -62,7 +62,7 @@ def _replicated(model: ModelMemory, job: Job) -> EngineMemory:
     """DeepSpeed without ZeRO, in fp32: gradients are summed in flat copies."""
     plain = _torch(model, job)
     trained = sum(size.local for size in model.trained)
-    return EngineMemory(**{**vars(plain), "buffers": FP32 * min(trained, ZERO_BUCKET)})
+    return replace(plain, buffers=FP32 * min(trained, ZERO_BUCKET))
 
 
 def _zero(model: ModelMemory, job: Job) -> EngineMemory:
