@@ -104,7 +104,7 @@ CASES = (
         "T5, bf16, full recomputation",
         "t5-base",
         T5 | {"vocab_size": 8000},
-        {"micro_batch_size": 16, "length": 384, "target_length": 256, "precision": "bf16", "recompute": "full"},
+        {"micro_batch_size": 8, "length": 384, "target_length": 256, "precision": "bf16", "recompute": "full"},
     ),
     Case(
         "GPT-2, DDP=2, no dropout",
