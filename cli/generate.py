@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def start(argv: Sequence[str] | None, launch: Launch, quiet: bool) -> int:
     from ..models import find_config
     from ..models.common.attention import check_heads
-    from ..trainer.environment import start_missing_processes
+    from ..trainer.launch import start_processes
 
     given = sys.argv[1:] if argv is None else list(argv)
     arguments = parse(GenerateArguments, given, program="shardzoo generate", description=__doc__ or "", quiet=quiet)
@@ -91,7 +91,7 @@ def start(argv: Sequence[str] | None, launch: Launch, quiet: bool) -> int:
     if (Path(arguments.model) / "config.json").exists():
         check_heads(find_config(arguments.model).num_attention_heads, arguments.tp)
     if launch.world_size < arguments.tp:
-        return start_missing_processes(arguments.tp)
+        return start_processes(arguments.tp)
     if launch.world_size != arguments.tp:
         raise ValueError(f"{launch.world_size} processes were started for --tp {arguments.tp}: make them equal")
     return run(arguments, given_settings(arguments, given), launch)

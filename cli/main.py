@@ -15,6 +15,7 @@ COMMANDS = {
     "convert": ("shardzoo.cli.convert", "split, merge, reshard and verify checkpoints"),
     "generate": ("shardzoo.cli.generate", "continue, answer or fill in texts with a model"),
     "models": ("shardzoo.cli.models", "list families, presets and their sizes"),
+    "estimate": ("shardzoo.cli.estimate", "say whether a training run fits a device's memory"),
     "data": ("shardzoo.cli.data", "prepare, merge, split and inspect corpora; train tokenizers"),
     "bench": ("shardzoo.cli.bench", "measure the fused kernels"),
     "doctor": ("shardzoo.cli.doctor", "say what is built and what is used"),

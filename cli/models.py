@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Annotated, Literal
 
 import tyro
@@ -16,13 +15,12 @@ from rich.table import Table
 from ..models import family, find_config, presets
 from ..models.auto import FAMILIES, build_on_meta
 from ..models.common.config import ModelConfig
-from ..mpu import Shard
+from ..models.sizes import legal_sizes, parameter_sizes
+from ..trainer.estimate.job import ITEMSIZE
 from .arguments import exit_code_of
 
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 OPTIMIZER_BYTES = {"none": 0, "adam": 8, "sgd": 0, "momentum": 4, "lion": 4}
 """Of fp32 state for each parameter."""
-LARGEST_SIZE = 64
 GIB = 1 << 30
 
 
@@ -51,34 +49,19 @@ class Size:
 
 def measure(config: ModelConfig, tensor_parallel_size: int) -> Size:
     """From the model on meta. on_rank is None for a size that the model cannot be split into."""
-    parameters = list(build_on_meta(config, None).parameters())
-    shards = [getattr(parameter, "shard", None) for parameter in parameters]
-    legal = legal_sizes(shards)
+    legal = legal_sizes(build_on_meta(config, None))
+    whole = parameter_sizes(config)
     on_rank = None
     if tensor_parallel_size in legal:
-        on_rank = sum(
-            prod(shard.local_shape(tensor_parallel_size)) if shard else parameter.numel()
-            for parameter, shard in zip(parameters, shards, strict=True)
-        )
-    full = sum(
-        prod(shard.shape) if shard else parameter.numel() for parameter, shard in zip(parameters, shards, strict=True)
-    )
-    return Size(full, on_rank, legal)
-
-
-def legal_sizes(shards: Sequence[Shard | None]) -> tuple[int, ...]:
-    """The tensor-parallel sizes up to `LARGEST_SIZE` that every split parameter allows."""
-    sizes = set(range(1, LARGEST_SIZE + 1))
-    for shard in {shard for shard in shards if shard is not None}:
-        sizes &= set(shard.legal_sizes(LARGEST_SIZE))
-    return tuple(sorted(sizes))
+        on_rank = sum(size.local for size in parameter_sizes(config, tensor_parallel_size))
+    return Size(sum(size.full for size in whole), on_rank, legal)
 
 
 def bytes_on_rank(parameters: int, dtype: str, optimizer: str) -> int:
     """Of weights, and when training of gradients, optimizer state and its fp32 copy of 16-bit weights."""
-    each = BYTES[dtype]
+    each = ITEMSIZE[dtype]
     if optimizer != "none":
-        each += BYTES[dtype] + OPTIMIZER_BYTES[optimizer] + (4 if dtype != "fp32" else 0)
+        each += ITEMSIZE[dtype] + OPTIMIZER_BYTES[optimizer] + (4 if dtype != "fp32" else 0)
     return parameters * each
 
 
@@ -121,7 +104,7 @@ def main(argv: list[str]) -> int:
             raise ValueError(f"--tp must be at least 1, not {arguments.tp}")
         console = Console(width=None if sys.stdout.isatty() else 160)
         console.print(table_of(arguments))
-        console.print("Activations, and buffers of the engine, come on top.", style="dim")
+        console.print("Activations, and buffers of the engine, come on top: see `shardzoo estimate`.", style="dim")
         return 0
 
     return exit_code_of(run)

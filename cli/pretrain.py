@@ -24,7 +24,8 @@ from ..models.common.causal_lm import CausalLM
 from ..mpu import validate_layout
 from ..trainer.arguments import EnvType, TrainingArguments
 from ..trainer.deepspeed_config import zero_stage
-from ..trainer.environment import Launch, start_missing_processes
+from ..trainer.environment import Launch
+from ..trainer.launch import ensure_processes_of, processes_of
 from ..trainer.run_folder import RunFolder
 from .arguments import exit_code_of, parse, read_yaml
 
@@ -123,9 +124,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = read_arguments(sys.argv[1:] if argv is None else argv, quiet=quiet)
         config = check(arguments, launch)
         size = arguments.model_parallel_size
-        if launch.world_size < size:
+        if launch.world_size < size and not arguments.dry_run and not arguments.hostfile:
             print(f"{launch.world_size} process for --model-parallel-size {size}: starting {size} on this machine")
-            return start_missing_processes(size)
+        ensure_processes_of(arguments)
         from .pretraining import Pretraining  # DeepSpeed takes seconds to import
 
         ready.append(Pretraining(arguments, config, launch))
@@ -171,7 +172,7 @@ def check(arguments: PretrainArguments, launch: Launch) -> ModelConfig:
     config = config.with_changes(**{name: value for name, value in changes.items() if value is not None})
     size = arguments.model_parallel_size
     check_heads(config.num_attention_heads, size)
-    data_parallel_size = validate_layout(launch.world_size if launch.world_size > 1 else size, size)
+    data_parallel_size = validate_layout(launch.world_size if launch.world_size > 1 else processes_of(arguments), size)
     arguments.accumulation_steps(data_parallel_size)
     longest, length = config.max_sequence_length, arguments.sequence_length
     if length is not None and not 2 <= length <= longest:

@@ -44,6 +44,8 @@ class TrainingArguments:
     master_port: int = 17750
     training_script: str | None = None
     """What the processes run; by default this very command."""
+    dry_run: bool = False
+    """Print the commands that would start the processes, and start none."""
 
     epochs: int = 0
     """Passes over the training data, if `train_steps` does not say how long to train."""

@@ -1,53 +1,60 @@
-"""The processes of a run: who started them, how many, and starting the ones that are missing."""
+"""The processes of a run: this one's place among them, and joining the others."""
 
 from __future__ import annotations
 
 import atexit
-import logging
 import os
-import signal
 import socket
-import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from .arguments import TrainingArguments
+from .launch_rank import join_job
+from .launch_slurm import started_by_srun, torch_variables
+
+if not torch.accelerator.is_available():
+    # Read when DeepSpeed is imported; it would warn on every rank that it had found no other.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 PROCESS_GROUP_TIMEOUT = timedelta(minutes=30)  # preparing a corpus on the first rank may take a while
 
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's place in the run, from the variables that torchrun, deepspeed and our own start set."""
+    """This process's place in the run, from the variables that torchrun, deepspeed, srun and our own start set.
+
+    variables: torchrun's for this place, where the starter has set others.
+    """
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
+    variables: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def from_environment(cls) -> Launch:
-        world_size = int(os.environ.get("WORLD_SIZE", 1))
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Launch:
+        own = {} if "RANK" in environ or not started_by_srun(environ) else torch_variables(environ)
+        found = {**environ, **own}
+        world_size = int(found.get("WORLD_SIZE", 1))
         return cls(
-            rank=int(os.environ.get("RANK", 0)),
+            rank=int(found.get("RANK", 0)),
             world_size=world_size,
-            local_rank=int(os.environ.get("LOCAL_RANK", 0)),
-            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world_size))),
+            local_rank=int(found.get("LOCAL_RANK", 0)),
+            local_world_size=int(found.get("LOCAL_WORLD_SIZE", found.get("LOCAL_SIZE", world_size))),
+            variables=own,
         )
+
+    def export(self) -> None:
+        """Sets the variables that `torch.distributed` and DeepSpeed read."""
+        os.environ.update(self.variables)
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
-
-
-def processes_of(arguments: TrainingArguments) -> int:
-    """How many processes of this machine the arguments ask for."""
-    if arguments.env_type == "pytorch":
-        return 1
-    return max(arguments.num_gpus, arguments.model_parallel_size)
 
 
 def free_port() -> int:
@@ -71,53 +78,10 @@ def cpu_environment(local_world_size: int) -> dict[str, str]:
     return {name: os.environ.get(name, value) for name, value in wanted.items()}
 
 
-def start_missing_processes(world_size: int) -> int:
-    """Runs this same command as `world_size` processes on this machine; returns the exit code of the job.
-
-    The first process that fails takes the others down with it, and its exit code is the job's. ValueError if the
-    machine has GPUs, but fewer than processes.
-    """
-    if 0 < torch.cuda.device_count() < world_size:
-        raise ValueError(f"{world_size} processes need as many GPUs; this machine has {torch.cuda.device_count()}")
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
-
-    # A rank that fails says itself why.
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-    shared = {
-        **cpu_environment(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "LOCAL_SIZE": str(world_size),
-        "OMP_NUM_THREADS": cpu_environment(world_size)["OMP_NUM_THREADS"],
-    }
-    ranks = range(world_size)
-    job = start_processes(
-        name="rank",
-        entrypoint=sys.executable,
-        args={rank: tuple(sys.orig_argv[1:]) for rank in ranks},
-        envs={rank: {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in ranks},
-        logs_specs=DefaultLogsSpecs(),
-    )
-    try:
-        result = job.wait()
-    except SignalException as stopped:
-        for number in (signal.SIGINT, signal.SIGTERM):  # launchers repeat themselves while the ranks end
-            signal.signal(number, signal.SIG_IGN)
-        job.close(stopped.sigval)
-        return 128 + stopped.sigval
-    finally:
-        job.close()
-    if result is None or not result.is_failed():
-        return 0
-    first_failure = min(result.failures.values(), key=lambda failure: failure.timestamp)
-    code = first_failure.exitcode
-    return code if code > 0 else 128 - code  # a signal's number is reported as the shell does
-
-
 def initialize_distributed(launch: Launch) -> torch.device:
     """Joins the process group (NCCL with GPUs, else gloo) and returns this process's device."""
+    launch.export()
+    join_job()
     if not dist.is_initialized():
         if launch.world_size == 1:
             os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -129,8 +93,9 @@ def initialize_distributed(launch: Launch) -> torch.device:
         dist.init_process_group(backend, timeout=PROCESS_GROUP_TIMEOUT)
         atexit.register(leave_distributed)
     if torch.cuda.is_available():
-        torch.cuda.set_device(launch.local_rank)
-        return torch.device("cuda", launch.local_rank)
+        index = launch.local_rank % torch.cuda.device_count()  # srun may show each task its own GPU alone
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
     torch.set_num_threads(int(cpu_environment(launch.local_world_size)["OMP_NUM_THREADS"]))
     return torch.device("cpu")
 

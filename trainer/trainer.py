@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -22,8 +21,9 @@ from .checkpoint import find_checkpoint, restore_random
 from .coordination import on_first_rank
 from .deepspeed_config import zero_stage
 from .engine import make_engine
-from .environment import Launch, initialize_distributed, processes_of, start_missing_processes
+from .environment import initialize_distributed
 from .evaluation import Metric, evaluate, metric_functions
+from .launch import ensure_processes_of
 from .loop import Parts, Reporter, TrainingLoop
 from .model_files import model_files
 from .optimizers import make_optimizer
@@ -186,10 +186,7 @@ class Trainer:
 
     def _join(self, mesh: ParallelMesh | None) -> tuple[ParallelMesh | None, torch.device]:
         """Joins the other processes, or starts them all and ends this one."""
-        arguments, launch = self.arguments, Launch.from_environment()
-        wanted = processes_of(arguments)
-        if launch.world_size == 1 and wanted > 1:
-            sys.exit(start_missing_processes(wanted))
+        arguments, launch = self.arguments, ensure_processes_of(self.arguments)
         if arguments.env_type == "pytorch":
             if launch.world_size > 1:
                 raise ValueError(

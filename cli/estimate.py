@@ -1,0 +1,164 @@
+"""`shardzoo estimate`: whether a training run fits a device, before it is started."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..models import find_config
+from ..models.auto import FAMILIES, read_config
+from ..trainer.estimate import Estimate, Job, estimate, largest_micro_batch
+from .arguments import exit_code_of
+
+GIB = 1 << 30
+DOES_NOT_FIT = 1
+
+
+@dataclass(frozen=True)
+class EstimateArguments:
+    """Says how much memory training takes on a device, and whether it fits.
+
+    The exit code is 0 if it fits (or no --device-memory is given), 1 if not.
+    """
+
+    model: Annotated[str, tyro.conf.Positional]
+    """A preset, or a folder or file with a Hugging Face config.json, of a family of the zoo or any other decoder."""
+    device_memory: float | None = None
+    """GiB of the device, as it is sold: 24, 40, 80."""
+    micro_batch_size: int = 1
+    """Sequences in one forward pass of a rank."""
+    length: int | None = None
+    """Tokens in a sequence, of an encoder-decoder's source; by default the model's longest."""
+    target_length: int | None = None
+    """Tokens in an encoder-decoder's target; by default as the source."""
+    padded: bool = True
+    """Whether batches come with an attention mask."""
+    accumulation_steps: int = 1
+    """Micro-batches for one optimizer step."""
+    tp: int = 1
+    """Tensor-parallel size."""
+    dp: int = 1
+    """Data-parallel size."""
+    zero_stage: Literal[0, 1, 2, 3] | None = None
+    """DeepSpeed ZeRO; by default no DeepSpeed, and 1 under tensor parallelism."""
+    sequence_parallel: bool = False
+    """Also split norms, dropouts and residuals along the sequence."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Recompute activations in the backward pass: those of attention, or of whole blocks."""
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """Of parameters and activations; the optimizer keeps fp32 copies."""
+    optimizer: Literal["adamw", "adafactor", "lion", "lamb"] = "adamw"
+    freeze: tuple[Literal["embeddings", "encoder", "decoder"], ...] = ()
+    """Parts that are not trained."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    json: bool = False
+    """Print JSON, in bytes."""
+
+    def job(self, longest: int) -> Job:
+        return Job(
+            micro_batch_size=self.micro_batch_size,
+            length=self.length or longest,
+            target_length=self.target_length,
+            padded=self.padded,
+            accumulation_steps=self.accumulation_steps,
+            tensor_parallel_size=self.tp,
+            data_parallel_size=self.dp,
+            zero_stage=self.zero_stage,
+            sequence_parallel=self.sequence_parallel,
+            recompute=self.recompute,
+            precision=self.precision,
+            optimizer=self.optimizer,
+            frozen=self.freeze,
+            device=self.device,
+        )
+
+
+def find_any_config(name: str) -> tuple[Any, int]:
+    """The configuration of a family of the zoo, or transformers' own of another, and the longest sequence."""
+    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+    if path.is_file() and read_config(path).get("model_type") not in FAMILIES:
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(path)
+        return config, getattr(config, "max_position_embeddings", None) or 2048
+    config = find_config(name)
+    return config, config.max_sequence_length
+
+
+def result_of(found: Estimate, arguments: EstimateArguments, largest: int | None) -> dict[str, Any]:
+    """What `--json` prints: bytes, but for counts of parameters and sequences."""
+    peak = found.peak
+    result: dict[str, Any] = {
+        "model": arguments.model,
+        "parameters_on_rank": found.parameters,
+        "trained_parameters_on_rank": found.trained,
+        "peak": {"at": peak.name, **peak.lines, "total": peak.total},
+        "moments": {moment.name: moment.total for moment in found.moments},
+    }
+    if arguments.device_memory is not None:
+        spare = round(arguments.device_memory * GIB) - peak.total
+        result |= {"fits": spare >= 0, "spare": spare, "largest_micro_batch_size": largest}
+    return result
+
+
+def table_of(found: Estimate, arguments: EstimateArguments) -> Table:
+    """The lines of the peak."""
+    share = f"{found.parameters:,} parameters" + (" on a rank" if arguments.tp > 1 else "")
+    trained = "" if found.trained == found.parameters else f", {found.trained:,} of them trained"
+    table = Table(title=f"{arguments.model}: {share}{trained}", title_justify="left", box=box.SIMPLE, pad_edge=False)
+    table.add_column(f"at the peak, {found.peak.name}")
+    table.add_column("GiB", justify="right")
+    for name, value in found.peak.lines.items():
+        table.add_row(name, f"{value / GIB:.2f}")
+    table.add_section()
+    table.add_row("total", f"{found.peak.total / GIB:.2f}", style="bold")
+    return table
+
+
+def verdict(found: Estimate, device_memory: float, largest: int, asked: int) -> Text:
+    spare = device_memory - found.peak.total / GIB
+    if spare >= 0:
+        text = Text(f"fits {device_memory:g} GiB, with {spare:.2f} GiB to spare", style="bold green")
+    else:
+        text = Text(f"does not fit {device_memory:g} GiB, by {-spare:.2f} GiB", style="bold red")
+    if largest:
+        more = "" if largest == asked else f" (asked for: {asked})"
+        return text + Text(f"; the largest micro-batch that fits is {largest}{more}", style="default not bold")
+    return text + Text("; no micro-batch fits", style="default not bold")
+
+
+def main(argv: list[str]) -> int:
+    arguments = tyro.cli(EstimateArguments, prog="shardzoo estimate", args=argv)
+
+    def run() -> int:
+        if arguments.device_memory is not None and not arguments.device_memory > 0:
+            raise ValueError(f"--device-memory must be above 0 GiB, not {arguments.device_memory:g}")
+        config, longest = find_any_config(arguments.model)
+        job = arguments.job(longest)
+        found = estimate(config, job)
+        largest = None
+        if arguments.device_memory is not None:
+            memory = arguments.device_memory * GIB
+            largest = largest_micro_batch(
+                lambda size: estimate(config, replace(job, micro_batch_size=size)).peak.total <= memory
+            )
+        if arguments.json:
+            print(json.dumps(result_of(found, arguments, largest), indent=2))
+        else:
+            console = Console(width=None if sys.stdout.isatty() else 120)
+            console.print(table_of(found, arguments))
+            if arguments.device_memory is not None and largest is not None:
+                console.print(verdict(found, arguments.device_memory, largest, arguments.micro_batch_size))
+        fits = arguments.device_memory is None or found.peak.total <= arguments.device_memory * GIB
+        return 0 if fits else DOES_NOT_FIT
+
+    return exit_code_of(run)

@@ -1,0 +1,278 @@
+"""What a model keeps for its backward pass, in bytes per rank, from its configuration; see docs/estimate.md.
+
+Each family says what its blocks are made of (`STACKS`); what such a block keeps is one formula, which the tests hold
+to what autograd saves, to the byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .common.config import ModelConfig
+from .common.execution import Execution
+
+FP32 = 4
+INT64 = 8
+NOTHING_SPECIAL = Execution()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch. size: sequences; length: tokens in each, of an encoder-decoder's source; target_length: of its
+    target. padded: whether an attention mask is given."""
+
+    size: int
+    length: int
+    target_length: int = 0
+    padded: bool = False
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the model runs. itemsize: bytes of an activation's element."""
+
+    itemsize: int
+    tensor_parallel_size: int = 1
+    execution: Execution = NOTHING_SPECIAL
+
+    @property
+    def sequence_split(self) -> int:
+        """Over how many ranks norms, residuals and dropouts are split."""
+        return self.tensor_parallel_size if self.execution.sequence_parallel else 1
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a block is made of.
+
+    mlp_kept: tensors of the feed-forward width that are kept. gated: whether there are two products into it.
+    bias: whether a trained bias is added to the scores. dropouts: on the residual stream, of which a key is kept.
+    statistics: numbers that a norm keeps per token. cross: attends to a source too.
+    """
+
+    hidden: int
+    heads: int
+    head_size: int
+    feed_forward: int
+    mlp_kept: int
+    attention_dropout: bool
+    dropouts: int
+    statistics: int
+    causal: bool = False
+    bias: bool = False
+    cross: bool = False
+    gated: bool = False
+    norm_is_fused: bool = False
+
+
+@dataclass(frozen=True)
+class Stack:
+    """layers equal blocks whose modules' names begin with `path`. is_decoder: works on the target's tokens."""
+
+    path: str
+    layers: int
+    block: Block
+    is_decoder: bool = False
+
+
+@dataclass(frozen=True)
+class BlockBytes:
+    """kept: between forward and backward. working: what exists beyond that in the block's backward pass: what is made
+    again, and gradients inside."""
+
+    kept: int
+    working: int
+
+
+def block_bytes(stack: Stack, batch: Batch, layout: Layout) -> BlockBytes:
+    """Of one block of a stack."""
+    everything = _kept(stack, batch, layout, without_core=False)
+    if layout.execution.recompute == "full":
+        kept = _stream(stack, batch, layout)
+        return BlockBytes(kept, everything - kept + _working(stack, batch, layout))
+    if layout.execution.recompute == "selective":
+        kept = _kept(stack, batch, layout, without_core=True)
+        return BlockBytes(kept, _working(stack, batch, layout, recomputed=everything - kept))
+    return BlockBytes(everything, _working(stack, batch, layout))
+
+
+def end_bytes(config: ModelConfig, batch: Batch, layout: Layout) -> int:
+    """Embeddings, the last norm and the head, without the logits."""
+    source = batch.size * batch.length * _hidden(config) * layout.itemsize
+    target = batch.size * batch.target_length * _hidden(config) * layout.itemsize
+    if config.model_type in ("t5", "mt5"):
+        streams = 2 * source + 2 * target  # both final norms' inputs and outputs
+    elif config.model_type in ("bert", "roberta"):
+        streams = 5 * source  # the embeddings' norm; the last block's output, dense, activation, norm
+    else:
+        streams = 2 * source
+    return streams // layout.sequence_split
+
+
+def logit_bytes(config: ModelConfig, columns: int, batch: Batch, layout: Layout) -> int:
+    """The logits, of which a rank has `columns`; their gradient is as large."""
+    length = batch.target_length or batch.length
+    return batch.size * length * columns * layout.itemsize
+
+
+def stacks(config: ModelConfig) -> list[Stack]:
+    """In the order of a forward pass. ValueError for a family without formulas."""
+    if config.model_type not in STACKS:
+        raise ValueError(
+            f"there is no activation formula for {config.model_type!r}; there is one for {', '.join(STACKS)}"
+        )
+    return STACKS[config.model_type](config)
+
+
+def _stream(stack: Stack, batch: Batch, layout: Layout) -> int:
+    """The residual stream: n elements."""
+    return _tokens(stack, batch) * stack.block.hidden * layout.itemsize // layout.sequence_split
+
+
+def _tokens(stack: Stack, batch: Batch) -> int:
+    return batch.size * (batch.target_length if stack.is_decoder else batch.length)
+
+
+def _kept(stack: Stack, batch: Batch, layout: Layout, *, without_core: bool) -> int:
+    block, e, t = stack.block, layout.itemsize, layout.tensor_parallel_size
+    tokens, inner = _tokens(stack, batch), block.heads * block.head_size
+    norms = 3 if block.cross else 2
+    # A norm's input and output; the reference norm of 16-bit tensors keeps its statistics in their type.
+    statistics = block.statistics * (FP32 if e == FP32 or block.norm_is_fused else e)
+    total = norms * (2 * _stream(stack, batch, layout) + tokens * statistics // layout.sequence_split)
+    if layout.sequence_split > 1 and block.statistics == 2:
+        total += norms * 2 * block.hidden * e  # LayerNorm's parameters, stacked so that one sum serves both
+    total += 4 * tokens * inner * e // t  # q, k, v and what attention makes of them
+    lengths = [_own_length(stack, batch)]
+    if block.cross:
+        total += (2 * tokens + 2 * batch.size * batch.length) * inner * e // t
+        lengths.append(batch.length)
+    for number, keys in enumerate(lengths):
+        total += _core(stack, batch, layout, keys, crosses=number == 1, recomputed=without_core)
+    feed_forward = -(-block.feed_forward // t)
+    total += block.mlp_kept * tokens * feed_forward * e
+    if block.gated and t > 1:
+        total += 2 * feed_forward * block.hidden * e  # both products' weights, stacked so that one exchange serves both
+    keys_of_dropouts = block.dropouts + (len(lengths) if block.attention_dropout and not without_core else 0)
+    return total + keys_of_dropouts * batch.size * INT64
+
+
+def _own_length(stack: Stack, batch: Batch) -> int:
+    return batch.target_length if stack.is_decoder else batch.length
+
+
+def _core(stack: Stack, batch: Batch, layout: Layout, keys: int, *, crosses: bool, recomputed: bool) -> int:
+    """What attention keeps besides queries, keys, values and its output."""
+    block, queries = stack.block, _own_length(stack, batch)
+    if recomputed:
+        return 0
+    weights = batch.size * block.heads * queries * keys * layout.itemsize // layout.tensor_parallel_size
+    if block.attention_dropout:
+        return 2 * weights
+    if block.bias and not crosses:
+        return weights
+    log_sums = batch.size * block.heads * queries * FP32 // layout.tensor_parallel_size
+    if not batch.padded:
+        return log_sums
+    rows = queries if block.causal and not crosses else 1
+    return log_sums + batch.size * rows * keys * layout.itemsize  # the mask, as numbers that are added
+
+
+def _working(stack: Stack, batch: Batch, layout: Layout, recomputed: int = 0) -> int:
+    """What exists in a block's backward beyond what it kept: the gradients of the stream, and of an activation or
+    what it is taken of inside the feed-forward block; or inside attention, when the other's tensors are gone.
+
+    recomputed: of attention's core.
+    """
+    block, e, t = stack.block, layout.itemsize, layout.tensor_parallel_size
+    tokens = _tokens(stack, batch)
+    wide = tokens * -(-block.feed_forward // t) * e
+    inner = tokens * block.heads * block.head_size * e // t
+    scores = batch.size * block.heads * _own_length(stack, batch) ** 2 * e // t
+    # Where the weights are written out, their gradient is there with those of the output and of the values only.
+    attention = max(scores + 2 * inner, 4 * inner) if block.attention_dropout or block.bias else 4 * inner
+    attention += recomputed
+    return 2 * tokens * block.hidden * e + max(wide * (2 if block.gated else 1), attention - block.mlp_kept * wide)
+
+
+def _hidden(config: Any) -> int:
+    return getattr(config, config.attribute_map.get("hidden_size", "hidden_size"))
+
+
+def _gpt2(config: Any) -> list[Stack]:
+    block = Block(
+        hidden=config.n_embd,
+        heads=config.n_head,
+        head_size=config.n_embd // config.n_head,
+        feed_forward=config.inner_size,
+        mlp_kept=1 if config.activation_function == "relu" else 2,
+        attention_dropout=config.attn_pdrop > 0,
+        dropouts=2 if config.resid_pdrop else 0,
+        statistics=2,
+        causal=True,
+    )
+    return [Stack("blocks.", config.n_layer, block)]
+
+
+def _bert(config: Any) -> list[Stack]:
+    block = Block(
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        head_size=config.hidden_size // config.num_attention_heads,
+        feed_forward=config.intermediate_size,
+        mlp_kept=1 if config.hidden_act == "relu" else 2,
+        attention_dropout=config.attention_probs_dropout_prob > 0,
+        dropouts=2 if config.hidden_dropout_prob else 0,
+        statistics=2,
+    )
+    return [Stack("encoder.blocks.", config.num_hidden_layers, block)]
+
+
+def _glm(config: Any) -> list[Stack]:
+    block = Block(
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        head_size=config.hidden_size // config.num_attention_heads,
+        feed_forward=4 * config.hidden_size,
+        mlp_kept=1 if config.hidden_act == "relu" else 2,
+        attention_dropout=config.attention_dropout_prob > 0,
+        dropouts=2 if config.output_dropout_prob else 0,
+        statistics=2,
+        causal=True,
+    )
+    return [Stack("blocks.", config.num_layers, block)]
+
+
+def _t5(config: Any) -> list[Stack]:
+    drops = config.dropout_rate > 0
+    if config.is_gated:
+        # Both products' outputs and what the last product takes; an activation without a fused gate keeps its output.
+        kept = 3 if config.activation in FUSED_GATES else 4 + (config.activation != "relu") - (not drops)
+    else:
+        kept = (1 if config.activation == "relu" else 2) + (drops and config.activation == "relu")
+    block = {
+        "hidden": config.d_model,
+        "heads": config.num_heads,
+        "head_size": config.d_kv,
+        "feed_forward": config.d_ff,
+        "mlp_kept": kept,
+        "gated": config.is_gated,
+        "attention_dropout": drops,
+        "bias": True,
+        "statistics": 1,
+        "norm_is_fused": True,
+    }
+    encoder = Block(**block, dropouts=3 if drops else 0)
+    decoder = Block(**block, dropouts=4 if drops else 0, causal=True, cross=True)
+    return [
+        Stack("encoder.blocks.", config.num_layers, encoder),
+        Stack("decoder.blocks.", config.decoder_layers, decoder, is_decoder=True),
+    ]
+
+
+FUSED_GATES = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu", "swish")
+STACKS: dict[str, Callable[[Any], list[Stack]]] = {
+    "gpt2": _gpt2, "bert": _bert, "roberta": _bert, "glm": _glm, "t5": _t5, "mt5": _t5
+}  # fmt: skip

@@ -1,0 +1,66 @@
+"""What a model's parameters are, split over tensor-parallel ranks or not: from the model on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from torch import nn
+
+from ..mpu import Shard, VocabParallelEmbedding
+from .auto import build_on_meta
+from .common.config import ModelConfig
+
+LARGEST_SIZE = 64
+
+
+@dataclass(frozen=True)
+class ParameterSize:
+    """shape: of the whole parameter without padding. local_shape: of the largest rank's part, with padding."""
+
+    name: str
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    is_embedding: bool
+
+    @property
+    def full(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def local(self) -> int:
+        return prod(self.local_shape)
+
+
+def parameter_sizes(config: ModelConfig, tensor_parallel_size: int = 1) -> list[ParameterSize]:
+    """Each parameter once. ValueError for a size that the model cannot be split into, naming those that work."""
+    model = build_on_meta(config, None)
+    legal = legal_sizes(model)
+    if tensor_parallel_size not in legal:
+        raise ValueError(
+            f"a {config.model_type} of this configuration cannot be split {tensor_parallel_size} ways; use a "
+            f"tensor-parallel size of {', '.join(map(str, legal))}"
+        )
+    tables = {parameter for module in model.modules() if is_embedding(module) for parameter in module.parameters()}
+    sizes = []
+    for name, parameter in model.named_parameters():
+        shard = getattr(parameter, "shard", None)
+        shape = tuple(shard.shape if shard else parameter.shape)
+        local = tuple(shard.local_shape(tensor_parallel_size)) if shard else shape
+        sizes.append(ParameterSize(name, shape, local, parameter in tables))
+    return sizes
+
+
+def is_embedding(module: nn.Module) -> bool:
+    """Of tokens, positions or segments; what freezing "the embeddings" freezes."""
+    return isinstance(module, (nn.Embedding, VocabParallelEmbedding))
+
+
+def legal_sizes(model: nn.Module) -> tuple[int, ...]:
+    """The tensor-parallel sizes up to `LARGEST_SIZE` that every split parameter allows."""
+    shards: Sequence[Shard | None] = [getattr(parameter, "shard", None) for parameter in model.parameters()]
+    sizes = set(range(1, LARGEST_SIZE + 1))
+    for shard in {shard for shard in shards if shard is not None}:
+        sizes &= set(shard.legal_sizes(LARGEST_SIZE))
+    return tuple(sorted(sizes))

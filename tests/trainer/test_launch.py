@@ -1,0 +1,165 @@
+"""`python script.py` starts what is missing, and a job ends as a whole."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+BIN = Path(sys.executable).parent
+SCRIPT = """
+import os, signal, sys, threading, time
+from shardzoo.trainer.launch import ensure_processes
+
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # a line at once: the ranks share the pipe
+
+def the_end_of_rank(rank):
+    raise KeyError(f"the end of rank {rank}")
+
+say("before")
+launch = ensure_processes(3)
+say("place", launch.rank, launch.world_size, os.environ["OMP_NUM_THREADS"])
+case = sys.argv[1]
+if case == "barrier":
+    from shardzoo.trainer.environment import initialize_distributed
+    import torch.distributed as dist
+    initialize_distributed(launch)
+    if launch.rank == 1:
+        the_end_of_rank(1)
+    dist.barrier()
+elif case == "kill":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as a rank that saves would, and is stuck
+    if launch.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+elif case == "stuck":
+    if launch.rank == 0:
+        threading.Thread(target=time.sleep, args=(600,)).start()  # Python waits for it at its end
+        the_end_of_rank(0)
+    time.sleep(600)
+elif case == "exit":
+    sys.exit(7 if launch.rank == 1 else 0)
+elif case == "wait":
+    def stopped(number, frame):
+        say("saved", launch.rank)
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, stopped)
+    say("pid", os.getpid())
+    time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """`start(case, *launcher)`: the script as a process, by Python or a launcher."""
+    folder = tmp_path_factory.mktemp("launch")
+    (folder / "script.py").write_text(SCRIPT)
+
+    def start(case: str, *launcher: str) -> subprocess.Popen[str]:
+        hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "OMP_NUM_THREADS")
+        environment = {name: value for name, value in os.environ.items() if name not in hidden}
+        return subprocess.Popen(
+            [*(launcher or (sys.executable,)), "script.py", case],
+            cwd=folder,
+            env=environment | {"PATH": f"{BIN}:{os.environ['PATH']}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return start
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, list[str], str]:
+    """Exit code, lines of output, messages. A job that hangs fails the test."""
+    try:
+        output, messages = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    return process.returncode, output.splitlines(), messages
+
+
+def test_the_first_traceback_is_on_top_and_the_code_comes_back(start):
+    code, output, messages = finish(start("barrier"))
+    assert code == 1
+    assert output.count("before") == 4  # the script as given, and as each rank
+    assert sorted(line for line in output if line.startswith("place")) == [f"place {rank} 3 1" for rank in range(3)]
+    assert messages.startswith("rank 1 failed first:\nTraceback")
+    assert messages.count("Traceback") == 1
+    assert "KeyError: 'the end of rank 1'" in messages
+    for other in (0, 2):
+        assert messages.count(f"rank {other} failed after it: ") == 1  # they lost their peer
+    assert "Setting accelerator" not in messages
+
+
+def test_a_killed_rank_takes_the_others_down(start):
+    code, _, messages = finish(start("kill"))
+    assert code == 128 + signal.SIGKILL
+    assert messages == "rank 2 was killed by SIGKILL; the machine may have run out of memory\n"
+
+
+def test_a_rank_that_cannot_end_is_no_hang(start):
+    code, _, messages = finish(start("stuck"))
+    assert code == 1
+    assert "KeyError: 'the end of rank 0'" in messages
+
+
+def test_the_first_exit_code_comes_back(start):
+    code, _, messages = finish(start("exit"))
+    assert code == 7
+    assert messages == "rank 1 failed first, with exit code 7\n"
+
+
+def test_ranks_may_save_when_the_job_is_stopped(start):
+    process = start("wait")
+    ranks_of(process)
+    process.send_signal(signal.SIGTERM)
+    code, output, _ = finish(process)
+    assert code == 128 + signal.SIGTERM
+    assert sorted(line for line in output if line.startswith("saved")) == ["saved 0", "saved 1", "saved 2"]
+
+
+def test_ranks_do_not_outlive_their_launcher(start):
+    process = start("wait")
+    ranks = ranks_of(process)
+    process.kill()
+    deadline = time.monotonic() + 30
+    while any(runs(rank) for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(runs(rank) for rank in ranks)
+    process.communicate()
+
+
+def test_torchrun_shows_the_traceback_and_counts_the_ranks(start):
+    code, output, messages = finish(start("barrier", "torchrun", "--nproc-per-node", "2"))
+    assert code == 1
+    assert output.count("before") == 2  # nothing was started beside them
+    summary = messages[messages.index("Root Cause") :]
+    assert "the end of rank 1" in summary
+    assert "rank      : 1" in summary
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    """Process ids, as soon as all three ranks have said theirs."""
+    assert process.stdout is not None
+    found: list[int] = []
+    while len(found) < 3:
+        line = process.stdout.readline()
+        assert line, "the job ended"
+        if line.startswith("pid"):
+            found.append(int(line.split()[1]))
+    return found
+
+
+def runs(process_id: int) -> bool:
+    """A zombie that nobody waits for does not."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

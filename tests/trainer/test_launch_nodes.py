@@ -1,0 +1,194 @@
+"""Hostfiles, and the commands of a job on several machines."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardzoo.trainer.launch import start_processes
+from shardzoo.trainer.launch_nodes import Nodes, check_launcher, deepspeed_command, read_hostfile
+
+BIN = Path(sys.executable).parent
+HOSTS = "# two machines, named in ~/.ssh/config\nworker-a slots=2\n\nworker-b slots=1  # the small one\n"
+
+# Stand-ins for a cluster: `pdsh` runs each machine's command on this one, as DeepSpeed would on the machine; `ssh`
+# answers what DeepSpeed asks of the first machine. Both note the command they were given.
+PDSH = """#!{python}
+import os, subprocess, sys
+arguments = sys.argv[1:]
+assert arguments[:3] == ["-S", "-f", "1024"] and arguments[3] == "-w", arguments
+hosts, command = arguments[4].split(","), " ".join(arguments[5:])
+open(os.environ["SEEN"], "w").write(" ".join(arguments))
+started = []
+for number in range(len(hosts)):
+    started.append(subprocess.Popen(["bash", "-c", command.replace("%n", str(number))]))
+sys.exit(max(process.wait() for process in started))
+"""
+SSH = """#!/bin/bash
+echo "ssh $*" >> "$SEEN.ssh"
+[[ "$*" == *"hostname -I"* ]] && echo "127.0.0.1 10.0.0.1"
+exit 0
+"""
+SCRIPT = """
+import os, sys
+from shardzoo.trainer.launch import ensure_processes
+from shardzoo.trainer.launch_nodes import Nodes
+nodes = Nodes(hostfile="hosts", master_port={port})
+launch = ensure_processes(1, nodes, dry_run="--dry-run" in sys.argv)
+words = ("place", launch.rank, launch.world_size, launch.local_rank, launch.local_world_size, sys.argv[1:])
+os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+sys.exit(5 if launch.rank == 2 and "fail" in sys.argv else 0)
+"""
+
+
+@pytest.fixture
+def hosts(tmp_path) -> Path:
+    (tmp_path / "hosts").write_text(HOSTS)
+    return tmp_path / "hosts"
+
+
+def test_a_hostfile(hosts):
+    from deepspeed.launcher.runner import fetch_hostfile
+
+    assert read_hostfile(hosts) == {"worker-a": 2, "worker-b": 1} == dict(fetch_hostfile(str(hosts)))
+
+
+def test_a_missing_hostfile_is_this_machine_alone(tmp_path):
+    assert read_hostfile(tmp_path / "none") is None
+    assert Nodes(hostfile=str(tmp_path / "none")).slots() == {}
+    assert Nodes(hostfile=str(tmp_path / "none"), num_nodes=1).slots() == {}
+    assert Nodes().slots() == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a slots=2\nb\n", r"line 2: 'b' is not `name slots=N`"),
+        ("a slots=two\n", r"line 1: 'a slots=two' is not"),
+        ("a slots=0\n", "N at least 1"),
+        ("a slots=2\nb slots=1\na slots=1\n", "line 3: a is there twice"),
+        ("# nothing\n", "names no machine"),
+    ],
+)
+def test_a_hostfile_with_a_mistake(tmp_path, text, message):
+    (tmp_path / "hosts").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_hostfile(tmp_path / "hosts")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_nodes": 3}, "num_nodes=3, but .*hosts names 2: worker-a, worker-b"),
+        ({"num_gpus": 2}, "num_gpus=2, but .*hosts gives worker-b 1 slots"),
+        ({"hostfile": None, "num_nodes": 2}, "num_nodes=2, but no hostfile is given"),
+        ({"hostfile": "nowhere", "num_nodes": 2}, "num_nodes=2, but there is no hostfile nowhere"),
+    ],
+)
+def test_more_is_asked_for_than_there_is(hosts, options, message):
+    with pytest.raises(ValueError, match=message):
+        Nodes(**{"hostfile": str(hosts)} | options).slots()
+
+
+def test_the_top_of_the_file_is_used(hosts):
+    assert Nodes(str(hosts), num_nodes=1).slots() == {"worker-a": 2}
+    assert Nodes(str(hosts), num_gpus=1).slots() == {"worker-a": 1, "worker-b": 1}
+
+
+def test_deepspeed_understands_the_command(hosts):
+    from deepspeed.launcher.runner import parse_args
+
+    nodes = Nodes(str(hosts), 2, 1, master_addr="10.0.0.1", master_port=17750)
+    parsed = parse_args(deepspeed_command(nodes, ["train.py", "--lr", "1", "two words"])[1:])
+    assert (parsed.hostfile, parsed.num_nodes, parsed.num_gpus) == (str(hosts), 2, 1)
+    assert (parsed.master_addr, parsed.master_port, parsed.launcher) == ("10.0.0.1", 17750, "pdsh")
+    assert (parsed.user_script, parsed.user_args) == ("train.py", ["--lr", "1", "two words"])
+    assert not parsed.force_multi
+    module = parse_args(deepspeed_command(Nodes(str(hosts), num_nodes=1), ["-m", "package.train", "--lr"])[1:])
+    assert module.module
+    assert (module.user_script, module.user_args) == ("package.train", ["--lr"])
+    assert module.force_multi  # else DeepSpeed would run worker-a's part here
+
+
+def test_an_unknown_or_absent_launcher(monkeypatch):
+    with pytest.raises(ValueError, match="'psdh' is none of DeepSpeed's; use one of pdsh, slurm"):
+        check_launcher("psdh")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ValueError, match="needs the program pdsh, which is not installed here"):
+        check_launcher("pdsh")
+
+
+def test_a_dry_run_starts_nothing(hosts, monkeypatch, capsys):
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
+    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py"])
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "1"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    assert start_processes(1, Nodes(str(hosts), 2, 1, master_addr="10.0.0.1"), dry_run=True) == 0
+    printed = capsys.readouterr().out
+    assert f"deepspeed --hostfile {hosts} --num_nodes 2 --num_gpus 1 --master_addr 10.0.0.1" in printed
+    for node, name in enumerate(("worker-a", "worker-b")):
+        assert f"# on {name}\nRANK={node} LOCAL_RANK=0 LOCAL_SIZE=1 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1" in printed
+    assert "pdsh -S -f 1024 -w worker-a,worker-b" in printed
+
+
+def test_a_dry_run_on_this_machine(monkeypatch, capsys):
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "train.py", "--lr", "1"])
+    assert start_processes(2, dry_run=True) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" WORLD_SIZE")[0] for line in lines] == ["RANK=0 LOCAL_RANK=0", "RANK=1 LOCAL_RANK=1"]
+    assert all(line.endswith("-u train.py --lr 1") for line in lines)
+
+
+@pytest.fixture
+def cluster(hosts, tmp_path):
+    """`cluster(*arguments)`: what comes of running the script on the hostfile's machines."""
+    from shardzoo.trainer.environment import free_port
+
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, text in (("pdsh", PDSH.format(python=sys.executable)), ("ssh", SSH)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    (tmp_path / "train.py").write_text(SCRIPT.format(port=free_port()))
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_PORT", "MASTER_ADDR")
+        environment = {name: value for name, value in os.environ.items() if name not in hidden}
+        environment |= {"PATH": f"{programs}:{BIN}:{os.environ['PATH']}", "SEEN": str(tmp_path / "seen")}
+        command = [sys.executable, "train.py", *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+
+    return run
+
+
+def test_a_job_on_two_machines(cluster, tmp_path):
+    dry = cluster("two words", "--dry-run")
+    assert dry.returncode == 0, dry.stderr
+    assert not (tmp_path / "seen").exists()
+    assert not (tmp_path / "seen.ssh").exists()
+
+    done = cluster("two words", "fail")
+    places = sorted(line.removeprefix("place ") for line in done.stdout.splitlines() if line.startswith("place "))
+    arguments = "['two words', 'fail']"
+    assert places == [f"0 3 0 2 {arguments}", f"1 3 1 2 {arguments}", f"2 3 0 1 {arguments}"], done.stderr
+    assert done.returncode == 5
+    assert "worker-a hostname -I" in (tmp_path / "seen.ssh").read_text()  # an alias is no address: DeepSpeed asks
+
+    # What the dry run printed is what pdsh then got, word for word, but for the interpreter's own name.
+    announced = next(line for line in dry.stdout.splitlines() if line.startswith("pdsh "))
+    announced = announced.replace("$(ssh worker-a hostname -I | cut -d' ' -f1)", "127.0.0.1")
+    given = (tmp_path / "seen").read_text().replace(f"{BIN}/python3 ", f"{sys.executable} ").strip()
+    assert announced.replace("--dry-run", "fail") == f"pdsh {given}"
+
+
+def test_other_launchers_are_described(hosts, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py"])
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    assert start_processes(1, Nodes(str(hosts), launcher="openmpi", master_addr="10.0.0.1"), dry_run=True) == 0
+    assert "\nmpirun -n 3 " in capsys.readouterr().out

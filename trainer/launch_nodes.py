@@ -1,0 +1,165 @@
+"""A job on several machines: the hostfile, and the commands of DeepSpeed's launcher."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The machines of a job and how they meet.
+
+    hostfile: a line `name slots=N` for each machine, the name as ssh knows it (an alias will do). A file that is not
+        there means this machine alone, as it does to DeepSpeed.
+    num_nodes: how many of the hostfile's machines to use, from the top; 0: all.
+    num_gpus: processes on each; 0: as many as it has slots.
+    master_addr: of the first machine, as the others reach it; by default DeepSpeed asks that machine by ssh.
+    launcher: how DeepSpeed reaches the machines: "pdsh", "openmpi", "mpich", "impi", "mvapich" or "slurm".
+    """
+
+    hostfile: str | None = None
+    num_nodes: int = 0
+    num_gpus: int = 0
+    master_addr: str | None = None
+    master_port: int = 29500
+    launcher: str = "pdsh"
+
+    def slots(self) -> dict[str, int]:
+        """Each machine's processes; empty for this machine alone.
+
+        ValueError for a hostfile with mistakes, or with fewer machines or slots than asked for.
+        """
+        hosts = read_hostfile(Path(self.hostfile)) if self.hostfile else None
+        if hosts is None:
+            if self.num_nodes > 1:
+                missing = f"there is no hostfile {self.hostfile}" if self.hostfile else "no hostfile is given"
+                raise ValueError(
+                    f"num_nodes={self.num_nodes}, but {missing}; write one with a line `name slots=N` for each node, "
+                    "or start the script on every node by torchrun or srun"
+                )
+            return {}
+        if self.num_nodes > len(hosts):
+            raise ValueError(f"num_nodes={self.num_nodes}, but {self.hostfile} names {len(hosts)}: {', '.join(hosts)}")
+        chosen = dict(list(hosts.items())[: self.num_nodes or len(hosts)])
+        for name, slots in chosen.items():
+            if self.num_gpus > slots:
+                raise ValueError(f"num_gpus={self.num_gpus}, but {self.hostfile} gives {name} {slots} slots")
+        if len(chosen) == 1 and (name := next(iter(chosen))) in (*LOCAL_NAMES, socket.gethostname(), socket.getfqdn()):
+            del chosen[name]
+        return {name: self.num_gpus or slots for name, slots in chosen.items()}
+
+
+def read_hostfile(path: Path) -> dict[str, int] | None:
+    """Name -> slots in the file's order; None if there is no such file. ValueError naming the line that is wrong."""
+    if not path.is_file():
+        return None
+    hosts: dict[str, int] = {}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        line = line.partition("#")[0].strip()
+        if not line:
+            continue
+        found = re.fullmatch(r"(\S+)\s+slots=(\d+)", line)
+        if not found or not int(found[2]):
+            raise ValueError(f"{path}, line {number}: {line!r} is not `name slots=N` with N at least 1")
+        if found[1] in hosts:
+            raise ValueError(f"{path}, line {number}: {found[1]} is there twice; give all its slots in one line")
+        hosts[found[1]] = int(found[2])
+    if not hosts:
+        raise ValueError(f"{path} names no machine; write a line `name slots=N` for each")
+    return hosts
+
+
+def deepspeed_command(nodes: Nodes, script: Sequence[str]) -> list[str]:
+    """What starts the job, on this machine. script: the script and its arguments, or "-m", the module and its."""
+    slots = nodes.slots()
+    assert nodes.hostfile is not None
+    command = ["deepspeed", "--hostfile", nodes.hostfile]
+    if nodes.num_nodes:
+        command += ["--num_nodes", str(len(slots))]
+    if nodes.num_gpus:
+        command += ["--num_gpus", str(nodes.num_gpus)]
+    if nodes.master_addr:
+        command += ["--master_addr", nodes.master_addr]
+    command += ["--master_port", str(nodes.master_port), "--launcher", nodes.launcher]
+    if len(slots) == 1:
+        command.append("--force_multi")  # DeepSpeed would run a single machine's job here, whatever its name
+    return [*command, "--no_local_rank", *_module_flag(script)]
+
+
+def check_launcher(launcher: str) -> None:
+    """ValueError if DeepSpeed could not reach the machines."""
+    programs = {"pdsh": "pdsh", "slurm": "sinfo", "openmpi": "ompi_info", "mpich": "mpirun", "impi": "mpirun",
+                "mvapich": "mpiname"}  # fmt: skip
+    if launcher not in programs:
+        raise ValueError(f"launcher {launcher!r} is none of DeepSpeed's; use one of {', '.join(programs)}")
+    if shutil.which(programs[launcher]) is None:
+        raise ValueError(
+            f"launcher {launcher!r} needs the program {programs[launcher]}, which is not installed here; install it, "
+            "name another launcher, or start the script on every node by torchrun or srun"
+        )
+
+
+def launcher_command(nodes: Nodes, script: Sequence[str]) -> list[str]:
+    """What `deepspeed_command` runs to reach the machines, from DeepSpeed's own code; for `--dry-run`.
+
+    `%n` is the machine's number, which pdsh fills in.
+    """
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.launcher import runner
+
+    arguments = runner.parse_args(deepspeed_command(nodes, script)[1:])
+    arguments.master_addr = _address(nodes)
+    pool = read_hostfile(Path(arguments.hostfile))
+    machines = runner.apply_num_nodes_and_gpus(
+        runner.parse_inclusion_exclusion(pool, "", ""), arguments.num_nodes, arguments.num_gpus
+    )
+    world = runner.encode_world_info(machines)
+    kind = runner.LAUNCHER_CLASSES[nodes.launcher]
+    made = kind(arguments, world) if nodes.launcher == "pdsh" else kind(arguments, world, pool)
+    environ = dict(os.environ)
+    environ["PYTHONPATH"] = ":".join(filter(None, [os.getcwd(), environ.get("PYTHONPATH")]))
+    accelerator = get_accelerator()
+    assert accelerator is not None
+    for name, value in environ.items():
+        if name.startswith(tuple(runner.EXPORT_ENVS + accelerator.export_envs())):
+            made.add_export(name, value)
+    command = made.get_cmd(environ, machines)
+    return command[0] if nodes.launcher == "pdsh" else command
+
+
+def rank_commands(nodes: Nodes, script: Sequence[str]) -> dict[str, list[str]]:
+    """Machine -> the commands of its ranks, with their variables; for `--dry-run`."""
+    slots = nodes.slots()
+    shared = {
+        "WORLD_SIZE": sum(slots.values()),
+        "MASTER_ADDR": _address(nodes),
+        "MASTER_PORT": nodes.master_port,
+    }
+    commands, rank = {}, 0
+    for name, count in slots.items():
+        commands[name] = []
+        for local_rank in range(count):
+            variables = {"RANK": rank, "LOCAL_RANK": local_rank, "LOCAL_SIZE": count, **shared}
+            words = [f"{key}={value}" for key, value in variables.items()]
+            commands[name].append(" ".join([*words, sys.executable, "-u", shlex.join(script)]))
+            rank += 1
+    return commands
+
+
+def _address(nodes: Nodes) -> str:
+    """Where the ranks meet; what DeepSpeed would have to ask the first machine for is left to the shell."""
+    return nodes.master_addr or f"$(ssh {next(iter(nodes.slots()))} hostname -I | cut -d' ' -f1)"
+
+
+def _module_flag(script: Sequence[str]) -> list[str]:
+    return ["--module", *script[1:]] if script[0] == "-m" else list(script)

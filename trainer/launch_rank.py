@@ -1,0 +1,108 @@
+"""What a rank owes to whoever started it: the traceback it fails with, and to end when the starter does.
+
+The traceback is left in a file whose name and form are torchrun's (`torch.distributed.elastic.multiprocessing.errors`),
+so that torchrun shows it in its summary; our own launcher reads the same file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+STARTER = "SHARDZOO_STARTER"  # process id of our launcher
+SHOWN_BY_STARTER = "SHARDZOO_STARTER_SHOWS_ERRORS"
+# In messages of gloo and NCCL about a peer that went away: the consequence of another rank's failure.
+LOST_PEER = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL", "recvValue failed")
+
+
+@dataclass(frozen=True)
+class RankError:
+    """summary: `ValueError: what it says`. time: seconds since the epoch, of the failure."""
+
+    summary: str
+    traceback: str
+    time: float
+
+    @property
+    def lost_a_peer(self) -> bool:
+        return lost_a_peer(self.summary)
+
+
+def join_job() -> None:
+    """Makes this process a good member of the job it belongs to, if it does."""
+    record_uncaught_exceptions()
+    end_with_starter()
+
+
+def record_uncaught_exceptions() -> None:
+    """From now on an exception that ends this process goes to the file its starter named, if it named one.
+
+    torchrun leaves the traceback on the rank's stderr to the rank; our launcher prints the first one itself.
+    """
+    if ERROR_FILE not in os.environ or getattr(sys.excepthook, "records_to", None) == os.environ[ERROR_FILE]:
+        return
+    path, before = Path(os.environ[ERROR_FILE]), sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        written = False
+        if issubclass(kind, Exception):
+            written = write(path, error)
+        if not written or SHOWN_BY_STARTER not in os.environ:
+            before(kind, error, trace)
+
+    hook.records_to = str(path)  # type: ignore[attr-defined]
+    sys.excepthook = hook
+
+
+def end_with_starter() -> None:
+    """In a rank: makes it end when its launcher does, however that ends (Linux)."""
+    starter = os.environ.get(STARTER)
+    if starter is None or not sys.platform.startswith("linux"):
+        return
+    PR_SET_PDEATHSIG = 1  # prctl(2): the signal that this process gets when its parent ends
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    try:
+        os.kill(int(starter), 0)
+    except ProcessLookupError:  # it was gone before
+        os.kill(os.getpid(), signal.SIGKILL)
+    except PermissionError:
+        pass
+
+
+def lost_a_peer(summary: str) -> bool:
+    """Whether an exception says that another rank has gone away."""
+    return any(words in summary for words in LOST_PEER)
+
+
+def write(path: Path, error: BaseException) -> bool:
+    """Whether the exception could be written, whole or not at all."""
+    summary = f"{type(error).__name__}: {error}"
+    # torchrun takes the earliest for the cause, by whole seconds; one that lost a peer failed after that one.
+    when = int(time.time()) + lost_a_peer(summary)
+    details = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(when)}
+    record = {"message": {"message": summary, "extraInfo": details}}
+    unfinished = path.with_suffix(".part")
+    try:
+        unfinished.write_text(json.dumps(record))
+        unfinished.replace(path)
+    except OSError:  # a full disk, say, which may be why the rank fails
+        return False
+    return True
+
+
+def read(path: Path) -> RankError | None:
+    """None if the rank left nothing."""
+    try:
+        message = json.loads(path.read_text())["message"]
+        return RankError(message["message"], message["extraInfo"]["py_callstack"], path.stat().st_mtime)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
