@@ -49,6 +49,14 @@ DROPOUTS = {
     "mt5": ("dropout_rate",),
 }
 LOSS_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+PARTS = {  # of a step, by what the names of torch's operators contain
+    "products": ("aten::mm", "aten::addmm", "aten::bmm"),
+    "attention": ("scaled_dot_product", "masked_softmax"),
+    "norms": ("layer_norm", "rms_norm"),
+    "activations": ("gelu", "glu", "aten::clamp_min", "threshold"),
+    "loss": ("cross_entropy",),
+    "optimizer and clipping": ("adamw", "linalg_vector_norm", "aten::mul_"),
+}
 NORM_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 
 
@@ -142,6 +150,7 @@ def measure(family: str, dtype: str, arguments: Arguments) -> dict:
         "gemm_seconds": step_flops(variants["native"], batch) / statistics.median(rates),
         "best_native": own[best],
         "best_rival": rivals[rival],
+        "parts": time_parts(steps["native"]),
     }
 
 
@@ -211,6 +220,17 @@ def make_step(model: nn.Module, batch: dict[str, torch.Tensor]) -> Callable[[], 
     return step
 
 
+def time_parts(step: Callable[[], object]) -> dict[str, float]:
+    """The share of each of `PARTS` in one step, and of the rest."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        step()
+    shares = dict.fromkeys([*PARTS, "rest"], 0.0)
+    for event in profiler.key_averages():
+        part = (part for part, names in PARTS.items() if any(name in event.key for name in names))
+        shares[next(part, "rest")] += event.self_cpu_time_total
+    return {part: value / sum(shares.values()) for part, value in shares.items()}
+
+
 def gemm_rate(dtype: torch.dtype, now: Callable[[], float], size: int = 1536) -> float:
     """Floating-point operations per second of a large product on this machine now."""
     a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
@@ -254,7 +274,9 @@ def show(result: dict) -> None:
         f"native is {result['ratio']:.2f}x the best of transformers (uncompiled against uncompiled "
         f"{result['plain_ratio']:.2f}x). At this machine's {result['gemm_gflops']:,.0f} GFLOP/s for a large product, "
         f"native's products alone take {gemm:.3f} s, {gemm / best:.0%} of its step: without anything else it would be "
-        f"{result['best_rival'] / gemm:.2f}x.\n"
+        f"{result['best_rival'] / gemm:.2f}x. Shares of native's step: "
+        + ", ".join(f"{part} {share:.1%}" for part, share in result["parts"].items())
+        + "\n"
     )
 
 

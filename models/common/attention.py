@@ -172,8 +172,8 @@ class CrossAttention(nn.Module):
 def products_are_faster(q: Tensor, k: Tensor) -> bool:
     """Whether two matrix products and a softmax beat `scaled_dot_product_attention`, forward and backward.
 
-    They do for 16-bit types on a CPU, 2.1 times at 256 positions and 1.6 times at 512 (benchmarks/results/), because
-    its backward pass there works in fp32. Longer rows would cost too much memory.
+    They do for 16-bit types on a CPU: 12 ms against 26 for 4 × 12 heads of 64 at 256 positions, 53 against 87 at 512.
+    Longer rows would cost too much memory.
     """
     short = q.shape[2] * k.shape[2] <= 512 * 512
     return q.is_cpu and q.dtype.itemsize == 2 and short and torch.is_grad_enabled() and q.requires_grad

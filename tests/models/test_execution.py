@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers.models.t5.modeling_t5 import T5Attention
 
 import shardzoo
 from shardzoo.models import Execution
+from shardzoo.models.common.attention import AttentionCore, products_are_faster
 from shardzoo.models.common.outputs import Seq2SeqLMOutput
 from shardzoo.models.t5.relative_bias import RelativeBias
 
@@ -65,6 +67,26 @@ def test_a_whole_model_compiles(values):
     model = shardzoo.from_config(values)
     model.compile(backend="aot_eager")
     torch.testing.assert_close(gradients(model, batch(values)), plain, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_16_bit_attention_is_that_of_sdpa(masked):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(2, 3, 9, 8, generator=generator).bfloat16() for _ in range(4))
+    mask = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril() if masked else None
+    if mask is not None:
+        mask[1, :, 4] = False  # a query that sees nothing
+    core = AttentionCore(scale=0.3, dropout=0.0, mesh=None, execution=Execution())
+    own = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+    assert products_are_faster(own[0], own[1])
+    actual = core(*own, mask, None, causal=not masked)
+    wide = [tensor.float().requires_grad_() for tensor in (q, k, v)]
+    expected = F.scaled_dot_product_attention(*wide, attn_mask=mask, is_causal=not masked, scale=0.3)
+    torch.testing.assert_close(actual.float(), expected, rtol=2e-2, atol=1e-2)
+    for a, e in zip(
+        torch.autograd.grad(actual, own, grad), torch.autograd.grad(expected, wide, grad.float()), strict=True
+    ):
+        assert (a.float() - e).norm() < 1e-2 * e.norm()
 
 
 def kept_bytes(values, recompute):
