@@ -21,7 +21,7 @@ from ..mpu import grad_norm
 from .arguments import TrainingArguments
 from .deepspeed_config import deepspeed_config, zero_stage
 from .engine import StepOutcome
-from .optimizer_state import MASTER_WEIGHT, cpu_copy, load_state_tensors, model_tensors, state_tensors
+from .optimizer_state import MASTER_WEIGHT, load_state_tensors, model_tensors, state_tensors
 from .optimizers import ELEMENT_STATES
 from .ranks import Ranks
 
@@ -85,7 +85,8 @@ class DeepSpeedEngine:
 
     def model_tensors(self) -> dict[str, Tensor]:
         with self._whole_parameters():
-            return model_tensors(self.module)
+            tensors = model_tensors(self.module)
+            return {name: tensor.clone() for name, tensor in tensors.items()} if self._stage == 3 else tensors
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         if not self._stage:
@@ -93,9 +94,9 @@ class DeepSpeedEngine:
         tensors = {}
         for parameter, name in self._owners.items():
             for state in self._states:
-                tensors[f"{state}/{name}"] = cpu_copy(_present(safe_get_full_optimizer_state(parameter, state)))
+                tensors[f"{state}/{name}"] = _present(safe_get_full_optimizer_state(parameter, state))
             if self._keeps_master_weights:
-                tensors[f"{MASTER_WEIGHT}/{name}"] = cpu_copy(_present(safe_get_full_fp32_param(parameter)))
+                tensors[f"{MASTER_WEIGHT}/{name}"] = _present(safe_get_full_fp32_param(parameter))
         return tensors
 
     def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:

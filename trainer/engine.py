@@ -49,11 +49,11 @@ class Engine(Protocol):
         ...
 
     def model_tensors(self) -> dict[str, Tensor]:
-        """Copies in CPU memory of this rank's parameters and persistent buffers. Collective."""
+        """This rank's parameters and persistent buffers, as they are until the next step. Collective."""
         ...
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """`<state>/<parameter>` -> copy in CPU memory. Collective over data-parallel ranks."""
+        """`<state>/<parameter>` -> tensor, as it is until the next step. Collective over data-parallel ranks."""
         ...
 
     def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:

@@ -14,6 +14,7 @@ from ..mpu import dropout_state
 from .arguments import TrainingArguments
 from .engine import Engine, StepOutcome
 from .evaluation import ForwardStep, loss_of
+from .host_buffers import HostBuffers
 from .model_files import ModelFiles, read_optimizer
 from .non_finite import describe_non_finite
 from .profiling import StepProfiler
@@ -81,6 +82,7 @@ class TrainingLoop:
         self.best: dict[str, float] = {}
         self.validation: dict[str, float] = {}
         self.throughput = Throughput(self.device)
+        self._buffers = HostBuffers()
         self._iterator: Any = None
 
     def resume(self, folder: Path, state: TrainerState) -> None:
@@ -155,6 +157,7 @@ class TrainingLoop:
             optimizer=arguments.save_optim,
             random=arguments.save_rng,
             extra_files=parts.extra_files,
+            buffers=self._buffers,
         )
         parts.reporter.saved(self.step, parts.saver.save(snapshot))
 

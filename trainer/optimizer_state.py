@@ -12,14 +12,14 @@ MASTER_WEIGHT = "master_weight"
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, owners: Mapping[Any, str]) -> dict[str, Tensor]:
-    """`<state>/<parameter>` -> a copy in CPU memory; numbers become tensors without dimensions.
+    """`<state>/<parameter>` -> the state itself; numbers become tensors without dimensions.
 
     owners: what the optimizer updates -> the parameter's name.
     """
     tensors = {}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
-            tensors[f"{key}/{owners[parameter]}"] = cpu_copy(torch.as_tensor(value))
+            tensors[f"{key}/{owners[parameter]}"] = torch.as_tensor(value)
     return tensors
 
 
@@ -55,16 +55,11 @@ def _counts_by_tensor(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.")
 
 
-def cpu_copy(tensor: Tensor) -> Tensor:
-    """In CPU memory, contiguous, and of its own."""
-    return tensor.detach().to("cpu", copy=True).contiguous()
-
-
 def model_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of the parameters, shared ones once, and of the persistent buffers."""
-    tensors = {name: cpu_copy(parameter) for name, parameter in module.named_parameters()}
+    """The parameters, shared ones once, and the persistent buffers."""
+    tensors = {name: parameter.detach() for name, parameter in module.named_parameters()}
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     for name, value in module.state_dict().items():
         if name not in parameters and isinstance(value, Tensor):
-            tensors[name] = cpu_copy(value)
+            tensors[name] = value.detach()
     return tensors

@@ -18,7 +18,8 @@ from ..convert.dtypes import from_torch_name
 from ..convert.safetensors_header import make_header
 from ..convert.sharded import rank_file, tensor_bytes
 from .engine import Engine
-from .model_files import OPTIMIZER, ModelFiles
+from .host_buffers import HostBuffers
+from .model_files import OPTIMIZER, WEIGHTS, ModelFiles
 from .random_state import random_state_tensors
 from .ranks import Ranks
 
@@ -64,17 +65,19 @@ def take_snapshot(
     optimizer: bool,
     random: bool,
     extra_files: Path | None,
+    buffers: HostBuffers,
 ) -> Snapshot:
     """Copies everything that the checkpoint of this moment needs. Collective.
 
-    extra_files: a folder, such as a tokenizer's, whose files the checkpoint gets too.
+    extra_files: a folder, such as a tokenizer's, whose files the checkpoint gets too. buffers: where the copies lie,
+    which the snapshot before must have left.
     """
     weights, moments = engine.model_tensors(), engine.optimizer_tensors() if optimizer else {}
     mine: dict[str, dict[str, Tensor]] = {}
     if ranks.dp_rank == 0:
-        mine[files.weights_file(ranks)] = weights
+        mine[files.weights_file(ranks)] = buffers.copy(WEIGHTS, weights)
         if optimizer:
-            mine[rank_file(Path(), OPTIMIZER, ranks.tp_rank).name] = moments
+            mine[rank_file(Path(), OPTIMIZER, ranks.tp_rank).name] = buffers.copy(OPTIMIZER, moments)
     if random:
         mine[rank_file(Path(), RANDOM, ranks.rank).name] = random_state_tensors()
     return Snapshot(state, mine, files.weights_file(ranks) if ranks.dp_rank == 0 else None, files, extra_files)

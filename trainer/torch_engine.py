@@ -11,7 +11,7 @@ from ..mpu import clip_grad_norm_, grad_norm
 from .arguments import TrainingArguments
 from .engine import StepOutcome
 from .master_weights import MasterWeights
-from .optimizer_state import MASTER_WEIGHT, cpu_copy, load_state_tensors, model_tensors, state_tensors
+from .optimizer_state import MASTER_WEIGHT, load_state_tensors, model_tensors, state_tensors
 
 
 class TorchEngine:
@@ -67,7 +67,7 @@ class TorchEngine:
         return model_tensors(self.module)
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        masters = {f"{MASTER_WEIGHT}/{name}": cpu_copy(master) for master, name in self._master_names.items()}
+        masters = {f"{MASTER_WEIGHT}/{name}": master.detach() for master, name in self._master_names.items()}
         return {**state_tensors(self.optimizer, self._owners), **masters}
 
     @torch.no_grad()

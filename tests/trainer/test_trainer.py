@@ -251,6 +251,29 @@ def test_fp16_scales_the_loss_and_leaves_out_steps_that_overflow(tmp_path):
     assert losses(steps)[-1] < losses(steps)[0]
 
 
+def test_recomputing_a_transformers_model_changes_nothing(tmp_path):
+    kept, _ = run_training(None, tmp_path / "kept", dropout=0.1)
+    again, _ = run_training(None, tmp_path / "again", dropout=0.1, checkpoint_activations=True)
+    assert losses(again) == pytest.approx(losses(kept), rel=1e-6)
+
+
+def test_forward_step_goes_on_from_the_memory_of_glm(tmp_path):
+    from shardzoo.models import from_config
+    from shardzoo.trainer import Trainer
+
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 97, "max_sequence_length": 32}
+    model = from_config({"model_type": "glm", **sizes}).eval()
+    trainer = Trainer(epochs=1, save_dir=str(tmp_path))
+    ids = torch.randint(0, 97, (2, 12))
+    positions = torch.stack([torch.arange(12), torch.zeros(12, dtype=torch.int64)])[None]
+    with torch.no_grad():
+        whole = trainer.forward_step({"input_ids": ids}, model, None)
+        first = trainer.forward_step({"input_ids": ids[:, :8]}, model, None)
+        data = {"input_ids": ids[:, 8:], "position_ids": positions[:, :, 8:]}
+        rest = trainer.forward_step(data, model, first.mems)
+    torch.testing.assert_close(rest.logits, whole.logits[:, 8:], rtol=1e-5, atol=1e-5)
+
+
 def test_the_profiler_records_the_steps_asked_for(tmp_path):
     run_training(None, tmp_path, profile_steps=2, train_steps=6)
     trace = json.loads((tmp_path / "trace.json").read_text())
