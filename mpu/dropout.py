@@ -1,14 +1,8 @@
 """Dropout whose mask is a function of (seed, sample, site, element) and of nothing else.
 
 No generator is advanced, so the mask does not depend on how the model is laid out over processes, and recomputation
-reproduces it. Here a use of a site gets its 64-bit key, from which `ops.dropout` derives the elements that it keeps:
-
-    mix64(z): z ^= z >> 30; z *= 0xbf58476d1ce4e5b9; z ^= z >> 27; z *= 0x94d049bb133111eb; z ^= z >> 31
-    chain(key, value) = mix64(key + 0x9e3779b97f4a7c15 * (value + 1))      modulo 2^64
-    key of a use = chain(chain(mix64(seed), site), visit)
-
-mix64 is the finaliser of SplitMix64 (Steele et al. 2014). `visit` counts the uses of one site under one key, so a
-module that runs twice in a forward pass draws two masks.
+reproduces it. `ops.dropout_mask` has the function. A site is a `Dropout` of the model; `visit` counts its uses under
+one key, so a module that runs twice in a forward pass draws two masks.
 """
 
 from __future__ import annotations
@@ -21,21 +15,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..ops import dropout, dropout_keys
+from ..ops import dropout, dropout_keys, use_key
 from .mesh import ParallelMesh, tp_rank
-
-_MASK64 = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-
-
-def _mix64(z: int) -> int:
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return z ^ (z >> 31)
-
-
-def _chain(key: int, value: int) -> int:
-    return _mix64((key + _GOLDEN * (value + 1)) & _MASK64)
 
 
 class DropoutKey(NamedTuple):
@@ -80,7 +61,7 @@ class DropoutState:
         seed, first_sample, visits = self._key
         count = visits.get(site, 0)
         visits[site] = count + 1
-        return _chain(_chain(_mix64(seed & _MASK64), site), count), first_sample
+        return use_key(seed, site, count), first_sample
 
 
 dropout_state = DropoutState()

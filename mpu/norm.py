@@ -13,46 +13,27 @@ from .communication import start_all_reduce
 from .mesh import ParallelMesh, tp_size
 
 
-class _LayerNormOfPart(Function):
-    """LayerNorm of a part of the sequence. The ranks' gradients of weight and bias are summed in fp32 (fp64 for fp64)
-    and rounded once: rounded before as well, 16-bit gradients would lose half as much precision again."""
+class _NormOfPart(Function):
+    """The operator `name` on a part of the sequence. The ranks' gradients of its parameters, weight and perhaps bias,
+    are summed in fp32 (fp64 for fp64) and rounded once: rounded before as well, 16-bit gradients would lose half as
+    much precision again."""
 
     @staticmethod
-    def forward(
-        ctx, tensor: Tensor, weight: Tensor, bias: Tensor | None, eps: float, group: dist.ProcessGroup
-    ) -> Tensor:
-        output, _, mean, rstd = torch.ops.shardzoo.layer_norm(tensor, None, weight, bias, eps)
-        ctx.save_for_backward(tensor, weight, mean, rstd)
-        ctx.has_bias, ctx.group = bias is not None, group
+    def forward(ctx, name: str, group: dist.ProcessGroup, eps: float, tensor: Tensor, *parameters: Tensor | None):
+        output, _, *statistics = getattr(torch.ops.shardzoo, name)(tensor, None, *parameters, eps)
+        ctx.save_for_backward(tensor, parameters[0], *statistics)
+        ctx.operator, ctx.group = getattr(torch.ops.shardzoo, f"{name}_backward"), group
+        ctx.has_bias = [parameter is not None for parameter in parameters[1:]]
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads: Tensor):
-        tensor, weight, mean, rstd = ctx.saved_tensors
-        own = torch.ops.shardzoo.layer_norm_backward(grads[0], None, tensor, weight, mean, rstd, ctx.has_bias)
-        # Stacked, so that one all-reduce serves both gradients.
-        parts = torch.stack(own[1:] if ctx.has_bias else own[1:2])
+        tensor, weight, *statistics = ctx.saved_tensors
+        own, *parts = ctx.operator(grads[0], None, tensor, weight, *statistics, *ctx.has_bias)
+        parts = torch.stack(parts[: 1 + sum(ctx.has_bias)])  # so that one all-reduce serves both
         total = start_all_reduce(parts, ctx.group)().to(weight.dtype)
-        return own[0], total[0], total[1] if ctx.has_bias else None, None, None
-
-
-class _RMSNormOfPart(Function):
-    """RMSNorm of a part of the sequence, its weight's gradient summed as `_LayerNormOfPart` does."""
-
-    @staticmethod
-    def forward(ctx, tensor: Tensor, weight: Tensor, eps: float, group: dist.ProcessGroup) -> Tensor:
-        output, _, rstd = torch.ops.shardzoo.rms_norm(tensor, None, weight, eps)
-        ctx.save_for_backward(tensor, weight, rstd)
-        ctx.group = group
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads: Tensor):
-        tensor, weight, rstd = ctx.saved_tensors
-        tensor_grad, part = torch.ops.shardzoo.rms_norm_backward(grads[0], None, tensor, weight, rstd)
-        return tensor_grad, start_all_reduce(part, ctx.group)().to(weight.dtype), None, None
+        return None, None, None, own, *total, *[None] * ctx.has_bias.count(False)
 
 
 class _Norm(nn.Module):
@@ -87,7 +68,7 @@ class LayerNorm(_Norm):
 
     def forward(self, tensor: Tensor) -> Tensor:
         if self.sequence_parallel and self.mesh is not None and tp_size(self.mesh) > 1:
-            return _LayerNormOfPart.apply(tensor, self.weight, self.bias, self.eps, self.mesh.tp_group)
+            return _NormOfPart.apply("layer_norm", self.mesh.tp_group, self.eps, tensor, self.weight, self.bias)
         return layer_norm(tensor, self.weight, self.bias, self.eps)
 
 
@@ -105,5 +86,5 @@ class RMSNorm(_Norm):
 
     def forward(self, tensor: Tensor) -> Tensor:
         if self.sequence_parallel and self.mesh is not None and tp_size(self.mesh) > 1:
-            return _RMSNormOfPart.apply(tensor, self.weight, self.eps, self.mesh.tp_group)
+            return _NormOfPart.apply("rms_norm", self.mesh.tp_group, self.eps, tensor, self.weight)
         return rms_norm(tensor, self.weight, self.eps)

@@ -8,7 +8,7 @@ from .bias_dropout_residual import bias_dropout_residual, dropout
 from .bias_gelu import bias_gelu
 from .cross_entropy import cross_entropy, cross_entropy_grad, cross_entropy_loss, cross_entropy_stats
 from .dispatch import current_choice, kernels
-from .dropout_mask import dropout_keep, dropout_keys
+from .dropout_mask import dropout_keep, dropout_keys, use_key
 from .glu import geglu, swiglu
 from .layer_norm import add_layer_norm, layer_norm
 from .look_up import look_up
@@ -35,4 +35,5 @@ __all__ = [
     "masked_softmax",
     "rms_norm",
     "swiglu",
+    "use_key",
 ]

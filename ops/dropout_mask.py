@@ -1,11 +1,12 @@
 """Counter-based dropout: whether an element is kept is a pure integer function of where it is.
 
-The mask depends on a 64-bit key per sample (`mpu.dropout` derives it from seed, site, visit and global sample
-index), on the element's row and column in the sample's unsplit tensor, and on nothing else. All arithmetic is
+The mask depends on seed, site (which dropout of the model), visit (which use of the site), global sample index,
+the element's row and column in the sample's unsplit tensor, and on nothing else. All arithmetic is
 on unsigned integers modulo 2^64 or 2^32, so PyTorch, C++, CUDA and Triton evaluate it to identical bits:
 
     mix64(z): z ^= z >> 30; z *= 0xbf58476d1ce4e5b9; z ^= z >> 27; z *= 0x94d049bb133111eb; z ^= z >> 31
     chain(key, value) = mix64(key + 0x9e3779b97f4a7c15 * (value + 1))
+    key of a use = chain(chain(mix64(seed), site), visit);  sample's key = chain(key of the use, sample)
     row key = chain(sample's key, row);  low, high = its halves
     h = low + column;  h ^= h >> 16;  h *= 0x21f0aaad;  h ^= high;  h ^= h >> 15;  h *= 0x735a2d97;  h ^= h >>
     15 kept = h >= round(p * 2^32)
@@ -19,11 +20,12 @@ import torch
 
 _LOW = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B97F4A7C15
+_MASK64 = (1 << 64) - 1
 
 
 def _signed(value: int) -> int:
     """The signed 64-bit integer with the same bits as `value` modulo 2^64: torch has no unsigned arithmetic."""
-    value &= (1 << 64) - 1
+    value &= _MASK64
     return value - (1 << 64) if value >> 63 else value
 
 
@@ -36,6 +38,20 @@ def _chain(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     z = (z ^ _shift_right(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shift_right(z, 27)) * _signed(0x94D049BB133111EB)
     return z ^ _shift_right(z, 31)
+
+
+def _mix64(z: int) -> int:
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return z ^ (z >> 31)
+
+
+def use_key(seed: int, site: int, visit: int) -> int:
+    """The 64-bit key of the use `visit` of a dropout: chain(chain(mix64(seed), site), visit)."""
+    key = _mix64(seed & _MASK64)
+    for value in (site, visit):
+        key = _mix64((key + _GOLDEN * (value + 1)) & _MASK64)
+    return key
 
 
 def dropout_keys(key: int, first_sample: int, batch: int, device: torch.device | str = "cpu") -> torch.Tensor:

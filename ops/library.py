@@ -142,8 +142,8 @@ def runs_directly(*arguments: Any) -> bool:
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.jit.is_tracing()
+        or torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
+        or torch.jit.is_tracing()  # type: ignore[attr-defined]
         or arguments[0].device.type not in ("cpu", "cuda")
         or any(isinstance(value, torch.Tensor) and type(value) not in PLAIN for value in arguments)
     )

@@ -153,6 +153,7 @@ def test_t5_starts_as_the_papers_code_does():
     """Standard deviations of transformers' `_init_weights`, but for the untied head, which has d_model^-0.5."""
     sizes = {"d_model": 96, "num_heads": 8, "d_kv": 32, "d_ff": 200, "num_layers": 1, "vocab_size": 3000}
     model = shardzoo.from_config({"model_type": "mt5", **sizes})
+    torch.manual_seed(0)
     theirs = transformers.MT5ForConditionalGeneration(transformers.MT5Config(**sizes))
     match = model.encoder.blocks[0]
     stored = dict(theirs.named_parameters())
