@@ -1,8 +1,6 @@
 """`deepspeed pretrain.py --model-parallel-size 2`; also under `torchrun`, or plain `python pretrain.py`."""
 
-import sys
-
-from shardzoo.cli.pretrain import main
+from shardzoo.cli.pretrain import run_script
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script()

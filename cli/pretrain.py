@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 # Read when the first tensor is made: huge pages speed memory-bound work on a CPU up.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -24,7 +24,7 @@ from ..models.common.causal_lm import CausalLM
 from ..mpu import validate_layout
 from ..trainer.arguments import EnvType, TrainingArguments
 from ..trainer.deepspeed_config import zero_stage
-from ..trainer.environment import Launch
+from ..trainer.environment import Launch, end_process
 from ..trainer.launch import ensure_processes_of, processes_of
 from ..trainer.run_folder import RunFolder
 from .arguments import exit_code_of, parse, read_yaml
@@ -137,6 +137,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for pretraining in ready:
         pretraining.run()
     return code
+
+
+def run_script() -> NoReturn:
+    """`main` as the whole of a process."""
+    end_process(main())
 
 
 def read_arguments(argv: Sequence[str], *, quiet: bool) -> PretrainArguments:

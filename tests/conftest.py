@@ -14,6 +14,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores; also the
 sys.path.insert(0, str(Path(__file__).parent / "harness"))
 
 
+@pytest.fixture(autouse=True)
+def threads_come_back():
+    """Rounding in 16 bits depends on the number of threads, which code under test may set."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def rank_pools():
     """The session's worker pools."""

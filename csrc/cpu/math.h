@@ -10,7 +10,7 @@
 namespace shardzoo {
 namespace {
 
-// Cody-Waite reduction to |r| <= ln(2) / 2 and a minimax polynomial, its first two coefficients exactly 1; 0.63 ulp.
+// Cody-Waite reduction to |r| <= ln(2) / 2 and the polynomial of Cephes' expf.
 // `kNegative` promises that no x is positive, which spares a bound.
 template <bool kNegative = false>
 INLINE VF exp(VF x) {
@@ -23,10 +23,11 @@ INLINE VF exp(VF x) {
   const VF t = x * 1.44269504f + shift;
   const VF n = t - shift;
   const VF r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
-  VF p = 1.3814540580e-3f * r + 8.3687454462e-3f;
-  p = p * r + 4.1668388993e-2f;
-  p = p * r + 1.6666521132e-1f;
-  p = p * r + 4.9999994040e-1f;
+  VF p = 1.9875691500e-4f * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
 #if defined(__AVX512F__)

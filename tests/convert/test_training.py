@@ -15,10 +15,8 @@ from shardzoo.convert.operations import merge, split
 def train(mesh, shards: Path, folder: Path) -> torch.Tensor:
     """Two steps from a converted checkpoint; returns the trained model's logits for fixed tokens."""
     from shardzoo.models import from_pretrained
-    from shardzoo.trainer.arguments import TrainingArguments
-    from shardzoo.trainer.loop import Trainer
+    from shardzoo.trainer import Trainer, TrainingArguments
     from shardzoo.trainer.reporter import SilentReporter
-    from shardzoo.trainer.run_folder import RunFolder
 
     class Samples:
         def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
@@ -30,18 +28,14 @@ def train(mesh, shards: Path, folder: Path) -> torch.Tensor:
 
     model = from_pretrained(shards, mesh).train()
     arguments = TrainingArguments(
-        train_steps=2, micro_batch_size=2, global_batch_size=2, lr=1e-2, model_parallel_size=mesh.tp_size
+        env_type="deepspeed+mpu",
+        train_steps=2,
+        micro_batch_size=2,
+        lr=1e-2,
+        model_parallel_size=mesh.tp_size,
+        save_dir=str(folder),
     )
-    trainer = Trainer(
-        model,
-        arguments,
-        mesh,
-        train_data=Samples(),
-        valid_data=Samples(),
-        run_folder=RunFolder(folder),
-        reporter=SilentReporter(),
-    )
-    trainer.train()
+    Trainer(arguments, mesh=mesh).train(model, train_dataset=Samples(), reporter=SilentReporter())
     with torch.no_grad():
         return model.eval().gather_logits(model(input_ids=torch.arange(12)[None]).logits)
 

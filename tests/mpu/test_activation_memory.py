@@ -45,8 +45,6 @@ def formula(tp, sequence_parallel, recompute):
     inner = 4 * (3 * n + n + 4 * n + 4 * n)  # q, k, v, attention's output, GELU's input and output
     attention = 0 if recompute == "selective" else (4 + 4) * a
     constants = 8 * BATCH * (2 if recompute == "selective" else 3)  # a key per sample of each dropout
-    if sequence_parallel and tp > 1:
-        constants += 4 * 2 * 2 * HIDDEN  # weight and bias of two norms, stacked
     return outer / outer_share + (inner + attention) / tp + constants
 
 
