@@ -13,6 +13,8 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
+from ..trainer.keywords import RENAMED, SWITCHES
+
 Arguments = TypeVar("Arguments")
 
 USAGE_ERROR = 2
@@ -35,6 +37,19 @@ def parse(
     config = _config_file(argv) or defaults
     default = kind(**read_yaml(kind, config)) if config else kind()
     return tyro.cli(kind, prog=program, args=argv, default=default, description=description, console_outputs=not quiet)
+
+
+def familiar_options(argv: Sequence[str]) -> list[str]:
+    """Options by our names where they are given by FlagAI's or transformers', such as `--learning_rate` or `--bf16`."""
+    options = []
+    for word in argv:
+        option, equals, value = word.partition("=")
+        name = option[2:].replace("-", "_") if option.startswith("--") else ""
+        if name in SWITCHES:
+            options.append("--{}={}".format(*SWITCHES[name]))
+        else:
+            options.append(f"--{RENAMED[name]}{equals}{value}" if name in RENAMED else word)
+    return options
 
 
 def read_yaml(kind: type, path: Path) -> dict[str, Any]:

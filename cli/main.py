@@ -12,6 +12,7 @@ from .. import __version__
 # command -> (module with `main(argv) -> exit code`, what it does)
 COMMANDS = {
     "pretrain": ("shardzoo.cli.pretrain", "pretrain a model on text"),
+    "finetune": ("shardzoo.cli.finetune", "fine-tune a model on pairs, labelled texts or plain text"),
     "convert": ("shardzoo.cli.convert", "split, merge, reshard and verify checkpoints"),
     "generate": ("shardzoo.cli.generate", "continue, answer or fill in texts with a model"),
     "models": ("shardzoo.cli.models", "list families, presets and their sizes"),

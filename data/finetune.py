@@ -16,9 +16,14 @@ def closed(ids: list[int], length: int, end: int) -> np.ndarray:
     return np.array([*ids[: length - 1], end], np.int64)
 
 
+def opened(ids: list[int], length: int, begin: Sequence[int]) -> np.ndarray:
+    """`begin`, then the last of `ids` that leave room for it in `length`: int64."""
+    return np.array([*begin, *ids[-max(1, length - len(begin)) :]], np.int64)
+
+
 class Seq2SeqDataset:
     """`{"input_ids": [s], "labels": [t]}` per pair, each closed by one end-of-sequence token, lengths
-    independent.
+    independent. begin: ids before both, within their lengths.
     """
 
     def __init__(
@@ -28,10 +33,11 @@ class Seq2SeqDataset:
         *,
         max_source_length: int = 128,
         max_target_length: int = 128,
+        begin: Sequence[int] = (),
     ) -> None:
         if min(max_source_length, max_target_length) < 2:
             raise ValueError("max_source_length and max_target_length must be at least 2: a token and its end")
-        self.pairs, self.tokenizer = pairs, tokenizer
+        self.pairs, self.tokenizer, self.begin = pairs, tokenizer, list(begin)
         self.max_source_length, self.max_target_length = max_source_length, max_target_length
         self.end = tokenizer.eos_token_id
 
@@ -41,8 +47,8 @@ class Seq2SeqDataset:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         source, target = self.tokenizer.encode_batch(list(self.pairs[index]))
         return {
-            "input_ids": closed(source, self.max_source_length, self.end),
-            "labels": closed(target, self.max_target_length, self.end),
+            "input_ids": closed(self.begin + source, self.max_source_length, self.end),
+            "labels": closed(self.begin + target, self.max_target_length, self.end),
         }
 
 
@@ -50,7 +56,8 @@ class PromptDataset:
     """Pairs for a decoder: source and target in one sequence, labels −100 on the source, one end behind the
     target.
 
-    A source that is too long loses its beginning, because its end says what to do.
+    A source that is too long loses its beginning, because its end says what to do. begin: ids before the
+    source, within its length.
     """
 
     def __init__(
@@ -61,10 +68,11 @@ class PromptDataset:
         max_source_length: int = 128,
         max_target_length: int = 128,
         separator: str = "",
+        begin: Sequence[int] = (),
     ) -> None:
         if max_source_length < 1 or max_target_length < 2:
             raise ValueError("max_source_length must be at least 1 and max_target_length at least 2")
-        self.pairs, self.tokenizer, self.separator = pairs, tokenizer, separator
+        self.pairs, self.tokenizer, self.separator, self.begin = pairs, tokenizer, separator, list(begin)
         self.max_source_length, self.max_target_length = max_source_length, max_target_length
         self.end = tokenizer.eos_token_id
 
@@ -74,7 +82,7 @@ class PromptDataset:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         source, target = self.pairs[index]
         prompt, answer = self.tokenizer.encode_batch([source + self.separator, target])
-        prompt = np.array(prompt[-self.max_source_length :], np.int64)
+        prompt = opened(prompt, self.max_source_length, self.begin)
         answer = closed(answer, self.max_target_length, self.end)
         return {
             "input_ids": np.concatenate([prompt, answer]),

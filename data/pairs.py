@@ -12,8 +12,11 @@ from .records import check_text
 Pair = tuple[str, str]
 
 
-def load_pairs(path: str | Path, *, source_id: str = "s", target_id: str = "t", prefix: str = "") -> Sequence[Pair]:
-    """(source, target) texts; `prefix` is put before every source.
+def load_pairs(
+    path: str | Path, *, source_id: str = "s", target_id: str = "t", prefix: str = "", labels: bool = False
+) -> Sequence[Pair]:
+    """(source, target) texts; `prefix` is put before every source. labels: a target may be a whole number too, which
+    becomes its digits.
 
     Read are: JSON lines `{"translation": {"s": …, "t": …}}` (t2t and Hugging Face's translation format) or
     with the two keys at the top; a pair of files `NAME.source` and `NAME.target`, line by line (give either,
@@ -29,9 +32,9 @@ def load_pairs(path: str | Path, *, source_id: str = "s", target_id: str = "t", 
     if sides is not None:
         pairs: Sequence[Pair] = _from_sides(*sides)
     elif path.is_dir() or path.suffix == ".parquet":
-        pairs = ColumnPairs(path, source_id, target_id)
+        pairs = ColumnPairs(path, source_id, target_id, labels)
     elif path.is_file():
-        pairs = _from_json_lines(path, source_id, target_id)
+        pairs = _from_json_lines(path, source_id, target_id, labels)
     else:
         raise ValueError(f"{path} does not exist; give JSON lines, NAME.source with NAME.target, or a folder")
     if len(pairs) == 0:
@@ -39,7 +42,7 @@ def load_pairs(path: str | Path, *, source_id: str = "s", target_id: str = "t", 
     return _Prefixed(pairs, prefix) if prefix else pairs
 
 
-def pair_of(record: Any, source_id: str, target_id: str) -> Pair:
+def pair_of(record: Any, source_id: str, target_id: str, labels: bool = False) -> Pair:
     """The two texts of a record; ValueError says which key is missing."""
     values = record.get("translation", record) if isinstance(record, dict) else record
     if not isinstance(values, dict):
@@ -48,16 +51,18 @@ def pair_of(record: Any, source_id: str, target_id: str) -> Pair:
         if key not in values:
             named = ", ".join(map(repr, list(values)[:8])) or "none"
             raise ValueError(f"no key {key!r}; the keys are {named}")
+    target = values[target_id]
+    target = str(target) if labels and isinstance(target, int) and not isinstance(target, bool) else target
     return (
         check_text(values[source_id], f"the value of {source_id!r}"),
-        check_text(values[target_id], f"the value of {target_id!r}"),
+        check_text(target, f"the value of {target_id!r}"),
     )
 
 
 class ColumnPairs(Sequence[Pair]):
     """Pairs of a parquet file or a Hugging Face dataset folder, read from disk when asked for."""
 
-    def __init__(self, path: Path, source_id: str, target_id: str) -> None:
+    def __init__(self, path: Path, source_id: str, target_id: str, labels: bool = False) -> None:
         from datasets import Dataset, load_from_disk
 
         if path.is_dir():
@@ -67,14 +72,14 @@ class ColumnPairs(Sequence[Pair]):
             self.rows: Dataset = loaded
         else:
             self.rows = Dataset.from_parquet(str(path))  # type: ignore[assignment]
-        self.path, self.source_id, self.target_id = path, source_id, target_id
+        self.path, self.source_id, self.target_id, self.labels = path, source_id, target_id, labels
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Pair:  # type: ignore[override]
         try:
-            return pair_of(self.rows[index], self.source_id, self.target_id)
+            return pair_of(self.rows[index], self.source_id, self.target_id, self.labels)
         except ValueError as error:
             raise ValueError(f"bad record in {self.path}, record {index + 1}: {error}") from None
 
@@ -110,9 +115,9 @@ def _from_sides(source: Path, target: Path) -> list[Pair]:
     return list(zip(sources, targets, strict=True))
 
 
-def _from_json_lines(path: Path, source_id: str, target_id: str) -> list[Pair]:
+def _from_json_lines(path: Path, source_id: str, target_id: str, labels: bool) -> list[Pair]:
     def parse(raw: bytes) -> Pair:
-        return pair_of(json.loads(raw.decode("utf-8-sig")), source_id, target_id)
+        return pair_of(json.loads(raw.decode("utf-8-sig")), source_id, target_id, labels)
 
     return _lines(path, parse, skip_blank=True)
 

@@ -111,7 +111,7 @@ def _continue(
         rows = 1 if ids is None else len(ids)
         ids, mask = torch.full((rows, 1), settings.bos_token_id, device=device_of(model)), None
     ids = ids.to(device_of(model))
-    check_ids(ids, model.config.vocab_size)
+    check_ids(ids, model.config.vocab_size + model.extra_input_ids)
     mask = left_padding(ids, None if mask is None else mask.to(ids.device), settings)
     limit = settings.length_limit(ids.shape[1])
     limit = fit_positions(ids.shape[1], limit, model.config.max_sequence_length, settings)
@@ -138,7 +138,7 @@ def _answer(
         if ids.shape[-1] == 0:
             raise ValueError("the prompt is empty; an encoder needs at least one token, such as the end of sequence")
         ids = ids.to(device)
-        check_ids(ids, model.config.vocab_size)
+        check_ids(ids, model.config.vocab_size + model.extra_input_ids)
         if mask is None and settings.pad_token_id is not None and settings.pad_token_id not in settings.eos_token_ids:
             mask = (ids != settings.pad_token_id).long()
         if mask is not None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 Arguments = TypeVar("Arguments")
 
-# FlagAI's name -> ours, where only the name differs.
+# FlagAI's or transformers' name -> ours, where only the name differs.
 RENAMED = {
     "batch_size": "micro_batch_size",
     "warm_up": "warmup_ratio",
@@ -18,6 +18,15 @@ RENAMED = {
     "max_steps": "train_steps",
     "adam_beta1": "beta1",
     "adam_beta2": "beta2",
+    "adam_epsilon": "adam_eps",
+    "eval_steps": "eval_interval",
+    "learning_rate": "lr",
+    "logging_steps": "log_interval",
+    "lr_scheduler_type": "lr_schedule",
+    "max_grad_norm": "clip_grad",
+    "num_train_epochs": "epochs",
+    "per_device_train_batch_size": "micro_batch_size",
+    "save_steps": "save_interval",
 }
 # A switch of FlagAI's -> our argument and its value when the switch is on.
 SWITCHES = {

@@ -63,6 +63,8 @@ def label_problem(batch: Mapping[str, Any], model: nn.Module, first_sample: int)
     config: Any = getattr(model, "config", None)
     labels = batch.get("labels")
     limits = {"input_ids": getattr(config, "vocab_size", None)}
+    if limits["input_ids"] is not None:
+        limits["input_ids"] += getattr(model, "extra_input_ids", 0)
     if isinstance(labels, Tensor) and not labels.is_floating_point():
         limits["labels"] = getattr(config, "num_labels" if labels.dim() == 1 else "vocab_size", None)
     for name, limit in limits.items():

@@ -125,16 +125,7 @@ class Trainer:
         engine = make_engine(model, optimizer, arguments, ranks)
 
         def validate() -> dict[str, float]:
-            return evaluate(
-                self.forward_step,
-                engine.model,
-                engine.module,
-                valid_dataset,
-                ranks,
-                batch_size=arguments.micro_batch_size,
-                collate=collate,
-                metrics=metrics,
-            )
+            return self.validate(engine.model, engine.module, valid_dataset, metrics, collate)
 
         first_step = found[1].step if found and arguments.load_optim else 0
         parts = Parts(
@@ -173,15 +164,23 @@ class Trainer:
         collate_fn: Callable[[Sequence[Any]], Any] | None = None,
     ) -> dict[str, float]:
         """The mean loss over the targets of a map-style dataset, and the metrics, as in training."""
+        collate = collate_fn or DefaultCollate(_pad_token_id(model))
+        return self.validate(model, model, dataset, metric_functions(metric_methods), collate)
+
+    def validate(
+        self, model: Any, module: nn.Module, dataset: Any, metrics: Mapping[str, Metric], collate: Callable[[Any], Any]
+    ) -> dict[str, float]:
+        """The values of one evaluation, the same on every rank; to be extended. model: what a forward pass is called
+        on; module: the model itself."""
         return evaluate(
             self.forward_step,
             model,
-            model,
+            module,
             dataset,
             self.ranks,
             batch_size=self.arguments.micro_batch_size,
-            collate=collate_fn or DefaultCollate(_pad_token_id(model)),
-            metrics=metric_functions(metric_methods),
+            collate=collate,
+            metrics=metrics,
         )
 
     def _join(self, mesh: ParallelMesh | None) -> tuple[ParallelMesh | None, torch.device]:

@@ -54,6 +54,8 @@ class LanguageModel(nn.Module):
     execution: Execution
     few_labels: ClassVar[bool] = False
     """Whether most positions have no label, as in masked language models."""
+    extra_input_ids: int = 0
+    """How many ids behind the vocabulary the input embedding knows, such as a soft prompt's."""
 
     def predict(
         self,

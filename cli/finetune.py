@@ -1,0 +1,125 @@
+"""Fine-tune a model of the zoo or of transformers on pairs of texts, labelled texts or plain text.
+
+The result is a Hugging Face folder, hf/ in the run's folder.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+# Read when the first tensor is made: huge pages speed memory-bound work on a CPU up.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+import tyro
+from rich.text import Text
+
+from ..trainer.environment import Launch
+from ..tuning.arguments import TrainerArguments
+from .arguments import exit_code_of, familiar_options, parse
+
+if TYPE_CHECKING:
+    from ..tuning import Trainer
+
+
+@dataclass(frozen=True)
+class FinetuneArguments(TrainerArguments):
+    """Everything `finetune.py` can be told."""
+
+    freeze_encoder: bool = False
+    freeze_decoder: bool = False
+    freeze_embeddings: bool = False
+    prompt_list: tuple[str, ...] = ()
+    """New tokens whose input vectors are all that is trained: a soft prompt, before every source."""
+    lora_rank: int = 0
+    """Rank of LoRA weights, which are then all that is trained; needs --no-native."""
+    lora_alpha: int = 16
+    lora_target_modules: tuple[str, ...] = ()
+    """Names of the linear layers that get LoRA weights; by default peft's choice for the model."""
+
+    config: Path | None = None
+    """YAML file with values for these arguments; the command line wins."""
+    local_rank: Annotated[int, tyro.conf.arg(help="Set by launchers.")] = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prompt_list and self.lora_rank:
+            raise ValueError("prompt_list and lora_rank both freeze the model and train something else: use one")
+        if self.lora_rank < 0:
+            raise ValueError(f"lora_rank cannot be negative, and is {self.lora_rank}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: done. 2: refused, after a message on stderr. Else the exit code of the process that failed first."""
+    launch = Launch.from_environment()
+    quiet = not launch.is_first
+    ready: list[Trainer] = []
+
+    def prepare() -> int:
+        given = with_native_switch(familiar_options(sys.argv[1:] if argv is None else argv))
+        arguments = parse(FinetuneArguments, given, program="finetune.py", description=__doc__ or "", quiet=quiet)
+        ready.append(make_trainer(arguments))
+        return 0
+
+    # All ranks make the same mistakes here, so one message is enough; later errors keep their traceback.
+    code = exit_code_of(prepare, quiet=quiet)
+    for trainer in ready:
+        run(trainer)
+    return code
+
+
+def with_native_switch(options: Sequence[str]) -> list[str]:
+    """`--native` and `--no-native` as the value of an option that may also be left open."""
+    switched = []
+    for word, following in zip(options, [*options[1:], ""], strict=True):
+        if word == "--native" and following not in ("True", "False", "None"):
+            switched += ["--native", "True"]
+        else:
+            switched += ["--native", "False"] if word == "--no-native" else [word]
+    return switched
+
+
+def make_trainer(arguments: FinetuneArguments) -> Trainer:
+    """A trainer whose files are read and whose model is ready. Ends this process where it starts the missing ones."""
+    if not arguments.model_name_or_path:
+        raise ValueError("--model-name-or-path is missing: name the folder of a model")
+    if arguments.train_file is None and arguments.validation_file is None and arguments.test_file is None:
+        raise ValueError("there is nothing to do: name a --train-file, --validation-file or --test-file")
+    from ..tuning import Trainer  # torch and transformers take seconds to import
+
+    trainer = Trainer(arguments)
+    parts = {name: True for name in ("encoder", "decoder", "embeddings") if getattr(arguments, f"freeze_{name}")}
+    trainer.freeze(**parts)
+    if arguments.prompt_list:
+        trainer.convert_to_prompt_tuning(arguments.prompt_list)
+    if arguments.lora_rank:
+        modules = {"target_modules": list(arguments.lora_target_modules)} if arguments.lora_target_modules else {}
+        trainer.convert_to_lora(r=arguments.lora_rank, lora_alpha=arguments.lora_alpha, **modules)
+    if arguments.train_file is not None:
+        trainer.load_data(valid=validates(arguments))
+    return trainer
+
+
+def validates(arguments: FinetuneArguments) -> bool:
+    return arguments.validation_file is not None or arguments.validation_split > 0
+
+
+def run(trainer: Trainer) -> None:
+    """Trains, saves and evaluates, as far as files are named for it."""
+    arguments, console = trainer.arguments, trainer.console
+    if arguments.train_file is not None:
+        trainer.model_summary()
+        trainer.train(valid=validates(arguments))  # type: ignore[arg-type]
+        console.print(f"saved {trainer.save_model()}")
+    elif arguments.validation_file is not None:
+        console.print(describe("validation", trainer.evaluate()))
+    if arguments.test_file is not None:
+        console.print(describe("test", trainer.test()))
+
+
+def describe(name: str, values: dict[str, float]) -> Text:
+    return Text(f"{name}: " + ", ".join(f"{key} {value:.4g}" for key, value in values.items()))

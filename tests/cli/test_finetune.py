@@ -1,0 +1,124 @@
+"""`finetune.py` and `shardzoo finetune`: the document's commands, and what is said to mistakes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+DOCUMENT = (ROOT / "docs" / "finetune.md").read_text()
+COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", DOCUMENT, re.DOTALL) for line in block.splitlines()]
+SHORT = {"train_steps": 2, "max_source_length": 16, "max_target_length": 6, "log_interval": 1}
+
+
+def load_fixtures():
+    spec = importlib.util.spec_from_file_location("tuning_fixtures", ROOT / "tests" / "tuning" / "conftest.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory) -> Path:
+    """A folder with the models and files that the document names."""
+    folder = tmp_path_factory.mktemp("finetune")
+    make = load_fixtures()
+    for kind in ("t5", "gpt2", "bert"):
+        tokenizer = make.make_tokenizer(kind)
+        tokenizer.save_pretrained(folder / kind)
+        make.make_model(kind, len(tokenizer)).save_pretrained(folder / kind)
+    sources = [make.text(seed, 4) for seed in range(24)]
+    pairs = [{"translation": {"s": source, "t": source.split()[0]}} for source in sources]
+    labels = [{"s": source, "t": number % 2} for number, source in enumerate(sources)]
+    for name, records in (("pairs.json", pairs), ("labels.json", labels)):
+        (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "text.txt").write_text(make.text(0, 900))
+    (folder / "short.yaml").write_text("".join(f"{name}: {value}\n" for name, value in SHORT.items()))
+    (folder / "finetune.py").symlink_to(ROOT / "finetune.py")
+    return folder
+
+
+def finetune(*arguments: str, cwd: Path, monkeypatch) -> int:
+    """The command in this process."""
+    from shardzoo.cli.main import main
+
+    monkeypatch.chdir(cwd)
+    return main(["finetune", *arguments])
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if not line.startswith("shardzoo")])
+def test_scripts(command, workplace):
+    """Started as a user does, where that is what is tested."""
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    done = subprocess.run(
+        f"{command} --config short.yaml", shell=True, cwd=workplace, capture_output=True, text=True, timeout=200,
+        env=inherited | {"PATH": f"{BIN}:{os.environ['PATH']}", "COLUMNS": "200"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    [saved] = re.findall(r"^saved (\S+)$", done.stdout, re.MULTILINE)
+    assert transformers.AutoModelForSeq2SeqLM.from_pretrained(workplace / saved).config.num_decoder_layers == 1
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith("shardzoo")])
+def test_commands(command, workplace, monkeypatch, capsys):
+    words = [word.strip('"') for word in command.split()]
+    assert words[:2] == ["shardzoo", "finetune"]
+    assert finetune(*words[2:], "--config", "short.yaml", cwd=workplace, monkeypatch=monkeypatch) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^saved \S+hf$", out, re.MULTILINE)
+    assert ("test: loss" in out) == ("--test-file" in words)
+
+
+def test_the_code_of_the_document(workplace, monkeypatch):
+    monkeypatch.chdir(workplace)
+    [code] = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+    names: dict = {}
+    exec(code, names)
+    assert isinstance(names["trainer"].generate_single("one two three", max_new_tokens=4), str)
+
+
+REFUSED = [
+    ((), "--model-name-or-path is missing"),
+    (("--model-name-or-path", "t5"), "there is nothing to do: name a --train-file"),
+    (("--model-name-or-path", "t5", "--train-file", "nowhere.json"), "train_file nowhere.json does not exist"),
+    (("--model-name-or-path", "t5", "--train-file", "pairs.json", "--source-id", "en"), "no key 'en'; the keys are"),
+    (("--model-name-or-path", "gpt2", "--train-file", "pairs.json", "--freeze-encoder"), "has no encoder"),
+    (("--model-name-or-path", "t5", "--train-file", "pairs.json", "--lora-rank", "2"), "use native=False"),
+    (("--model-name-or-path", "t5", "--train-file", "pairs.json", "--batch_size", "64"), "fewer than the 64"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED)
+def test_mistakes_end_with_code_2_and_one_message(arguments, message, workplace, monkeypatch, capsys):
+    short = ("--max-source-length", "16", "--max-target-length", "6")
+    assert finetune(*arguments, *short, cwd=workplace, monkeypatch=monkeypatch) == 2
+    captured = capsys.readouterr().err
+    assert message in captured
+    assert "Traceback" not in captured
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--metric", "blue"), "sacrebleu"),
+        (("--prompt-list", "a", "--lora-rank", "2"), "use one"),
+        (("--trainfile", "pairs.json"), "--train-file"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_with_those_that_can(arguments, message, workplace, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as ended:
+        finetune(*arguments, cwd=workplace, monkeypatch=monkeypatch)
+    assert ended.value.code == 2
+    shown = capsys.readouterr()
+    assert message in re.sub(r"[\s│]+", " ", shown.out + shown.err)

@@ -1,0 +1,77 @@
+"""The parts of a model that can be frozen: its encoder, its decoder, its embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..mpu import VocabParallelEmbedding
+from .loading import Source
+from .soft_prompt import PromptedEmbedding
+
+EMBEDDINGS = (nn.Embedding, VocabParallelEmbedding, PromptedEmbedding)
+
+
+def input_embedding(model: Any) -> nn.Module:
+    """The module from token ids to vectors."""
+    if hasattr(model, "get_input_embeddings"):
+        return model.get_input_embeddings()
+    return next(module for module in model.modules() if isinstance(module, (VocabParallelEmbedding, PromptedEmbedding)))
+
+
+def embedding_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Of the tables of tokens, positions and segments, whose rows are as wide as the model. A head that is tied to the
+    token table is the same parameter."""
+    width = input_embedding(model).weight.shape[1]  # type: ignore[union-attr,index]
+    return {
+        f"{name}.{own}": parameter
+        for name, module in model.named_modules()
+        if isinstance(module, EMBEDDINGS)
+        for own, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() == 2 and parameter.shape[1] == width
+    }
+
+
+def part_parameters(model: nn.Module, source: Source, part: str) -> dict[str, nn.Parameter]:
+    """The parameters of "encoder", "decoder" or "embeddings", by name.
+
+    Encoder and decoder are their blocks and norms, without embeddings, poolers and heads. ValueError for a part that
+    the model has not.
+    """
+    embeddings = embedding_parameters(model)
+    if part == "embeddings":
+        return embeddings
+    if source.shape != "encoder-decoder" and source.shape != part:
+        raise ValueError(
+            f"a {type(model).__name__} is a {source.shape} and has no {part}: freeze its {source.shape} or "
+            "its embeddings"
+        )
+    apart = {id(parameter) for parameter in embeddings.values()}
+    modules = _native_part(model, part) if source.native else _transformers_part(model, source, part)
+    prefixes = tuple(f"{name}." for name, module in model.named_modules() if any(module is one for one in modules))
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if name.startswith(prefixes) and id(parameter) not in apart
+    }
+
+
+def _native_part(model: Any, part: str) -> list[nn.Module]:
+    if hasattr(model, part):  # also the body of a BERT
+        return [getattr(model, part)]
+    return [model.blocks, model.final_norm]
+
+
+def _transformers_part(model: Any, source: Source, part: str) -> list[nn.Module]:
+    if source.shape == "encoder-decoder":
+        return [model.get_encoder() if part == "encoder" else model.get_decoder()]
+    # The body without what only its head uses.
+    return [child for name, child in model.base_model.named_children() if name != "pooler"]
+
+
+def head_parameters(model: nn.Module, source: Source) -> dict[str, nn.Parameter]:
+    """What is in no other part."""
+    parts = ("encoder", "decoder") if source.shape == "encoder-decoder" else (source.shape,)
+    others = {id(p) for part in (*parts, "embeddings") for p in part_parameters(model, source, part).values()}
+    return {name: p for name, p in model.named_parameters() if id(p) not in others}

@@ -1,0 +1,49 @@
+"""The folder of a fine-tuning run, and what lies beside a model's weights."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..trainer.run_folder import RunFolder
+from .arguments import TrainerArguments
+from .loading import Source
+
+# What describes one invocation, and not the run.
+INVOCATION = ("resume", "overwrite", "config", "local_rank", "dry_run")
+
+
+def open_run(arguments: TrainerArguments, write_companions: Callable[[Path], None]) -> RunFolder:
+    """The folder that the arguments name, or a new one, ready for the trainer; for the first rank. ValueError if it
+    holds another run."""
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    name = f"runs/{Path(arguments.model_name_or_path).name}-{stamp}"
+    folder = RunFolder(Path(arguments.output_dir or name))
+    folder.first_step(resume=arguments.resume, overwrite=arguments.overwrite)
+    if arguments.overwrite:
+        shutil.rmtree(folder.path, ignore_errors=True)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    kept = {name: value for name, value in asdict(arguments).items() if name not in INVOCATION}
+    folder.arguments_file.write_text(yaml.safe_dump(kept, sort_keys=False))
+    write_companions(tokenizer_folder(folder))
+    return folder
+
+
+def tokenizer_folder(run: RunFolder) -> Path:
+    return run.path / "tokenizer"
+
+
+def write_companions(tokenizer: Any, source: Source, folder: Path) -> None:
+    """The tokenizer, and the settings of generation that belong to the weights."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    tokenizer.save_pretrained(folder)
+    stored = source.folder / "generation_config.json"
+    if source.native and stored.exists():
+        shutil.copy2(stored, folder)
