@@ -1,8 +1,7 @@
 """`python finetune.py --model-name-or-path DIR --train-file FILE`; also under `deepspeed` or `torchrun`."""
 
-import sys
-
 from shardzoo.cli.finetune import main
+from shardzoo.trainer.environment import end_process
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

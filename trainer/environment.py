@@ -103,7 +103,7 @@ def initialize_distributed(launch: Launch) -> torch.device:
 
 
 def end_process(code: int) -> NoReturn:
-    """Ends a rank at once, its output written: what threads of the process group still run would abort an orderly end."""
+    """Ends a rank at once, its output written: threads of the process group could abort an orderly end."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
