@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .common.attention import MOST_SCORES_OF_PRODUCTS
 from .common.config import ModelConfig
 from .common.execution import Execution
 
@@ -31,11 +32,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the model runs. itemsize: bytes of an activation's element."""
+    """How the model runs. itemsize: bytes of an activation's element. device: the type of torch's."""
 
     itemsize: int
     tensor_parallel_size: int = 1
     execution: Execution = NOTHING_SPECIAL
+    device: str = "cpu"
 
     @property
     def sequence_split(self) -> int:
@@ -64,7 +66,6 @@ class Block:
     bias: bool = False
     cross: bool = False
     gated: bool = False
-    norm_is_fused: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,11 +140,8 @@ def _kept(stack: Stack, batch: Batch, layout: Layout, *, without_core: bool) -> 
     block, e, t = stack.block, layout.itemsize, layout.tensor_parallel_size
     tokens, inner = _tokens(stack, batch), block.heads * block.head_size
     norms = 3 if block.cross else 2
-    # A norm's input and output; the reference norm of 16-bit tensors keeps its statistics in their type.
-    statistics = block.statistics * (FP32 if e == FP32 or block.norm_is_fused else e)
-    total = norms * (2 * _stream(stack, batch, layout) + tokens * statistics // layout.sequence_split)
-    if layout.sequence_split > 1 and block.statistics == 2:
-        total += norms * 2 * block.hidden * e  # LayerNorm's parameters, stacked so that one sum serves both
+    # A norm's input, output and statistics.
+    total = norms * (2 * _stream(stack, batch, layout) + tokens * block.statistics * FP32 // layout.sequence_split)
     total += 4 * tokens * inner * e // t  # q, k, v and what attention makes of them
     lengths = [_own_length(stack, batch)]
     if block.cross:
@@ -171,13 +169,18 @@ def _core(stack: Stack, batch: Batch, layout: Layout, keys: int, *, crosses: boo
     weights = batch.size * block.heads * queries * keys * layout.itemsize // layout.tensor_parallel_size
     if block.attention_dropout:
         return 2 * weights
-    if block.bias and not crosses:
+    if _weights_are_written(block, layout, queries, keys, crosses):
         return weights
     log_sums = batch.size * block.heads * queries * FP32 // layout.tensor_parallel_size
     if not batch.padded:
         return log_sums
     rows = queries if block.causal and not crosses else 1
     return log_sums + batch.size * rows * keys * layout.itemsize  # the mask, as numbers that are added
+
+
+def _weights_are_written(block: Block, layout: Layout, queries: int, keys: int, crosses: bool) -> bool:
+    by_products = layout.device == "cpu" and layout.itemsize == 2 and queries * keys <= MOST_SCORES_OF_PRODUCTS
+    return block.attention_dropout or (block.bias and not crosses) or by_products
 
 
 def _working(stack: Stack, batch: Batch, layout: Layout, recomputed: int = 0) -> int:
@@ -190,9 +193,11 @@ def _working(stack: Stack, batch: Batch, layout: Layout, recomputed: int = 0) ->
     tokens = _tokens(stack, batch)
     wide = tokens * -(-block.feed_forward // t) * e
     inner = tokens * block.heads * block.head_size * e // t
-    scores = batch.size * block.heads * _own_length(stack, batch) ** 2 * e // t
-    # Where the weights are written out, their gradient is there with those of the output and of the values only.
-    attention = max(scores + 2 * inner, 4 * inner) if block.attention_dropout or block.bias else 4 * inner
+    length = _own_length(stack, batch)
+    attention = 4 * inner
+    if _weights_are_written(block, layout, length, length, crosses=False):
+        # Their gradient is there with those of the output and of the values only.
+        attention = max(batch.size * block.heads * length**2 * e // t + 2 * inner, attention)
     attention += recomputed
     return 2 * tokens * block.hidden * e + max(wide * (2 if block.gated else 1), attention - block.mlp_kept * wide)
 
@@ -262,7 +267,6 @@ def _t5(config: Any) -> list[Stack]:
         "attention_dropout": drops,
         "bias": True,
         "statistics": 1,
-        "norm_is_fused": True,
     }
     encoder = Block(**block, dropouts=3 if drops else 0)
     decoder = Block(**block, dropouts=4 if drops else 0, causal=True, cross=True)

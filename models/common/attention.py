@@ -19,6 +19,8 @@ from .cache import KeyValues, attend_by_source, back_to_rows
 from .execution import Execution
 from .masks import visible_before
 
+MOST_SCORES_OF_PRODUCTS = 512 * 512  # of a head, where `products_are_faster`
+
 
 class AttentionCore(nn.Module):
     """softmax(scale · q·kᵀ + position_bias, over the keys that the mask shows)·v, of this rank's heads.
@@ -175,7 +177,7 @@ def products_are_faster(q: Tensor, k: Tensor) -> bool:
     They do for 16-bit types on a CPU: 12 ms against 26 for 4 × 12 heads of 64 at 256 positions, 53 against 87 at 512.
     Longer rows would cost too much memory.
     """
-    short = q.shape[2] * k.shape[2] <= 512 * 512
+    short = q.shape[2] * k.shape[2] <= MOST_SCORES_OF_PRODUCTS
     return q.is_cpu and q.dtype.itemsize == 2 and short and torch.is_grad_enabled() and q.requires_grad
 
 

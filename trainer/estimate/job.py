@@ -71,7 +71,7 @@ class Job:
     @property
     def layout(self) -> Layout:
         execution = Execution(self.sequence_parallel, self.recompute)
-        return Layout(self.itemsize, self.tensor_parallel_size, execution)
+        return Layout(self.itemsize, self.tensor_parallel_size, execution, self.device)
 
     def batch(self, *, has_target: bool) -> Batch:
         """target_length: by default as long as the source."""
