@@ -71,11 +71,12 @@ def adafactor(parameters):
 SHORT = {"micro_batch_size": 1, "length": 8}
 CASES = [
     ("gpt2", {}, {}, None, "the last block's backward"),
-    ("gpt2", {"vocab_size": 4096}, {"recompute": "full"}, None, "the loss's backward"),
+    ("gpt2", {"vocab_size": 4096}, {"recompute": "full"}, None, "the head's backward"),
     ("gpt2", {}, {"recompute": "full"}, None, "the first block's backward"),
     ("gpt2", {}, {"accumulation_steps": 2, "recompute": "selective"}, None, "the last block's backward"),
     ("gpt2", {"n_embd": 512, "n_layer": 2}, SHORT | {"optimizer": "adafactor"}, adafactor, "the optimizer's step"),
-    ("gpt2", {"vocab_size": 32768}, SHORT, None, "the embedding's backward"),
+    ("gpt2", {"vocab_size": 32768}, SHORT, None, "the head's backward"),
+    ("mt5-small", {"vocab_size": 16384}, SHORT, None, "the first block's backward"),
     ("t5-small", {}, {}, None, "the last block's backward"),
     ("t5-small", {}, {"recompute": "full"}, None, "the first block's backward"),
     ("mt5-small", {"vocab_size": 16384}, SHORT | {"frozen": ("embeddings",)}, None, "the first block's backward"),

@@ -102,25 +102,26 @@ def _moments(model: ModelMemory, engine: EngineMemory, job: Job) -> list[Moment]
         }
         moments.append(Moment(name, fixed | lines))
 
-    # The gradient of an embedding that is also the head, or is used twice, comes in pieces: autograd keeps the first
-    # aside until there is another of the table's size, and their sum.
-    shared = model.table is not None and (model.table is model.head or len(model.parts) > 1)
-    pieces = 2 * e * model.table.local if shared and model.table else 0
-    pending = e * model.head.local if shared and model.head and not engine.grown else 0
+    # The gradient of a table that is used again, by the head or by the decoder, is on its way from there to the first
+    # look-up. Where gradients grow, the head's is counted among them.
+    table = e * model.table.local if model.table else 0
+    from_head = table if model.is_tied and not engine.grown else 0
+    from_decoder = table if not model.is_tied else 0
 
     moments: list[Moment] = []
     kept = [part.layers * part.block.kept for part in model.parts]
     head = (model.head,) if model.head else ()
     at("the loss's backward", engine.held, sum(kept) + model.ends, model.logits + model.loss, bucket=0)
-    at("the head's backward", engine.held + grown(head), sum(kept) + model.ends, model.logits, model.stream + pending)
+    at("the head's backward", engine.held + grown(head), sum(kept) + model.ends, model.logits, model.stream + from_head)
     gradients = engine.held + grown(head)
     for number in reversed(range(len(model.parts))):
         part, before = model.parts[number], sum(kept[:number])
-        working = part.block.working + pending
+        used_again = number < len(model.parts) - 1
+        working = part.block.working + from_head + (from_decoder if used_again else 0)
         at("the last block's backward", gradients, before + kept[number] + model.ends, 0, working)
         gradients += grown(part.parameters)
         at("the first block's backward", gradients, before + part.block.kept + model.ends, 0, working)
     everything = engine.held + grown(model.trained)
-    at("the embedding's backward", everything, 0, 0, pending + pieces)
+    at("the embedding's backward", everything, 0, 0, (0 if engine.grown else table) + model.pieces * table)
     at("the optimizer's step", engine.stepped, 0, 0, engine.temporaries, bucket=0)
     return moments

@@ -62,6 +62,7 @@ def hf_model_memory(config: Any, job: Job) -> ModelMemory:
         head=head,
         table=table,
         stream=stream,
+        pieces=2 if table is not None and table is head else 0,
     )
 
 

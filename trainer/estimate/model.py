@@ -24,7 +24,7 @@ class ModelMemory:
     """trained: those of `parameters` that are. parts: in the order of the forward pass. logits: bytes of the logits,
     and of their gradient. loss: what exists beside the logits at the most while the loss goes backward. ends: what
     else is kept outside the blocks. head, table: the trained weights that make the logits and the token embedding.
-    stream: bytes of one [B, S, H]."""
+    stream: bytes of one [B, S, H]. pieces: copies of the table's gradient that are added up at the end."""
 
     parameters: tuple[ParameterSize, ...]
     trained: tuple[ParameterSize, ...]
@@ -35,6 +35,11 @@ class ModelMemory:
     head: ParameterSize | None
     table: ParameterSize | None
     stream: int
+    pieces: int = 0
+
+    @property
+    def is_tied(self) -> bool:
+        return self.table is not None and self.table is self.head
 
 
 def model_memory(config: ModelConfig, job: Job) -> ModelMemory:
@@ -59,7 +64,7 @@ def model_memory(config: ModelConfig, job: Job) -> ModelMemory:
         trained=tuple(trained),
         parts=tuple(parts),
         logits=logits,
-        loss=logits,
+        loss=0,  # the gradient is written over the logits
         ends=end_bytes(config, batch, layout),
         head=head if head in trained else None,
         table=table if table in trained else None,
