@@ -8,6 +8,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.utils import (
+    groups,
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
@@ -16,6 +17,7 @@ from deepspeed.utils import (
     safe_set_local_optimizer_state,
 )
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ..mpu import grad_norm
 from .arguments import TrainingArguments
@@ -47,6 +49,7 @@ class DeepSpeedEngine:
                 f"whole; use zero_stage=0, or {', '.join(ELEMENT_STATES)}"
             )
         self._owners = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._linear = functional.linear  # which DeepSpeed replaces under stage 3
         # DeepSpeed would compile this CPU collective at run time, with a lock file that a killed run leaves behind.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self.model: Any = deepspeed.initialize(
@@ -129,6 +132,7 @@ class DeepSpeedEngine:
         with self._whole_parameters():
             whole = {name: parameter.detach().clone() for name, parameter in self.module.named_parameters()}
         self.model.destroy()
+        functional.linear, groups.mpu = self._linear, None  # so that the next engine of this process finds neither
         if self._stage == 3:
             for name, parameter in self.module.named_parameters():
                 parameter.data = whole[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from training import losses, on_ranks
 
 ONE_STEP = 1e-6  # fp32; the order of sums differs
@@ -36,6 +37,20 @@ def test_engines_and_accumulation_equal_the_big_batch(run_mesh, tmp_path, big_ba
     runs = on_ranks(run_mesh, tmp_path, data_ranks=ranks, global_batch_size=8, **arguments)
     for run in runs:
         assert_same(run, big_batch)
+
+
+def left_behind(mesh):
+    from deepspeed.utils import groups
+    from torch.nn import functional
+
+    return functional.linear is torch._C._nn.linear, groups.mpu
+
+
+def test_deepspeed_leaves_nothing_behind(run_mesh, tmp_path):
+    """Neither the product that stage 3 puts in place of torch's, which rounds twice, nor the mesh."""
+    on_ranks(run_mesh, tmp_path / "mesh", data_ranks=2, train_steps=1, env_type="deepspeed+mpu")
+    on_ranks(run_mesh, tmp_path / "stage", data_ranks=2, train_steps=1, env_type="deepspeed", zero_stage=3)
+    assert run_mesh(1, left_behind, data=2) == [(True, None)] * 2
 
 
 @pytest.mark.parametrize(("arguments", "ranks"), ENGINES, ids=lambda value: str(value))
