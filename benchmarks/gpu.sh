@@ -56,11 +56,13 @@ else
   echo "== build: there is no nvcc; ops/_kernels.so is used as it is"
 fi
 part doctor 20 "$python" -m shardzoo.cli.main doctor
-part tests 90 "$python" -m pytest -q -p no:cacheprovider tests/ops/test_gpu.py
+workers=() # compiling Triton's kernels is most of the tests' time
+"$python" -c 'import xdist' 2>/dev/null && workers=(-n 8)
+part tests 120 "$python" -m pytest -q -p no:cacheprovider "${workers[@]}" tests/ops/test_gpu.py
 bench kernels_bf16 110 cuda --dtype bfloat16 --plot "$out/kernels_bf16.png"
 bench kernels_fp32 50 cuda --dtype float32 --no-compile --repetitions 11
 bench kernels_triton 50 triton --dtype bfloat16 --no-compile --repetitions 11
-part training 100 "$python" benchmarks/train_step.py --device cuda --families gpt2 t5 --dtypes bfloat16 --batch-size 16 \
+part training 90 "$python" benchmarks/train_step.py --device cuda --families gpt2 t5 --dtypes bfloat16 --batch-size 16 \
   --length 512 --rounds 5 --json "$out/training.json"
 
 "$python" - "$out" "${failed[@]:-}" <<'PYTHON'
