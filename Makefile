@@ -13,7 +13,7 @@ $(VENV)/.complete: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip setuptools wheel packaging ninja pybind11
 	$(PIP) torch numpy
-	DS_BUILD_OPS=0 $(PIP) --no-build-isolation --editable ".[dev]"
+	DS_BUILD_OPS=0 $(PIP) --no-build-isolation --editable ".[dev,triton]"
 	$(PIP) --no-deps megatron-core
 	touch $@
 

@@ -75,6 +75,7 @@ class Arguments:
     rounds: int = 7
     threads: int = 0
     """0: what torch takes."""
+    device: Literal["cpu", "cuda"] = "cpu"
     clock: Literal["wall", "cpu"] = "wall"
     """"cpu" counts this process's time alone: on a busy machine, with `--threads 1`, the only steady figure."""
     compiled: bool = True
@@ -93,6 +94,7 @@ def main() -> int:
         torch.set_num_threads(arguments.threads)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    facts = environment(arguments.device) | {"transformers": transformers.__version__}
     results, wrong = [], False
     for family in arguments.families:
         for dtype in arguments.dtypes:
@@ -100,16 +102,17 @@ def main() -> int:
             wrong |= "error" in result or result["ratio"] < arguments.required
             results.append(result)
             show(result)
-    if arguments.json:
-        report = {"environment": environment("cpu") | {"transformers": transformers.__version__}, "results": results}
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+            if arguments.json:  # after each, so that a run cut short leaves what it has measured
+                report = {"environment": facts, "results": results}
+                arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     return int(wrong)
 
 
 def measure(family: str, dtype: str, arguments: Arguments) -> dict:
     """One family in one type: check the variants, then time them in turns."""
     reference = make_reference(family, arguments)
-    batch = make_batch(family, reference.config, arguments)
+    cpu_batch = make_batch(family, reference.config, arguments)
+    batch = {name: value.to(arguments.device) for name, value in cpu_batch.items()}
     tokens = sum(int(batch[name].numel()) for name in ("input_ids", *(["labels"] if family in ("t5", "mt5") else [])))
     with tempfile.TemporaryDirectory() as folder:
         reference.save_pretrained(folder)
@@ -132,7 +135,7 @@ def measure(family: str, dtype: str, arguments: Arguments) -> dict:
     rates = []
     now = time.perf_counter if arguments.clock == "wall" else time.process_time
     for _ in range(arguments.rounds):
-        rates.append(gemm_rate(getattr(torch, dtype), now))
+        rates.append(gemm_rate(getattr(torch, dtype), now, arguments.device))
         for name, step in steps.items():
             start = now()
             step()
@@ -150,7 +153,7 @@ def measure(family: str, dtype: str, arguments: Arguments) -> dict:
         "gemm_seconds": step_flops(variants["native"], batch) / statistics.median(rates),
         "best_native": own[best],
         "best_rival": rivals[rival],
-        "parts": time_parts(steps["native"]),
+        "parts": time_parts(steps["native"], arguments.device),
     }
 
 
@@ -185,17 +188,17 @@ def make_batch(family: str, config, arguments: Arguments) -> dict[str, torch.Ten
 def make_variants(folder: str, kind: type, dtype: torch.dtype, arguments: Arguments) -> dict[str, nn.Module]:
     def rival(attention: str) -> nn.Module:
         model = kind.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
-        return model.to(dtype).train()  # T5's wo stays in fp32 otherwise
+        return model.to(arguments.device, dtype).train()  # T5's wo stays in fp32 otherwise
 
     variants = {
         "hf eager": rival("eager"),
         "hf sdpa": rival("sdpa"),
-        "native": shardzoo.from_pretrained(folder, dtype=dtype).train(),
+        "native": shardzoo.from_pretrained(folder, dtype=dtype).to(arguments.device).train(),
     }
     if arguments.compiled:
         compiled = rival("sdpa")
         compiled.forward = torch.compile(compiled.forward)
-        own = shardzoo.from_pretrained(folder, dtype=dtype).train()
+        own = shardzoo.from_pretrained(folder, dtype=dtype).to(arguments.device).train()
         for name, module in own.named_modules():
             if name.rpartition(".")[0].endswith("blocks"):
                 module.compile()
@@ -220,22 +223,28 @@ def make_step(model: nn.Module, batch: dict[str, torch.Tensor]) -> Callable[[], 
     return step
 
 
-def time_parts(step: Callable[[], object]) -> dict[str, float]:
+def time_parts(step: Callable[[], object], device: str) -> dict[str, float]:
     """The share of each of `PARTS` in one step, and of the rest."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
         step()
     shares = dict.fromkeys([*PARTS, "rest"], 0.0)
     for event in profiler.key_averages():
         part = (part for part, names in PARTS.items() if any(name in event.key for name in names))
-        shares[next(part, "rest")] += event.self_cpu_time_total
+        shares[next(part, "rest")] += event.self_device_time_total if device == "cuda" else event.self_cpu_time_total
     return {part: value / sum(shares.values()) for part, value in shares.items()}
 
 
-def gemm_rate(dtype: torch.dtype, now: Callable[[], float], size: int = 1536) -> float:
+def gemm_rate(dtype: torch.dtype, now: Callable[[], float], device: str) -> float:
     """Floating-point operations per second of a large product on this machine now."""
-    a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
+    size = 8192 if device == "cuda" else 1536
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    if device == "cuda":
+        torch.mm(a, b)[0, 0].item()  # the first one sets the library up
     start = now()
-    torch.mm(a, b)
+    torch.mm(a, b)[0, 0].item()  # waits for the device
     return 2 * size**3 / (now() - start)
 
 

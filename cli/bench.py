@@ -16,7 +16,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..ops.bench.cases import cases
+from ..ops import current_choice
+from ..ops.bench.cases import Case, cases
 from ..ops.bench.measure import Result, measure
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -76,31 +77,40 @@ def run(options: Kernels) -> int:
     if unknown:
         raise ValueError(f"there is no operator {unknown[0]!r} to measure; use {', '.join(names)}")
     console = Console(width=None if sys.stdout.isatty() else 200)
-    results = []
+    facts, results = environment(device), []
     for case in chosen:
         for dtype in options.dtype if not options.op or case.name in options.op else ():
             with console.status(f"{case.name} {dtype}"):
-                results.append(
-                    measure(
-                        case,
-                        device,
-                        DTYPES[dtype],
-                        repetitions=options.repetitions,
-                        compiled=options.compile,
-                    )
-                )
-    facts = environment(device)
+                results.append(attempt(case, device, dtype, options))
+            if options.json:  # after each, so that a run cut short leaves what it has measured
+                report = {"environment": facts, "results": [result.to_dict() for result in results]}
+                options.json.write_text(json.dumps(report, indent=1) + "\n")
     console.print(", ".join(f"{name} {value}" for name, value in facts.items()), highlight=False)
     console.print(table(results))
     wrong = [result for result in results if result.error]
     for result in wrong:
-        console.print(f"WRONG: {result.op} {result.dtype}: {result.error}", style="bold red")
-    if options.json:
-        report = {"environment": facts, "results": [result.to_dict() for result in results]}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        verdict = row(result, [])[-1]
+        console.print(f"{verdict}: {result.op} {result.dtype}: {result.error}", style="bold red", markup=False)
+    for result in results:
+        for name, reason in result.missing.items():
+            console.print(f"not measured: {name} of {result.op} {result.dtype}: {reason}", markup=False)
     if options.plot:
         plot([result for result in results if not result.error], options.plot)
     return 1 if wrong else 0
+
+
+def attempt(case: Case, device: str, dtype: str, options: Kernels) -> Result:
+    """Measure one case. What stops it, such as too little memory, is its error and does not stop the other cases."""
+    settings = {"repetitions": options.repetitions, "compiled": options.compile}
+    try:
+        return measure(case, device, DTYPES[dtype], **settings)
+    except Exception as error:
+        reason = f"failed with {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return Result(case.name, dtype, [], current_choice(), case.baseline, reason, {})
+    finally:
+        torch.compiler.reset()
+        if device == "cuda":
+            torch.cuda.empty_cache()
 
 
 def environment(device: str) -> dict[str, str]:
@@ -139,7 +149,7 @@ def row(result: Result, rivals: list[str]) -> list[str]:
     """The table's cells for one result."""
     cells = [result.op, result.dtype, "x".join(map(str, result.shape)), result.variant]
     if result.error:
-        return [*cells, "WRONG"]
+        return [*cells, "FAILED" if result.error.startswith("failed") else "WRONG"]
     ours, eager = result.timings["ours"], result.timings["eager"]
     cells += [f"{ours.median:.2f}", f"{ours.spread:.2f}", f"{eager.median:.2f}", times(result.speedup("eager"))]
     cells.append(times(result.speedup("compile")))

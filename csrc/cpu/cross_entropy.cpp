@@ -43,6 +43,7 @@ void cross_entropy_stats(const CrossEntropyStats& a, int64_t begin, int64_t end)
       }
       const C shift = top == lowest ? 0 : top;
       for_vectors<T>(size, [&](int64_t i, auto part) LAMBDA {
+        prefetch(x + block + kBlock + i);
         const V value = load(x + block + i, part);
         exps += exp<true>(keep_lanes<C>(value - shift, part, lowest));
         sums += value;

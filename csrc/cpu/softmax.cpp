@@ -11,31 +11,6 @@ INLINE int64_t visible_columns(const SoftmaxForward& a, int64_t b, int64_t q) {
   return limit < 0 ? 0 : limit < a.columns ? limit : a.columns;
 }
 
-// z = scale * scores + bias + mask into `z`, padded with -inf to whole vectors; returns the largest.
-template <class T>
-INLINE Compute<T> masked_scores(const SoftmaxForward& a, int64_t b, int64_t n, int64_t q, int64_t limit,
-                                Compute<T>* z) {
-  using C = Compute<T>;
-  using V = VectorOf<T>;
-  const T* scores = at<T>(a.scores, ((b * a.heads + n) * a.queries + q) * a.columns);
-  const T* bias = at<T>(a.bias, b * a.bias_stride[0] + n * a.bias_stride[1] + q * a.bias_stride[2]);
-  const int64_t mask_row = b * a.mask_stride[0] + n * a.mask_stride[1] + q * a.mask_stride[2];
-  const T* added = a.mask_is_bool ? nullptr : at<T>(a.mask, mask_row);
-  const uint8_t* visible = a.mask_is_bool ? at<uint8_t>(a.mask, mask_row) : nullptr;
-  const C scale = static_cast<C>(a.scale), lowest = -kInfinity;
-  V top = V{} + lowest;
-  for_vectors<T>(limit, [&](int64_t i, auto part) LAMBDA {
-    V value = load(scores + i, part) * scale;
-    if (bias != nullptr) value += load(bias + i, part);
-    if (added != nullptr) value += load(added + i, part);
-    if (visible != nullptr) value = where<C>(visible + i, part, value, lowest);
-    value = keep_lanes<C>(value, part, lowest);
-    store(z + i, value, Full{});
-    top = larger(value, top);  // a NaN is passed over here and found again in the sum
-  });
-  return max_lanes<C>(top);
-}
-
 constexpr int64_t kSharedElements = 8192;  // of a bias that all samples share, or its gradient, at a time: 32 KiB of fp32
 
 struct Place {
@@ -58,19 +33,57 @@ INLINE Place place_of(const SoftmaxForward& a, int64_t unit) {
 }
 
 template <class T>
+INLINE const T* scores_of(const SoftmaxForward& a, const Place& place) {
+  return at<T>(a.scores, ((place.b * a.heads + place.n) * a.queries + place.q) * a.columns);
+}
+template <class T>
+INLINE const T* bias_of(const SoftmaxForward& a, const Place& place) {
+  return at<T>(a.bias, place.b * a.bias_stride[0] + place.n * a.bias_stride[1] + place.q * a.bias_stride[2]);
+}
+
+// z = scale * scores + bias + mask into `z`, padded with -inf to whole vectors; returns the largest.
+template <class T>
+INLINE Compute<T> masked_scores(const SoftmaxForward& a, const Place& place, int64_t limit, Compute<T>* z) {
+  using C = Compute<T>;
+  using V = VectorOf<T>;
+  const T *scores = scores_of<T>(a, place), *bias = bias_of<T>(a, place);
+  const int64_t mask_row = place.b * a.mask_stride[0] + place.n * a.mask_stride[1] + place.q * a.mask_stride[2];
+  const T* added = a.mask_is_bool ? nullptr : at<T>(a.mask, mask_row);
+  const uint8_t* visible = a.mask_is_bool ? at<uint8_t>(a.mask, mask_row) : nullptr;
+  const C scale = static_cast<C>(a.scale), lowest = -kInfinity;
+  V top = V{} + lowest;
+  for_vectors<T>(limit, [&](int64_t i, auto part) LAMBDA {
+    V value = load(scores + i, part) * scale;
+    if (bias != nullptr) value += load(bias + i, part);
+    if (added != nullptr) value += load(added + i, part);
+    if (visible != nullptr) value = where<C>(visible + i, part, value, lowest);
+    value = keep_lanes<C>(value, part, lowest);
+    store(z + i, value, Full{});
+    top = larger(value, top);  // a NaN is passed over here and found again in the sum
+  });
+  return max_lanes<C>(top);
+}
+
+template <class T>
 void softmax_forward(const SoftmaxForward& a, int64_t begin, int64_t end) {
   using C = Compute<T>;
   using V = VectorOf<T>;
   const Scratch<C> scratch(a.columns);
   C* row = scratch.get();
   for (int64_t unit = begin; unit < end; ++unit) {
-    const auto [b, n, q] = place_of(a, unit);
+    const Place place = place_of(a, unit);
+    const auto [b, n, q] = place;
     const int64_t start = ((b * a.heads + n) * a.queries + q) * a.columns;
     const int64_t limit = visible_columns(a, b, q);
-    const C top = masked_scores<T>(a, b, n, q, limit, row);
+    const C top = masked_scores<T>(a, place, limit, row);
     const C shift = top == -kInfinity ? 0 : top;  // then every exp is 0, or NaN where the score is
+    const Place next = place_of(a, unit + 1 < end ? unit + 1 : unit);
+    const T* next_scores = scores_of<T>(a, next);
+    const T* next_bias = bias_of<T>(a, next);
     V sums = {};
     for (int64_t i = 0; i < limit; i += kLanes<T>) {
+      prefetch(next_scores + i);
+      if (next_bias != nullptr) prefetch(next_bias + i);
       const V e = exp<true>(load(row + i, Full{}) - shift);
       store(row + i, e, Full{});
       sums += e;
@@ -122,6 +135,10 @@ INLINE void softmax_backward_row(const SoftmaxBackward& a, int64_t b, int64_t un
   T* bias_out = a.bias_batch > 1 ? at<T>(a.grad_bias, row) : nullptr;
   const bool past_cache = beyond_cache(out, a.batch * plane * a.columns);
   for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
+    if (bias_sum != nullptr) {
+      prefetch(grad + a.columns + i);
+      prefetch(probs + a.columns + i);
+    }
     const V g = dropped_grad<T>(a.dropout, key, i, load(grad + i, part));
     const V grad_z = load(probs + i, part) * (g - dot);
     put(out + i, grad_z * scale, part, past_cache);

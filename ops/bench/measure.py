@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import torch
 
@@ -14,6 +14,8 @@ from .cases import Case, Tensors
 
 # (relative, share of the largest value): a few roundings of the dtype
 TOLERANCE = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2**-6, 2**-7), torch.float16: (2**-8, 2**-9)}
+
+QUEUED_CYCLES = 2_000_000  # of a GPU's clock, about a millisecond
 
 
 @dataclass
@@ -45,6 +47,7 @@ class Result:
     gigabytes_forward: float = 0.0
     gigabytes_backward: float = 0.0
     gigabytes_copy: float = 0.0
+    missing: dict[str, str] = field(default_factory=dict)  # contenders that failed, and why
 
     def bandwidth(self, contender: str) -> float:
         """GB/s of a contender: forward, backward, both or a copy."""
@@ -132,17 +135,33 @@ def contenders(case: Case, tensors: Tensors, cotangent: torch.Tensor, compiled: 
     return timed | {name: training(function) for name, function in case.rivals.items()}
 
 
+def warm_up(timed: dict[str, Callable]) -> dict[str, str]:
+    """Run every contender twice: that compiles, and touches its memory. Those of others that fail are taken out.
+
+    Returns their names and what was wrong with them.
+    """
+    failed = {}
+    for name, function in list(timed.items()):
+        try:
+            function()
+            function()
+        except Exception as error:
+            if name.startswith(("ours", "copy")):
+                raise
+            failed[name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            del timed[name]
+    return failed
+
+
 def time_interleaved(timed: dict[str, Callable], device: str, repetitions: int) -> dict[str, Timing]:
     """Each round runs every contender once, so that a disturbance of the machine hits all of them."""
     seconds: dict[str, list[float]] = {name: [] for name in timed}
-    for function in timed.values():
-        function()  # compiles, and touches its memory
-        function()
     for _ in range(repetitions):
         for name, function in timed.items():
             if device == "cuda":
                 start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 torch.cuda.synchronize()
+                torch.cuda._sleep(QUEUED_CYCLES)  # the GPU waits while the host queues the work: only the work is timed
                 start.record()
                 function()
                 stop.record()
@@ -174,5 +193,6 @@ def measure(case: Case, device: str, dtype: torch.dtype, *, repetitions: int, co
     result.gigabytes_copy = 2 * size
     if error is None:
         timed = contenders(case, tensors, cotangent, compiled)
+        result.missing = warm_up(timed)
         result.timings = time_interleaved(timed, device, repetitions)
     return result

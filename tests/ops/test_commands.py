@@ -36,6 +36,26 @@ def test_bench_refuses_a_speed_for_a_wrong_result(monkeypatch, capsys):
     assert not result.timings
 
 
+def test_bench_goes_on_after_a_failure(tmp_path, monkeypatch, capsys):
+    """Of an op: the others are measured. Of another contender: ours is measured, and what failed is named."""
+    first, second = (case for case in cases("cpu", 0.001) if case.name in ("rms_norm", "bias_gelu"))
+
+    def fail(tensors):
+        raise RuntimeError("out of memory\nand more")
+
+    first.ours, second.rivals = fail, {"liger_gelu": fail}
+    monkeypatch.setattr(bench, "cases", lambda device, scale: [first, second])
+    report = tmp_path / "out.json"
+    assert bench.main([*QUICK, "--dtype", "float32", "--json", str(report)]) == 1
+    shown = capsys.readouterr().out
+    assert "FAILED: rms_norm float32: failed with RuntimeError: out of memory\n" in shown
+    assert "not measured: liger_gelu of bias_gelu float32: RuntimeError: out of memory\n" in shown
+    failed, measured = json.loads(report.read_text())["results"]
+    assert not failed["timings"]
+    assert measured["timings"]["ours"]["median"] > 0
+    assert "liger_gelu" in measured["missing"]
+
+
 @pytest.mark.parametrize(("arguments", "status"), [([], 0), (["everything"], 2), ([*QUICK, "--op", "attention"], 2)])
 def test_bench_misuse(arguments, status, capsys):
     assert bench.main(arguments) == status

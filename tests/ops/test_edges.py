@@ -37,6 +37,8 @@ def strided(tensor, how):
 @given(rows=st.integers(1, 9), columns=st.integers(1, 70), seed=st.integers(0, 99), how=st.data())
 def test_layouts_do_not_matter(zoo, case_name, variant, rows, columns, seed, how):
     """Bit for bit the result of contiguous inputs; PyTorch's own sums depend on the layout in the last bits."""
+    if variant == "triton":
+        rows = min(rows, 2)  # the interpreter takes milliseconds per row
     case = zoo.cases(rows, columns, seed)[case_name]
     layout = how.draw(st.sampled_from(["misaligned", "strided", "transposed"]))
     moved = {
