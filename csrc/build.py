@@ -1,7 +1,7 @@
 """Builds the compiled parts: the kernel library, the build information and the dataset helpers.
 
-`setup.py` loads this file by its path. Nothing here can make an installation fail, unless the environment
-says so:
+`setup.py` loads this file by its path; run as a script it builds into the checkout. Nothing here can make an
+installation fail, unless the environment says so:
 
     SHARDZOO_BUILD        auto (default): build what can be built; required: a failure is an error; skip: nothing
     SHARDZOO_CUDA         auto (default): with CUDA kernels if nvcc is found; 1: required; 0: without
@@ -21,7 +21,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from setuptools import Extension
+from setuptools import Distribution, Extension
 from setuptools.command.build_ext import build_ext
 
 CSRC = Path(__file__).resolve().parent
@@ -257,3 +257,20 @@ def build_pybind11(source: Path, objects: Path, target: Path) -> None:
     output = objects / f"{source.stem}.o"
     run([*cxx, *COMMON, "-O2", "-std=c++17", *defines, *include, "-c", str(source), "-o", str(output)])
     run([*cxx, "-shared", "-o", str(target), str(output)])
+
+
+def build_in_place() -> None:
+    """Build into the checkout. Unlike `setup.py build_ext --inplace` it leaves pyproject.toml unread, which setuptools
+    before 77 refuses.
+    """
+    distribution = Distribution({"package_dir": {"shardzoo": "."}, "ext_modules": extensions()})
+    distribution.cmdclass["build_ext"] = BuildCompiled
+    command = distribution.get_command_obj("build_ext")
+    command.inplace = True
+    command.ensure_finalized()
+    command.run()
+
+
+if __name__ == "__main__":
+    os.chdir(CSRC.parent)
+    build_in_place()
