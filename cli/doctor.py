@@ -67,7 +67,9 @@ def compiled() -> dict[str, str]:
     facts = {"kernel library": error or str(native.LIBRARY)}
     if error is None:
         facts["CPU instructions"] = native.cpu_isa()
-        facts["CUDA kernels"] = "built in" if native.has_cuda_kernels() else "not built in (no nvcc, or switched off)"
+        facts["CUDA kernels"] = (
+            "built in" if native.has_cuda_kernels() else "not built in (no working nvcc, or switched off)"
+        )
     else:
         facts["to build"] = "pip install --no-build-isolation --force-reinstall --no-deps <source folder>"
     try:
@@ -76,7 +78,9 @@ def compiled() -> dict[str, str]:
         facts["build information"] = f"not built ({missing})"
         return facts
     facts["built with"] = f"{info.compiler}, torch stable ABI {info.torch_stable_abi}"
-    facts["machine code"] = f"CPU {info.cpu_instruction_sets}; CUDA {info.cuda_code or 'none'}"
+    facts["machine code"] = (
+        f"CPU {info.cpu_instruction_sets}; CUDA {info.cuda_code if native.has_cuda_kernels() else 'none'}"
+    )
     return facts
 
 

@@ -1,12 +1,12 @@
 """Builds the compiled parts: the kernel library, the build information and the dataset helpers.
 
-`setup.py` loads this file by its path. Nothing here can make an installation fail, unless the environment
-says so:
+`setup.py` loads this file by its path; run as a script it builds into the checkout. Nothing here can make an
+installation fail, unless the environment says so:
 
-    SHARDZOO_BUILD   auto (default): build what can be built; required: a failure is an error; skip: build
-    nothing SHARDZOO_CUDA    auto (default): with CUDA kernels if nvcc is found; 1: required; 0: without
-    SHARDZOO_CUDA_ARCHS   compute capabilities, default "80;90"; PTX of the last one serves later GPUs CXX,
-    NVCC        the compilers
+    SHARDZOO_BUILD        auto (default): build what can be built; required: a failure is an error; skip: nothing
+    SHARDZOO_CUDA         auto (default): with CUDA kernels if nvcc is found; 1: required; 0: without
+    SHARDZOO_CUDA_ARCHS   compute capabilities, default "80;90"; PTX of the last one serves later GPUs
+    CXX, NVCC             the compilers
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from setuptools import Extension
+from setuptools import Distribution, Extension
 from setuptools.command.build_ext import build_ext
 
 CSRC = Path(__file__).resolve().parent
@@ -71,7 +71,8 @@ class BuildCompiled(build_ext):
         failures = []
         for extension in self.extensions:
             try:
-                self.build_one(extension)
+                if without := self.build_one(extension):
+                    failures.append(f"{extension.name}: {without}")
             except (CannotBuild, subprocess.CalledProcessError, OSError) as error:
                 self.remove(extension)
                 failures.append(f"{extension.name}: {describe(error)}")
@@ -84,15 +85,16 @@ class BuildCompiled(build_ext):
                 file=sys.stderr,
             )
 
-    def build_one(self, extension: Extension) -> None:
+    def build_one(self, extension: Extension) -> str | None:
+        """Build an extension; None, or what it had to be built without, and why."""
         target = Path(self.target(extension.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         objects = Path(self.build_temp).resolve() / extension.name
         objects.mkdir(parents=True, exist_ok=True)
         if extension.name == KERNELS:
-            build_kernels(objects, target)
-        else:
-            build_pybind11(CSRC.parent / extension.sources[0], objects, target)
+            return build_kernels(objects, target)
+        build_pybind11(CSRC.parent / extension.sources[0], objects, target)
+        return None
 
     def target(self, name: str) -> str:
         """Where an extension goes: into the source folder for editable installations."""
@@ -215,9 +217,24 @@ def binding_jobs(cxx: list[str], objects: Path, torch: Path, cuda: bool) -> list
     return jobs
 
 
-def build_kernels(objects: Path, target: Path) -> None:
-    """Compile and link the kernel library."""
-    cxx, torch, nvcc = compiler(), package_folder("torch"), find_nvcc()
+def build_kernels(objects: Path, target: Path) -> str | None:
+    """Build the kernel library. An nvcc that fails, say on a host compiler too new for it, costs the CUDA kernels only;
+    what it said is returned.
+    """
+    nvcc = find_nvcc()
+    try:
+        link_kernels(objects, target, nvcc)
+    except (subprocess.CalledProcessError, OSError) as error:
+        if nvcc is None or os.environ.get("SHARDZOO_CUDA") == "1":
+            raise
+        link_kernels(objects, target, None)
+        return f"without CUDA kernels: {describe(error)}"
+    return None
+
+
+def link_kernels(objects: Path, target: Path, nvcc: str | None) -> None:
+    """Compile and link the kernel library, with CUDA kernels if there is an nvcc."""
+    cxx, torch = compiler(), package_folder("torch")
     jobs = [*binding_jobs(cxx, objects, torch, nvcc is not None), *cpu_jobs(cxx, objects)]
     link = ["-L" + str(torch / "lib"), "-ltorch_cpu", "-ldl"]
     linker = cxx
@@ -240,3 +257,20 @@ def build_pybind11(source: Path, objects: Path, target: Path) -> None:
     output = objects / f"{source.stem}.o"
     run([*cxx, *COMMON, "-O2", "-std=c++17", *defines, *include, "-c", str(source), "-o", str(output)])
     run([*cxx, "-shared", "-o", str(target), str(output)])
+
+
+def build_in_place() -> None:
+    """Build into the checkout. Unlike `setup.py build_ext --inplace` it leaves pyproject.toml unread, which setuptools
+    before 77 refuses.
+    """
+    distribution = Distribution({"package_dir": {"shardzoo": "."}, "ext_modules": extensions()})
+    distribution.cmdclass["build_ext"] = BuildCompiled
+    command = distribution.get_command_obj("build_ext")
+    command.inplace = True
+    command.ensure_finalized()
+    command.run()
+
+
+if __name__ == "__main__":
+    os.chdir(CSRC.parent)
+    build_in_place()

@@ -45,7 +45,7 @@ def missing(device_type: str) -> str | None:
     """None if compiled kernels exist for `device_type` ("cpu" or "cuda"), else the reason why not."""
     error = load_error()
     if error is None and device_type == "cuda" and not has_cuda_kernels():
-        return "the library was built without CUDA kernels (no nvcc at build time)"
+        return "the library was built without CUDA kernels (no working nvcc at build time)"
     return error
 
 

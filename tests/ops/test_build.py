@@ -15,7 +15,11 @@ ROOT = Path(__file__).parents[2]
 def build(folder, **environment):
     """Run the extension build into a folder."""
     command = [sys.executable, "setup.py", "build_ext", "--build-lib", folder / "lib", "--build-temp", folder / "temp"]
-    cleared = {name: value for name, value in os.environ.items() if name not in ("CXX", "SHARDZOO_BUILD")}
+    cleared = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("CXX", "NVCC", "SHARDZOO_BUILD", "SHARDZOO_CUDA")
+    }
     return subprocess.run(command, cwd=ROOT, env={**cleared, **environment}, capture_output=True, text=True)
 
 
@@ -37,6 +41,25 @@ def test_install_succeeds_and_says_so_once(no_compiler, tmp_path):
     assert done.stderr.count("installed without some compiled parts") == 1
     assert f"shardzoo.ops._kernels: {reason}" in done.stderr
     assert not list(tmp_path.rglob("*.so"))
+
+
+def test_a_failing_nvcc_costs_only_the_cuda_kernels(tmp_path):
+    scripts = {
+        "g++": 'while [ "$1" != -o ]; do shift; done; : >"$2"',
+        "nvcc": "echo error: unsupported compiler >&2; exit 1",
+    }
+    for name, script in scripts.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    library = tmp_path / "lib" / "shardzoo" / "ops" / "_kernels.so"
+    done = build(tmp_path, **environment)
+    assert done.returncode == 0, done.stderr
+    assert "shardzoo.ops._kernels: without CUDA kernels: nvcc failed: error: unsupported compiler" in done.stderr
+    assert library.exists()
+    done = build(tmp_path, **environment, SHARDZOO_CUDA="1")
+    assert "shardzoo.ops._kernels: nvcc failed: error: unsupported compiler" in done.stderr
+    assert not library.exists()
 
 
 def test_required_build_fails(no_compiler, tmp_path):
