@@ -11,6 +11,7 @@ from .dispatch import current_choice, kernels
 from .dropout_mask import dropout_keep, dropout_keys, use_key
 from .glu import geglu, swiglu
 from .layer_norm import add_layer_norm, layer_norm
+from .linear import linear
 from .look_up import look_up
 from .rms_norm import add_rms_norm, rms_norm
 from .softmax import masked_softmax
@@ -31,6 +32,7 @@ __all__ = [
     "geglu",
     "kernels",
     "layer_norm",
+    "linear",
     "look_up",
     "masked_softmax",
     "rms_norm",
