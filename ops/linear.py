@@ -4,8 +4,7 @@ BLAS libraries are tuned for many rows; with few, on a CPU, they reach a part of
 reads the weight as it lies, once for all rows. Every sum is taken in fp32 (fp64 for fp64) in an order that depends
 neither on the number of rows nor on the number of threads, and rounded once.
 
-It has no gradient formula and runs in inference mode only: under `no_grad` a forward pass may be one that is repeated
-with gradients later, and must not be rounded differently. Elsewhere, and for more rows, `linear` is PyTorch's.
+It has no gradient formula and runs in inference mode only. Elsewhere, and for more rows, `linear` is PyTorch's.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from . import dispatch, native
+from .inference import in_inference_mode
 from .library import runs_directly
 
 # With more rows BLAS is as fast or faster; for 16 bits it has instructions that are not used here.
@@ -33,7 +33,7 @@ def fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bo
     """Whether the kernel can, and should, do this product."""
     columns = x.shape[-1] if x.dim() else 0
     return (
-        torch.is_inference_mode_enabled()
+        in_inference_mode()
         and x.is_cpu
         and 0 < x.numel() <= MOST_ROWS.get(x.dtype, 0) * columns
         and weight.dim() == 2

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ...mpu import ParallelMesh, RowParallelLinear, Shard, tp_size
 from ...mpu.linear import column_parallel
 from ...mpu.parameter import split_parameter
-from ...ops import linear
+from ...ops import in_inference_mode, linear
 
 
 class GateUpLinear(nn.Module):
@@ -29,7 +29,7 @@ class GateUpLinear(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[B, S, H], or [B, S/tp, H] -> twice [B, S, Fp]"""
-        if tp_size(self.mesh) == 1 or (torch.is_inference_mode_enabled() and not self.sequence_parallel):
+        if tp_size(self.mesh) == 1 or (in_inference_mode() and not self.sequence_parallel):
             return linear(x, self.gate), linear(x, self.up)  # nothing to exchange
         weight = torch.cat([self.gate, self.up])  # little beside the products; it halves the exchanges
         both = column_parallel(x, weight, None, sequence_parallel=self.sequence_parallel, mesh=self.mesh)
