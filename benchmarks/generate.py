@@ -1,10 +1,12 @@
 """Tokens per second of decoding, native against transformers' `generate`, in one interleaved run.
 
-    python benchmarks/generate.py --families gpt2 t5 --batches 1 8
+    python benchmarks/generate.py --models gpt2 t5-small --batches 1 8
 
 All sides decode greedily with the same weights, prompts and threads; transformers with its dynamic and its static
-cache. A side with other tokens is not timed: the program says so and fails. Ratios are of medians over rounds in
-which all sides take turns. The size of the native cache is compared with its formula.
+cache, the latter also compiled if asked. A side with other tokens is not timed: the program says so and fails. Ratios
+are of medians over rounds in which all sides take turns. A step cannot be faster than the weights and the cache can be
+read, each once; the table says which share of that speed each side reaches, by the fastest of several reads. The size
+of the native cache is compared with its formula.
 """
 
 from __future__ import annotations
@@ -29,22 +31,25 @@ from rich.table import Table
 from torch import Tensor
 
 import shardzoo
+import shardzoo.ops
+from shardzoo.cli.bench import processor
 from shardzoo.generation.decoders import Decoder
 
-SIZES = {
-    "gpt2": transformers.GPT2Config(n_layer=6, n_embd=384, n_head=6, vocab_size=8192, bos_token_id=0, eos_token_id=0),
-    "t5": transformers.T5Config(
-        num_layers=4, d_model=384, d_kv=64, num_heads=6, d_ff=1024, vocab_size=8192, decoder_start_token_id=0
-    ),
+SIZES = {  # as published
+    "gpt2": transformers.GPT2Config(),
+    "t5-small": transformers.T5Config(decoder_start_token_id=0),
+    "t5-base": transformers.T5Config(num_layers=12, d_model=768, num_heads=12, d_ff=3072, decoder_start_token_id=0),
 }
-CLASSES = {"gpt2": transformers.GPT2LMHeadModel, "t5": transformers.T5ForConditionalGeneration}
+
+
+Side = Callable[[int], Tensor]  # from the number of new tokens to the sequences
 
 
 @dataclass(frozen=True)
 class Arguments:
     """What to measure."""
 
-    families: tuple[str, ...] = ("gpt2", "t5")
+    models: tuple[str, ...] = ("gpt2", "t5-small")
     batches: tuple[int, ...] = (1, 8)
     prompt: int = 32
     """Tokens of each prompt."""
@@ -57,7 +62,7 @@ class Arguments:
     required: float = 0.0
     """Fail if native is not this many times as fast as the best of transformers."""
     json: Path | None = None
-    """Where to write the figures."""
+    """Where to add the figures, in place of those of the same models and batches."""
 
 
 def main() -> int:
@@ -66,65 +71,103 @@ def main() -> int:
         torch.set_num_threads(arguments.threads)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    results = [measure(family, batch, arguments) for family in arguments.families for batch in arguments.batches]
+    sizes = [(name, batch) for name in arguments.models for batch in arguments.batches]
+    results = [measure(name, batch, arguments) for name, batch in sizes]
     for result in results:
         show(result)
     if arguments.json:
-        arguments.json.write_text(json.dumps({"threads": torch.get_num_threads(), "results": results}, indent=1))
+        record(arguments.json, results)
     return int(any("error" in result or result["ratio"] < arguments.required for result in results))
 
 
-def measure(family: str, batch: int, arguments: Arguments) -> dict:
+def measure(name: str, batch: int, arguments: Arguments) -> dict:
     torch.manual_seed(0)
-    reference = CLASSES[family](SIZES[family]).eval()
+    config = SIZES[name]
+    reference = (transformers.GPT2LMHeadModel if name == "gpt2" else transformers.T5ForConditionalGeneration)(config)
+    reference.eval()
     reference.generation_config.eos_token_id = None  # all sides decode the same number of tokens
     reference.generation_config.pad_token_id = 0
     with tempfile.TemporaryDirectory() as folder:
         reference.save_pretrained(folder)
         native = shardzoo.from_pretrained(folder)
-    ids = torch.randint(3, SIZES[family].vocab_size, (batch, arguments.prompt))
-    length = {"max_new_tokens": arguments.new_tokens, "min_new_tokens": arguments.new_tokens}
+    ids = torch.randint(3, config.vocab_size, (batch, arguments.prompt))
     mask = torch.ones_like(ids)
 
-    def by_transformers(**options) -> Callable[[], Tensor]:
-        return lambda: reference.generate(ids, attention_mask=mask, do_sample=False, **length, **options)
+    def by_transformers(**options) -> Side:
+        def decode(count: int) -> Tensor:
+            length = {"max_new_tokens": count, "min_new_tokens": count}
+            return reference.generate(ids, attention_mask=mask, do_sample=False, **length, **options)
 
-    sides: dict[str, Callable[[], Tensor]] = {
-        "native": lambda: native.generate(ids, mask, max_new_tokens=arguments.new_tokens, eos_token_id=[]),
+        return decode
+
+    sides: dict[str, Side] = {
+        "native": lambda count: native.generate(ids, mask, max_new_tokens=count, eos_token_id=[]),
         "hf dynamic": by_transformers(),
         "hf static": by_transformers(cache_implementation="static", disable_compile=True),
     }
+    result = {"model": name, "batch": batch, "prompt": arguments.prompt, "new_tokens": arguments.new_tokens}
     if arguments.compiled:
-        sides["hf static compiled"] = compiled(reference, ids, mask, length)
-    result = {"family": family, "batch": batch, "new_tokens": arguments.new_tokens}
-    tokens = {name: side() for name, side in sides.items()}  # also warms up, and compiles
-    wrong = [name for name, found in tokens.items() if not torch.equal(found, tokens["hf dynamic"])]
+        sides["hf static compiled"] = by_transformers(cache_implementation="static", compile_config=compilation())
+    tokens, first_call = {}, {}
+    for side, decode in sides.items():  # also warms up, and compiles
+        started = time.perf_counter()
+        tokens[side] = decode(arguments.new_tokens)
+        first_call[side] = time.perf_counter() - started
+        decode(1)
+    wrong = [side for side, found in tokens.items() if not torch.equal(found, tokens["hf dynamic"])]
     if wrong:
         return result | {"error": f"{', '.join(wrong)} decoded other tokens than transformers with its dynamic cache"}
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(arguments.rounds):
-        for name, side in sides.items():
-            started = time.perf_counter()
-            side()
-            seconds[name].append(time.perf_counter() - started)
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    best = min(value for name, value in medians.items() if name != "native")
+    whole, prompt = (take_turns(sides, count, arguments.rounds) for count in (arguments.new_tokens, 1))
+    best = min(seconds for side, seconds in whole.items() if side != "native")
+    cache = cache_sizes(config, sides["native"], arguments.new_tokens)
+    least = bytes_of_a_step(native, cache["formula"], arguments) / read_bandwidth()
     return result | {
-        "tokens_per_second": {name: batch * arguments.new_tokens / value for name, value in medians.items()},
-        "ratio": best / medians["native"],
-        "cache": cache_sizes(family, native, sides["native"]),
+        "tokens_per_second": {side: batch * arguments.new_tokens / seconds for side, seconds in whole.items()},
+        "first_token_ms": {side: 1000 * seconds for side, seconds in prompt.items()},
+        "step_ms": {side: 1000 * (whole[side] - prompt[side]) / (arguments.new_tokens - 1) for side in sides},
+        "least_step_ms": 1000 * least,
+        "first_call_s": first_call,
+        "ratio": best / whole["native"],
+        "cache": cache,
     }
 
 
-def compiled(reference, ids: Tensor, mask: Tensor, length: dict) -> Callable[[], Tensor]:
-    options = transformers.generation.CompileConfig(fullgraph=False, mode="default", dynamic=False)
+def take_turns(sides: dict[str, Side], count: int, rounds: int) -> dict[str, float]:
+    """The median seconds of each side for `count` new tokens."""
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    for _ in range(rounds):
+        for side, decode in sides.items():
+            started = time.perf_counter()
+            decode(count)
+            seconds[side].append(time.perf_counter() - started)
+    return {side: statistics.median(values) for side, values in seconds.items()}
+
+
+def compilation() -> transformers.CompileConfig:
+    options = transformers.CompileConfig(fullgraph=False, mode="default", dynamic=False)
     options._compile_all_devices = True  # transformers compiles on a GPU only, unless told
-    return lambda: reference.generate(
-        ids, attention_mask=mask, do_sample=False, cache_implementation="static", compile_config=options, **length
-    )
+    return options
 
 
-def cache_sizes(family: str, native, decode: Callable[[], Tensor]) -> dict[str, int]:
+def bytes_of_a_step(native, cache: int, arguments: Arguments) -> float:
+    """What a step must read: the weights of the blocks and of the head once, and the cache, filled half on average."""
+    blocks = native.decoder.blocks if hasattr(native, "decoder") else native.blocks
+    kept = {id(block.cross_attention.key_value.weight) for block in blocks if hasattr(block, "cross_attention")}
+    weights = {id(weight): weight for weight in [*blocks.parameters(), *native.head.parameters()]}
+    read = sum(weight.nbytes for key, weight in weights.items() if key not in kept)
+    length = arguments.prompt + arguments.new_tokens
+    return read + cache * (arguments.prompt + arguments.new_tokens / 2) / length
+
+
+def read_bandwidth() -> float:
+    """Bytes per second of the fastest of several ways to read 512 MiB, all threads together."""
+    data, vector = torch.ones(4096, 2**15), torch.ones(2**15)
+    with torch.inference_mode():
+        reads = {"sum": data.sum, "max": data.max, "product": lambda: shardzoo.ops.linear(vector, data)}
+        return data.nbytes / min(take_turns({name: lambda _, f=f: f() for name, f in reads.items()}, 0, 7).values())
+
+
+def cache_sizes(config, decode: Side, count: int) -> dict[str, int]:
     """Bytes of the buffers that a call makes, and of the formula in docs/generation.md."""
     kept = []
     original = Decoder.__init__
@@ -135,30 +178,45 @@ def cache_sizes(family: str, native, decode: Callable[[], Tensor]) -> dict[str, 
 
     Decoder.__init__ = remember
     try:
-        found = decode()
+        found = decode(count)
     finally:
         Decoder.__init__ = original
-    rows, config = len(found), SIZES[family]
-    positions = found.shape[1] - 1
-    if family == "gpt2":
-        formula = 2 * config.n_layer * rows * config.n_embd * positions * 4
+    (rows, length), source = found.shape, 0
+    if isinstance(config, transformers.T5Config):
+        layers, inner, source = config.num_layers, config.num_heads * config.d_kv, kept[0].sources[0].length
     else:
-        source = kept[0].sources[0].length
-        formula = 2 * config.num_layers * rows * config.num_heads * config.d_kv * (positions + source) * 4
-    return {"bytes": kept[0].nbytes, "formula": formula}
+        layers, inner = config.n_layer, config.n_embd
+    return {"bytes": kept[0].nbytes, "formula": 2 * layers * rows * inner * (length - 1 + source) * 4}
+
+
+def record(path: Path, results: list[dict]) -> None:
+    environment = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "threads": torch.get_num_threads(),
+        "processor": processor(),
+        "load": f"{os.getloadavg()[0]:.1f} of {os.cpu_count()} cores",
+    }
+    known = json.loads(path.read_text())["results"] if path.exists() else []
+    done = {(result["model"], result["batch"]) for result in results}
+    known = [one for one in known if (one["model"], one["batch"]) not in done]
+    path.write_text(json.dumps({"environment": environment, "results": [*known, *results]}, indent=1) + "\n")
 
 
 def show(result: dict) -> None:
     console = Console()
-    title = f"{result['family']}, batch {result['batch']}"
+    title = f"{result['model']}, batch {result['batch']}, {result['prompt']} + {result['new_tokens']} tokens"
     if "error" in result:
         console.print(f"[red]{title}: {result['error']}[/red]")
         return
     table = Table(title=title, caption=f"native / best of transformers: {result['ratio']:.2f}; cache {result['cache']}")
     table.add_column("side")
-    table.add_column("tokens/s", justify="right")
-    for name, rate in result["tokens_per_second"].items():
-        table.add_row(name, f"{rate:,.0f}")
+    for heading in ("tokens/s", "first token ms", "step ms", "of reading once", "first call s"):
+        table.add_column(heading, justify="right")
+    for side, rate in result["tokens_per_second"].items():
+        first, step = result["first_token_ms"][side], result["step_ms"][side]
+        share, call = result["least_step_ms"] / step, result["first_call_s"][side]
+        table.add_row(side, f"{rate:,.1f}", f"{first:.1f}", f"{step:.2f}", f"{share:.0%}", f"{call:.1f}")
     console.print(table)
 
 

@@ -28,7 +28,7 @@ CSRC = Path(__file__).resolve().parent
 KERNELS = "shardzoo.ops._kernels"
 BUILD_INFO = "shardzoo.ops._build_info"
 TORCH_TARGET = "0x020b000000000000"  # the oldest torch whose stable ABI the library uses: 2.11
-CPU_SOURCES = ("activation", "cross_entropy", "dropout", "norm", "softmax")
+CPU_SOURCES = ("activation", "cross_entropy", "dropout", "linear", "norm", "softmax")
 X86_FLAGS = {"v4": "-march=x86-64-v4", "v3": "-march=x86-64-v3", "baseline": "-march=x86-64"}
 COMMON = ["-fPIC", "-Wall", "-Wextra", "-fvisibility=hidden"]
 # Rounding stays as written: no -ffast-math. Contraction to FMA, errno and trapping do not change finite

@@ -25,6 +25,7 @@ enum Kernel : int {
   kDropoutBackward,
   kCrossEntropyStats,
   kCrossEntropyGrad,
+  kLinearForward,
   kKernels,
 };
 
@@ -144,6 +145,13 @@ struct CrossEntropyGrad {
   void* grad_logits;         // may be the logits themselves
   int64_t rows, row_stride, first, columns, num_classes, ignore_index;
   double label_smoothing, z_loss;
+};
+
+// y = x Wᵀ + bias for a few rows. One unit of work is a block of `block` features. On the CPU only.
+struct LinearForward {
+  const void *x, *weight, *bias;  // [rows, columns], [features, columns], [features]
+  void* y;                        // [rows, features]
+  int64_t rows, columns, features, block;
 };
 
 }  // namespace shardzoo

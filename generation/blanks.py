@@ -28,7 +28,7 @@ class Filled:
     pieces: list[list[int]]
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def fill_blanks(
     model: GLMForConditionalGeneration,
     input_ids: Tensor,

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
+from ..ops import linear
 from .collectives import SEQUENCE_DIM, gather_from_tp, scatter_to_tp
 from .communication import start_all_gather, start_all_reduce, start_reduce_scatter
 from .mesh import ParallelMesh, tp_size
@@ -39,7 +39,7 @@ class _ColumnParallel(Function):
         ctx.save_for_backward(tensor, weight)
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
         whole = start_all_gather(tensor, SEQUENCE_DIM, group)() if sequence_parallel else tensor
-        return F.linear(whole, weight, bias)
+        return linear(whole, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -79,7 +79,7 @@ class _RowParallel(Function):
     ) -> Tensor:
         ctx.save_for_backward(tensor, weight)
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
-        partial = F.linear(tensor, weight, bias if group.rank() == 0 else None)
+        partial = linear(tensor, weight, bias if group.rank() == 0 else None)
         if sequence_parallel:
             return start_reduce_scatter(partial, SEQUENCE_DIM, group)()
         return start_all_reduce(partial, group)()
@@ -108,9 +108,9 @@ def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 def column_parallel(
     tensor: Tensor, weight: Tensor, bias: Tensor | None, *, sequence_parallel: bool, mesh: ParallelMesh | None
 ) -> Tensor:
-    """`F.linear` with this rank's rows of the weight: [..., in], or [B, S/tp, in] -> [..., out/tp]."""
+    """`linear` with this rank's rows of the weight: [..., in], or [B, S/tp, in] -> [..., out/tp]."""
     if mesh is None or tp_size(mesh) == 1:
-        return F.linear(tensor, weight, bias)
+        return linear(tensor, weight, bias)
     return _ColumnParallel.apply(*autocast(tensor, weight, bias), mesh.tp_group, sequence_parallel)
 
 
@@ -199,6 +199,6 @@ class RowParallelLinear(SplitLayer):
         if not self.input_is_parallel:
             tensor = scatter_to_tp(tensor, self.mesh)
         if self.mesh is None or tp_size(self.mesh) == 1:
-            return F.linear(tensor, self.weight, self.bias)
+            return linear(tensor, self.weight, self.bias)
         arguments = autocast(tensor, self.weight, self.bias)
         return _RowParallel.apply(*arguments, self.mesh.tp_group, self.sequence_parallel)

@@ -10,7 +10,9 @@ from .cross_entropy import cross_entropy, cross_entropy_grad, cross_entropy_loss
 from .dispatch import current_choice, kernels
 from .dropout_mask import dropout_keep, dropout_keys, use_key
 from .glu import geglu, swiglu
+from .inference import in_inference_mode
 from .layer_norm import add_layer_norm, layer_norm
+from .linear import linear
 from .look_up import look_up
 from .rms_norm import add_rms_norm, rms_norm
 from .softmax import masked_softmax
@@ -29,8 +31,10 @@ __all__ = [
     "dropout_keep",
     "dropout_keys",
     "geglu",
+    "in_inference_mode",
     "kernels",
     "layer_norm",
+    "linear",
     "look_up",
     "masked_softmax",
     "rms_norm",

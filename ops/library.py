@@ -13,6 +13,7 @@ what `torch.ops.shardzoo.<name>` does, without the cost of torch's dispatcher wh
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +24,6 @@ from . import dispatch, native
 LIBRARY = torch.library.Library("shardzoo", "DEF")
 Outputs = tuple[torch.Tensor, ...]
 OPS: dict[str, Op] = {}  # by name
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 LARGE = 1 << 19  # elements from which an output's memory is worth recycling; the pool has the last word
 
 
@@ -145,7 +145,16 @@ def runs_directly(*arguments: Any) -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
         or torch.jit.is_tracing()  # type: ignore[attr-defined]
         or arguments[0].device.type not in ("cpu", "cuda")
-        or any(isinstance(value, torch.Tensor) and type(value) not in PLAIN for value in arguments)
+        or any(isinstance(value, torch.Tensor) and not is_plain(type(value)) for value in arguments)
+    )
+
+
+@functools.cache
+def is_plain(kind: type[torch.Tensor]) -> bool:
+    """Whether tensors of this class neither see the calls made with them nor pass their class on, as parameters."""
+    return kind is torch.Tensor or (
+        kind.__torch_function__ is torch.nn.Parameter.__torch_function__
+        and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
     )
 
 
@@ -171,7 +180,7 @@ def unwritten(like: torch.Tensor, *size: int) -> torch.Tensor:
     On the CPU the memory of a large one is that of an earlier output, where the compiled parts are there.
     """
     size = size or like.shape
-    if type(like) in PLAIN and like.device.type == "cpu" and like.numel() >= LARGE and native.load_error() is None:
+    if is_plain(type(like)) and like.device.type == "cpu" and like.numel() >= LARGE and native.load_error() is None:
         return native.recycled(like, size)
     return like.new_empty(size)
 

@@ -182,6 +182,16 @@ void cross_entropy_grad(const Tensor& logits, const Tensor& target, const Tensor
   run(kCrossEntropyGrad, logits, &a, a.rows, a.row_stride);
 }
 
+void linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& y) {
+  constexpr int64_t block = 8;  // a few of the kernel's tiles, small enough for any second-level cache
+  const int64_t features = weight.size(0), columns = weight.size(1);
+  const LinearForward a = {input(x), input(weight), input(bias), output(y), x.numel() / columns, columns, features, block};
+  check_sizes(a.rows * columns, {x});
+  check_sizes(features, {bias});
+  check_sizes(a.rows * features, {y});
+  run(kLinearForward, x, &a, (features + block - 1) / block, block * columns);
+}
+
 }  // namespace
 }  // namespace shardzoo
 
@@ -224,6 +234,7 @@ STABLE_TORCH_LIBRARY(shardzoo_kernels, m) {
   m.def(
       "cross_entropy_grad(Tensor logits, Tensor target, Tensor grad, Tensor log_z, int first, int columns, "
       "int num_classes, float label_smoothing, float z_loss, int ignore_index, Tensor(a!) grad_logits) -> ()");
+  m.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) y) -> ()");
   m.def("recycled(Tensor like, int[] size) -> Tensor");
   m.def("recycled_idle() -> int");
 }
@@ -247,6 +258,7 @@ STABLE_TORCH_LIBRARY(shardzoo_kernels, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(shardzoo_kernels, CPU, m) {
   SHARDZOO_IMPLEMENTATIONS(m);
+  m.impl("linear", TORCH_BOX(&shardzoo::linear));
   m.impl("recycled", TORCH_BOX(&shardzoo::recycled));
 }
 STABLE_TORCH_LIBRARY_IMPL(shardzoo_kernels, CompositeExplicitAutograd, m) {

@@ -259,17 +259,21 @@ INLINE void for_vectors(int64_t n, F step) {
   if (i < n) step(i, Part{static_cast<int>(n - i)});
 }
 
+// The sum of the halves of a vector.
+template <class C, int bytes, class V>
+INLINE auto fold(V v) {
+  typedef C Half __attribute__((vector_size(bytes / 2)));
+  Half halves[2];
+  std::memcpy(halves, &v, bytes);
+  return halves[0] + halves[1];
+}
+
 // Sums and maxima over the lanes, always in the same order: halves, quarters, ...
 template <class C, class V>
 INLINE C sum_lanes(V v) {
-  C lanes[Wide<C>::lanes];
-  std::memcpy(lanes, &v, sizeof v);
-#pragma GCC unroll 4
-  for (int width = Wide<C>::lanes / 2; width > 0; width /= 2) {
-#pragma GCC unroll 8
-    for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
-  }
-  return lanes[0];
+  const auto quarter = fold<C, 32>(fold<C, 64>(v));
+  if constexpr (sizeof(C) == 8) return quarter[0] + quarter[1];
+  else return (quarter[0] + quarter[2]) + (quarter[1] + quarter[3]);
 }
 template <class C, class V>
 INLINE C max_lanes(V v) {

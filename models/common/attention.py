@@ -15,6 +15,7 @@ from ...mpu import (
     scaled_masked_softmax,
     tp_size,
 )
+from ...ops import in_inference_mode
 from .cache import KeyValues, attend_by_source, back_to_rows
 from .execution import Execution
 from .masks import visible_before
@@ -47,6 +48,8 @@ class AttentionCore(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position_bias: Tensor | None, causal: bool
     ) -> Tensor:
         causal = causal and mask is None and q.shape[2] > 1  # the last query sees every key
+        if mask is None and not causal and in_inference_mode():
+            mask, position_bias = position_bias, None  # a mask of numbers is added, and no gradient is wanted
         if position_bias is None and not self.dropout.drops and not products_are_faster(q, k):
             if causal and q.shape[2] != k.shape[2]:
                 mask, causal = visible_before(q.shape[2], k.shape[2], q.device), False

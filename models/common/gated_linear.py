@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...mpu import ParallelMesh, RowParallelLinear, Shard, tp_size
 from ...mpu.linear import column_parallel
 from ...mpu.parameter import split_parameter
+from ...ops import in_inference_mode, linear
 
 
 class GateUpLinear(nn.Module):
@@ -29,8 +29,8 @@ class GateUpLinear(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[B, S, H], or [B, S/tp, H] -> twice [B, S, Fp]"""
-        if tp_size(self.mesh) == 1:
-            return F.linear(x, self.gate), F.linear(x, self.up)
+        if tp_size(self.mesh) == 1 or (in_inference_mode() and not self.sequence_parallel):
+            return linear(x, self.gate), linear(x, self.up)  # nothing to exchange
         weight = torch.cat([self.gate, self.up])  # little beside the products; it halves the exchanges
         both = column_parallel(x, weight, None, sequence_parallel=self.sequence_parallel, mesh=self.mesh)
         gate, up = both.chunk(2, dim=-1)
