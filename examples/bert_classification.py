@@ -37,7 +37,7 @@ def main(
     model_parallel_size: int = 1,
     batch_size: int = 16,
     epochs: int = 3,
-    lr: float = 1e-3,
+    lr: float = 3e-3,
     max_length: int = 64,
     save_dir: Path = Path("runs/examples"),
 ) -> None:

@@ -58,7 +58,7 @@ def main(
         save_dir=str(save_dir),
         resume=True,
     )
-    source = data or tiny.json_lines(tiny.sentences(800), save_dir / "romanian.jsonl")
+    source = data or tiny.json_lines([{"text": text} for text in tiny.sentences(800)], save_dir / "romanian.jsonl")
     folder = model or tiny.checkpoint("mt5", tiny.sentences(800), save_dir / "tiny-mt5", vocab_size=350)
     tokenizer = load_tokenizer(folder)
 

@@ -65,7 +65,7 @@ def main(
         save_dir=str(save_dir),
         resume=True,
     )
-    source = data or tiny.json_lines([doc.text for doc in tiny.docstrings()], save_dir / "docstrings.jsonl")
+    source = data or tiny.json_lines([{"text": doc.text} for doc in tiny.docstrings()], save_dir / "docstrings.jsonl")
     folder, prefix = model or save_dir / "tiny-glm", trainer.run_folder.data / "texts"
 
     def prepare() -> None:

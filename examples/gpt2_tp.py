@@ -24,7 +24,7 @@ def main(
     prompt: str = "Return the",
     model_parallel_size: int = 2,
     num_gpus: int = 2,
-    batch_size: int = 8,
+    batch_size: int = 16,
     epochs: int = 1,
     lr: float = 3e-3,
     block_size: int = 64,

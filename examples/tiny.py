@@ -59,12 +59,12 @@ def sentences(count: int) -> list[str]:
     return [" ".join(words).capitalize() + "." for words in drawn]
 
 
-def json_lines(texts: Sequence[str], path: Path) -> Path:
-    """Texts as a file of `{"text": …}`; every rank may call it, the first one writes it."""
+def json_lines(records: Sequence[object], path: Path) -> Path:
+    """A file with a record in each line. Every rank may call it; the first one writes."""
 
     def write() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
     on_first_rank(write)
     return path
@@ -79,14 +79,16 @@ def checkpoint(model_type: str, texts: Sequence[str], folder: Path, *, vocab_siz
     def make() -> None:
         import transformers
 
-        if (folder / "config.json").exists():
+        if folder.exists():
             return
         architecture, train_tokenizer = KINDS[model_type]
-        tokenizer = train_tokenizer(texts, vocab_size, folder)
+        partial = folder.with_suffix(".partial")
+        tokenizer = train_tokenizer(texts, vocab_size, partial)
         sizes = {**SIZES[model_type], "vocab_size": tokenizer.vocab_size}
         transformers.set_seed(0)
         model = getattr(transformers, architecture)(transformers.AutoConfig.for_model(model_type, **sizes))
-        model.save_pretrained(folder)
+        model.save_pretrained(partial)
+        partial.rename(folder)
 
     on_first_rank(make)
     return folder
