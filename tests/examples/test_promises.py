@@ -97,27 +97,18 @@ def test_replicas_stay_identical_and_each_file_has_one_writer(run_mesh, tmp_path
     assert len(written) == len(set(written)) > 2
 
 
-@pytest.fixture(scope="module")
-def mt5_folder(tmp_path_factory):
-    """A small mT5 as transformers writes it, whose weights are all different."""
+def hf_mt5():
+    """A small mT5 of transformers whose weights are all different, its head untied."""
     from transformers import MT5Config, MT5ForConditionalGeneration
 
-    folder = tmp_path_factory.mktemp("mt5")
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 1, "num_heads": 4}
-    torch.manual_seed(0)
     model = MT5ForConditionalGeneration(
         MT5Config(vocab_size=66, dropout_rate=0.0, decoder_start_token_id=0, tie_word_embeddings=False, **sizes)
     )
+    generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.1)
-    model.save_pretrained(folder)
-    return folder
-
-
-def hf_mt5(folder: Path):
-    from transformers import MT5ForConditionalGeneration
-
-    return MT5ForConditionalGeneration.from_pretrained(folder)
+        torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.1, generator=generator)
+    return model
 
 
 def native_mt5(mesh, folder: Path):
@@ -138,36 +129,38 @@ def batch() -> dict[str, torch.Tensor]:
     return DefaultCollate(0)([Pairs(64)[i] for i in range(8)])
 
 
-def test_an_mt5_of_transformers_goes_on_here_under_one_layout_then_another(run_mesh, tmp_path, mt5_folder):
-    from shardzoo.convert.merge import merge
+def test_an_mt5_of_transformers_goes_on_here_under_one_layout_then_another(run_mesh, tmp_path):
+    from transformers import MT5ForConditionalGeneration
 
+    from shardzoo.convert.operations import merge
+
+    model = hf_mt5().eval()
+    model.save_pretrained(tmp_path / "from")
     with torch.no_grad():
-        expected = hf_mt5(mt5_folder)(**batch()).logits
+        expected = model(**batch()).logits
     for tp in (1, 2):
-        for logits in run_mesh(tp, whole_logits, mt5_folder):
+        for logits in run_mesh(tp, whole_logits, tmp_path / "from"):
             torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
-    settings = {"data": InOrder(), "global_batch_size": 8, "lr": 1e-3}
-    theirs, _ = run_training(
-        None, tmp_path / "theirs", model=hf_mt5(mt5_folder), train_steps=12, micro_batch_size=8, **settings
-    )
-    settings |= {"env_type": "deepspeed+mpu", "model": partial(native_mt5, folder=mt5_folder)}
-    [(first, _), *_] = on_ranks(
-        run_mesh, tmp_path / "first", tp=2, data_ranks=2, model_parallel_size=2, train_steps=6, lr_schedule="constant",
-        **settings,
-    )  # fmt: skip
-    there = str(tmp_path / "first/checkpoints/step-000006")
+    settings = {"data": InOrder(), "lr": 1e-3, "lr_schedule": "constant"}
+    theirs, _ = run_training(None, tmp_path / "theirs", model=model, train_steps=12, micro_batch_size=8, **settings)
+    settings |= {"env_type": "deepspeed+mpu", "model": partial(native_mt5, folder=tmp_path / "from")}
+    settings |= {"micro_batch_size": 2, "global_batch_size": 8}
+    split = {"tp": 2, "data_ranks": 2, "model_parallel_size": 2}
+    [(first, _), *_] = on_ranks(run_mesh, tmp_path / "first", train_steps=6, **split, **settings)
+    there = tmp_path / "first/checkpoints/step-000006"
     [(then, _), *_] = on_ranks(
-        run_mesh, tmp_path / "then", tp=1, data_ranks=2, load_dir=there, train_steps=12, lr_schedule="constant",
-        **settings,
-    )  # fmt: skip
+        run_mesh, tmp_path / "then", data_ranks=2, load_dir=str(there), train_steps=12, **settings
+    )
     assert losses(first) + losses(then) == pytest.approx(losses(theirs), rel=1e-4)
     assert losses(then)[-1] < losses(first)[0] - 0.1
 
-    merge(tmp_path / "then/checkpoints/step-000012", tmp_path / "hf")
-    [logits] = run_mesh(1, whole_logits, tmp_path / "then/checkpoints/step-000012")
+    last = tmp_path / "then/checkpoints/step-000012"
+    merge(last, tmp_path / "to")
+    [logits] = run_mesh(1, whole_logits, last)
     with torch.no_grad():
-        torch.testing.assert_close(hf_mt5(tmp_path / "hf")(**batch()).logits, logits, rtol=1e-5, atol=1e-5)
+        again = MT5ForConditionalGeneration.from_pretrained(tmp_path / "to").eval()(**batch()).logits
+    torch.testing.assert_close(again, logits, rtol=1e-5, atol=1e-5)
 
 
 def test_bf16_t5_stays_finite_where_fp16_does_not(tmp_path):
