@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import multiprocessing
 import os
 import re
 import runpy
@@ -161,6 +162,7 @@ def record(words: list[str], folder: Path, stop_after: int = 0) -> tuple[int, li
     """The exit code of a script, and the batches that this rank trained on; a signal stops it after some of them."""
     from shardzoo.trainer import Trainer
 
+    multiprocessing.current_process()._config["daemon"] = False  # so that it may have workers of its own
     seen, forward_step = [], Trainer.forward_step
 
     def recording(self, data, model, mems):
