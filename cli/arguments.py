@@ -95,7 +95,8 @@ def _checked(kind: type, values: Any, path: Path, part: str) -> dict[str, Any]:
             hint = f"; did you mean {part}{close[0]}?" if close else ""
             raise ValueError(f"--config: {path} sets {part}{name}, which is no argument{hint}")
         inner = kinds[name]
-        checked[name] = inner(**_checked(inner, value, path, f"{part}{name}.")) if is_dataclass(inner) else value
+        nested = isinstance(inner, type) and is_dataclass(inner)
+        checked[name] = inner(**_checked(inner, value, path, f"{part}{name}.")) if nested else value
     return checked
 
 

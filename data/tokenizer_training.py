@@ -78,8 +78,8 @@ def train_wordpiece(
         vocab_size=vocab_size, min_frequency=2, special_tokens=special, show_progress=progress
     )
     tokenizer.train_from_iterator(_not_empty(documents), trainer)
-    ends = [(name, tokenizer.token_to_id(name)) for name in ("[SEP]", "[CLS]")]
-    tokenizer.post_processor = processors.BertProcessing(*ends)
+    sep, cls = ((name, special.index(name)) for name in ("[SEP]", "[CLS]"))  # trained first, in their order
+    tokenizer.post_processor = processors.BertProcessing(sep, cls)
     return _save(tokenizer, Path(output_dir), BERT_TOKENS)
 
 
