@@ -124,7 +124,7 @@ def test_every_command_is_run_by_a_test():
 
 
 def test_one_script_for_every_environment(run, folder):
-    """Plain python, also with ranks started by it; as under torchrun; transformers' model and, split, the native one."""
+    """Plain python, also with ranks started by it; as under torchrun; transformers' model, and the native one split."""
     shown = [
         run(command("--env-type pytorch --batch")),
         run(command("--env-type pytorchDDP --num-gpus 2 --batch")),

@@ -204,6 +204,7 @@ def peaks(mesh, folder: Path) -> tuple[int, int, int]:
             return {"input_ids": ids, "labels": ids}
 
     sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": length, "vocab_size": vocabulary}
+    sizes |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
     model = from_config({"model_type": "gpt2", "bos_token_id": 0, "eos_token_id": 0, **sizes})
     trainer = Trainer(train_steps=1, batch_size=rows, save_dir=str(folder))
 
