@@ -34,6 +34,7 @@ from shardzoo.models import find_config, from_config
 from shardzoo.trainer import Trainer, TrainingArguments
 from shardzoo.trainer.loop import TrainingLoop
 from shardzoo.trainer.reporter import SilentReporter
+from shardzoo.trainer.saver import BackgroundSaver
 
 LOSS_TOLERANCE = 1e-4
 
@@ -193,39 +194,85 @@ def overhead(arguments: Arguments) -> dict[str, Any]:
     return {"step seconds": statistics.median(clock.seconds), "overhead": statistics.median(shares[2:])}
 
 
+class SaverClock(BackgroundSaver):
+    """Sums up how long training is blocked for each save, and notes when something is being saved."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.blocked: list[float] = []
+        self.written: list[float] = []
+
+    @property
+    def is_busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait_for_copy(self) -> None:
+        started = time.perf_counter()
+        super().wait_for_copy()
+        if self.blocked:
+            self.blocked[-1] += time.perf_counter() - started
+
+    def _write(self, snapshot: Any, folder: Path) -> None:
+        started = time.perf_counter()
+        super()._write(snapshot, folder)
+        self.written.append(time.perf_counter() - started)
+
+
 def saving(arguments: Arguments) -> dict[str, Any]:
-    """What one background save adds to the training time, as a share of a step, on the quickstart model."""
+    """What a background save costs the quickstart model's training, as shares of a step.
+
+    The stall is the time in which the loop does nothing: gathering what to save, handing it over, and waiting until it
+    is copied. Beside it the copy, the digests and the writing compete with the step for processors and memory: what
+    steps take longer while something is being saved, summed up for a save.
+    """
     config = find_config("gpt2-quickstart").with_changes(vocab_size=2048)
     data = Samples(2048, config.max_sequence_length, None)
-    totals: dict[str, list[float]] = {"without": [], "with": []}
-    calls: list[float] = []
-    save = TrainingLoop.save
+    savers: list[SaverClock] = []
+    save, step, busy = TrainingLoop.save, TrainingLoop._train_step, []
+
+    def made(*args: Any) -> SaverClock:
+        savers.append(SaverClock(*args))
+        return savers[-1]
 
     def timed(self: Any) -> None:
         started = time.perf_counter()
         save(self)
-        calls.append(time.perf_counter() - started)
+        savers[-1].blocked.append(time.perf_counter() - started)
 
-    TrainingLoop.save = timed  # type: ignore[method-assign]
-    steps, every = 42, 10
+    def watched(self: Any, signalled: Any) -> Any:
+        busy.append(savers[-1].is_busy)
+        return step(self, signalled)
+
+    every, quiet, saves, slowed, blocked, written = 10, [], 0, 0.0, [], []
     with contextlib.ExitStack() as stack:
-        stack.callback(setattr, TrainingLoop, "save", save)
+        for owner, name, value in (
+            (TrainingLoop, "save", timed),
+            (TrainingLoop, "_train_step", watched),
+            (trainer_module, "BackgroundSaver", made),
+        ):
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         for number in range(arguments.rounds):
-            for side in totals:
-                settings = {"save_interval": every, "save_total_limit": 1} if side == "with" else {}
-                model = from_config(config)
-                clock = ours(
-                    model, data, f"{folder}/{side} {number}", train_steps=steps, micro_batch_size=4, **settings
-                )
-                totals[side].append(clock.ends[-1] - clock.ends[1])
-    step = statistics.median(totals["without"]) / (steps - 2)
-    added = (statistics.median(totals["with"]) - statistics.median(totals["without"])) / (steps // every)
+            busy.clear()
+            settings = {"save_interval": every, "save_total_limit": 1, "train_steps": 4 * every, "micro_batch_size": 4}
+            clock = ours(from_config(config), data, f"{folder}/{number}", **settings)
+            steps = list(zip(clock.seconds, busy[2:], strict=True))
+            usual = statistics.median(seconds for seconds, saves_meanwhile in steps if not saves_meanwhile)
+            quiet += [seconds for seconds, saves_meanwhile in steps if not saves_meanwhile]
+            slowed += sum(seconds - usual for seconds, saves_meanwhile in steps if saves_meanwhile)
+            saves += 3  # the fourth, at the end, has no step beside it
+            blocked += savers[-1].blocked[:3]
+            written += savers[-1].written[:3]
+    usual = statistics.median(quiet)
     return {
-        "step seconds": step,
-        "main thread, share of a step": statistics.median(calls) / step,
-        "training slowed by a save, share of a step": added / step,
-        "slowed per step of an interval of 10": added / step / every,
+        "step seconds": usual,
+        "spread of quiet steps, share of a step": statistics.stdev(quiet) / usual,
+        "stall, share of a step": statistics.median(blocked) / usual,
+        "largest stall, share of a step": max(blocked) / usual,
+        "slowed in all by a save, share of a step": slowed / saves / usual,
+        "slowed per step of an interval of 10": slowed / saves / usual / every,
+        "seconds until a save is complete": statistics.median(written),
     }
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import tyro
 import yaml
@@ -18,6 +19,17 @@ from ..trainer.keywords import RENAMED, SWITCHES
 Arguments = TypeVar("Arguments")
 
 USAGE_ERROR = 2
+OVERRIDE = re.compile(r"([a-z]\w*(?:\.[a-z]\w*)*)=(.*)", re.DOTALL)
+YAML_NAMES = {"true": "True", "false": "False", "null": "None"}
+
+
+class ConfigLoader(yaml.SafeLoader):
+    """YAML 1.2's floating-point numbers: 1e-4 is one, though YAML 1.1, PyYAML's, has it a text."""
+
+
+ConfigLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+"), list("-+.0123456789")
+)
 
 
 def parse(
@@ -28,14 +40,19 @@ def parse(
     description: str,
     quiet: bool,
     defaults: Path | None = None,
+    overrides: bool = False,
 ) -> Arguments:
     """Arguments of the dataclass `kind`; `--config file.yaml` among them gives defaults, else the file `defaults`.
 
-    `-` and `_` are one in names. A mistake in the command exits with code 2 after a message; `quiet` (every rank
-    but the first) keeps the message back. Values that do not fit raise `ValueError`.
+    `-` and `_` are one in names. overrides: `key=value` means `--key value`, and `part.key=value` a field of the
+    dataclass in the field `part`; values are written as in YAML. A mistake in the command exits
+    with code 2 after a message; `quiet` (every rank but the first) keeps the message back. Values that do not fit
+    raise `ValueError`.
     """
     config = _config_file(argv) or defaults
     default = kind(**read_yaml(kind, config)) if config else kind()
+    if overrides:
+        argv = [text for argument in argv for text in _as_option(argument)]
     return tyro.cli(kind, prog=program, args=argv, default=default, description=description, console_outputs=not quiet)
 
 
@@ -53,23 +70,41 @@ def familiar_options(argv: Sequence[str]) -> list[str]:
 
 
 def read_yaml(kind: type, path: Path) -> dict[str, Any]:
-    """The values of a YAML file whose keys are `kind`'s fields."""
+    """The values of a YAML file whose keys are `kind`'s fields; a field that is a dataclass has keys of its own."""
     try:
-        values = yaml.safe_load(path.read_text()) or {}
+        values = yaml.load(path.read_text(), ConfigLoader) or {}  # a SafeLoader
     except FileNotFoundError:
         raise ValueError(f"--config: there is no file {path}") from None
     except yaml.YAMLError as error:
         raise ValueError(f"--config: {path} is not YAML: {error}") from None
+    return _checked(kind, values, path, "")
+
+
+def _checked(kind: type, values: Any, path: Path, part: str) -> dict[str, Any]:
+    """`values` by the names of `kind`'s fields, in which `part` is what came before in the file."""
     if not isinstance(values, dict):
-        raise ValueError(f"--config: {path} must hold `name: value` lines, not a {type(values).__name__}")
-    values = {str(name).replace("-", "_"): value for name, value in values.items()}
+        where = f"{part.rstrip('.')} in {path}" if part else path
+        raise ValueError(f"--config: {where} must hold `name: value` lines, not a {type(values).__name__}")
+    kinds = get_type_hints(kind)
     known = [field.name for field in fields(kind)]
-    for name in values:
+    checked = {}
+    for given, value in values.items():
+        name = str(given).replace("-", "_")
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise ValueError(f"--config: {path} sets {name}, which is no argument{hint}")
-    return values
+            hint = f"; did you mean {part}{close[0]}?" if close else ""
+            raise ValueError(f"--config: {path} sets {part}{name}, which is no argument{hint}")
+        inner = kinds[name]
+        nested = isinstance(inner, type) and is_dataclass(inner)
+        checked[name] = inner(**_checked(inner, value, path, f"{part}{name}.")) if nested else value
+    return checked
+
+
+def _as_option(argument: str) -> tuple[str, ...]:
+    override = OVERRIDE.fullmatch(argument)
+    if override is None:
+        return (argument,)
+    return f"--{override[1]}", YAML_NAMES.get(override[2], override[2])
 
 
 def exit_code_of(work: Callable[[], int], *, quiet: bool = False) -> int:

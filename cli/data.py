@@ -19,7 +19,7 @@ from ..data.prepare import PrepareOptions, PrepareReport, prepare_dataset
 from ..data.progress import prepare_progress
 from ..data.sentencepiece_training import train_sentencepiece
 from ..data.tokenizer import load_tokenizer
-from ..data.tokenizer_training import train_byte_level_bpe
+from ..data.tokenizer_training import train_byte_level_bpe, train_wordpiece
 
 
 @dataclass(frozen=True)
@@ -123,13 +123,13 @@ class Split:
 
 @dataclass(frozen=True)
 class TrainTokenizer:
-    """Train a byte-level BPE (GPT2's kind) or a SentencePiece unigram (T5's kind) tokenizer."""
+    """Train a byte-level BPE (GPT2's), a SentencePiece unigram (T5's) or a WordPiece (BERT's) tokenizer."""
 
     output: Path
     """Folder to write; transformers' AutoTokenizer loads it."""
     input: tuple[Path, ...] = field(default=())
     """As for `prepare`."""
-    kind: Literal["bpe", "sentencepiece"] = "bpe"
+    kind: Literal["bpe", "sentencepiece", "wordpiece"] = "bpe"
     """Which."""
     vocab_size: int = 32000
     """Entries."""
@@ -140,8 +140,8 @@ class TrainTokenizer:
         source = None if not self.input else self.input[0] if len(self.input) == 1 else list(self.input)
         report = SourceReport()
         texts = iter_documents(source, text_key=self.text_key, on_bad=skip_bad, report=report)
-        train = train_byte_level_bpe if self.kind == "bpe" else train_sentencepiece
-        tokenizer = train(texts, self.vocab_size, self.output)
+        trainers = {"bpe": train_byte_level_bpe, "sentencepiece": train_sentencepiece, "wordpiece": train_wordpiece}
+        tokenizer = trainers[self.kind](texts, self.vocab_size, self.output)
         console.print(f"{self.output}: {tokenizer.vocab_size} entries from {report.documents} documents")
         _print_bad(console, report)
 

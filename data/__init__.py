@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from .stdlib import python_stdlib
     from .stream import DocumentRecords, IterableRecords, ResumableStream
     from .tokenizer import Tokenizer, load_tokenizer
-    from .tokenizer_training import train_byte_level_bpe
+    from .tokenizer_training import train_byte_level_bpe, train_wordpiece
 
 _MODULES = {
     "BlankInfilling": "blank_infilling",
@@ -101,6 +101,7 @@ _MODULES = {
     "token_counts": "entropy",
     "train_byte_level_bpe": "tokenizer_training",
     "train_sentencepiece": "sentencepiece_training",
+    "train_wordpiece": "tokenizer_training",
     "unigram_entropy": "entropy",
 }
 __all__ = [
@@ -163,6 +164,7 @@ __all__ = [
     "token_counts",
     "train_byte_level_bpe",
     "train_sentencepiece",
+    "train_wordpiece",
     "unigram_entropy",
 ]
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from .documents import SourceReport, iter_documents, skip_bad, source_name
 from .encoding import encode_documents
@@ -15,6 +16,7 @@ from .index_format import bin_path, dtype_for_vocabulary, idx_path
 from .indexed import IndexedDataset
 from .indexed_writer import IndexedDatasetWriter
 from .merge import split_dataset
+from .sentencepiece_training import train_sentencepiece
 from .sources import Source, fingerprint
 from .tokenizer import Tokenizer, load_tokenizer
 from .tokenizer_training import train_byte_level_bpe
@@ -44,6 +46,7 @@ def prepare_corpus(
     output_dir: str | Path,
     *,
     vocab_size: int = 8192,
+    tokenizer: Literal["bpe", "sentencepiece"] = "bpe",
     held_out_fraction: float = 0.05,
     seed: int = 1234,
     progress: Progress | None = None,
@@ -52,13 +55,15 @@ def prepare_corpus(
     before.
 
     A document is held out or not by a hash of its text and the seed, so the choice is deterministic and equal
-    documents fall on the same side. The byte-level BPE is trained on the training documents alone. Records
+    documents fall on the same side. The tokenizer is trained on the training documents alone. Records
     that are not text are skipped; the result counts them and names the first ones.
 
     Args:
         source: text file, folder, JSON lines, parquet, None for the Python standard library, or the prefix of
             a `.bin/.idx` pair, whose tokenizer is looked for beside it (`tokenizer/` or `tokenizer.json`).
-        vocab_size: entries of the tokenizer that is trained; unused for a prepared pair.
+        vocab_size: entries of the tokenizer that is trained, without SentencePiece's sentinels; unused for a
+            prepared pair.
+        tokenizer: the kind that is trained: byte-level BPE (GPT2's) or SentencePiece unigram (T5's).
         held_out_fraction: share of the documents, in (0, 1).
         progress: called with (stage, bytes done, bytes in all).
 
@@ -77,15 +82,18 @@ def prepare_corpus(
         "held_out_fraction": held_out_fraction,
         "seed": seed,
     }
+    if tokenizer != "bpe":  # which older manifests do not name
+        wanted["tokenizer"] = tokenizer
     if (known := _read_manifest(output, wanted)) is not None:
         return known
     report = progress or (lambda stage, done, total: None)
     split = _choose_held_out(source, held_out_fraction, seed, report)
     output.mkdir(parents=True, exist_ok=True)
     (output / MANIFEST).unlink(missing_ok=True)
-    tokenizer = train_byte_level_bpe(split.tokenizer_texts(report), vocab_size, output / "tokenizer")
-    _tokenise(split, tokenizer, output, report)
-    corpus = _corpus(output, tokenizer, split.report)
+    train = train_byte_level_bpe if tokenizer == "bpe" else train_sentencepiece
+    trained = train(split.tokenizer_texts(report), vocab_size, output / "tokenizer")
+    _tokenise(split, trained, output, report)
+    corpus = _corpus(output, trained, split.report)
     _write_manifest(output, wanted, corpus)
     return corpus
 

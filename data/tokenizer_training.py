@@ -1,15 +1,23 @@
-"""Train tokenizers: byte-level BPE (GPT2's kind) and SentencePiece unigram (T5's kind)."""
+"""Train tokenizers: byte-level BPE (GPT2's kind) and WordPiece (BERT's kind)."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from .tokenizer import FastTokenizer, load_tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 LEAST_BPE_VOCABULARY = 257  # every byte and the end of text
+BERT_TOKENS = {
+    "pad_token": "[PAD]",
+    "unk_token": "[UNK]",
+    "cls_token": "[CLS]",
+    "sep_token": "[SEP]",
+    "mask_token": "[MASK]",
+}
 
 
 def train_byte_level_bpe(
@@ -36,14 +44,52 @@ def train_byte_level_bpe(
         show_progress=progress,
     )
     tokenizer.train_from_iterator(_not_empty(documents), trainer)
-    folder = Path(output_dir)
+    return _save(tokenizer, Path(output_dir), dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT))
+
+
+def train_wordpiece(
+    documents: Iterable[str],
+    vocab_size: int,
+    output_dir: str | Path,
+    *,
+    lowercase: bool = True,
+    progress: bool = False,
+) -> FastTokenizer:
+    """WordPiece over `documents`, saved so that `AutoTokenizer.from_pretrained(output_dir)` loads it.
+
+    `[PAD]`, `[UNK]`, `[CLS]`, `[SEP]` and `[MASK]` have the ids 0 to 4, and transformers puts the third and
+    fourth around a text. Words are split, and lowercased and freed of accents, as the published BERTs do. The
+    vocabulary holds every letter that was seen, so it may end up larger than asked, or smaller when the text
+    has too few pairs.
+
+    Args:
+        lowercase: as the uncased models; False keeps case and accents.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+    special = list(BERT_TOKENS.values())
+    if vocab_size <= len(special):
+        raise ValueError(f"a WordPiece vocabulary needs more than its {len(special)} special tokens, not {vocab_size}")
+    tokenizer = Tokenizer(models.WordPiece(unk_token=BERT_TOKENS["unk_token"]))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size, min_frequency=2, special_tokens=special, show_progress=progress
+    )
+    tokenizer.train_from_iterator(_not_empty(documents), trainer)
+    sep, cls = ((name, special.index(name)) for name in ("[SEP]", "[CLS]"))  # trained first, in their order
+    tokenizer.post_processor = processors.BertProcessing(sep, cls)
+    return _save(tokenizer, Path(output_dir), BERT_TOKENS)
+
+
+def _save(tokenizer: Any, folder: Path, special: dict[str, str]) -> FastTokenizer:
+    """Writes what transformers reads, and reads it."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": END_OF_TEXT,
-        "eos_token": END_OF_TEXT,
-        "unk_token": END_OF_TEXT,
+        **special,
         "clean_up_tokenization_spaces": False,
         "model_max_length": int(1e30),
     }

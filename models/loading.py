@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..mpu import ParallelMesh, gather_from_tp, materialize, tp_rank, tp_size
+from ..mpu import ParallelMesh, gather_from_tp, initialize, materialize, tp_rank, tp_size
 from .auto import as_config, build_on_meta, config_from_dict, family, read_config
 from .common.config import ModelConfig
 from .common.execution import Execution
@@ -29,6 +29,8 @@ def from_pretrained(
     device: torch.device | str = "cpu",
     config: ModelConfig | dict[str, Any] | str | None = None,
     execution: Execution | None = None,
+    new: Sequence[str] = (),
+    seed: int = 1234,
 ) -> nn.Module:
     """The model of a folder, this rank's part of it under a mesh, in evaluation mode as transformers returns it.
 
@@ -37,6 +39,8 @@ def from_pretrained(
         authors or FlagAI (`glm.legacy`). Nothing is downloaded.
     dtype: of the parameters; by default the stored one.
     config: instead of the folder's `config.json`, e.g. to choose another head.
+    new: modules whose parameters are drawn from `seed`, whatever the folder has of them: `("classifier",)`, with a
+        `config` of that architecture, puts a classifier on a language model.
 
     A rank reads its own part of each tensor, and an equal share of the replicated ones, which the ranks exchange. So
     each replica reads each byte once, and memory holds the rank's parameters and little more. Raises `ValueError`
@@ -47,14 +51,16 @@ def from_pretrained(
         raise ValueError(f"{path} is no folder; download the checkpoint first, models are only read from disk")
     repeats: list[Placement] = []
     if not (folder / MANIFEST).exists() and (files := legacy_files(folder)):
+        if new:
+            raise ValueError(f"{path} is a checkpoint of the original GLM, which has no other heads; leave new out")
         model, placements = _legacy(files, None if config is None else as_config(config), mesh, execution)
     else:
         values = read_config(folder / "config.json") if config is None else {}
         settings = config_from_dict(values) if config is None else as_config(config)
         if (folder / MANIFEST).exists():
-            model, placements = _native(folder, settings, mesh, execution)
+            model, placements = _native(folder, settings, mesh, execution, new)
         else:
-            model, placements, repeats = _huggingface(folder, values, settings, mesh, execution)
+            model, placements, repeats = _huggingface(folder, values, settings, mesh, execution, new)
     stored = [part.tensor.dtype for placement in placements for part in placement.parts if part.tensor.dtype]
     if dtype is None:
         dtype = stored[0]
@@ -63,16 +69,34 @@ def from_pretrained(
     materialize(model, device, dtype)
     _load(model, placements, repeats, mesh)
     _tie_equal(model, mesh)
+    if new:
+        drawn: Any = model
+        initialize(drawn, drawn.initial_value, seed, mesh, only=_names_of(model, new))
     return model.eval()
 
 
-def _native(folder: Path, config: ModelConfig, mesh, execution) -> tuple[nn.Module, list[Placement]]:
+def _names_of(model: nn.Module, new: Sequence[str]) -> set[str]:
+    """The parameters of the modules that are drawn anew. ValueError for a module that the model does not have."""
+    modules = dict(model.named_modules())
+    for name in new:
+        if name not in modules:
+            children = ", ".join(child for child, _ in model.named_children())
+            raise ValueError(f"new names the module {name!r}, which the model does not have; it has {children}")
+    return {f"{module}.{name}" for module in new for name, _ in modules[module].named_parameters()}
+
+
+def _native(folder: Path, config: ModelConfig, mesh, execution, new) -> tuple[nn.Module, list[Placement]]:
     ranks = [{tensor.name: tensor for tensor in tensors} for tensors in native_tensors(folder)]
     own = {entry.native for entry in _untied_entries(config)}
     if own:
         config = config.with_changes(tie_word_embeddings=not own & ranks[0].keys())
     model = build_on_meta(config, mesh, execution)
-    return model, place_native(model, ranks)
+    absent = _names_of(model, new)
+    if new:
+        name_map: NameMap = family(config.model_type).NAME_MAP
+        heads = {entry.native for entry in name_map.entries if "{i}" not in entry.native}
+        absent |= heads - {name for name, _ in model.named_parameters()}
+    return model, place_native(model, ranks, absent)
 
 
 def _legacy(files: list[Path], config: ModelConfig | None, mesh, execution) -> tuple[nn.Module, list[Placement]]:
@@ -82,7 +106,7 @@ def _legacy(files: list[Path], config: ModelConfig | None, mesh, execution) -> t
 
 
 def _huggingface(
-    folder: Path, values: Mapping[str, Any], config: ModelConfig, mesh, execution
+    folder: Path, values: Mapping[str, Any], config: ModelConfig, mesh, execution, new
 ) -> tuple[nn.Module, list[Placement], list[Placement]]:
     """The model on meta, its placements, and those of tensors that must repeat parameters."""
     tensors = {}
@@ -98,7 +122,8 @@ def _huggingface(
         says_untied = values.get("tie_word_embeddings") is False
         config = config.with_changes(tie_word_embeddings=not (is_stored or says_untied))
     model = build_on_meta(config, mesh, execution)
-    match = name_map.match((name for name, _ in model.named_parameters()), tensors)
+    absent = _names_of(model, new)
+    match = name_map.match((name for name, _ in model.named_parameters() if name not in absent), tensors)
     placements = place_huggingface(model, match, tensors)
     return model, placements, _repeats(match.aliases, match.entries, tensors, placements)
 

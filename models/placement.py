@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -55,8 +55,9 @@ class Placement:
 def place_huggingface(model: nn.Module, match: Match, tensors: Mapping[str, StoredTensor]) -> list[Placement]:
     """By the name map. ValueError naming every tensor whose shape does not fit."""
     placements, problems = [], []
-    for name, (shape, shard) in parameter_layout(model).items():
-        entry = match.entries[name]
+    layout = parameter_layout(model)
+    for name, entry in match.entries.items():
+        shape, shard = layout[name]
         stored = [tensors[match.sources[source]] for source in entry.stored_names()]
         dim = shard.dim if shard else 0
         lengths = (shard.groups if shard and len(stored) > 1 else None) or (shape[dim],)
@@ -72,12 +73,17 @@ def place_huggingface(model: nn.Module, match: Match, tensors: Mapping[str, Stor
     return placements
 
 
-def place_native(model: nn.Module, ranks: list[dict[str, StoredTensor]]) -> list[Placement]:
+def place_native(
+    model: nn.Module, ranks: list[dict[str, StoredTensor]], absent: Container[str] = ()
+) -> list[Placement]:
     """By each rank's `Shard`; replicated parameters are taken from the first rank's file. ValueError naming every
-    tensor that is missing, of no parameter, or of a shape that does not fit."""
-    layout = parameter_layout(model)
+    tensor that is missing, of no parameter, or of a shape that does not fit.
+
+    absent: names that are left aside, in the model and in the files."""
+    layout = {name: place for name, place in parameter_layout(model).items() if name not in absent}
     problems: list[str] = []
-    for rank, tensors in enumerate(ranks):
+    for rank, everything in enumerate(ranks):
+        tensors = [name for name in everything if name not in absent]
         problems += [f"rank {rank} lacks {name}" for name in layout if name not in tensors]
         problems += [f"rank {rank} has {name}, which the model does not have" for name in tensors if name not in layout]
     if problems:

@@ -40,7 +40,8 @@ def test_the_readme_opens_with_two_commands_and_their_picture():
 
 
 def test_links_lead_somewhere():
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")]
+    for page in [*pages, *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 

@@ -69,6 +69,7 @@ def evaluate(
                 raise ValueError(f"the metric {name} needs logits of forward_step and labels in the batch")
             whole = module.gather_logits(logits) if hasattr(module, "gather_logits") else logits  # type: ignore[operator]
             _add(sums[name], metric(whole, batch["labels"]), len(rows))
+        output = logits = whole = None  # before the next ones are there
     module.train(was_training)
     totals = iter(ranks.sum_replicas(*(number for pair in sums.values() for number in pair)))
     return {name: next(totals) / max(next(totals), 1e-300) for name in sums}

@@ -14,7 +14,6 @@ from ..mpu import dropout_state
 from .arguments import TrainingArguments
 from .engine import Engine, StepOutcome
 from .evaluation import ForwardStep, loss_of
-from .host_buffers import HostBuffers
 from .model_files import ModelFiles, read_optimizer
 from .non_finite import describe_non_finite
 from .profiling import StepProfiler
@@ -82,7 +81,6 @@ class TrainingLoop:
         self.best: dict[str, float] = {}
         self.validation: dict[str, float] = {}
         self.throughput = Throughput(self.device)
-        self._buffers = HostBuffers()
         self._iterator: Any = None
 
     def resume(self, folder: Path, state: TrainerState) -> None:
@@ -148,7 +146,7 @@ class TrainingLoop:
             world_size=self.ranks.world_size,
             best=self.best,
         )
-        parts.saver.wait()  # before another copy of everything is made
+        parts.saver.wait()
         snapshot = take_snapshot(
             self.engine,
             parts.model_files,
@@ -157,7 +155,6 @@ class TrainingLoop:
             optimizer=arguments.save_optim,
             random=arguments.save_rng,
             extra_files=parts.extra_files,
-            buffers=self._buffers,
         )
         parts.reporter.saved(self.step, parts.saver.save(snapshot))
 
@@ -211,6 +208,7 @@ class TrainingLoop:
                 )
                 if unusable:
                     self._raise_non_finite(total, bad, micro_batches, totals)
+                parts.saver.wait_for_copy()
             outcome = engine.end_micro_batch()
         parts.learning_rate.after_step()
         assert outcome is not None

@@ -56,10 +56,10 @@ def _counts_by_tensor(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def model_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters, shared ones once, and the persistent buffers."""
+    """The parameters, shared ones once, and copies of the persistent buffers, which a forward pass may change."""
     tensors = {name: parameter.detach() for name, parameter in module.named_parameters()}
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     for name, value in module.state_dict().items():
         if name not in parameters and isinstance(value, Tensor):
-            tensors[name] = value.detach()
+            tensors[name] = value.detach().clone()
     return tensors

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .host_buffers import HostBuffers
 from .ranks import Ranks
 from .run_folder import RunFolder
 from .snapshot import Snapshot, write_snapshot
@@ -17,10 +20,11 @@ WRITING_TIMEOUT = timedelta(hours=1)  # one rank's disk may be much slower than 
 
 
 class BackgroundSaver:
-    """Writes snapshots in a thread, one at a time. All ranks save the same steps.
+    """Copies and writes snapshots in a thread, one at a time. All ranks save the same steps.
 
-    The ranks' threads meet in a process group of their own, so that they never stand between the collectives of
-    training. A failure is raised by the next call.
+    The copy is made while the next forward and backward passes run, which change neither parameters nor the optimizer's
+    state; an update must wait for it. The ranks' threads meet in a process group of their own, so that they never stand
+    between the collectives of training. A failure is raised by the next call.
     """
 
     def __init__(self, run_folder: RunFolder, ranks: Ranks, keep: int | None) -> None:
@@ -28,15 +32,22 @@ class BackgroundSaver:
         self._group: Any = dist.new_group(backend="gloo", timeout=WRITING_TIMEOUT) if ranks.world_size > 1 else None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._saved: Path | None = None
+        self._buffers = HostBuffers()
+        self._copied = threading.Event()
+        self._copied.set()
 
     def save(self, snapshot: Snapshot) -> Path:
         """Waits for the last save, then begins this one; the folder where it will be."""
         self.wait()
         folder = self.run_folder.checkpoint(snapshot.state.step)
+        self._copied.clear()
         self._thread = threading.Thread(target=self._write, args=(snapshot, folder), name="checkpoint")
         self._thread.start()
         return folder
+
+    def wait_for_copy(self) -> None:
+        """Until parameters and the optimizer's state may change."""
+        self._copied.wait()
 
     def wait(self) -> None:
         """Until everything is on the disk. OSError if it could not be written."""
@@ -58,6 +69,11 @@ class BackgroundSaver:
 
     def _write(self, snapshot: Snapshot, folder: Path) -> None:
         try:
+            try:
+                snapshot.copy(self._buffers)
+            finally:
+                self._copied.set()
+            _yield_the_processor()
             write_snapshot(snapshot, folder, self._ranks, self._group)
             if self._ranks.rank == 0:
                 if snapshot.state.best.get("step") == snapshot.state.step:
@@ -65,3 +81,9 @@ class BackgroundSaver:
                 self.run_folder.prune(self._keep)
         except BaseException as error:  # raised where the loop waits
             self._failure = error
+
+
+def _yield_the_processor() -> None:
+    """Hashing and writing take what the threads of training leave."""
+    if sys.platform == "linux":  # where a thread has a priority of its own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

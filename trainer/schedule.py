@@ -85,7 +85,8 @@ def make_schedule(
     if scheduler is not None:
         return TorchSchedule(scheduler)
     if total_steps is None:
-        if arguments.lr_schedule not in OPEN_ENDED or (arguments.warmup_steps is None and arguments.warmup_ratio):
+        warms_up = arguments.lr_schedule != "constant" and arguments.warmup_steps is None and arguments.warmup_ratio
+        if arguments.lr_schedule not in OPEN_ENDED or warms_up:
             raise ValueError(
                 f"lr_schedule={arguments.lr_schedule!r} needs to know the last step, and the length of the data is "
                 f"unknown; set train_steps, or use lr_schedule='constant_with_warmup' with warmup_steps"

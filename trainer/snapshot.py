@@ -1,4 +1,4 @@
-"""A checkpoint on its way to disk: copied to CPU memory at once, written as slowly as disks are."""
+"""A checkpoint on its way to disk: copied to CPU memory before the next update, written as slowly as disks are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..convert.safetensors_header import make_header
 from ..convert.sharded import rank_file, tensor_bytes
 from .engine import Engine
 from .host_buffers import HostBuffers
-from .model_files import OPTIMIZER, WEIGHTS, ModelFiles
+from .model_files import OPTIMIZER, ModelFiles
 from .random_state import random_state_tensors
 from .ranks import Ranks
 
@@ -47,13 +47,18 @@ class TrainerState:
 
 @dataclass
 class Snapshot:
-    """files: of this rank, by name. weights: which of them holds the model's parameters, on the ranks that write it."""
+    """files: of this rank, by name; before `copy` their tensors are the model's and the optimizer's own. weights: which
+    of them holds the model's parameters, on the ranks that write it."""
 
     state: TrainerState
     files: dict[str, dict[str, Tensor]]
     weights: str | None
     model_files: ModelFiles
     extra_files: Path | None
+
+    def copy(self, buffers: HostBuffers) -> None:
+        """Frees the snapshot of what the next update changes. The snapshot before must have left the buffers."""
+        self.files = {name: buffers.copy(name, tensors) for name, tensors in self.files.items()}
 
 
 def take_snapshot(
@@ -65,19 +70,17 @@ def take_snapshot(
     optimizer: bool,
     random: bool,
     extra_files: Path | None,
-    buffers: HostBuffers,
 ) -> Snapshot:
-    """Copies everything that the checkpoint of this moment needs. Collective.
+    """Everything that the checkpoint of this moment needs, to be copied before the next update. Collective.
 
-    extra_files: a folder, such as a tokenizer's, whose files the checkpoint gets too. buffers: where the copies lie,
-    which the snapshot before must have left.
+    extra_files: a folder, such as a tokenizer's, whose files the checkpoint gets too.
     """
     weights, moments = engine.model_tensors(), engine.optimizer_tensors() if optimizer else {}
     mine: dict[str, dict[str, Tensor]] = {}
     if ranks.dp_rank == 0:
-        mine[files.weights_file(ranks)] = buffers.copy(WEIGHTS, weights)
+        mine[files.weights_file(ranks)] = weights
         if optimizer:
-            mine[rank_file(Path(), OPTIMIZER, ranks.tp_rank).name] = buffers.copy(OPTIMIZER, moments)
+            mine[rank_file(Path(), OPTIMIZER, ranks.tp_rank).name] = moments
     if random:
         mine[rank_file(Path(), RANDOM, ranks.rank).name] = random_state_tensors()
     return Snapshot(state, mine, files.weights_file(ranks) if ranks.dp_rank == 0 else None, files, extra_files)

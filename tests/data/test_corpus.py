@@ -40,6 +40,16 @@ def test_the_choice_follows_the_seed_alone(jsonl, corpus, tmp_path):
     assert documents(other.valid_prefix, load_tokenizer(other.tokenizer_dir)) != valid
 
 
+def test_a_sentencepiece_tokenizer(jsonl, texts, tmp_path):
+    corpus = prepare_corpus(jsonl, tmp_path, vocab_size=300, tokenizer="sentencepiece")
+    tokenizer = load_tokenizer(corpus.tokenizer_dir)
+    assert tokenizer.vocab_size == corpus.vocab_size == 300 + 100  # the sentinels
+    train, valid = documents(corpus.train_prefix, tokenizer), documents(corpus.valid_prefix, tokenizer)
+    assert sorted(train + valid) == sorted(texts)
+    assert prepare_corpus(jsonl, tmp_path, vocab_size=300, tokenizer="sentencepiece") == corpus
+    assert prepare_corpus(jsonl, tmp_path, vocab_size=300).eos_token_id == 0 != corpus.eos_token_id
+
+
 def test_equal_documents_fall_on_the_same_side(tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()

@@ -17,6 +17,7 @@ from shardzoo.data import (
     split_sentences,
     train_byte_level_bpe,
     train_sentencepiece,
+    train_wordpiece,
 )
 from shardzoo.data.glm_tokens import gmask_from_hf
 
@@ -38,7 +39,22 @@ def wordpiece_dir(tmp_path):
     return tmp_path / "wp"
 
 
-@pytest.mark.parametrize("kind", ["tokenizer_dir", "spiece_dir", "wordpiece_dir"])
+@pytest.fixture
+def trained_wordpiece_dir(texts, tmp_path):
+    train_wordpiece(texts, 150, tmp_path / "trained")
+    return tmp_path / "trained"
+
+
+def test_wordpiece_puts_the_tokens_of_bert_around_a_text(trained_wordpiece_dir):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(trained_wordpiece_dir)
+    assert tokenizer.convert_tokens_to_ids(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]) == [0, 1, 2, 3, 4]
+    text = tokenizer("Thé of AND")
+    assert tokenizer.decode(text.input_ids) == "[CLS] the of and [SEP]"
+
+
+@pytest.mark.parametrize("kind", ["tokenizer_dir", "spiece_dir", "wordpiece_dir", "trained_wordpiece_dir"])
 def test_the_interface_agrees_with_transformers(kind, request):
     from transformers import AutoTokenizer
 
@@ -203,6 +219,8 @@ def test_what_is_no_tokenizer_is_named(tmp_path):
 def test_too_little_to_train_on_is_named(tmp_path):
     with pytest.raises(ValueError, match="at least 257 entries, not 256"):
         train_byte_level_bpe(["a"], 256, tmp_path)
+    with pytest.raises(ValueError, match="more than its 5 special tokens, not 5"):
+        train_wordpiece(["a"], 5, tmp_path)
     with pytest.raises(ValueError, match="at least 260 entries"):
         train_sentencepiece(["a"], 100, tmp_path)
     for train in (train_byte_level_bpe, train_sentencepiece):

@@ -11,6 +11,7 @@ from parity import load_stored, randomize
 from safetensors.torch import load_file, save_file
 
 import shardzoo
+import shardzoo.models
 from shardzoo.models import Execution, config_from_dict, family
 from shardzoo.models.auto import build_on_meta
 from shardzoo.mpu import materialize
@@ -383,3 +384,52 @@ def test_damaged_folders_are_refused(name, gpt2_folder, capsys):
 def test_a_name_that_is_no_folder():
     with pytest.raises(ValueError, match="no folder"):
         shardzoo.from_pretrained("gpt2")
+
+
+@pytest.fixture
+def bert_folders(tmp_path):
+    """A pretrained BERT without a classifier as transformers writes it, and as shards of two ranks."""
+    from shardzoo.convert.operations import split
+
+    sizes = {"hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 36}
+    model = transformers.BertForPreTraining(transformers.BertConfig(vocab_size=61, **sizes))
+    randomize(model, seed=3)
+    model.save_pretrained(tmp_path / "hf")
+    split(tmp_path / "hf", tmp_path / "shards", 2)
+    return tmp_path / "hf", tmp_path / "shards"
+
+
+def classify(mesh, folder, **options) -> dict:
+    """The whole logits and the classifier of a model with a head of three classes."""
+    config = shardzoo.models.find_config(str(folder)).with_changes(
+        architecture="BertForSequenceClassification", num_labels=3
+    )
+    model = shardzoo.from_pretrained(folder, mesh, config=config, **options)
+    with torch.no_grad():
+        logits = model(torch.arange(6)[None] + 7).logits
+    return {"logits": logits, "weight": model.classifier.weight.detach(), "bias": model.classifier.bias.detach()}
+
+
+def test_a_new_head_on_a_pretrained_body(bert_folders, run_mesh):
+    hf, _ = bert_folders
+    reference = transformers.BertForSequenceClassification.from_pretrained(hf, num_labels=3).eval()
+    drawn = classify(None, hf, new=["classifier"])
+    assert 0.01 < drawn["weight"].std() < 0.03
+    with torch.no_grad():
+        reference.classifier.weight.copy_(drawn["weight"])
+        reference.classifier.bias.copy_(drawn["bias"])
+        expected = reference(torch.arange(6)[None] + 7).logits
+    torch.testing.assert_close(drawn["logits"], expected, rtol=1e-5, atol=1e-5)
+    for folder in bert_folders:
+        for ours in run_mesh(2, classify, folder, new=["classifier"]):
+            torch.testing.assert_close(ours["logits"], expected, rtol=1e-5, atol=1e-5)
+            assert torch.equal(ours["weight"], drawn["weight"])
+    assert not torch.equal(classify(None, hf, new=["classifier"], seed=5)["weight"], drawn["weight"])
+
+
+def test_a_head_is_new_only_where_it_is_said(bert_folders):
+    for folder in bert_folders:
+        with pytest.raises(ValueError, match=r"lacks.*classifier"):
+            classify(None, folder)
+        with pytest.raises(ValueError, match="new names the module 'head', which the model does not have; it has"):
+            classify(None, folder, new=["head"])

@@ -1,0 +1,240 @@
+"""Every command of examples/README.md runs, in its order, and does what it is there to show.
+
+Commands run as scripts in the workers of a pool, which have their place in a process group as under torchrun; one is
+started by plain python, which starts its ranks itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import multiprocessing
+import os
+import re
+import runpy
+import shlex
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = [
+    line
+    for block in re.findall(r"^```bash\n(.*?)^```", (ROOT / "examples/README.md").read_text(), re.DOTALL | re.MULTILINE)
+    for line in block.splitlines()
+]
+# The benchmark's own size is no matter of seconds.
+TINY_MT5 = (
+    "model.vocab_size=600 model.d_model=64 model.d_kv=16 model.num_heads=4 model.d_ff=128 model.num_layers=2 "
+    "model.num_decoder_layers=1 data.sequence_length=64 data.target_length=24 train.micro_batch_size=4 eval_samples=8 "
+    "train.lr=1e-3 corpus=runs/examples/docstrings.jsonl"
+)
+IN_PROCESSES_OF_ITS_OWN = "--env-type pytorchDDP --num-gpus 2 --batch-size 4"
+
+
+def command(part: str) -> str:
+    [found] = [line for line in COMMANDS if part in line]
+    return found
+
+
+def run_as_script(words: list[str], folder: Path) -> tuple[str, int]:
+    """What `python words…` in `folder` prints, and its exit code."""
+    code: Any = 0
+    import torch
+
+    kept = os.getcwd(), sys.argv, list(sys.path), torch.get_float32_matmul_precision()
+    sys.path.insert(0, str(ROOT / "examples"))
+    sys.argv = words
+    os.chdir(folder)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
+            runpy.run_path(str(ROOT / words[0]), run_name="__main__")
+    except SystemExit as end:
+        code = end.code or 0
+    finally:
+        os.chdir(kept[0])
+        sys.argv, sys.path[:] = kept[1:3]
+        torch.set_float32_matmul_precision(kept[3])
+    return " ".join(shown.getvalue().split()), code
+
+
+def words_of(line: str) -> list[str]:
+    words = shlex.split(line)
+    return words[next(place for place, word in enumerate(words) if word.endswith(".py")) :]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Where the commands are given, beside the checkout's examples."""
+    where = tmp_path_factory.mktemp("checkout")
+    (where / "examples").symlink_to(ROOT / "examples")
+    return where
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """The examples' own module."""
+    spec = importlib.util.spec_from_file_location("tiny", ROOT / "examples/tiny.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def run(folder, run_ranks):
+    """`run(command)`: what its first rank prints."""
+
+    def in_the_pool(line: str) -> str:
+        assert line in COMMANDS
+        if "libai" in line:
+            line += f" {TINY_MT5}"
+        sizes = re.findall(r"(?:num_gpus|num-gpus|model_parallel_size|model-parallel-size)[ =](\d+)", line)
+        ranks = max(map(int, sizes), default=2 if "gpt2" in line else 1)
+        ended = run_ranks(ranks, run_as_script, words_of(line), folder)
+        assert all(code == 0 for _, code in ended), ended
+        return ended[0][0]
+
+    def by_itself(line: str) -> str:
+        inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        done = subprocess.run(
+            shlex.split(line), cwd=folder, env={**inherited, "PATH": path}, capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return " ".join(done.stdout.split())
+
+    return lambda line: (by_itself if IN_PROCESSES_OF_ITS_OWN in line else in_the_pool)(line)
+
+
+def logged(folder: Path, name: str, value: str = "train/loss") -> dict[int, float]:
+    lines = (folder / "runs/examples" / name / "metrics.jsonl").read_text().splitlines()
+    return {record["step"]: record[value] for record in map(json.loads, lines) if value in record}
+
+
+def test_every_command_is_run_by_a_test():
+    named = re.findall(r'command\("([^"]+)"\)', Path(__file__).read_text())
+    assert sorted(map(command, named)) == sorted(COMMANDS)
+
+
+def test_one_script_for_every_environment(run, folder):
+    """Plain python, also with ranks started by it; as under torchrun; transformers' model, and the native one split."""
+    shown = [
+        run(command("--env-type pytorch --batch")),
+        run(command("--env-type pytorchDDP --num-gpus 2 --batch")),
+        run(command("--env-type deepspeed --num")),
+        run(command("--env-type deepspeed+mpu")),
+    ]
+    environments = ("pytorch", "pytorchDDP", "deepspeed", "deepspeed+mpu")
+    curves = [logged(folder, f"flagai-t5-{name}") for name in environments]
+    held_out = [logged(folder, f"flagai-t5-{name}", "valid/loss") for name in environments]
+    assert len(curves[0]) >= 10
+    first, *_, before, between, last = curves[0].values()
+    assert (before + between + last) / 3 < first - 0.9
+    for curve, values in zip(curves, held_out, strict=True):
+        assert curve == pytest.approx(curves[0], rel=1e-4)
+        assert values == pytest.approx(held_out[0], rel=1e-4)
+    titles = [text.partition("title:")[2] for text in shown]
+    assert "ours:" in titles[0]
+    assert titles == [titles[0]] * 4
+
+
+def test_libai_mt5_runs_resumes_and_evaluates(run, folder, tiny):
+    tiny.json_lines([{"text": doc.text} for doc in tiny.docstrings()], folder / "runs/examples/docstrings.jsonl")
+    shown = run(command("--fast-dev-run"))
+    curve = logged(folder, "libai-mt5")
+    assert list(curve) == list(range(1, 21))
+    assert curve[20] < curve[1] - 0.5
+    assert re.search(r"time: \S+ s/iter, total_throughput: \S+ samples/s", shown)
+    assert list(logged(folder, "libai-mt5", "valid/loss")) == [10, 20]
+    run(command("--resume"))
+    goes_on = logged(folder, "libai-mt5")
+    assert list(goes_on) == list(range(1, 31))
+    assert {step: goes_on[step] for step in curve} == curve
+    evaluated = re.search(r"{'loss': ([\d.]+)}", run(command("--eval-only")))
+    assert evaluated
+    assert float(evaluated[1]) == pytest.approx(logged(folder, "libai-mt5", "valid/loss")[30], rel=1e-5)
+
+
+def record(words: list[str], folder: Path, stop_after: int = 0) -> tuple[int, list[dict[str, Any]]]:
+    """The exit code of a script, and the batches that this rank trained on; a signal stops it after some of them."""
+    import transformers.models.mt5.modeling_mt5  # noqa: F401 - by all ranks at once, lest one waits for another
+
+    from shardzoo.trainer import Trainer
+
+    multiprocessing.current_process()._config["daemon"] = False  # so that it may have workers of its own,
+    multiprocessing.set_start_method("fork", force=True)  # begun as those of a script are
+    seen, forward_step = [], Trainer.forward_step
+
+    def recording(self, data, model, mems):
+        seen.append({name: value.clone() for name, value in data.items() if hasattr(value, "clone")})
+        if len(seen) == stop_after:
+            signal.raise_signal(signal.SIGTERM)
+        return forward_step(self, data, model, mems)
+
+    Trainer.forward_step = recording
+    try:
+        return run_as_script(words, folder)[1], seen
+    finally:
+        Trainer.forward_step = forward_step
+        multiprocessing.set_start_method("forkserver", force=True)
+
+
+def test_diacritics_take_each_text_once_also_when_stopped(folder, run_ranks, tiny):
+    """Two ranks with two workers each are stopped, and go on with another number of workers."""
+    import shardzoo.data
+
+    words = words_of(command("diacritics"))
+    stopped = run_ranks(2, record, words, folder, 7)
+    assert [code for code, _ in stopped] == [143, 143]
+    rest = run_ranks(2, record, [*words, "--num-workers", "1"], folder)
+    assert [code for code, _ in rest] == [0, 0]
+    assert [len(batches) for _, batches in (*stopped, *rest)] == [7, 7, 43, 43]
+
+    tokenizer = shardzoo.data.load_tokenizer(folder / "runs/examples/tiny-mt5")
+    expected = Counter((*tokenizer.encode(text), tokenizer.eos_token_id) for text in tiny.sentences(800))
+    found = Counter()
+    for batch in (batch for _, batches in (*stopped, *rest) for batch in batches):
+        inputs, labels, mask = batch["input_ids"], batch["labels"], batch["attention_mask"].bool()
+        assert (inputs >= 0).all()  # -100 is for labels alone
+        assert (inputs[~mask] == tokenizer.pad_token_id).all()
+        assert ((labels >= 0) | (labels == -100)).all()
+        for ids in (inputs, labels):
+            assert ((ids == tokenizer.eos_token_id).sum(1) == 1).all()
+        found.update(tuple(row[row != -100].tolist()) for row in labels)
+    assert found == expected
+    curve = logged(folder, "diacritics")
+    assert list(curve) == list(range(5, 51, 5))
+    assert curve[50] < curve[5] - 1
+
+
+def test_bert_sorts_texts(run, folder):
+    shown = run(command("bert"))
+    majority = 0.37
+    found = re.search(r"(\d+)% of (\d+) held-out texts", shown)
+    assert found
+    assert int(found[1]) / 100 > majority + 0.2
+    best = folder / "runs/examples/bert-pytorch/checkpoints" / "best"
+    assert logged(folder, "bert-pytorch", "valid/accuracy")[int(best.read_text().strip()[5:])] > majority + 0.2
+
+
+def test_glm_fills_a_blank(run, folder):
+    shown = run(command("glm"))
+    curve = list(logged(folder, "glm-pytorch").values())
+    assert sum(curve[-6:]) / 6 < curve[0] - 0.8  # single ones differ by half a nat: now tokens are blank, now documents
+    assert re.search(r"'generated_text': 'Return the.+of the message\.'", shown)
+
+
+def test_gpt2_split_over_two_is_the_same_in_transformers(run, folder):
+    shown = run(command("gpt2"))
+    split, whole = map(float, re.findall(r"loss split 2 ways (\S+); in transformers.*?, (\d\S+)", shown)[0])
+    assert split == pytest.approx(whole, rel=1e-5)
+    curve = logged(folder, "gpt2-tp")
+    assert curve[max(curve)] < curve[min(curve)] - 0.5
+    assert "Return the" in shown
