@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -69,9 +69,8 @@ def from_pretrained(
     materialize(model, device, dtype)
     _load(model, placements, repeats, mesh)
     _tie_equal(model, mesh)
-    if new:
-        drawn: Any = model
-        initialize(drawn, drawn.initial_value, seed, mesh, only=_names_of(model, new))
+    for name in new:
+        initialize(model.get_submodule(name), cast(Any, model).initial_value, seed, mesh, prefix=name)
     return model.eval()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Container
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -21,26 +21,16 @@ def parameter_seed(seed: int, name: str) -> int:
 
 
 @torch.no_grad()
-def initialize(
-    model: nn.Module,
-    fill: Fill,
-    seed: int,
-    mesh: ParallelMesh | None = None,
-    prefix: str = "",
-    *,
-    only: Container[str] | None = None,
-) -> None:
+def initialize(model: nn.Module, fill: Fill, seed: int, mesh: ParallelMesh | None = None, prefix: str = "") -> None:
     """Set every parameter to its part of a full value that is a function of (seed, name).
 
     `fill(name, full, generator)` writes the whole, unpadded value of the parameter into `full`, an fp32 CPU tensor,
     drawing from `generator` only. A tied parameter is filled once, under the name it is tied to. One full parameter
-    is in memory at a time. A pipeline stage passes the `prefix` that its modules have in the whole model. `only`:
-    names of the parameters to set; by default all. Raises `ValueError` if `fill` leaves a value unset.
+    is in memory at a time. A pipeline stage passes the `prefix` that its modules have in the whole model. Raises
+    `ValueError` if `fill` leaves a value unset.
     """
     rank, size = tp_rank(mesh), tp_size(mesh)
     for own_name, parameter in model.named_parameters(prefix=prefix):
-        if only is not None and own_name not in only:
-            continue
         shard = getattr(parameter, "shard", None)
         name = own_name if shard is None or shard.tied_to is None else shard.tied_to
         full = torch.full(parameter.shape if shard is None else shard.shape, float("nan"), dtype=torch.float32)

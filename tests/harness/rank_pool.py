@@ -173,7 +173,7 @@ class RankPools:
     def run_mesh(
         self, tensor_parallel_size: int, function, *args, data: int = 1, pipeline: int = 1, **options
     ) -> list[Any]:
-        """Call `function(mesh, *args)` on every rank of a mesh. `options` as for `run_ranks`."""
+        """Call `function(mesh, *args, **options)` on every rank of a mesh; some options are those of `run_ranks`."""
         world_size = tensor_parallel_size * data * pipeline
         return self.run_ranks(world_size, with_mesh, tensor_parallel_size, pipeline, function, *args, **options)
 

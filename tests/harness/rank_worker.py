@@ -20,14 +20,14 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=20)
 _meshes: dict[tuple[int, int], Any] = {}
 
 
-def with_mesh(tensor_parallel_size: int, pipeline_parallel_size: int, function, *args):
-    """Call `function(mesh, *args)`; process groups live as long as the worker, so a mesh costs time once."""
+def with_mesh(tensor_parallel_size: int, pipeline_parallel_size: int, function, *args, **kwargs):
+    """Call `function(mesh, ...)`; process groups live as long as the worker, so a mesh costs time once."""
     from shardzoo.mpu import ParallelMesh
 
     sizes = (tensor_parallel_size, pipeline_parallel_size)
     if sizes not in _meshes:
         _meshes[sizes] = ParallelMesh(*sizes)
-    return function(_meshes[sizes], *args)
+    return function(_meshes[sizes], *args, **kwargs)
 
 
 def serve(connection: Connection, rank: int, world_size: int, port: int, prefix: str, stack_path: str) -> None:
