@@ -10,6 +10,11 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores; also the workers inherit it
 
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read where Triton is first imported, by whichever test
+
 # Workers import the harness by name, and so must this process; pytest's importlib mode adds no path by itself.
 sys.path.insert(0, str(Path(__file__).parent / "harness"))
 
@@ -17,8 +22,6 @@ sys.path.insert(0, str(Path(__file__).parent / "harness"))
 @pytest.fixture(autouse=True)
 def threads_come_back():
     """Rounding in 16 bits depends on the number of threads, which code under test may set."""
-    import torch
-
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
