@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -63,12 +65,15 @@ class AttentionCore(nn.Module):
         return weights @ v
 
 
-class SelfAttention(nn.Module):
-    """Attention of a sequence to itself, with a fused qkv product [Q|K|V] and an output product.
+class Attention(nn.Module):
+    """What both kinds share: the products that their `PRODUCTS` name, each of so many stacked blocks, the core, and an
+    output product.
 
     head_size: by default hidden_size / num_heads. bias: whether the products have biases. Heads are whole on a rank;
     ValueError where the tensor-parallel size does not divide them.
     """
+
+    PRODUCTS: ClassVar[dict[str, int]]
 
     def __init__(
         self,
@@ -93,8 +98,17 @@ class SelfAttention(nn.Module):
             "mesh": mesh,
         }
         self.core = AttentionCore(scale=scale, dropout=dropout, mesh=mesh, execution=execution)
-        self.qkv = ColumnParallelLinear(hidden_size, 3 * inner_size, groups=(inner_size,) * 3, **shared)
+        for name, blocks in self.PRODUCTS.items():
+            groups = (inner_size,) * blocks if blocks > 1 else None
+            self.add_module(name, ColumnParallelLinear(hidden_size, blocks * inner_size, groups=groups, **shared))
         self.output = RowParallelLinear(inner_size, hidden_size, **shared)
+
+
+class SelfAttention(Attention):
+    """Attention of a sequence to itself, with a fused qkv product [Q|K|V]."""
+
+    PRODUCTS: ClassVar = {"qkv": 3}
+    qkv: ColumnParallelLinear
 
     def forward(
         self,
@@ -124,38 +138,12 @@ class SelfAttention(nn.Module):
         return self.output(merge_heads(self.core(q, k, v, mask, position_bias, causal)))
 
 
-class CrossAttention(nn.Module):
-    """Attention of one sequence to another, with a query product, a fused [K|V] product, and an output product.
+class CrossAttention(Attention):
+    """Attention of one sequence to another, with a query product and a fused [K|V] product."""
 
-    Arguments as for `SelfAttention`.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        *,
-        head_size: int | None = None,
-        bias: bool = True,
-        scale: float,
-        dropout: float = 0.0,
-        mesh: ParallelMesh | None = None,
-        execution: Execution,
-    ) -> None:
-        super().__init__()
-        check_heads(num_heads, tp_size(mesh))
-        self.head_size = head_size or hidden_size // num_heads
-        inner_size = num_heads * self.head_size
-        shared = {
-            "bias": bias,
-            "unit": self.head_size,
-            "sequence_parallel": execution.sequence_parallel,
-            "mesh": mesh,
-        }
-        self.core = AttentionCore(scale=scale, dropout=dropout, mesh=mesh, execution=execution)
-        self.query = ColumnParallelLinear(hidden_size, inner_size, **shared)
-        self.key_value = ColumnParallelLinear(hidden_size, 2 * inner_size, groups=(inner_size,) * 2, **shared)
-        self.output = RowParallelLinear(inner_size, hidden_size, **shared)
+    PRODUCTS: ClassVar = {"query": 1, "key_value": 2}
+    query: ColumnParallelLinear
+    key_value: ColumnParallelLinear
 
     def forward(self, x: Tensor, source: Tensor, mask: Tensor | None = None, cache: KeyValues | None = None) -> Tensor:
         """x: [B, S, H]; source: [B, T, H], what is attended; mask: bool, broadcastable to [B, Np, S, T].
