@@ -243,7 +243,7 @@ def saving(arguments: Arguments) -> dict[str, Any]:
         busy.append(savers[-1].is_busy)
         return step(self, signalled)
 
-    every, quiet, saves, slowed, blocked, written = 10, [], 0, 0.0, [], []
+    every, quiet, saves, slowed, blocked, written = 20, [], 0, 0.0, [], []
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
             (TrainingLoop, "save", timed),
@@ -271,7 +271,7 @@ def saving(arguments: Arguments) -> dict[str, Any]:
         "stall, share of a step": statistics.median(blocked) / usual,
         "largest stall, share of a step": max(blocked) / usual,
         "slowed in all by a save, share of a step": slowed / saves / usual,
-        "slowed per step of an interval of 10": slowed / saves / usual / every,
+        "slowed per step of an interval of 20": slowed / saves / usual / every,
         "seconds until a save is complete": statistics.median(written),
     }
 
