@@ -22,7 +22,10 @@ INLINE void linear_tile(const LinearForward& a, const Compute<T>* x, int64_t wid
   for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
     V w[Features];
 #pragma GCC unroll 4
-    for (int f = 0; f < Features; ++f) w[f] = load(weight + f * a.columns + i, part);
+    for (int f = 0; f < Features; ++f) {
+      w[f] = load(weight + f * a.columns + i, part);
+      if constexpr (Rows == kTileRows) prefetch(weight + (Features + f) * a.columns + i);
+    }
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r) {
       const V value = load(x + (row + r) * width + i, Full{});
@@ -44,7 +47,8 @@ INLINE void linear_tile(const LinearForward& a, const Compute<T>* x, int64_t wid
 template <class T, int Rows>
 INLINE void linear_rows(const LinearForward& a, const Compute<T>* x, int64_t width, int64_t row, int64_t feature,
                         int64_t end) {
-  constexpr int kFeatures = kSums / Rows < 4 ? kSums / Rows : 4;
+  // One row calculates so little that it waits for memory, which is quickest where it is read in one piece.
+  constexpr int kFeatures = Rows == 1 ? 1 : kSums / Rows < 4 ? kSums / Rows : 4;
   for (; feature + kFeatures <= end; feature += kFeatures) linear_tile<T, Rows, kFeatures>(a, x, width, row, feature);
   for (; feature < end; ++feature) linear_tile<T, Rows, 1>(a, x, width, row, feature);
 }
