@@ -21,7 +21,7 @@ pretrain: setup
 	$(BIN)/deepspeed pretrain.py --model-parallel-size 2 --output-dir runs/quickstart $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -30,6 +30,7 @@ if case == "barrier":
     from shardzoo.trainer.environment import initialize_distributed
     import torch.distributed as dist
     initialize_distributed(launch)
+    dist.barrier()  # all are connected: torch itself has nothing to say of the end
     if launch.rank == 1:
         the_end_of_rank(1)
     dist.barrier()
