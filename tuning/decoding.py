@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .. import generation  # noqa: F401 - gives the zoo's models their `generate`
+from ..data.finetune import closed, opened
 from ..generation.api import evaluating
 from ..generation.text import pad_left
 from .loading import Source
@@ -51,9 +52,7 @@ class TextGenerator:
         if empty := [text for text, row in zip(sources, rows, strict=True) if not row]:
             raise ValueError(f"the text {empty[0]!r} has no tokens")
         pad = self._pad_token_id(model)
-        ids, mask = pad_left(rows, pad)
-        if answers:  # as in training, on the right
-            ids, mask = pad_right(rows, pad)
+        ids, mask = (pad_right if answers else pad_left)(rows, pad)  # an encoder's as in training
         settings = {**self.defaults, "pad_token_id": pad, **given}
         if "max_length" in given and "max_new_tokens" not in given:
             del settings["max_new_tokens"]
@@ -73,13 +72,12 @@ class TextGenerator:
             found = found[:, ids.shape[1] :]
         return self.tokenizer.backend.batch_decode(found.tolist(), skip_special_tokens=True)
 
-    def _encode(self, sources: Sequence[str], closed: bool) -> list[list[int]]:
+    def _encode(self, sources: Sequence[str], answers: bool) -> list[list[int]]:
         """As the samples of training are made."""
-        begin, rows = self.tokenizer.begin, self.tokenizer.encode_batch(list(sources))
-        if closed:
-            end = self.tokenizer.eos_token_id
-            return [[*(begin + row)[: self.max_source_length - 1], end] for row in rows]
-        return [[*begin, *row[-max(1, self.max_source_length - len(begin)) :]] for row in rows]
+        begin, rows, length = self.tokenizer.begin, self.tokenizer.encode_batch(list(sources)), self.max_source_length
+        if answers:
+            return [closed(begin + row, length, self.tokenizer.eos_token_id).tolist() for row in rows]
+        return [opened(row, length, begin).tolist() for row in rows]
 
     def _pad_token_id(self, model: Any) -> int:
         config = model.config

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..models import FAMILIES, Execution, config_from_dict, from_config, from_pretrained
+from ..models import FAMILIES, Execution, config_from_dict, from_pretrained
 from ..models.auto import read_config
-from ..models.files import MANIFEST, huggingface_tensors
+from ..models.files import MANIFEST, huggingface_tensors, native_tensors
 from ..mpu import ParallelMesh
 from ..trainer.coordination import on_first_rank
 from ..trainer.precision import DTYPES
@@ -140,39 +140,28 @@ def _native(
     made["execution"] = Execution(arguments.sequence_parallel, arguments.recompute)
     if task != "text-classification" or labels is None:
         return from_pretrained(source.folder, mesh, **made)
-    # A new head: the stored model gives what it has in common with the classifier.
-    values = {**source.values, "architectures": [_stored_architecture(source)], "id2label": None, "label2id": None}
-    stored = config_from_dict(values)
-    try:
-        donor = from_pretrained(source.folder, mesh, dtype=made["dtype"], config=stored)
-    except ValueError as error:
-        raise ValueError(f"{error}; native=False loads it by transformers") from None
-    config = stored.with_changes(
-        architecture={"bert": "BertForSequenceClassification", "roberta": "RobertaForSequenceClassification"}[
-            source.model_type
-        ],
+    classifier = {"bert": "BertForSequenceClassification", "roberta": "RobertaForSequenceClassification"}
+    config = config_from_dict({**source.values, "architectures": [classifier[source.model_type]]}).with_changes(
         num_labels=len(labels),
         id2label={str(number): label for number, label in enumerate(labels)},
         label2id={label: number for number, label in enumerate(labels)},
     )
-    model = from_config(config, mesh, seed=arguments.seed, **made)
-    known = dict(donor.named_parameters())
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name in known and not name.startswith("classifier."):
-                parameter.copy_(known[name])
-    return model
+    try:
+        return from_pretrained(
+            source.folder, mesh, config=config, new=_new_modules(source), seed=arguments.seed, **made
+        )
+    except ValueError as error:
+        raise ValueError(f"{error}; native=False loads it by transformers") from None
 
 
-def _stored_architecture(source: Source) -> str:
-    """The native class that reads all that a classifier can use of the stored weights, such as BERT's pooler."""
-    name = str((source.values.get("architectures") or [""])[0])
-    if name.endswith("ForSequenceClassification") or source.model_type == "roberta":
-        return name if name.endswith("ForSequenceClassification") else "RobertaForMaskedLM"
+def _new_modules(source: Source) -> list[str]:
+    """The classifier, and BERT's pooler where the language model was stored without it."""
     if (source.folder / MANIFEST).exists():
-        return name
-    stored = {tensor.name for tensor in huggingface_tensors(source.folder)}
-    return "BertForPreTraining" if "cls.seq_relationship.weight" in stored else "BertForMaskedLM"
+        stored = native_tensors(source.folder)[0]
+    else:
+        stored = huggingface_tensors(source.folder)
+    has_pooler = source.model_type != "bert" or any("pooler." in tensor.name for tensor in stored)
+    return ["classifier"] if has_pooler else ["pooler", "classifier"]
 
 
 def _transformers(source: Source, task: str, arguments: TrainerArguments, labels: Sequence[str] | None) -> nn.Module:
