@@ -18,7 +18,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import tyro
 from rich.text import Text
 
-from ..trainer.environment import Launch
+from ..trainer.launch_place import Launch
 from ..tuning.arguments import TrainerArguments
 from .arguments import exit_code_of, familiar_options, parse
 

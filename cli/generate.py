@@ -17,7 +17,7 @@ from .arguments import exit_code_of, parse, read_yaml
 
 if TYPE_CHECKING:
     from ..generation.pipeline import TextGenerationPipeline
-    from ..trainer.environment import Launch
+    from ..trainer.launch_place import Launch
 
 DTYPES = Literal["float32", "bfloat16", "float16"]
 
@@ -64,7 +64,7 @@ def given_settings(arguments: GenerateArguments, argv: Sequence[str]) -> dict[st
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0: done. 2: refused, after a message on stderr. Else the exit code of the process that failed first."""
-    from ..trainer.environment import Launch
+    from ..trainer.launch_place import Launch
 
     launch = Launch.from_environment()
     quiet = not launch.is_first

@@ -24,8 +24,9 @@ from ..models.common.causal_lm import CausalLM
 from ..mpu import validate_layout
 from ..trainer.arguments import EnvType, TrainingArguments
 from ..trainer.deepspeed_config import zero_stage
-from ..trainer.environment import Launch, end_process
+from ..trainer.environment import end_process
 from ..trainer.launch import ensure_processes_of, processes_of
+from ..trainer.launch_place import Launch
 from ..trainer.run_folder import RunFolder
 from .arguments import exit_code_of, parse, read_yaml
 

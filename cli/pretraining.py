@@ -23,7 +23,7 @@ from ..models import Execution, from_config
 from ..models.common.causal_lm import CausalLM
 from ..models.common.config import ModelConfig
 from ..trainer.coordination import on_first_rank
-from ..trainer.environment import Launch
+from ..trainer.launch_place import Launch
 from ..trainer.loss_plot import plot_loss
 from ..trainer.run_folder import RunFolder
 from ..trainer.trainer import Trainer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 from ..models import from_pretrained
 from ..mpu import ParallelMesh
@@ -102,7 +103,9 @@ def _unsplit_logits(folder: Path, inputs: Mapping[str, Tensor]) -> Tensor:
 
 def _split_logits(folder: Path, size: int, inputs: Mapping[str, Tensor], temporary: Path) -> Tensor:
     result = temporary / "logits.pt"
-    spawn(_rank_logits, (folder, size, dict(inputs), temporary / "rendezvous", result), nprocs=size)
+    multiprocessing.set_forkserver_preload([__name__])  # everything is imported once, not by each rank
+    arguments = (folder, size, dict(inputs), temporary / "rendezvous", result)
+    start_processes(_rank_logits, arguments, nprocs=size, start_method="forkserver")
     return torch.load(result, weights_only=True)
 
 

@@ -21,7 +21,7 @@ from shardzoo.data.tokenizer import T5_SENTINELS, load_tokenizer
 from shardzoo.models.mt5 import Config as MT5Config
 from shardzoo.trainer import Trainer, TrainingArguments
 from shardzoo.trainer.coordination import on_first_rank
-from shardzoo.trainer.environment import Launch
+from shardzoo.trainer.launch_place import Launch
 
 
 @dataclass(frozen=True)

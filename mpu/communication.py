@@ -2,7 +2,8 @@
 
 A reduce-scatter is an all-to-all of the unsummed pieces and a local sum in fp32: the volume of a ring, but the result
 is rounded once however many ranks there are, where a ring or a tree rounds after every hop. So is the all-reduce of
-16-bit tensors over more than two ranks, with an all-gather of the sums; others leave nothing to gain.
+16-bit tensors over more than two ranks, with an all-gather of the sums; others leave nothing to gain. Small tensors
+of a CPU are summed whole: gloo's ring takes several times the messages.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from .divide import divide
 
 Finish = Callable[[], Tensor]
 _HALF = (torch.bfloat16, torch.float16)
+_SMALL = 1 << 19  # bytes, of all ranks
 # torch 2.13 renamed it and warns at the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -42,21 +44,18 @@ def _start_exchange_and_sum(pieces: Tensor, group: dist.ProcessGroup) -> Finish:
 
 def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Finish:
     """Sum over the group. The caller gives up `tensor`: it may be overwritten."""
-    if group.size() == 1 or tensor.numel() == 0:
+    size = group.size()
+    if size == 1 or tensor.numel() == 0:
         return lambda: tensor
-    if tensor.dtype not in _HALF or group.size() == 2:
+    if tensor.is_cpu and tensor.nbytes * size <= _SMALL and tensor.is_floating_point():
+        return _start_exchange_and_sum(tensor.expand(size, *tensor.shape).contiguous(), group)
+    if tensor.dtype not in _HALF or size == 2:
         tensor = tensor.contiguous()
         return _after(dist.all_reduce(tensor, group=group, async_op=True), tensor)
-    size = group.size()
     pieces = tensor.new_zeros(size, -(-tensor.numel() // size))
     pieces.view(-1)[: tensor.numel()].copy_(tensor.reshape(-1))
     finish_sum = _start_exchange_and_sum(pieces, group)
-
-    def finish_in_fp32() -> Tensor:
-        summed = start_all_gather(finish_sum(), 0, group)()
-        return summed[: tensor.numel()].view(tensor.shape)
-
-    return finish_in_fp32
+    return lambda: start_all_gather(finish_sum(), 0, group)()[: tensor.numel()].view(tensor.shape)
 
 
 def start_all_gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Finish:

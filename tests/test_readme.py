@@ -1,9 +1,13 @@
-"""Every command of the README runs as it stands; a configuration file shortens the training."""
+"""Every command of the README runs as it stands; a configuration file shortens the training.
+
+Commands of `shardzoo` run in a worker that has torch loaded, but for those that are about starting.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +15,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+PRETRAIN_TESTS = ROOT / "tests/cli/test_pretrain.py"
+LAUNCHERS = (
+    "deepspeed pretrain.py --model-parallel-size 2",
+    "torchrun --nproc-per-node 2 pretrain.py --model-parallel-size 2",
+)
 VENV = Path(sys.prefix)
 SHORT = """\
 hidden_size: 48
@@ -21,8 +30,9 @@ train_steps: 2
 eval_sequences: 2
 final_eval_sequences: 2
 """
-# What this very run of the tests is, or what .ci/run calls beside it.
-RUN_ELSEWHERE = {"make setup", "make test", "make lint"}
+# What this very run of the tests is, what .ci/run calls beside it, and what is looked at closely elsewhere.
+RUN_ELSEWHERE = {"make setup", "make test", "make lint", *LAUNCHERS}
+STARTED = ("shardzoo doctor", "shardzoo generate", "shardzoo convert verify runs/quickstart/hf --logits")
 
 
 def readme_commands() -> list[str]:
@@ -37,6 +47,12 @@ def test_the_readme_opens_with_two_commands_and_their_picture():
     picture = re.search(r"!\[.*?\]\((.*?)\)", opening)
     assert picture
     assert (ROOT / picture[1]).read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_run_elsewhere_is_run():
+    assert set(readme_commands()) >= RUN_ELSEWHERE
+    for command in LAUNCHERS:
+        assert f'run_line("{command}' in PRETRAIN_TESTS.read_text()
 
 
 def test_links_lead_somewhere():
@@ -61,9 +77,24 @@ def checkout(tmp_path_factory) -> Path:
     return folder
 
 
+def run_shardzoo(words: list[str], folder: Path) -> int | str | None:
+    """Exit code of the console script, in this process."""
+    from shardzoo.cli.main import main
+
+    os.chdir(folder)
+    try:
+        return main(words)
+    except SystemExit as end:
+        return end.code
+
+
 @pytest.mark.parametrize("command", [c for c in readme_commands() if c not in RUN_ELSEWHERE])
-def test_command(command, checkout):
+def test_command(command, checkout, run_ranks):
     """In the README's order, since later commands use what earlier ones leave."""
+    program, *words = shlex.split(command)
+    if program == "shardzoo" and not command.startswith(STARTED):
+        assert run_ranks(1, run_shardzoo, words, checkout)[0] in (0, None)
+        return
     inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MAKEFLAGS")}
     short = f"--config {checkout.parent / 'short.yaml'}"
     environment = inherited | {"PATH": f"{VENV / 'bin'}:{os.environ['PATH']}", "VENV": str(VENV), "ARGS": short}

@@ -7,6 +7,7 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.utils import (
     groups,
     safe_get_full_fp32_param,
@@ -94,6 +95,27 @@ class DeepSpeedEngine:
     def optimizer_tensors(self) -> dict[str, Tensor]:
         if not self._stage:
             return state_tensors(self.optimizer, self._owners)
+        if self._stage == 3:
+            return self._tensors_split_by_parameter()
+        tensors, zero = {}, self.model.optimizer
+        groups_of_parameters = zero.bf16_groups if hasattr(zero, "bf16_groups") else zero.bit16_groups
+        for number, group in enumerate(self.optimizer.param_groups):
+            [own] = group["params"]  # this rank's share of all the group's parameters, one behind the other
+            parts = {state: self.optimizer.state[own][state] for state in self._states}
+            if self._keeps_master_weights:
+                parts[MASTER_WEIGHT] = own.detach()
+            for state, part in parts.items():
+                parameters = groups_of_parameters[number]
+                whole = _gathered(part, parameters[0].device, zero.real_dp_process_group[number])
+                if whole is None:
+                    continue
+                for parameter in parameters:
+                    # The parameters themselves have been made views of one tensor, laid out alike.
+                    value = whole.narrow(0, parameter.storage_offset(), parameter.numel()).view(parameter.shape)
+                    tensors[f"{state}/{self._owners[parameter]}"] = value
+        return tensors
+
+    def _tensors_split_by_parameter(self) -> dict[str, Tensor]:
         tensors = {}
         for parameter, name in self._owners.items():
             for state in self._states:
@@ -197,6 +219,19 @@ def _check_device(arguments: TrainingArguments) -> None:
             f"precision='fp16': DeepSpeed does not compute in fp16 on this {accelerator.device_name()}; use "
             "'bf16' or 'fp32'"
         )
+
+
+def _gathered(part: Tensor, device: torch.device, group: dist.ProcessGroup) -> Tensor | None:
+    """The group's equal flat parts as one, on its first rank: DeepSpeed's own call would sum each parameter on all.
+
+    device: where the group communicates; the parts may be kept elsewhere.
+    """
+    if group.size() == 1:
+        return part
+    sent = part.to(device)
+    whole = sent.new_empty(group.size(), part.numel()) if group.rank() == 0 else None
+    dist.gather(sent, None if whole is None else list(whole), group=group, group_dst=0)
+    return None if whole is None else whole.view(-1).to(part.device)
 
 
 def _present(value: Tensor | None) -> Tensor:

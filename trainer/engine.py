@@ -53,7 +53,8 @@ class Engine(Protocol):
         ...
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """`<state>/<parameter>` -> tensor, as it is until the next step. Collective over data-parallel ranks."""
+        """`<state>/<parameter>` -> tensor, as it is until the next step. Collective over data-parallel ranks, of which
+        only the first may get them all."""
         ...
 
     def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:

@@ -9,12 +9,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-import torch
-
 from .arguments import TrainingArguments
-from .environment import Launch
 from .launch_local import run_ranks
 from .launch_nodes import LOCAL_NAMES, Nodes, check_launcher, deepspeed_command, launcher_command, rank_commands
+from .launch_place import Launch
 from .launch_rank import join_job
 
 THIS_MACHINE = Nodes()
@@ -111,6 +109,8 @@ def own_script() -> list[str]:
 
 
 def _check_gpus(world_size: int) -> None:
+    import torch
+
     if 0 < torch.cuda.device_count() < world_size:
         raise ValueError(f"{world_size} processes need as many GPUs; this machine has {torch.cuda.device_count()}")
 

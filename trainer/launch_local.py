@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .environment import cpu_environment, free_port
+from .launch_place import cpu_environment, free_port
 from .launch_rank import ERROR_FILE, SHOWN_BY_STARTER, STARTER, RankError, read
 
 USAGE_ERROR = 2  # the exit code of a rank that has said what is wrong itself

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from ..trainer.arguments import EnvType, Schedule, TrainingArguments
-from ..trainer.environment import Launch
 from ..trainer.keywords import with_familiar_names
+from ..trainer.launch_place import Launch
 
 Task = Literal["text2text-generation", "text-generation", "text-classification"]
 MetricName = Literal["sacrebleu", "rouge", "accuracy"]

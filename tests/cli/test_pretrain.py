@@ -44,6 +44,10 @@ def run(*command: str, cwd: Path, seconds: int = 240, **environment: str) -> sub
     )
 
 
+def run_line(line: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return run(*line.split(), cwd=cwd)
+
+
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory) -> Path:
     """A folder with a small corpus and a configuration for it."""
@@ -53,23 +57,14 @@ def workspace(tmp_path_factory) -> Path:
         lines = [f"def function_{i}_{j}(value):\n    return value + {j}\n\n" for j in range(40)]
         (folder / "texts" / f"{i}.txt").write_text("".join(lines))
     (folder / "tiny.yaml").write_text(TINY + f"data: {folder / 'texts'}\n")
+    (folder / "pretrain.py").symlink_to(PRETRAIN)
     return folder
 
 
 @pytest.fixture(scope="module")
 def finished(workspace) -> subprocess.CompletedProcess[str]:
-    """The command that the README opens with, on a tiny model."""
-    return run(
-        "deepspeed",
-        PRETRAIN,
-        "--model-parallel-size",
-        "2",
-        "--config",
-        "tiny.yaml",
-        "--output_dir",
-        "run",
-        cwd=workspace,
-    )
+    """The README's own command, on a tiny model."""
+    return run_line("deepspeed pretrain.py --model-parallel-size 2 --config tiny.yaml --output_dir run", workspace)
 
 
 def metrics(folder: Path, name: str) -> list[float]:
@@ -144,11 +139,7 @@ def test_a_killed_run_resumes_from_the_saved_step(workspace):
 
 
 def test_torchrun(workspace):
-    done = run(
-        *("torchrun", "--nproc-per-node", "2", PRETRAIN, "--model-parallel-size", "2"),
-        *("--config", "tiny.yaml", "--output-dir", "torchrun", "--train-steps", "2"),
-        cwd=workspace,
-    )
+    done = run_line("torchrun --nproc-per-node 2 pretrain.py --model-parallel-size 2 --config tiny.yaml", workspace)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

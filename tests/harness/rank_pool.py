@@ -28,8 +28,20 @@ TESTS = Path(__file__).resolve().parent.parent
 SECONDS_AFTER_FAILURE = 2.0  # what the other ranks get once one has failed
 SECONDS_AFTER_SUCCESS = 10.0  # ... and once one has returned: more, because ranks may have unequal work
 SECONDS_IN_ALL = 120.0
-# Loaded once, in the fork server. torch loads _dynamo late: every worker would, at its first checkpoint or optimizer.
-PRELOADED = ["torch", "torch.distributed.device_mesh", "torch._dynamo", "cloudpickle", "shardzoo.mpu"]
+# Loaded once, in the fork server: what every worker would load at its first mesh, checkpoint, engine or export.
+PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.device_mesh",
+    "torch.utils.tensorboard",
+    "cloudpickle",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "matplotlib.figure",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.t5.modeling_t5",
+    "shardzoo.mpu",
+    "shardzoo.trainer.trainer",
+]
 
 
 # cloudpickle sends `torch.ops` along with a function that mentions any `.ops`, and does not know how.

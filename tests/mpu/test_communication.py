@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,14 +36,24 @@ class Traffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@contextlib.contextmanager
+def as_if_large():
+    """Tensors of any size are sent as large ones are."""
+    small, communication._SMALL = communication._SMALL, 0
+    try:
+        yield
+    finally:
+        communication._SMALL = small
+
+
 def traffic(mesh, build, layers, dtype, options):
     """Traffic of the forward and of the backward pass."""
     model = build(mesh, layers=layers, hidden=HIDDEN, vocabulary=37, dropout=0.1, **options).to(dtype)
     ids = torch.arange(BATCH * POSITIONS).view(BATCH, POSITIONS)
     mpu.dropout_state.set(0, 0)
-    with Traffic() as forward:
+    with as_if_large(), Traffic() as forward:
         loss = model(ids, ids)
-    with Traffic() as backward:
+    with as_if_large(), Traffic() as backward:
         loss.backward()
     return forward.bytes, backward.bytes
 
@@ -86,6 +98,36 @@ def test_bf16_over_many_ranks_sends_what_a_ring_would(run_mesh, helpers):
     build = helpers.build_transformer
     assert per_layer(run_mesh, 4, build, torch.bfloat16) == [{"reduce-scatter": 2 * n, "all-gather": 2 * n}] * 2
     assert per_layer(run_mesh, 2, build, torch.bfloat16) == [{"all-reduce": 2 * n}] * 2
+
+
+def sums(mesh, dtype, elements):
+    """What two ways of sending make of the same tensors, and the bytes that they sent."""
+    rank = mesh.tp_rank
+
+    def summed():
+        tensor = torch.arange(elements, dtype=dtype).remainder(13).div(8).add(rank).unflatten(0, (2, -1)).t()
+        with Traffic() as sent:
+            return communication.start_all_reduce(tensor, mesh.tp_group)(), sent.bytes
+
+    with as_if_large():
+        large = summed()
+    return summed(), large
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64], ids=str)
+def test_small_tensors_are_exchanged_whole(tp, dtype, run_mesh):
+    """With sums that every dtype holds exactly."""
+    results = run_mesh(tp, sums, dtype, 106)
+    expected = sum(torch.arange(106, dtype=dtype).remainder(13).div(8).add(rank) for rank in range(tp))
+    for (small, sent), (large, _) in results:
+        assert torch.equal(small, expected.unflatten(0, (2, -1)).t().to(small.dtype))
+        assert torch.equal(large, small)
+        size = small.numel() * small.element_size()
+        assert sent == ({"reduce-scatter": tp * size} if small.is_floating_point() else {"all-reduce": size})
+    elements = 2 * communication._SMALL
+    (_, sent), (_, as_large) = run_mesh(tp, sums, dtype, elements)[0]
+    assert sent == as_large
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -156,7 +198,7 @@ def backward_events(mesh, sequence_parallel):
     torch.nn.init.ones_(layer.bias)
     output = layer(torch.ones(2, 4, 8, requires_grad=True))
     original = communication.dist.all_reduce, communication._all_gather, communication.dist.all_to_all_single
-    with Events() as mode:
+    with as_if_large(), Events() as mode:
         communication.dist.all_reduce = mode.watch("all-reduce", original[0])
         communication._all_gather = mode.watch("all-gather", original[1])
         communication.dist.all_to_all_single = mode.watch("reduce-scatter", original[2])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardzoo.trainer.environment import Launch
+from shardzoo.trainer.launch_place import Launch
 from shardzoo.trainer.launch_slurm import first_host
 
 SRUN = {

@@ -147,7 +147,7 @@ def test_a_dry_run_on_this_machine(monkeypatch, capsys):
 @pytest.fixture
 def cluster(hosts, tmp_path):
     """`cluster(*arguments)`: what comes of running the script on the hostfile's machines."""
-    from shardzoo.trainer.environment import free_port
+    from shardzoo.trainer.launch_place import free_port
 
     programs = tmp_path / "bin"
     programs.mkdir()
