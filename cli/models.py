@@ -15,7 +15,7 @@ from rich.table import Table
 from ..models import family, find_config, presets
 from ..models.auto import FAMILIES, build_on_meta
 from ..models.common.config import ModelConfig
-from ..models.sizes import legal_sizes, parameter_sizes
+from ..models.sizes import legal_sizes, sizes_of
 from ..trainer.estimate.job import ITEMSIZE
 from .arguments import exit_code_of
 
@@ -49,12 +49,12 @@ class Size:
 
 def measure(config: ModelConfig, tensor_parallel_size: int) -> Size:
     """From the model on meta. on_rank is None for a size that the model cannot be split into."""
-    legal = legal_sizes(build_on_meta(config, None))
-    whole = parameter_sizes(config)
-    on_rank = None
-    if tensor_parallel_size in legal:
-        on_rank = sum(size.local for size in parameter_sizes(config, tensor_parallel_size))
-    return Size(sum(size.full for size in whole), on_rank, legal)
+    model = build_on_meta(config, None)
+    legal = legal_sizes(model)
+    can_be_split = tensor_parallel_size in legal
+    sizes = sizes_of(model, tensor_parallel_size if can_be_split else 1)
+    on_rank = sum(size.local for size in sizes) if can_be_split else None
+    return Size(sum(size.full for size in sizes), on_rank, legal)
 
 
 def bytes_on_rank(parameters: int, dtype: str, optimizer: str) -> int:

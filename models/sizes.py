@@ -35,11 +35,15 @@ class ParameterSize:
 
 def parameter_sizes(config: ModelConfig, tensor_parallel_size: int = 1) -> list[ParameterSize]:
     """Each parameter once. ValueError for a size that the model cannot be split into, naming those that work."""
-    model = build_on_meta(config, None)
+    return sizes_of(build_on_meta(config, None), tensor_parallel_size)
+
+
+def sizes_of(model: nn.Module, tensor_parallel_size: int) -> list[ParameterSize]:
+    """`parameter_sizes` of an unsplit model that is there, if only on meta."""
     legal = legal_sizes(model)
     if tensor_parallel_size not in legal:
         raise ValueError(
-            f"a {config.model_type} of this configuration cannot be split {tensor_parallel_size} ways; use a "
+            f"a {type(model).__name__} of this configuration cannot be split {tensor_parallel_size} ways; use a "
             f"tensor-parallel size of {', '.join(map(str, legal))}"
         )
     tables = {parameter for module in model.modules() if is_embedding(module) for parameter in module.parameters()}

@@ -73,7 +73,7 @@ def materialize(model: nn.Module, device: torch.device | str, dtype: torch.dtype
 def _with_storage(parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | None) -> nn.Parameter:
     wanted = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
     values: Tensor = (
-        torch.empty_like(parameter, device=device, dtype=wanted)
+        torch.empty(parameter.shape, device=device, dtype=wanted)
         if parameter.is_meta
         else parameter.detach().to(device=device, dtype=wanted)
     )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime import compiler
 from deepspeed.utils import (
     groups,
     safe_get_full_fp32_param,
@@ -53,6 +55,7 @@ class DeepSpeedEngine:
         self._linear = functional.linear  # which DeepSpeed replaces under stage 3
         # DeepSpeed would compile this CPU collective at run time, with a lock file that a killed run leaves behind.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        _import_muon()
         self.model: Any = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
@@ -219,6 +222,15 @@ def _check_device(arguments: TrainingArguments) -> None:
             f"precision='fp16': DeepSpeed does not compute in fp16 on this {accelerator.device_name()}; use "
             "'bf16' or 'fp32'"
         )
+
+
+def _import_muon() -> None:
+    """DeepSpeed imports its Muon with any optimizer, and torch's compiler for it: a second of every start."""
+    original, compiler.compile = compiler.compile, lambda: compiler.dummy_decorator
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    finally:
+        compiler.compile = original
 
 
 def _gathered(part: Tensor, device: torch.device, group: dist.ProcessGroup) -> Tensor | None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from .arguments import TrainingArguments
 from .launch_local import run_ranks
@@ -16,6 +17,7 @@ from .launch_place import Launch
 from .launch_rank import join_job
 
 THIS_MACHINE = Nodes()
+GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
 
 
 def ensure_processes(world_size: int, nodes: Nodes = THIS_MACHINE, *, dry_run: bool = False) -> Launch:
@@ -109,6 +111,8 @@ def own_script() -> list[str]:
 
 
 def _check_gpus(world_size: int) -> None:
+    if not any(path for pattern in GPU_DEVICES for path in Path("/dev").glob(pattern)):
+        return  # to count none, torch would be loaded for seconds
     import torch
 
     if 0 < torch.cuda.device_count() < world_size:

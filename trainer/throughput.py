@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import resource
 import time
 from collections.abc import Iterator, Mapping
@@ -64,6 +65,11 @@ def device_peak(device: torch.device) -> float:
         for known, peak in PEAKS.items():
             if known in name:
                 return peak
+    return _matrix_products(device, torch.get_num_threads())
+
+
+@functools.cache
+def _matrix_products(device: torch.device, threads: int) -> float:
     size = 1024
     a = torch.ones(size, size, device=device)
     best = min(_seconds(a) for _ in range(3))

@@ -39,6 +39,9 @@ class PositionEmbedding(nn.Embedding):
         super().__init__(positions, hidden_size, padding_idx=padding_idx)
         self.sequence_parallel, self.mesh = sequence_parallel, mesh
 
+    def reset_parameters(self) -> None:
+        """`initialize` draws the values; drawing shapes alone would load all of torch's compiler."""
+
     def forward(self, position_ids: Tensor) -> Tensor:
         """[B, S] -> [B, S, H], or [B, S/tp, H]"""
         x = super().forward(position_ids)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from megatron.core.datasets import indexed_dataset as megatron
 
 from shardzoo.data import (
     IndexedDataset,
@@ -30,6 +29,7 @@ DTYPES = [np.uint16, np.int32]
 
 def write_both(documents: list, dtype: type, folder: Path) -> tuple[Path, Path]:
     import torch
+    from megatron.core.datasets import indexed_dataset as megatron
 
     ours, theirs = folder / "ours", folder / "theirs"
     with IndexedDatasetWriter(ours, dtype) as writer:
@@ -57,6 +57,8 @@ def test_files_are_byte_identical_to_megatrons(documents, dtype, tmp_path):
 @tmp_is_fresh_enough
 @given(documents=st.lists(document, min_size=1, max_size=8), dtype=st.sampled_from(DTYPES))
 def test_each_reads_what_the_other_wrote(documents, dtype, tmp_path):
+    from megatron.core.datasets import indexed_dataset as megatron
+
     ours, theirs = write_both(documents, dtype, tmp_path)
     sequences = [sequence for sequences in documents for sequence in sequences]
     mine = IndexedDataset(theirs)
@@ -71,6 +73,8 @@ def test_each_reads_what_the_other_wrote(documents, dtype, tmp_path):
 
 @pytest.mark.parametrize(("vocabulary", "expected"), [(65499, np.uint16), (65500, np.int32), (250112, np.int32)])
 def test_token_type_follows_megatrons_choice(vocabulary, expected):
+    from megatron.core.datasets import indexed_dataset as megatron
+
     assert dtype_for_vocabulary(vocabulary) == expected
     assert dtype_for_vocabulary(vocabulary) == megatron.DType.optimal_dtype(vocabulary)
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from megatron.core.datasets import helpers_cpp
 
 from shardzoo.data import GPTDataset, index_reference
 from shardzoo.data.packed import PackedTokens
@@ -89,6 +88,8 @@ def test_impossible_lengths_are_named(length, write_dataset):
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=30), sequence=st.integers(1, 12), seed=st.integers(0, 9)
 )
 def test_sample_index_is_megatrons(lengths, sequence, seed):
+    from megatron.core.datasets import helpers_cpp
+
     sizes = np.array(lengths, np.int32)
     order = np.random.default_rng(seed).permutation(len(sizes)).astype(np.int32)
     theirs = helpers_cpp.build_sample_idx_int32(sizes, order, sequence, 1, int(sizes.sum()), True, 1)

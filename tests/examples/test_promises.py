@@ -183,13 +183,49 @@ def test_bf16_t5_stays_finite_with_activations_that_fp16_has_not(tmp_path):
         assert losses(steps)[-1] < losses(steps)[0]
 
 
-def peaks(mesh, folder: Path) -> tuple[int, int, int]:
-    """(peak of a training step, peak of an evaluation, all logits of the evaluation) in bytes.
-
-    Of what torch's profiler sees of the allocator, on top of what is there before.
-    """
+def peak(work) -> int:
+    """Bytes that torch's profiler sees the allocator give out, at most, on top of what is there before."""
     from torch.profiler import ProfilerActivity, profile
 
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+def recomputing(mesh, folder: Path, kind: str) -> list[tuple[list[float], int]]:
+    """(losses of a few steps, their peak in bytes) without recomputation and with it."""
+    import transformers
+
+    from shardzoo.models import from_config
+
+    config = transformers.T5Config(
+        d_model=64, d_kv=16, d_ff=128, num_layers=5, num_heads=4, vocab_size=64, decoder_start_token_id=0
+    )
+    found = []
+    for active in (False, True):
+        torch.manual_seed(0)
+        model = from_config(config) if kind == "native" else transformers.T5ForConditionalGeneration(config)
+        settings = {"model": model, "data": Pairs(288), "micro_batch_size": 96, "checkpoint_activations": active}
+        steps: list[dict[str, float]] = []
+
+        def train(settings: dict, steps: list, active: bool) -> None:
+            steps += run_training(mesh, folder / f"{active}", train_steps=3, **settings)[0]
+
+        highest = peak(partial(train, settings, steps, active))
+        found.append((losses(steps), highest))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["native", "transformers"])
+def test_recomputation_changes_no_loss_and_lowers_the_peak(kind, run_mesh, tmp_path):
+    [((kept, most), (again, less))] = run_mesh(1, partial(recomputing, folder=tmp_path, kind=kind))
+    assert again == pytest.approx(kept, rel=1e-6)
+    assert less < 0.7 * most
+
+
+def peaks(mesh, folder: Path) -> tuple[int, int, int]:
+    """(peak of a training step, peak of an evaluation, all logits of the evaluation) in bytes."""
     from shardzoo.models import from_config
     from shardzoo.trainer import Trainer
 
@@ -207,12 +243,6 @@ def peaks(mesh, folder: Path) -> tuple[int, int, int]:
     sizes |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
     model = from_config({"model_type": "gpt2", "bos_token_id": 0, "eos_token_id": 0, **sizes})
     trainer = Trainer(train_steps=1, batch_size=rows, save_dir=str(folder))
-
-    def peak(work) -> int:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            work()
-        events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-        return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
     def step() -> None:
         batch = {name: torch.stack([Long()[i][name] for i in range(rows)]) for name in Long()[0]}
