@@ -86,4 +86,4 @@ class BackgroundSaver:
 def _yield_the_processor() -> None:
     """Hashing and writing take what the threads of training leave."""
     if sys.platform == "linux":  # where a thread has a priority of its own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
