@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
-import subprocess
-import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -68,21 +64,6 @@ def write_dataset(tmp_path: Path) -> Callable[..., IndexedDataset]:
 
 
 @pytest.fixture(scope="session")
-def compiled_index(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    """The C++ index builders: the built extension, or else built here."""
-    if importlib.util.find_spec("shardzoo.data._index") is not None:
-        return importlib.import_module("shardzoo.data._index")
-    import pybind11
-
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    library = tmp_path_factory.mktemp("extension") / f"_index{suffix}"
-    includes = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}"]
-    source = ROOT / "csrc/data/index.cpp"
-    command = ["g++", "-O2", "-std=c++17", "-shared", "-fPIC", *includes, str(source), "-o", str(library)]
-    subprocess.run(command, check=True)
-    spec = importlib.util.spec_from_file_location("_index", library)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def compiled_index() -> ModuleType:
+    """The C++ index builders, where they were built."""
+    return pytest.importorskip("shardzoo.data._index", reason="no compiled index builders")

@@ -9,6 +9,7 @@ import torch
 
 from shardzoo.cli.estimate import main
 from shardzoo.models import Execution, find_config, from_config
+from shardzoo.ops import dispatch
 from shardzoo.trainer.estimate import Job, estimate, largest_micro_batch
 from shardzoo.trainer.estimate.estimate import FRAMEWORK
 
@@ -91,8 +92,12 @@ def test_the_peak_of_a_step(name, changes, job, optimizer, moment):
     found = estimate(config, job)
     measured = peak_of_tensors(config, job, optimizer)
     assert found.peak.name == moment
-    # The formulas leave the small tensors of a step out: batches, positions, biases' gradients.
-    assert found.peak.total - FRAMEWORK["cpu"] == pytest.approx(measured, rel=0.05)
+    expected = found.peak.total - FRAMEWORK["cpu"]
+    if dispatch.unavailable("cpp", "cpu") is None:
+        # The formulas leave the small tensors of a step out: batches, positions, biases' gradients.
+        assert expected == pytest.approx(measured, rel=0.05)
+    else:  # the reference keeps what the kernels recompute
+        assert expected < 1.05 * measured
 
 
 def states_held(mesh, config, job):
