@@ -19,7 +19,7 @@ import pytest
 from training import Pairs, Stream, run_training
 
 KILLS = int(os.environ.get("SHARDZOO_KILLS", "0"))
-STEPS = 30
+STEPS = 30 if KILLS else 16
 
 RUNS = {
     "pytorch": ({"env_type": "pytorch"}, 1, 1),
