@@ -15,6 +15,15 @@ FILES = sorted(path.stem for path in SOURCES.glob("*.cu") if path.stem != "dispa
 MOST_REGISTERS = 128  # 512 threads of this many fill a multiprocessor's registers
 
 
+@pytest.fixture(scope="module", autouse=True)
+def nvcc_works(tmp_path_factory):
+    """One that compiles nothing at all says nothing about our kernels."""
+    empty = tmp_path_factory.mktemp("nvcc") / "empty.cu"
+    empty.write_text("__global__ void nothing() {}\n")
+    if subprocess.run([str(NVCC), "-cubin", str(empty)], capture_output=True, cwd=empty.parent).returncode:
+        pytest.skip("nvcc does not work here")
+
+
 def compiled(name, folder, architecture):
     """(PTX, ptxas's report) of a source."""
     common = [str(NVCC), "-O3", "-std=c++17", f"-arch={architecture}", str(SOURCES / f"{name}.cu")]
