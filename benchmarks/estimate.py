@@ -195,6 +195,7 @@ def run(case: Case) -> tuple[int, int]:
         # Freed memory goes back to the system at once, or the peak would be that of the C library's pools.
         "MALLOC_MMAP_THRESHOLD_": "131072",
         "MALLOC_TRIM_THRESHOLD_": "131072",
+        "SHARDZOO_POOL_MIB": "0",
         "THP_MEM_ALLOC_ENABLE": "0",
     }
     command = [sys.executable, str(Path(__file__).resolve()), "--measure", json.dumps(asdict(case))]

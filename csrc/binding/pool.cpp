@@ -11,8 +11,16 @@ namespace shardzoo {
 namespace {
 
 constexpr size_t kLeast = size_t{4} << 20;      // smaller blocks are kept by the C library itself
-constexpr size_t kMostIdle = size_t{1} << 30;   // what may lie here unused
 constexpr size_t kAlignment = size_t{2} << 20;  // a huge page
+
+// What may lie here unused: SHARDZOO_POOL_MIB, as it is at the first large output, or 1 GiB.
+size_t most_idle() {
+  static const size_t bytes = [] {
+    const char* text = std::getenv("SHARDZOO_POOL_MIB");
+    return text == nullptr ? size_t{1} << 30 : static_cast<size_t>(std::strtoull(text, nullptr, 10)) << 20;
+  }();
+  return bytes;
+}
 
 class Pool {
  public:
@@ -50,7 +58,7 @@ class Pool {
       idle_.push_back(block);
       idle_bytes_ += block.bytes;
     }
-    shrink(kMostIdle);
+    shrink(most_idle());
   }
 
   size_t idle_bytes() {
@@ -95,7 +103,7 @@ Pool& pool() {
 Tensor recycled(const Tensor& like, const std::vector<int64_t>& size) {
   size_t bytes = like.element_size();
   for (const int64_t length : size) bytes *= static_cast<size_t>(length);
-  const Pool::Block block = bytes < kLeast ? Pool::Block{nullptr, 0} : pool().take(bytes);
+  const Pool::Block block = bytes < kLeast || most_idle() == 0 ? Pool::Block{nullptr, 0} : pool().take(bytes);
   if (block.data == nullptr) return torch::stable::new_empty(like, {size.data(), size.size()});
   std::vector<int64_t> stride(size.size(), 1);
   for (size_t i = size.size() - 1; i > 0; --i) stride[i - 1] = stride[i] * size[i];

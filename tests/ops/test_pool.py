@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -99,3 +102,14 @@ def test_a_forked_process_can_use_it():
     assert queue.get(timeout=60) == expected
     process.join(60)
     assert process.exitcode == 0
+
+
+def test_the_pool_can_be_switched_off():
+    program = (
+        "import torch; from shardzoo import ops; x = ops.bias_gelu(torch.ones(1 << 10, 1 << 11)); del x; "
+        "print(torch.ops.shardzoo_kernels.recycled_idle())"
+    )
+    for most, idle_bytes in (("0", 0), ("8", 8 << 20)):
+        environment = {**os.environ, "SHARDZOO_POOL_MIB": most}
+        shown = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+        assert shown.stdout == f"{idle_bytes}\n", shown.stderr
