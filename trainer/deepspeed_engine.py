@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 from typing import Any
 
 import deepspeed
@@ -32,7 +31,8 @@ from .ranks import Ranks
 
 
 class DeepSpeedEngine:
-    """See `Engine`. With ZeRO, whose partitions are flat, states are gathered and set by DeepSpeed's own calls."""
+    """See `Engine`. ZeRO's partitions are flat: those of stages 1 and 2 are gathered whole, those of stage 3 by
+    DeepSpeed's own calls, which also set the states of all three."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, arguments: TrainingArguments, ranks: Ranks
@@ -102,14 +102,14 @@ class DeepSpeedEngine:
             return self._tensors_split_by_parameter()
         tensors, zero = {}, self.model.optimizer
         groups_of_parameters = zero.bf16_groups if hasattr(zero, "bf16_groups") else zero.bit16_groups
-        for number, group in enumerate(self.optimizer.param_groups):
+        zipped = zip(self.optimizer.param_groups, groups_of_parameters, zero.real_dp_process_group, strict=True)
+        for group, parameters, ranks in zipped:
             [own] = group["params"]  # this rank's share of all the group's parameters, one behind the other
             parts = {state: self.optimizer.state[own][state] for state in self._states}
             if self._keeps_master_weights:
                 parts[MASTER_WEIGHT] = own.detach()
             for state, part in parts.items():
-                parameters = groups_of_parameters[number]
-                whole = _gathered(part, parameters[0].device, zero.real_dp_process_group[number])
+                whole = _gathered(part, parameters[0].device, ranks)
                 if whole is None:
                     continue
                 for parameter in parameters:
@@ -228,7 +228,7 @@ def _import_muon() -> None:
     """DeepSpeed imports its Muon with any optimizer, and torch's compiler for it: a second of every start."""
     original, compiler.compile = compiler.compile, lambda: compiler.dummy_decorator
     try:
-        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
     finally:
         compiler.compile = original
 

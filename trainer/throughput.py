@@ -70,6 +70,7 @@ def device_peak(device: torch.device) -> float:
 
 @functools.cache
 def _matrix_products(device: torch.device, threads: int) -> float:
+    """FLOP/s with so many threads, timed once in a process."""
     size = 1024
     a = torch.ones(size, size, device=device)
     best = min(_seconds(a) for _ in range(3))

@@ -12,7 +12,6 @@ import pytest
 
 from shardzoo.data import IndexedDataset, IndexedDatasetWriter, train_byte_level_bpe
 
-ROOT = Path(__file__).parents[2]
 WORDS = ["the", "of", "and", "to", "in", "that", "was", "with", "not", "his", "but", "at", "this", "have", "from"]
 
 

@@ -1,6 +1,7 @@
 """Every command of examples/README.md runs, in its order, and does what it is there to show.
 
-Commands run as scripts in the workers of a pool, which have their place in a process group as under torchrun.
+Commands run as scripts in the workers of a pool, which have their place in a process group as under torchrun; one is
+started by plain python, which starts its ranks itself.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import re
 import runpy
 import shlex
 import signal
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -34,6 +36,7 @@ TINY_MT5 = (
     "model.num_decoder_layers=1 data.sequence_length=64 data.target_length=24 train.micro_batch_size=4 eval_samples=8 "
     "train.lr=1e-3 corpus=runs/examples/docstrings.jsonl"
 )
+IN_PROCESSES_OF_ITS_OWN = "--env-type pytorchDDP --num-gpus 2 --batch-size 4"
 
 
 def command(part: str) -> str:
@@ -88,7 +91,7 @@ def tiny():
 def run(folder, run_ranks):
     """`run(command)`: what its first rank prints."""
 
-    def run(line: str) -> str:
+    def in_the_pool(line: str) -> str:
         assert line in COMMANDS
         if "libai" in line:
             line += f" {TINY_MT5}"
@@ -98,7 +101,16 @@ def run(folder, run_ranks):
         assert all(code == 0 for _, code in ended), ended
         return ended[0][0]
 
-    return run
+    def by_itself(line: str) -> str:
+        inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        done = subprocess.run(
+            shlex.split(line), cwd=folder, env={**inherited, "PATH": path}, capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return " ".join(done.stdout.split())
+
+    return lambda line: (by_itself if IN_PROCESSES_OF_ITS_OWN in line else in_the_pool)(line)
 
 
 def logged(folder: Path, name: str, value: str = "train/loss") -> dict[int, float]:
@@ -112,7 +124,7 @@ def test_every_command_is_run_by_a_test():
 
 
 def test_one_script_for_every_environment(run, folder):
-    """transformers' model by each engine, and the native one split."""
+    """Plain python, also with ranks started by it; as under torchrun; transformers' model, and the native one split."""
     shown = [
         run(command("--env-type pytorch --batch")),
         run(command("--env-type pytorchDDP --num-gpus 2 --batch")),

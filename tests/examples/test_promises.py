@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import json
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
-from training import Pairs, losses, on_ranks, run_training, tiny_t5
+from training import Pairs, losses, on_ranks, peak_of, run_training, tiny_t5
 
 MIB = 1 << 20
 ADAFACTOR = {"optimizer": "adafactor", "lr": 1e-4, "lr_schedule": "constant", "weight_decay": 0.0, "clip_grad": 0.0}
@@ -183,18 +182,8 @@ def test_bf16_t5_stays_finite_with_activations_that_fp16_has_not(tmp_path):
         assert losses(steps)[-1] < losses(steps)[0]
 
 
-def peak(work) -> int:
-    """Bytes that torch's profiler sees the allocator give out, at most, on top of what is there before."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        work()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
-
-
-def recomputing(mesh, folder: Path, kind: str) -> list[tuple[list[float], int]]:
-    """(losses of a few steps, their peak in bytes) without recomputation and with it."""
+def recomputing(mesh, folder: Path, kind: str, active: bool) -> tuple[list[float], int]:
+    """(losses of a few steps, their peak in bytes)"""
     import transformers
 
     from shardzoo.models import from_config
@@ -202,24 +191,18 @@ def recomputing(mesh, folder: Path, kind: str) -> list[tuple[list[float], int]]:
     config = transformers.T5Config(
         d_model=64, d_kv=16, d_ff=128, num_layers=5, num_heads=4, vocab_size=64, decoder_start_token_id=0
     )
-    found = []
-    for active in (False, True):
-        torch.manual_seed(0)
-        model = from_config(config) if kind == "native" else transformers.T5ForConditionalGeneration(config)
-        settings = {"model": model, "data": Pairs(288), "micro_batch_size": 96, "checkpoint_activations": active}
-        steps: list[dict[str, float]] = []
-
-        def train(settings: dict, steps: list, active: bool) -> None:
-            steps += run_training(mesh, folder / f"{active}", train_steps=3, **settings)[0]
-
-        highest = peak(partial(train, settings, steps, active))
-        found.append((losses(steps), highest))
-    return found
+    torch.manual_seed(0)
+    model = from_config(config) if kind == "native" else transformers.T5ForConditionalGeneration(config)
+    settings = {"model": model, "data": Pairs(288), "micro_batch_size": 96, "checkpoint_activations": active}
+    steps: list[dict[str, float]] = []
+    peak = peak_of(lambda: steps.extend(run_training(mesh, folder, train_steps=3, **settings)[0]))
+    return losses(steps), peak
 
 
 @pytest.mark.parametrize("kind", ["native", "transformers"])
 def test_recomputation_changes_no_loss_and_lowers_the_peak(kind, run_mesh, tmp_path):
-    [((kept, most), (again, less))] = run_mesh(1, partial(recomputing, folder=tmp_path, kind=kind))
+    [(kept, most)] = run_mesh(1, partial(recomputing, folder=tmp_path / "kept", kind=kind, active=False))
+    [(again, less)] = run_mesh(1, partial(recomputing, folder=tmp_path / "again", kind=kind, active=True))
     assert again == pytest.approx(kept, rel=1e-6)
     assert less < 0.7 * most
 
@@ -251,7 +234,7 @@ def peaks(mesh, folder: Path) -> tuple[int, int, int]:
     accuracy = {"accuracy": lambda logits, labels: (logits.argmax(-1) == labels).float().mean()}
     step()
     model.zero_grad(set_to_none=True)
-    training, evaluation = peak(step), peak(lambda: trainer.evaluate(model, Long(), accuracy))
+    training, evaluation = peak_of(step), peak_of(lambda: trainer.evaluate(model, Long(), accuracy))
     return training, evaluation, batches * rows * length * vocabulary * 4
 
 

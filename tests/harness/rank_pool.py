@@ -35,11 +35,10 @@ PRELOADED = [
     "torch.distributed.device_mesh",
     "torch.utils.tensorboard",
     "cloudpickle",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
     "matplotlib.figure",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.t5.modeling_t5",
-    "shardzoo.mpu",
+    "shardzoo.trainer.deepspeed_engine",
     "shardzoo.trainer.trainer",
 ]
 

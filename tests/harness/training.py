@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +97,13 @@ def losses(steps: list[dict[str, float]]) -> list[float]:
 def on_ranks(run_mesh: Any, folder: Path, *, tp: int = 1, data_ranks: int = 1, **settings: Any) -> list[Any]:
     """`run_training` on every rank of a mesh, by rank."""
     return run_mesh(tp, partial(run_training, folder=folder, **settings), data=data_ranks)
+
+
+def peak_of(work: Any) -> int:
+    """Bytes that torch's profiler sees the allocator give out, at most, on top of what is there before."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from training import peak_of
 
 from shardzoo.cli.estimate import main
 from shardzoo.models import Execution, find_config, from_config
@@ -27,8 +28,6 @@ def peak_of_tensors(config, job: Job, optimizer=None) -> int:
 
     What torch's profiler sees of the allocator, in a second step, on top of what is there before it.
     """
-    from torch.profiler import ProfilerActivity, profile
-
     from shardzoo.models.sizes import is_embedding
     from shardzoo.mpu import dropout_state
 
@@ -53,14 +52,7 @@ def peak_of_tensors(config, job: Job, optimizer=None) -> int:
     step()
     tensors = [*model.parameters(), *(v for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v))]
     there = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    total = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        total += event.nbytes()
-        peak = max(peak, total)
-    return there + peak
+    return there + peak_of(step)
 
 
 def adafactor(parameters):
