@@ -1,10 +1,12 @@
 """Every command of the README runs as it stands; a configuration file shortens the training.
 
-Commands of `shardzoo` run in a worker that has torch loaded, but for those that are about starting.
+Commands of `shardzoo` run in workers that have torch loaded, but for those that are about starting; the quickstart that
+they go on from is trained there too.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shlex
@@ -16,11 +18,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PRETRAIN_TESTS = ROOT / "tests/cli/test_pretrain.py"
-LAUNCHERS = (
-    "deepspeed pretrain.py --model-parallel-size 2",
-    "torchrun --nproc-per-node 2 pretrain.py --model-parallel-size 2",
-)
-VENV = Path(sys.prefix)
+QUICKSTART = "deepspeed pretrain.py --model-parallel-size 2"  # what `make pretrain` types
+LAUNCHERS = (QUICKSTART, "torchrun --nproc-per-node 2 pretrain.py --model-parallel-size 2")
 SHORT = """\
 hidden_size: 48
 num_hidden_layers: 1
@@ -31,8 +30,8 @@ eval_sequences: 2
 final_eval_sequences: 2
 """
 # What this very run of the tests is, what .ci/run calls beside it, and what is looked at closely elsewhere.
-RUN_ELSEWHERE = {"make setup", "make test", "make lint", *LAUNCHERS}
-STARTED = ("shardzoo doctor", "shardzoo generate", "shardzoo convert verify runs/quickstart/hf --logits")
+RUN_ELSEWHERE = {"make setup", "make pretrain", "make test", "make lint", *LAUNCHERS}
+STARTED = ("shardzoo doctor", "shardzoo convert verify runs/quickstart/hf --logits")
 
 
 def readme_commands() -> list[str]:
@@ -51,8 +50,10 @@ def test_the_readme_opens_with_two_commands_and_their_picture():
 
 def test_what_is_run_elsewhere_is_run():
     assert set(readme_commands()) >= RUN_ELSEWHERE
-    for command in LAUNCHERS:
-        assert f'run_line("{command}' in PRETRAIN_TESTS.read_text()
+    tests = PRETRAIN_TESTS.read_text()
+    assert all(command in tests for command in LAUNCHERS)
+    assert 'run("make", "pretrain"' in tests
+    assert f"/{QUICKSTART} " in (ROOT / "Makefile").read_text()
 
 
 def test_links_lead_somewhere():
@@ -63,8 +64,8 @@ def test_links_lead_somewhere():
 
 
 @pytest.fixture(scope="module")
-def checkout(tmp_path_factory) -> Path:
-    """A folder that looks like a fresh checkout, with a small text and a configuration for it."""
+def checkout(tmp_path_factory, run_ranks) -> Path:
+    """A folder that looks like a checkout after `make pretrain`, with a small text and a configuration for it."""
     folder = tmp_path_factory.mktemp("readme") / "shardzoo"
     folder.mkdir()
     for entry in ROOT.iterdir():
@@ -73,19 +74,20 @@ def checkout(tmp_path_factory) -> Path:
     (folder.parent / "texts").mkdir()
     for i in range(8):
         (folder.parent / "texts" / f"{i}.txt").write_text("".join(f"line {i} {j} of a text\n" for j in range(200)))
-    (folder.parent / "short.yaml").write_text(SHORT + f"data: {folder.parent / 'texts'}\n")
+    short = folder.parent / "short.yaml"
+    short.write_text(SHORT + f"data: {folder.parent / 'texts'}\n")
+    words = [*QUICKSTART.split()[2:], "--output-dir", "runs/quickstart", "--config", str(short)]
+    assert run_ranks(2, run_here, "pretrain", words, folder, isolated=True) == [0, 0]
     return folder
 
 
-def run_shardzoo(words: list[str], folder: Path) -> int | str | None:
-    """Exit code of the console script, in this process."""
-    from shardzoo.cli.main import main
-
+def run_here(command: str, words: list[str], folder: Path) -> int:
+    """Exit code of `shardzoo.cli`'s command in this process, which may be one of several ranks."""
     os.chdir(folder)
     try:
-        return main(words)
+        return importlib.import_module(f"shardzoo.cli.{command}").main(words) or 0
     except SystemExit as end:
-        return end.code
+        return int(end.code or 0)
 
 
 @pytest.mark.parametrize("command", [c for c in readme_commands() if c not in RUN_ELSEWHERE])
@@ -93,13 +95,14 @@ def test_command(command, checkout, run_ranks):
     """In the README's order, since later commands use what earlier ones leave."""
     program, *words = shlex.split(command)
     if program == "shardzoo" and not command.startswith(STARTED):
-        assert run_ranks(1, run_shardzoo, words, checkout)[0] in (0, None)
+        ranks = 2 if command.endswith("--max-new-tokens 30 --tp 2") else 1  # others only write for so many
+        assert not any(run_ranks(ranks, run_here, "main", words, checkout, isolated=ranks > 1))
         return
-    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MAKEFLAGS")}
-    short = f"--config {checkout.parent / 'short.yaml'}"
-    environment = inherited | {"PATH": f"{VENV / 'bin'}:{os.environ['PATH']}", "VENV": str(VENV), "ARGS": short}
+    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    environment["PATH"] = f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}"
     if "pretrain.py" in command:
-        command = f"{command} {short}"
+        command = f"{command} --config {checkout.parent / 'short.yaml'}"
     done = subprocess.run(
         command, shell=True, cwd=checkout, env=environment, capture_output=True, text=True, timeout=280
     )

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 
 
 def plot_loss(
     records: list[dict[str, float]], path: Path, *, tokens_per_step: int, unigram_entropy: float, title: str
 ) -> None:
     """Draws `metrics.jsonl`'s records into a PNG. Losses and entropy are in nats per token."""
+    from matplotlib.figure import Figure  # here, for only one rank draws
+
     train = np.array([(r["step"], r["train/loss"]) for r in records if "train/loss" in r])
     valid = np.array([(r["step"], r["valid/loss"]) for r in records if "valid/loss" in r])
     tokens = tokens_per_step / 1e6

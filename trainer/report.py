@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from .loss_plot import smoothed
 
@@ -53,6 +52,8 @@ def write_report(path: Path, records: list[dict[str, float]], arguments: Mapping
 
 def _plots(train: list[dict[str, float]], valid: list[dict[str, float]]) -> str:
     """Loss, learning rate and gradient norm over the steps, as inline SVG."""
+    from matplotlib.figure import Figure  # here, for only one rank draws
+
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     loss, *others = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 1))
     steps = np.array([record["step"] for record in train])

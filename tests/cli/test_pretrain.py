@@ -23,7 +23,6 @@ vocab_size: 300
 micro_batch_size: 4
 train_steps: 6
 warmup_steps: 2
-eval_interval: 3
 save_interval: 3
 eval_sequences: 4
 final_eval_sequences: 8
@@ -33,7 +32,8 @@ held_out_fraction: 0.3
 
 def run(*command: str, cwd: Path, seconds: int = 240, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs a command as a user would, away from the variables of this test's own processes."""
-    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "MAKEFLAGS")
+    inherited = {name: value for name, value in os.environ.items() if name not in hidden}
     return subprocess.run(
         command,
         cwd=cwd,
@@ -42,10 +42,6 @@ def run(*command: str, cwd: Path, seconds: int = 240, **environment: str) -> sub
         text=True,
         timeout=seconds,
     )
-
-
-def run_line(line: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return run(*line.split(), cwd=cwd)
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +53,18 @@ def workspace(tmp_path_factory) -> Path:
         lines = [f"def function_{i}_{j}(value):\n    return value + {j}\n\n" for j in range(40)]
         (folder / "texts" / f"{i}.txt").write_text("".join(lines))
     (folder / "tiny.yaml").write_text(TINY + f"data: {folder / 'texts'}\n")
-    (folder / "pretrain.py").symlink_to(PRETRAIN)
+    for name in ("Makefile", "pyproject.toml", "setup.py", "constraints.txt", "pretrain.py"):
+        (folder / name).symlink_to(ROOT / name)
     return folder
 
 
 @pytest.fixture(scope="module")
 def finished(workspace) -> subprocess.CompletedProcess[str]:
-    """The README's own command, on a tiny model."""
-    return run_line("deepspeed pretrain.py --model-parallel-size 2 --config tiny.yaml --output_dir run", workspace)
+    """The README's own command, on a tiny model: `deepspeed pretrain.py --model-parallel-size 2`, as make has it."""
+    return run("make", "pretrain", cwd=workspace, VENV=sys.prefix, ARGS="--config tiny.yaml --eval_interval 3")
+
+
+QUICKSTART = Path("runs", "quickstart")
 
 
 def metrics(folder: Path, name: str) -> list[float]:
@@ -79,7 +79,7 @@ def test_a_run_starts_what_is_missing_and_ends_well(finished):
 
 
 def test_a_run_leaves_what_it_promises(finished, workspace):
-    folder = workspace / "run"
+    folder = workspace / QUICKSTART
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step-000003", "step-000006"]
@@ -95,7 +95,7 @@ def test_a_run_leaves_what_it_promises(finished, workspace):
 def test_transformers_loads_the_export_and_agrees(finished, workspace):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = workspace / "run" / "hf"
+    folder = workspace / QUICKSTART / "hf"
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values())
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -108,18 +108,18 @@ def test_transformers_loads_the_export_and_agrees(finished, workspace):
     from shardzoo.cli.pretraining import HeldOut
     from shardzoo.data import GPTDataset, IndexedDataset
 
-    samples = HeldOut(GPTDataset(IndexedDataset(workspace / "run" / "data" / "valid"), 32, seed=0))
-    native = metrics(workspace / "run", "valid/loss")[-1]
+    samples = HeldOut(GPTDataset(IndexedDataset(workspace / QUICKSTART / "data" / "valid"), 32, seed=0))
+    native = metrics(workspace / QUICKSTART, "valid/loss")[-1]
     assert held_out_loss(folder, [samples[i] for i in range(8)]) == pytest.approx(native, abs=1e-5)
 
 
 def test_a_second_run_does_not_touch_the_first(finished, workspace):
-    before = (workspace / "run" / "metrics.jsonl").read_bytes()
-    again = run(sys.executable, PRETRAIN, "--config", "tiny.yaml", "--output-dir", "run", cwd=workspace)
+    before = (workspace / QUICKSTART / "metrics.jsonl").read_bytes()
+    again = run(sys.executable, PRETRAIN, "--config", "tiny.yaml", "--output-dir", str(QUICKSTART), cwd=workspace)
     assert again.returncode == 2
     assert "holds another run (saved at step 6); go on with it by --resume" in again.stderr
     assert "Traceback" not in again.stdout + again.stderr
-    assert (workspace / "run" / "metrics.jsonl").read_bytes() == before
+    assert (workspace / QUICKSTART / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_killed_run_resumes_from_the_saved_step(workspace):
@@ -139,7 +139,8 @@ def test_a_killed_run_resumes_from_the_saved_step(workspace):
 
 
 def test_torchrun(workspace):
-    done = run_line("torchrun --nproc-per-node 2 pretrain.py --model-parallel-size 2 --config tiny.yaml", workspace)
+    line = "torchrun --nproc-per-node 2 pretrain.py --model-parallel-size 2"
+    done = run(*line.split(), "--config", "tiny.yaml", cwd=workspace)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

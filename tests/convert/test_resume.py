@@ -16,7 +16,7 @@ from shardzoo.convert.operations import Options, merge, plan, split
 from shardzoo.convert.source import open_source
 from shardzoo.convert.target import huggingface_target, shards_target
 
-ATTEMPTS = 17  # of each kind, killed one, two or three times before they are resumed: 100 kills in all
+ATTEMPTS = 9  # of each kind, killed one, two or three times before they are resumed: 54 kills in all
 
 
 def convert(kind: str, source: Path, destination: Path, resume: bool) -> None:

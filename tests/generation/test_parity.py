@@ -32,7 +32,7 @@ CASES = {
     "renormalize_logits": {"renormalize_logits": True, "repetition_penalty": 0.8, "num_beams": 2},
     "remove_invalid_values": {"remove_invalid_values": True},
 }  # fmt: skip
-LENGTH = {"max_new_tokens": 12}
+LENGTH = {"max_new_tokens": 9}
 
 
 def decode_all(mesh, folder, ids, mask, cases, **options):

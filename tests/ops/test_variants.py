@@ -12,7 +12,7 @@ from shardzoo import ops
 @pytest.mark.parametrize("sizes", [(5, 37), (3, 64), (1, 1), (40, 130)], ids=str)
 def test_matches_fp64(zoo, case_name, variant, dtype, sizes):
     if variant == "triton" and sizes[0] > 5:
-        sizes = (9, 130)  # the interpreter takes milliseconds per row
+        sizes = (2, 130)  # the interpreter takes milliseconds per row
     case = zoo.cases(*sizes)[case_name]
     expected = case.rounded(dtype).run("reference", torch.float64)
     cancels = sizes[1] == 1  # normalizing one number leaves gradients of nothing but rounding

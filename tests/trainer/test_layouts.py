@@ -48,7 +48,7 @@ def losses_of_training(mesh, folder: Path, **changes) -> list[float]:
             "lr": 5e-3,
             "warmup_steps": 4,
             "beta2": 0.95,
-            "micro_batch_size": 2,
+            "micro_batch_size": 4 // mesh.dp_size,  # two of them are accumulated
             "global_batch_size": 8,
             "clip_grad": 0.5,
             "log_interval": 1,
