@@ -2,9 +2,9 @@
 
     python benchmarks/trainer.py --parts transformers overhead saving
 
-All sides take turns in one run and ratios are of medians. A side whose losses differ from transformers' is not timed:
-the program says so and fails. They are compared without dropout, whose masks differ; steps are timed with it too, as T5
-is trained, and at its usual lengths.
+All sides take turns in one run, in another order each time; a ratio is the median of the rounds', each of medians. A
+side whose losses differ from transformers' is not timed: the program says so and fails. They are compared without
+dropout, whose masks differ; steps are timed with it too, as T5 is trained, and at its usual lengths.
 """
 
 from __future__ import annotations
@@ -123,32 +123,35 @@ def against_transformers(arguments: Arguments) -> dict[str, Any]:
 
 
 def take_turns(arguments: Arguments, dropout: float) -> dict[str, Any]:
-    """Medians and ratios, or an "error"; losses are compared if there is no dropout."""
+    """Seconds a step and ratios, or an "error"; losses are compared if there is no dropout."""
     sizes = {"d_model": 512, "d_ff": 1024, "num_layers": 4, "num_heads": 8, "dropout_rate": dropout}
     config = transformers.T5Config(vocab_size=8192, decoder_start_token_id=0, **sizes)
     data = Samples(8192, arguments.length, arguments.length // 4)
-    times: dict[str, list[float]] = {"transformers": [], "ours, their model": [], "ours, our model": []}
+    sides = ["transformers", "ours, their model", "ours, our model"]
+    rounds: list[dict[str, float]] = []  # median seconds of a step, by side
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         transformers.T5ForConditionalGeneration(config).save_pretrained(f"{folder}/hf")
         shared = {"train_steps": arguments.steps, "micro_batch_size": arguments.batch_size}
         for number in range(arguments.rounds):
-            reference = None
-            for side in times:
+            clocks: dict[str, Clock] = {}
+            for side in (*sides[number % 3 :], *sides[: number % 3]):
                 kind = shardzoo if side == "ours, our model" else transformers.T5ForConditionalGeneration
                 model = kind.from_pretrained(f"{folder}/hf")
                 if side == "transformers":
-                    clock = theirs(model, data, f"{folder}/theirs", arguments.steps, arguments.batch_size)
-                    reference = clock.losses
+                    clocks[side] = theirs(model, data, f"{folder}/theirs", arguments.steps, arguments.batch_size)
                 else:
-                    clock = ours(model, data, f"{folder}/{side} {number}", **shared)
-                assert reference is not None
-                worst = max(abs(a - b) for a, b in zip(clock.losses, reference, strict=True))
+                    clocks[side] = ours(model, data, f"{folder}/{side} {number}", **shared)
+            for side in sides[1:]:
+                pairs = zip(clocks[side].losses, clocks["transformers"].losses, strict=True)
+                worst = max(abs(own - other) for own, other in pairs)
                 if worst > LOSS_TOLERANCE and not dropout:
                     return {"error": f"{side}: the losses differ by {worst:.1e}"}
-                times[side] += clock.seconds
-    medians = {side: statistics.median(seconds) for side, seconds in times.items()}
-    return {**medians, **{f"ratio, {side}": medians["transformers"] / medians[side] for side in list(times)[1:]}}
+            rounds.append({side: statistics.median(clocks[side].seconds) for side in sides})
+    found = {side: statistics.median(seconds[side] for seconds in rounds) for side in sides}
+    for side in sides[1:]:
+        found[f"ratio, {side}"] = statistics.median(seconds["transformers"] / seconds[side] for seconds in rounds)
+    return found
 
 
 class TimedEngine:

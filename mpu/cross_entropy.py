@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
+from ..ops import multiply, multiply_add
 from .communication import start_all_gather, start_all_reduce
 from .embedding import check_ids
 from .linear import autocast
@@ -87,7 +87,7 @@ class _HeadLosses(Function):
     def forward(
         ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None, target: Tensor, *rest
     ) -> Tensor:
-        logits = F.linear(hidden, weight, bias)  # [T, Vp]
+        logits = multiply_add(hidden, weight, bias)  # [T, Vp]
         losses, lse, ctx.settings = token_losses(logits, target, *rest)
         ctx.save_for_backward(hidden, weight, bias, logits, target, lse)
         ctx.group, ctx.spent = group, False
@@ -98,16 +98,16 @@ class _HeadLosses(Function):
     def backward(ctx, *grads: Tensor):
         hidden, weight, bias, logits, target, lse = ctx.saved_tensors
         if ctx.spent:  # a second pass over a retained graph
-            logits = F.linear(hidden, weight, bias)
+            logits = multiply_add(hidden, weight, bias)
         grad, ctx.spent = logits.data, True  # .data: writing there leaves what is saved valid for that second pass
         for rows in _chunks(*grad.shape):
             torch.ops.shardzoo.cross_entropy_grad_(grad[rows], target[rows], grads[0][rows], lse[rows], *ctx.settings)
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         input_grad = reduction = None
         if needs_input:
-            input_grad = grad @ weight
+            input_grad = multiply(grad, weight)
             reduction = start_all_reduce(input_grad, ctx.group) if ctx.group else None
-        weight_grad = grad.t() @ hidden if needs_weight else None
+        weight_grad = multiply(grad.t(), hidden) if needs_weight else None
         bias_grad = grad.sum(0) if needs_bias else None
         return reduction() if reduction else input_grad, weight_grad, bias_grad, *[None] * 7
 

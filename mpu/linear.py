@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ..ops import linear
+from ..ops import linear, multiply
 from .collectives import SEQUENCE_DIM, gather_from_tp, scatter_to_tp
 from .communication import start_all_gather, start_all_reduce, start_reduce_scatter
 from .mesh import ParallelMesh, tp_size
@@ -17,12 +17,12 @@ from .parameter import SplitLayer, split_parameter
 from .shard import Shard
 
 
+def _input_grad(grad: Tensor, weight: Tensor) -> Tensor:
+    return multiply(grad.flatten(0, -2), weight).unflatten(0, grad.shape[:-1])  # [..., in]
+
+
 def _weight_grad(grad: Tensor, tensor: Tensor) -> Tensor:
-    return grad.flatten(0, -2).t() @ tensor.flatten(0, -2)  # [out, in]
-
-
-def _bias_grad(grad: Tensor) -> Tensor:
-    return grad.flatten(0, -2).sum(0)
+    return multiply(grad.flatten(0, -2).t(), tensor.flatten(0, -2))  # [out, in]
 
 
 class _ColumnParallel(Function):
@@ -52,7 +52,7 @@ class _ColumnParallel(Function):
             gather = start_all_gather(tensor, SEQUENCE_DIM, ctx.group)
         input_grad = reduction = weight_grad = None
         if needs_input:
-            input_grad = grad @ weight
+            input_grad = _input_grad(grad, weight)
         whole = gather() if gather else tensor
         if input_grad is not None:
             if ctx.sequence_parallel:
@@ -61,7 +61,7 @@ class _ColumnParallel(Function):
                 reduction = start_all_reduce(input_grad, ctx.group)
         if needs_weight:
             weight_grad = _weight_grad(grad, whole)
-        bias_grad = _bias_grad(grad) if needs_bias else None
+        bias_grad = grad.flatten(0, -2).sum(0) if needs_bias else None
         return reduction() if reduction else None, weight_grad, bias_grad, None, None
 
 
@@ -90,9 +90,9 @@ class _RowParallel(Function):
         tensor, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad = start_all_gather(grads[0], SEQUENCE_DIM, ctx.group)() if ctx.sequence_parallel else grads[0]
-        input_grad = grad @ weight if needs_input else None
+        input_grad = _input_grad(grad, weight) if needs_input else None
         weight_grad = _weight_grad(grad, tensor) if needs_weight else None
-        bias_grad = _bias_grad(grad) if needs_bias else None
+        bias_grad = grad.flatten(0, -2).sum(0) if needs_bias else None
         return input_grad, weight_grad, bias_grad, None, None
 
 

@@ -14,6 +14,8 @@ from .inference import in_inference_mode
 from .layer_norm import add_layer_norm, layer_norm
 from .linear import linear
 from .look_up import look_up
+from .product import multiply, multiply_add, product
+from .relu import relu
 from .rms_norm import add_rms_norm, rms_norm
 from .softmax import masked_softmax
 
@@ -37,6 +39,10 @@ __all__ = [
     "linear",
     "look_up",
     "masked_softmax",
+    "multiply",
+    "multiply_add",
+    "product",
+    "relu",
     "rms_norm",
     "swiglu",
     "use_key",

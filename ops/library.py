@@ -14,6 +14,7 @@ what `torch.ops.shardzoo.<name>` does, without the cost of torch's dispatcher wh
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -180,7 +181,8 @@ def unwritten(like: torch.Tensor, *size: int) -> torch.Tensor:
     On the CPU the memory of a large one is that of an earlier output, where the compiled parts are there.
     """
     size = size or like.shape
-    if is_plain(type(like)) and like.device.type == "cpu" and like.numel() >= LARGE and native.load_error() is None:
+    large = math.prod(size) >= LARGE
+    if large and is_plain(type(like)) and like.device.type == "cpu" and native.load_error() is None:
         return native.recycled(like, size)
     return like.new_empty(size)
 

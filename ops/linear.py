@@ -4,17 +4,17 @@ BLAS libraries are tuned for many rows; with few, on a CPU, they reach a part of
 reads the weight as it lies, once for all rows. Every sum is taken in fp32 (fp64 for fp64) in an order that depends
 neither on the number of rows nor on the number of threads, and rounded once.
 
-It has no gradient formula and runs in inference mode only. Elsewhere, and for more rows, `linear` is PyTorch's.
+It has no gradient formula and runs in inference mode only. Elsewhere, and for more rows, `linear` is PyTorch's product.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from . import dispatch, native
 from .inference import in_inference_mode
 from .library import runs_directly
+from .product import linear_product
 
 # With more rows BLAS is as fast or faster; for 16 bits it has instructions that are not used here.
 MOST_ROWS = {torch.float32: 32, torch.float64: 8, torch.bfloat16: 8, torch.float16: 8}
@@ -23,7 +23,7 @@ MOST_ROWS = {torch.float32: 32, torch.float64: 8, torch.bfloat16: 8, torch.float
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x Wᵀ + bias: x [..., C], weight [F, C], bias [F]; returns [..., F] in x's dtype, as `F.linear` does."""
     if not fits(x, weight, bias):
-        return F.linear(x, weight, bias)
+        return linear_product(x, weight, bias)
     y = x.new_empty((*x.shape[:-1], weight.shape[0]))
     native.call("linear", x.contiguous(), weight, bias, y)
     return y

@@ -197,6 +197,7 @@ class TrainingLoop:
             with self.throughput.counting(batch):
                 output = parts.forward_step({**batch, **parts.targets.arguments(totals)}, engine.model, None)
             loss = parts.targets.share(loss_of(output), batch, totals)
+            del output  # what else it holds is freed as the backward pass goes
             engine.backward(loss)
             value = loss.item()
             share += value

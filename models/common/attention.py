@@ -17,9 +17,10 @@ from ...mpu import (
     scaled_masked_softmax,
     tp_size,
 )
-from ...ops import in_inference_mode
+from ...ops import in_inference_mode, product
 from .cache import KeyValues, attend_by_source, back_to_rows
 from .execution import Execution
+from .heads import merge_heads, split_blocks, split_heads
 from .masks import visible_before
 
 MOST_SCORES_OF_PRODUCTS = 512 * 512  # of a head, where `products_are_faster`
@@ -58,11 +59,11 @@ class AttentionCore(nn.Module):
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, is_causal=causal)
         # The probabilities are written out: for the gradient of a trained bias, for a dropout mask that does not
         # depend on the layout, or for speed.
-        scores = q @ k.mT  # [B, Np, Sq, Sk]
+        scores = product(q, k.mT)  # [B, Np, Sq, Sk]
         weights = scaled_masked_softmax(
             scores, mask, position_bias, scale=self.scale, causal=causal, dropout=self.dropout
         )
-        return weights @ v
+        return product(weights, v)
 
 
 class Attention(nn.Module):
@@ -130,7 +131,7 @@ class SelfAttention(Attention):
         cache: the keys and values of M earlier positions, to which those of x are added; the keys are then M + S.
         """
         qkv = self.qkv(x if memory is None else torch.cat([memory, x], dim=1))
-        q, k, v = (split_heads(part, self.head_size) for part in qkv.chunk(3, dim=-1))  # [B, Np, S, D]
+        q, k, v = split_blocks(qkv, 3, self.head_size)  # [B, Np, S, D]
         if memory is not None:
             q = q[:, :, memory.shape[1] :]
         if cache is not None:
@@ -155,7 +156,7 @@ class CrossAttention(Attention):
         if cache is not None and cache.length:
             k, v = cache.filled()
         else:
-            k, v = (split_heads(part, self.head_size) for part in self.key_value(source).chunk(2, dim=-1))
+            k, v = split_blocks(self.key_value(source), 2, self.head_size)
             if cache is not None:
                 k, v = cache.extend(k, v)
         q, copies = attend_by_source(q, k.shape[0])
@@ -170,16 +171,6 @@ def products_are_faster(q: Tensor, k: Tensor) -> bool:
     """
     short = q.shape[2] * k.shape[2] <= MOST_SCORES_OF_PRODUCTS
     return q.is_cpu and q.dtype.itemsize == 2 and short and torch.is_grad_enabled() and q.requires_grad
-
-
-def split_heads(x: Tensor, head_size: int) -> Tensor:
-    """[B, S, Hp] -> [B, Np, S, D]"""
-    return x.unflatten(-1, (-1, head_size)).transpose(1, 2)
-
-
-def merge_heads(x: Tensor) -> Tensor:
-    """[B, Np, S, D] -> [B, S, Hp]"""
-    return x.transpose(1, 2).flatten(2)
 
 
 def check_heads(num_heads: int, tensor_parallel_size: int) -> None:

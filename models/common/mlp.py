@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...mpu import ColumnParallelLinear, Dropout, ParallelMesh, RowParallelLinear
 from ...mpu.linear import column_parallel
-from ...ops import bias_gelu, geglu, swiglu
+from ...ops import bias_gelu, geglu, relu, swiglu
 from .execution import Execution
 from .gated_linear import DownLinear, GateUpLinear
 
@@ -22,7 +22,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_new": gelu_tanh,
     "gelu_fast": gelu_tanh,
     "gelu_pytorch_tanh": gelu_tanh,
-    "relu": F.relu,
+    "relu": relu,
     "silu": F.silu,
     "swish": F.silu,
 }

@@ -207,7 +207,7 @@ def test_bf16_stays_close_and_finite(values):
         assert (grad.float() - reference).norm() < 0.15 * reference.norm() + 1e-4
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (5, 5), (1, 9), (4, 9), (200, 200)])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (5, 5), (1, 9), (4, 9), (64, 64), (65, 70), (200, 200)])
 @pytest.mark.parametrize("bidirectional", [True, False])
 def test_relative_bias_is_a_lookup_for_each_pair_of_positions(queries, keys, bidirectional):
     module = RelativeBias(32, 3, 128, bidirectional=bidirectional)
@@ -216,8 +216,11 @@ def test_relative_bias_is_a_lookup_for_each_pair_of_positions(queries, keys, bid
     theirs = T5Attention._relative_position_bucket(
         torch.arange(keys)[None] - torch.arange(keys - queries, keys)[:, None], bidirectional=bidirectional
     )
-    expected = module.weight.detach()[theirs].permute(2, 0, 1)[None]
+    expected = module.weight[theirs].permute(2, 0, 1)[None]
     assert torch.equal(bias, expected)
+    cotangent = torch.randn(1, 3, queries, keys)
+    grads = [torch.autograd.grad(value, module.weight, cotangent)[0] for value in (bias, expected)]
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5 * grads[1].abs().max().item())
 
 
 def test_the_gradient_of_a_bf16_relative_bias_is_rounded_once():

@@ -1,0 +1,45 @@
+"""Between features and attention heads."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from ...ops.library import runs_directly, unwritten
+
+
+def split_heads(x: Tensor, head_size: int) -> Tensor:
+    """[B, S, Hp] -> [B, Np, S, D]"""
+    return x.unflatten(-1, (-1, head_size)).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """[B, Np, S, D] -> [B, S, Hp]"""
+    return x.transpose(1, 2).flatten(2)
+
+
+class _SplitBlocks(Function):
+    """See `split_blocks`. The gradients are written where they belong; a sum of slices' gradients would first pad
+    each one, and a concatenation would first merge the heads of each."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, blocks: int, head_size: int) -> tuple[Tensor, ...]:
+        ctx.shape, ctx.head_size = x.shape, head_size
+        return tuple(split_heads(block, head_size) for block in x.chunk(blocks, dim=-1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor):
+        whole = unwritten(grads[0], *ctx.shape)
+        for block, grad in zip(whole.chunk(len(grads), dim=-1), grads, strict=True):
+            split_heads(block, ctx.head_size).copy_(grad)
+        return whole, None, None
+
+
+def split_blocks(x: Tensor, blocks: int, head_size: int) -> tuple[Tensor, ...]:
+    """[B, S, blocks * Hp] -> for each block [B, Np, S, D]"""
+    if torch.is_grad_enabled() and x.requires_grad and runs_directly(x):
+        return _SplitBlocks.apply(x, blocks, head_size)
+    return tuple(split_heads(block, head_size) for block in x.chunk(blocks, dim=-1))

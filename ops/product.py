@@ -1,0 +1,122 @@
+"""Matrix products whose large results lie, on a CPU, in memory that earlier ones left (csrc/binding/pool.h).
+
+Memory fresh from the system is faulted in when it is first written, which can take longer than the product itself: an
+attention's scores are large for the arithmetic they take. The results are those of PyTorch's products.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from .library import runs_directly, unwritten
+
+LEAST = 4 << 20  # bytes: the smallest result that the pool has memory for
+
+
+def in_pool(elements: int, *tensors: Tensor | None) -> bool:
+    """Whether a result of so many elements, computed from these tensors, is to lie in the pool's memory: it is large,
+    on a CPU, and nothing traces, transforms or casts the computation."""
+    first = tensors[0]
+    return (
+        first is not None
+        and first.is_cpu
+        and elements * first.itemsize >= LEAST
+        and all(tensor is None or tensor.dtype == first.dtype for tensor in tensors)
+        and not torch.is_autocast_enabled("cpu")
+        and runs_directly(*tensors)
+    )
+
+
+def multiply(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b without a gradient: a [..., M, K], b [..., K, N], their other dimensions the same."""
+    if not in_pool(_elements(a, b.shape[-1]), a, b):
+        return a @ b
+    result = unwritten(a, *a.shape[:-1], b.shape[-1])
+    if a.dim() == 2:
+        return torch.mm(a, b, out=result)
+    torch.bmm(_matrices(a), _matrices(b), out=result.flatten(0, -3))
+    return result
+
+
+def multiply_add(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x Wᵀ + bias without a gradient: x [..., C], weight [F, C], bias [F]."""
+    if not (_is_one_product(x, bias) and in_pool(_elements(x, weight.shape[0]), x, weight, bias)):
+        return F.linear(x, weight, bias)
+    result = unwritten(x, *x.shape[:-1], weight.shape[0])
+    rows, out = x.flatten(0, -2), result.flatten(0, -2)
+    if bias is None:
+        torch.mm(rows, weight.t(), out=out)
+    else:
+        torch.addmm(bias, rows, weight.t(), out=out)
+    return result
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b: a [..., M, K], b [..., K, N], their other dimensions the same. Differentiable once where it is large."""
+    if not needs_gradient(a, b):
+        return multiply(a, b)
+    largest = max(_elements(a, b.shape[-1]), a.numel(), b.numel())
+    return _Product.apply(a, b) if in_pool(largest, a, b) else a @ b
+
+
+def linear_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear`: x [..., C], weight [F, C], bias [F]. Differentiable once where it is large."""
+    if not needs_gradient(x, weight, bias):
+        return multiply_add(x, weight, bias)
+    largest = max(_elements(x, weight.shape[0]), x.numel(), weight.numel())
+    own = _is_one_product(x, bias) and in_pool(largest, x, weight, bias)
+    return _Linear.apply(x, weight, bias) if own else F.linear(x, weight, bias)
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def _is_one_product(x: Tensor, bias: Tensor | None) -> bool:
+    """Whether `F.linear` adds the bias before it rounds, as `addmm` does."""
+    return x.dim() > 1 and (bias is None or x.is_contiguous())
+
+
+def _elements(rows: Tensor, columns: int) -> int:
+    return rows.shape[:-1].numel() * columns
+
+
+def _matrices(tensor: Tensor) -> Tensor:
+    """[..., M, N] -> [B, M, N]; a transposed view stays one, where `reshape` would transpose in memory."""
+    return tensor.mT.flatten(0, -3).mT if tensor.stride(-2) == 1 else tensor.flatten(0, -3)
+
+
+class _Product(Function):
+    @staticmethod
+    def forward(ctx, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return multiply(a, b)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor):
+        (grad,), (a, b) = grads, ctx.saved_tensors
+        needs_a, needs_b = ctx.needs_input_grad
+        return multiply(grad, b.mT) if needs_a else None, multiply(a.mT, grad) if needs_b else None
+
+
+class _Linear(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return multiply_add(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor):
+        grad, (x, weight) = grads[0].flatten(0, -2), ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        return (
+            multiply(grad, weight).view(x.shape) if needs_x else None,
+            multiply(grad.t(), x.flatten(0, -2)) if needs_weight else None,
+            grad.sum(0) if needs_bias else None,
+        )

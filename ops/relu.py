@@ -1,0 +1,31 @@
+"""max(x, 0), where it is large on a CPU in the memory that ops/product.py is about."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from .library import unwritten
+from .product import in_pool, needs_gradient
+
+
+class _ReLU(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        y = torch.clamp_min(x, 0, out=unwritten(x))
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor):
+        (y,) = ctx.saved_tensors
+        return torch.ops.aten.threshold_backward.grad_input(grads[0], y, 0, grad_input=unwritten(y))
+
+
+def relu(x: Tensor) -> Tensor:
+    """`F.relu`. Differentiable once where it is large."""
+    return _ReLU.apply(x) if needs_gradient(x) and in_pool(x.numel(), x) else F.relu(x)

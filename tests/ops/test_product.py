@@ -1,0 +1,137 @@
+"""Products and ReLUs whose results lie in the pool: PyTorch's results, and its own way wherever somebody looks."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shardzoo import ops
+from shardzoo.ops import native
+from shardzoo.ops.product import linear_product, product
+from shardzoo.ops.relu import relu
+
+LARGE = 1 << 20  # elements, of at least 4 MiB in fp32
+
+
+@pytest.fixture
+def in_pool(monkeypatch):
+    """The sizes of the results that were written into the pool's memory."""
+    products = sys.modules[product.__module__]
+    seen, unwritten = [], products.unwritten
+
+    def remember(like, *size):
+        seen.append(size)
+        return unwritten(like, *size)
+
+    monkeypatch.setattr(products, "unwritten", remember)
+    return seen
+
+
+def heads(seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """[2, 3, 430, 24] as a view of features."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(2, 430, 3, 24, generator=g).to(dtype).transpose(1, 2)
+
+
+def results(function, *inputs):
+    """The output and the gradients of a sum with weights."""
+    leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
+    output = function(*leaves)
+    g = torch.Generator().manual_seed(9)
+    grads = torch.autograd.grad(
+        output, [x for x in leaves if x is not None], torch.randn(output.shape, generator=g).to(output.dtype)
+    )
+    return [output.detach(), *grads]
+
+
+def assert_same_bits(actual, expected):
+    for one, other in zip(actual, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+def test_attention_is_that_of_pytorch(dtype, in_pool):
+    """Up to the order of sums: another layout in memory is another kernel."""
+    q, k, v = (heads(seed, dtype) for seed in range(3))
+    scores = results(lambda q, k: product(q, k.mT), q, k)
+    tolerance = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 430 * torch.finfo(dtype).eps}  # of sums of 430 terms
+    torch.testing.assert_close(scores, results(lambda q, k: q @ k.mT, q, k), **tolerance)
+    torch.testing.assert_close(results(product, scores[0], v), results(torch.matmul, scores[0], v), **tolerance)
+    large = (2, 3, 430, 430)
+    assert in_pool == ([large, large] if dtype.itemsize > 2 else [])  # the scores, and the gradient of the weights
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_linear_has_the_bits_of_pytorch(dtype, biased, in_pool):
+    g = torch.Generator().manual_seed(4)
+    x, weight, bias = (torch.randn(*size, generator=g).to(dtype) for size in ((2, 900, 96), (1250, 96), (1250,)))
+    for rows in (x, x.transpose(0, 1), x[0]):
+        inputs = (rows, weight, bias if biased else None)
+        in_pool.clear()
+        assert_same_bits(results(linear_product, *inputs), results(F.linear, *inputs))
+        large = rows.numel() // 96 * 1250 * dtype.itemsize >= 4 << 20 and (rows.is_contiguous() or not biased)
+        assert in_pool == ([(*rows.shape[:-1], 1250)] if large else [])
+    with torch.no_grad():
+        assert torch.equal(linear_product(x, weight, bias), F.linear(x, weight, bias))
+
+
+def test_relu_has_the_bits_of_pytorch(dtype):
+    x = torch.randn(3, LARGE, generator=torch.Generator().manual_seed(2)).to(dtype)
+    x[0, :3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    x[1, :5] = 0.0
+    for one, other in zip(results(relu, x), results(F.relu, x), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_only_the_gradients_that_are_wanted(in_pool):
+    x, weight = torch.randn(2048, 512), torch.randn(1024, 512, requires_grad=True)
+    (grad,) = torch.autograd.grad(linear_product(x, weight, None).sum(), weight)
+    assert grad.shape == weight.shape
+    assert in_pool == [(2048, 1024)]  # the gradient is below the pool's sizes, and that of x is not there
+    a = torch.randn(4, 512, 512)
+    (grad,) = torch.autograd.grad(product(a.requires_grad_(), torch.randn(4, 512, 512)).sum(), a)
+    assert in_pool[1:] == [(4, 512, 512)] * 2
+
+
+def test_small_results_are_pytorchs(in_pool):
+    x, weight = torch.randn(5, 7, requires_grad=True), torch.randn(3, 7)
+    assert type(linear_product(x, weight, None).grad_fn).__name__ != "_LinearBackward"
+    assert type(product(x, weight.t()).grad_fn).__name__ == "MmBackward0"
+    assert linear_product(x[0], weight, None).shape == (3,)
+    assert product(torch.zeros(2, 0, 5), torch.zeros(2, 5, 4)).shape == (2, 0, 4)
+    assert in_pool == []
+
+
+def test_nobody_who_looks_is_passed_by(in_pool):
+    """Autocast, function transforms, the compiler, the counter of arithmetic."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x, weight = torch.randn(2048, 512), torch.randn(1024, 512)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear_product(x, weight, None).dtype == torch.bfloat16
+    per_row = torch.vmap(linear_product, in_dims=(0, None, None))(x.view(2, 1024, 512), weight, None)
+    torch.testing.assert_close(per_row.flatten(0, 1), F.linear(x, weight))
+    tangents = torch.func.jvp(lambda x: linear_product(x, weight, None), (x,), (x,))
+    torch.testing.assert_close(*tangents)
+    with FlopCounterMode(display=False) as counter:
+        linear_product(x, weight, None)
+    assert counter.get_total_flops() == 2 * 2048 * 512 * 1024
+    compiled = torch.compile(lambda x: product(x, x.mT), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), x @ x.mT)
+    assert in_pool == []
+
+
+@pytest.mark.skipif(native.load_error() is not None, reason="the pool is a compiled part")
+def test_memory_is_used_again():
+    x, weight = torch.randn(1024, 64, requires_grad=True), torch.randn(2048, 64)
+    first = ops.linear(x, weight)
+    place, kept = first.data_ptr(), first.detach().clone()
+    del first
+    second = ops.linear(x, weight)
+    assert second.data_ptr() == place
+    third = ops.linear(x, weight)
+    assert third.data_ptr() != place
+    assert torch.equal(second, kept)
