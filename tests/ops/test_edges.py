@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -179,7 +181,8 @@ def test_same_bits_for_any_thread_count(zoo, case_name, dtype):
         assert all(torch.equal(value, other[name]) for name, value in runs[0].items())
 
 
-def repeated_rows(count: int, columns: int) -> torch.Tensor:
+@contextlib.contextmanager
+def repeated_rows(count: int, columns: int) -> Iterator[torch.Tensor]:
     """[count, columns] in bf16 and zero: rows 0, 32, 64, ... are one memory, and so on; the last row is of its own."""
     chunk, row = 64 * columns, 2 * columns  # bytes
     libc = ctypes.CDLL(None, use_errno=True)
@@ -193,18 +196,20 @@ def repeated_rows(count: int, columns: int) -> torch.Tensor:
         fixed = mmap.MAP_SHARED | 0x10  # MAP_FIXED
         assert libc.mmap(place, size, mmap.PROT_READ | mmap.PROT_WRITE, fixed, file, source) == place
     os.close(file)
-    return torch.frombuffer((ctypes.c_char * (count * row)).from_address(start), dtype=torch.bfloat16).view(count, -1)
+    memory = (ctypes.c_char * (count * row)).from_address(start)
+    yield torch.frombuffer(memory, dtype=torch.bfloat16).view(count, -1)
+    assert libc.munmap(ctypes.c_void_p(start), ctypes.c_size_t(count * row)) == 0
 
 
 def test_offsets_beyond_two_to_the_31(zoo):
     """A bf16 tensor of 2^31 + 2^20 elements, written in place."""
     # the reference would widen all of it to fp32, several times over
-    x = repeated_rows((1 << 11) + 1 if "cpp" in zoo.variants else 33, 1 << 20)
-    x[-1] = torch.linspace(-4, 4, 1 << 20)
-    last = x[-1:].clone()
-    torch.ops.shardzoo.bias_gelu_out(x, None, False, y=x)
-    assert torch.equal(x[-1:], ops.bias_gelu(last))
-    assert not x[:32].any()
+    with repeated_rows((1 << 11) + 1 if "cpp" in zoo.variants else 33, 1 << 20) as x:
+        x[-1] = torch.linspace(-4, 4, 1 << 20)
+        last = x[-1:].clone()
+        torch.ops.shardzoo.bias_gelu_out(x, None, False, y=x)
+        assert torch.equal(x[-1:], ops.bias_gelu(last))
+        assert not x[:32].any()
 
 
 @pytest.mark.parametrize("isa", ["baseline", "x86-64-v3", "x86-64-v4"])

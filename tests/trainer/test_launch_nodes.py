@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -182,7 +183,7 @@ def test_a_job_on_two_machines(cluster, tmp_path):
     # What the dry run printed is what pdsh then got, word for word, but for the interpreter's own name.
     announced = next(line for line in dry.stdout.splitlines() if line.startswith("pdsh "))
     announced = announced.replace("$(ssh worker-a hostname -I | cut -d' ' -f1)", "127.0.0.1")
-    given = (tmp_path / "seen").read_text().replace(f"{BIN}/python3 ", f"{sys.executable} ").strip()
+    given = re.sub(rf"{BIN}/python[\d.]* ", f"{sys.executable} ", (tmp_path / "seen").read_text()).strip()
     assert announced.replace("--dry-run", "fail") == f"pdsh {given}"
 
 
