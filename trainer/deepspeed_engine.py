@@ -51,6 +51,11 @@ class DeepSpeedEngine:
                 f"ZeRO stage {self._stage} splits parameters within, and {type(optimizer).__name__} may need them "
                 f"whole; use zero_stage=0, or {', '.join(ELEMENT_STATES)}"
             )
+        if self._stage == 3 and any(hasattr(parameter, "shard") for parameter in model.parameters()):
+            raise ValueError(
+                "ZeRO stage 3 takes a layer's parameters away while the zoo's own layers still hold them; use "
+                "zero_stage 0, 1 or 2, or a model of transformers"
+            )
         self._owners = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._linear = functional.linear  # which DeepSpeed replaces under stage 3
         # DeepSpeed would compile this CPU collective at run time, with a lock file that a killed run leaves behind.
