@@ -25,7 +25,7 @@ from . import dispatch, native
 LIBRARY = torch.library.Library("shardzoo", "DEF")
 Outputs = tuple[torch.Tensor, ...]
 OPS: dict[str, Op] = {}  # by name
-LARGE = 1 << 19  # elements from which an output's memory is worth recycling; the pool has the last word
+POOLED = 4 << 20  # bytes of an output, from which the pool has memory for it (csrc/binding/pool.cpp)
 
 
 class Op:
@@ -65,9 +65,7 @@ class Op:
         """The operator, without PyTorch's dispatcher where nobody looks: most of a small call's time is spent there."""
         if not runs_directly(*arguments):
             return self._operator(*arguments)
-        if not torch.is_grad_enabled() or not any(
-            value.requires_grad for value in arguments if isinstance(value, torch.Tensor)
-        ):
+        if not needs_gradient(*arguments):
             return self._call(*arguments)
         return self._operator(*arguments) if self._function is None else self._function.apply(*arguments)
 
@@ -136,6 +134,13 @@ class Op:
         self._function = type(self.name, (torch.autograd.Function,), methods)
 
 
+def needs_gradient(*arguments: Any) -> bool:
+    """Whether autograd has to know of a call with these arguments."""
+    return torch.is_grad_enabled() and any(
+        value.requires_grad for value in arguments if isinstance(value, torch.Tensor)
+    )
+
+
 def runs_directly(*arguments: Any) -> bool:
     """Whether a call may go past the dispatcher: nothing traces, transforms or intercepts it, its tensors are no
     subclass that would want to, and the first of them holds data."""
@@ -181,7 +186,7 @@ def unwritten(like: torch.Tensor, *size: int) -> torch.Tensor:
     On the CPU the memory of a large one is that of an earlier output, where the compiled parts are there.
     """
     size = size or like.shape
-    large = math.prod(size) >= LARGE
+    large = math.prod(size) * like.itemsize >= POOLED
     if large and is_plain(type(like)) and like.device.type == "cpu" and native.load_error() is None:
         return native.recycled(like, size)
     return like.new_empty(size)

@@ -12,22 +12,18 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from .library import runs_directly, unwritten
-
-LEAST = 4 << 20  # bytes: the smallest result that the pool has memory for
+from .library import POOLED, needs_gradient, runs_directly, unwritten
 
 
-def in_pool(elements: int, *tensors: Tensor | None) -> bool:
+def in_pool(elements: int, first: Tensor, *others: Tensor | None) -> bool:
     """Whether a result of so many elements, computed from these tensors, is to lie in the pool's memory: it is large,
     on a CPU, and nothing traces, transforms or casts the computation."""
-    first = tensors[0]
     return (
-        first is not None
-        and first.is_cpu
-        and elements * first.itemsize >= LEAST
-        and all(tensor is None or tensor.dtype == first.dtype for tensor in tensors)
+        first.is_cpu
+        and elements * first.itemsize >= POOLED
+        and all(other is None or other.dtype == first.dtype for other in others)
         and not torch.is_autocast_enabled("cpu")
-        and runs_directly(*tensors)
+        and runs_directly(first, *others)
     )
 
 
@@ -70,10 +66,6 @@ def linear_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     largest = max(_elements(x, weight.shape[0]), x.numel(), weight.numel())
     own = _is_one_product(x, bias) and in_pool(largest, x, weight, bias)
     return _Linear.apply(x, weight, bias) if own else F.linear(x, weight, bias)
-
-
-def needs_gradient(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _is_one_product(x: Tensor, bias: Tensor | None) -> bool:

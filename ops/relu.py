@@ -8,8 +8,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from .library import unwritten
-from .product import in_pool, needs_gradient
+from .library import needs_gradient, unwritten
+from .product import in_pool
 
 
 class _ReLU(Function):

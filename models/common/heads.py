@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ...ops.library import runs_directly, unwritten
+from ...ops.library import needs_gradient, runs_directly, unwritten
 
 
 def split_heads(x: Tensor, head_size: int) -> Tensor:
@@ -40,6 +39,6 @@ class _SplitBlocks(Function):
 
 def split_blocks(x: Tensor, blocks: int, head_size: int) -> tuple[Tensor, ...]:
     """[B, S, blocks * Hp] -> for each block [B, Np, S, D]"""
-    if torch.is_grad_enabled() and x.requires_grad and runs_directly(x):
+    if needs_gradient(x) and runs_directly(x):
         return _SplitBlocks.apply(x, blocks, head_size)
     return tuple(split_heads(block, head_size) for block in x.chunk(blocks, dim=-1))

@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PRETRAIN = str(ROOT / "pretrain.py")
 BIN = Path(sys.executable).parent
+QUICKSTART = Path("runs", "quickstart")
 TINY = """\
 hidden_size: 48
 num_hidden_layers: 1
@@ -62,9 +63,6 @@ def workspace(tmp_path_factory) -> Path:
 def finished(workspace) -> subprocess.CompletedProcess[str]:
     """The README's own command, on a tiny model: `deepspeed pretrain.py --model-parallel-size 2`, as make has it."""
     return run("make", "pretrain", cwd=workspace, VENV=sys.prefix, ARGS="--config tiny.yaml --eval_interval 3")
-
-
-QUICKSTART = Path("runs", "quickstart")
 
 
 def metrics(folder: Path, name: str) -> list[float]:
