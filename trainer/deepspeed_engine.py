@@ -21,6 +21,7 @@ from deepspeed.utils import (
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..models.common.outputs import ModelOutput
 from ..mpu import grad_norm
 from .arguments import TrainingArguments
 from .deepspeed_config import deepspeed_config, zero_stage
@@ -51,13 +52,9 @@ class DeepSpeedEngine:
                 f"ZeRO stage {self._stage} splits parameters within, and {type(optimizer).__name__} may need them "
                 f"whole; use zero_stage=0, or {', '.join(ELEMENT_STATES)}"
             )
-        if self._stage == 3 and any(hasattr(parameter, "shard") for parameter in model.parameters()):
-            raise ValueError(
-                "ZeRO stage 3 takes a layer's parameters away while the zoo's own layers still hold them; use "
-                "zero_stage 0, 1 or 2, or a model of transformers"
-            )
         self._owners = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._linear = functional.linear  # which DeepSpeed replaces under stage 3
+        self._hooks = [model.register_forward_hook(_as_dict)] if self._stage == 3 else []
         # DeepSpeed would compile this CPU collective at run time, with a lock file that a killed run leaves behind.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         _import_muon()
@@ -69,6 +66,8 @@ class DeepSpeedEngine:
         )[0]
         if self._stage:
             self._create_element_states()
+        if self._stage == 3:
+            self._hooks.append(model.register_forward_hook(_as_output))
 
     @property
     def loss_scale(self) -> float | None:
@@ -158,14 +157,17 @@ class DeepSpeedEngine:
                 kind = type(getattr(self.model.optimizer.loss_scaler, name))
                 setattr(self.model.optimizer.loss_scaler, name, kind(counters[name]))
 
-    def close(self) -> None:
-        with self._whole_parameters():
-            whole = {name: parameter.detach().clone() for name, parameter in self.module.named_parameters()}
+    def close(self, *, whole: bool) -> None:
+        parameters: dict[str, Tensor] = {}
+        if whole and self._stage == 3:
+            with self._whole_parameters():
+                parameters = {name: value.detach().clone() for name, value in self.module.named_parameters()}
         self.model.destroy()
+        for hook in self._hooks:
+            hook.remove()
         functional.linear, groups.mpu = self._linear, None  # so that the next engine of this process finds neither
-        if self._stage == 3:
-            for name, parameter in self.module.named_parameters():
-                parameter.data = whole[name]
+        for name, value in parameters.items():
+            self.module.get_parameter(name).data = value
 
     def _whole_parameters(self) -> contextlib.AbstractContextManager[Any]:
         if self._stage < 3:
@@ -213,6 +215,22 @@ class DeepSpeedEngine:
             group["step"] = 0
         if self._stage < 3:
             self.model.optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def _as_dict(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """DeepSpeed gathers what a model uses outside its layers when a gradient of the model's results arrives, and looks
+    for those in tensors, tuples and dicts."""
+    if not isinstance(output, ModelOutput):
+        return None
+    return {"output": output, **{name: value for name, value in vars(output).items() if isinstance(value, Tensor)}}
+
+
+def _as_output(module: nn.Module, inputs: Any, results: Any) -> Any:
+    if not isinstance(results, dict) or not isinstance(results.get("output"), ModelOutput):
+        return None
+    output = results.pop("output")
+    vars(output).update(results)
+    return output
 
 
 SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

@@ -67,8 +67,9 @@ class Engine(Protocol):
 
     def load_counters(self, counters: dict[str, float]) -> None: ...
 
-    def close(self) -> None:
-        """Leaves the model as a plain module, whole and without the engine's hooks."""
+    def close(self, *, whole: bool) -> None:
+        """Leaves the model as a plain module, without the engine's hooks. whole: with all its parameters, which is
+        collective, and so not for after an error, which other ranks may not have had."""
         ...
 
 

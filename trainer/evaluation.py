@@ -58,13 +58,13 @@ def evaluate(
         rows = range(first, min(first + batch_size, len(samples)))
         batch = to_device(collate([samples[i] for i in rows or range(min(batch_size, len(samples)))]), device)
         output = forward_step(batch, model, None)
+        logits = _field(output, "logits") if metrics else None  # calculating them may be a collective too
         if not rows:
             continue
         count = targets.count(batch)[0]
         if count:
             _add(sums["loss"], (float(loss_of(output)) * count, count))
         for name, metric in (metrics or {}).items():
-            logits = _field(output, "logits")
             if logits is None or "labels" not in batch:
                 raise ValueError(f"the metric {name} needs logits of forward_step and labels in the batch")
             whole = module.gather_logits(logits) if hasattr(module, "gather_logits") else logits  # type: ignore[operator]

@@ -86,5 +86,5 @@ class TorchEngine:
         if self._scaler and "scale" in counters:
             self._scaler.load_state_dict({name: value for name, value in counters.items() if name != "applied_steps"})
 
-    def close(self) -> None:
+    def close(self, *, whole: bool) -> None:
         pass

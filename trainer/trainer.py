@@ -143,6 +143,7 @@ class Trainer:
             extra_files=extra_files,
         )
         loop = TrainingLoop(arguments, parts, total_steps, evaluate_last=reporter is None)
+        succeeded = False
         try:
             if found and arguments.load_optim:
                 loop.resume(*found)
@@ -151,9 +152,10 @@ class Trainer:
             with parts.reporter if reporter is None else contextlib.nullcontext():
                 loop.run()
             on_first_rank(self.write_report)
+            succeeded = True
         finally:
             parts.saver.close()
-            engine.close()
+            engine.close(whole=succeeded)
         return {**loop.validation, "step": loop.step}
 
     def evaluate(

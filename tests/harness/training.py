@@ -58,11 +58,13 @@ def run_training(
     model: Any = None,
     data: Any = None,
     valid: Any = None,
+    metrics: Any = None,
     dropout: float = 0.0,
     on_step: Any = None,
     **arguments: Any,
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Trains, by default a tiny T5: what was reported at each step, and the final weights.
+    """Trains, by default a tiny T5: what was reported at each step (of its validation as `valid_loss` and so on), and
+    the final weights.
 
     model: one, or what makes one of the mesh. on_step: is told each step and its loss.
     """
@@ -78,6 +80,9 @@ def run_training(
             if on_step is not None:
                 on_step(step, values["loss"])
 
+        def evaluation(self, step: int, values: dict[str, float]) -> None:
+            self.steps[-1] |= {f"valid_{name}": value for name, value in values.items()}
+
     settings = {"lr": 1e-2, "micro_batch_size": 2, "train_steps": 4, "log_interval": 1, "save_dir": str(folder)}
     chosen = TrainingArguments(**{**settings, **arguments})
     reporter = Record()
@@ -86,7 +91,8 @@ def run_training(
         model = tiny_t5(dropout)
     elif not isinstance(model, torch.nn.Module):
         model = model(trainer.mesh)
-    trainer.train(model, train_dataset=Pairs() if data is None else data, valid_dataset=valid, reporter=reporter)
+    data = Pairs() if data is None else data
+    trainer.train(model, train_dataset=data, valid_dataset=valid, metric_methods=metrics, reporter=reporter)
     return reporter.steps, {name: value.detach().clone() for name, value in model.named_parameters()}
 
 

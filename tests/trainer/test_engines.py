@@ -31,18 +31,6 @@ ENGINES = [
 ]
 
 
-def native_t5(mesh):
-    from shardzoo.models import from_config
-
-    return from_config({"model_type": "t5", "vocab_size": 64, "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64,
-                        "num_layers": 1, "decoder_start_token_id": 0})  # fmt: skip
-
-
-def test_stage_3_is_for_models_of_transformers(run_mesh, tmp_path):
-    with pytest.raises(AssertionError, match="use zero_stage 0, 1 or 2, or a model of transformers"):
-        on_ranks(run_mesh, tmp_path, data_ranks=2, env_type="deepspeed", zero_stage=3, model=native_t5)
-
-
 @pytest.mark.parametrize(("arguments", "ranks"), ENGINES, ids=lambda value: str(value))
 def test_engines_and_accumulation_equal_the_big_batch(run_mesh, tmp_path, big_batch, arguments, ranks):
     """Ragged micro-batches of 2, accumulated over 2 or 4 passes."""

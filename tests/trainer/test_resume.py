@@ -10,6 +10,14 @@ import pytest
 import torch
 from training import Pairs, Stream, losses, on_ranks
 
+
+def native_t5(mesh):
+    from shardzoo.models import from_config
+
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    return from_config({"model_type": "t5", "dropout_rate": 0.1, "decoder_start_token_id": 0, **sizes}).train()
+
+
 RUNS = {
     "pytorch": ({"env_type": "pytorch"}, 1),
     "pytorch bf16": ({"env_type": "pytorch", "precision": "bf16"}, 1),
@@ -29,6 +37,7 @@ RUNS = {
     "lamb": ({"optimizer": "lamb"}, 1),
     "linear": ({"lr_schedule": "linear"}, 1),
 }
+OF_THE_ZOO = {"ZeRO-3 of the zoo": ({"env_type": "deepspeed", "zero_stage": 3, "model": native_t5}, 2)}
 STREAMED = ("pytorch", "DDP", "ZeRO-2")
 
 
@@ -36,12 +45,13 @@ def checkpoint(folder: Path, step: int) -> str:
     return str(folder / "checkpoints" / f"step-{step:06d}")
 
 
-@pytest.mark.parametrize(("name", "data"), [*((n, "indexed") for n in RUNS), *((n, "streamed") for n in STREAMED)])
+@pytest.mark.parametrize(
+    ("name", "data"), [*((n, "indexed") for n in RUNS | OF_THE_ZOO), *((n, "streamed") for n in STREAMED)]
+)
 def test_going_on_is_bit_for_bit(run_mesh, tmp_path, name, data):
-    arguments, ranks = RUNS[name]
-    samples = (
-        Pairs(40) if data == "indexed" else Stream(Pairs(40))
-    )  # more than an epoch, dropout from torch's generator
+    arguments, ranks = (RUNS | OF_THE_ZOO)[name]
+    # More than an epoch, with dropout from torch's generator.
+    samples = Pairs(40) if data == "indexed" else Stream(Pairs(40))
     settings = {"train_steps": 8, "global_batch_size": 8, "dropout": 0.1, "data": samples, **arguments}
     whole = on_ranks(run_mesh, tmp_path / "whole", data_ranks=ranks, save_interval=6, **settings)
     load = {"load_dir": checkpoint(tmp_path / "whole", 6)}
