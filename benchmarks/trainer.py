@@ -1,10 +1,6 @@
-"""The trainer against transformers' on the same T5, the loop's own cost, and what saving in the background costs.
+"""What the training loop itself costs, and what saving in the background costs, on the quickstart model.
 
-    python benchmarks/trainer.py --parts transformers overhead saving
-
-All sides take turns in one run, in another order each time; a ratio is the median of the rounds', each of medians. A
-side whose losses differ from transformers' is not timed: the program says so and fails. They are compared without
-dropout, whose masks differ; steps are timed with it too, as T5 is trained, and at its usual lengths.
+python benchmarks/trainer.py --parts overhead saving
 """
 
 from __future__ import annotations
@@ -13,23 +9,19 @@ import contextlib
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages, for every side alike
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages
 
 import torch
-import transformers
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-import shardzoo
 import shardzoo.trainer.trainer as trainer_module
 from shardzoo.models import find_config, from_config
 from shardzoo.trainer import Trainer, TrainingArguments
@@ -37,45 +29,37 @@ from shardzoo.trainer.loop import TrainingLoop
 from shardzoo.trainer.reporter import SilentReporter
 from shardzoo.trainer.saver import BackgroundSaver
 
-LOSS_TOLERANCE = 1e-4
-
 
 @dataclass(frozen=True)
 class Arguments:
     """What to measure."""
 
-    parts: tuple[str, ...] = ("transformers", "overhead", "saving")
-    steps: int = 8
-    """Of each side in each round; the first two are not counted."""
+    parts: tuple[str, ...] = ("overhead", "saving")
     rounds: int = 3
-    batch_size: int = 2
-    length: int = 512
-    """Source tokens; there are a quarter as many targets."""
+    """Runs in which saving is measured."""
     json: Path | None = None
     """Where to write the figures."""
 
 
 class Samples:
-    """Source tokens and a quarter as many targets, endless; sample i is a function of i."""
+    """Random tokens, endless; sample i is a function of i."""
 
-    def __init__(self, vocab_size: int, length: int, targets: int | None) -> None:
-        self.vocab_size, self.length, self.targets = vocab_size, length, targets
+    def __init__(self, vocab_size: int, length: int) -> None:
+        self.vocab_size, self.length = vocab_size, length
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(index)
         ids = torch.randint(3, self.vocab_size, (self.length,), generator=generator)
-        return {"input_ids": ids, "labels": ids[: self.targets]}
+        return {"input_ids": ids, "labels": ids}
 
 
 class Clock(SilentReporter):
-    """Losses, and the time from the end of each step to the end of the next."""
+    """The time from the end of each step to the end of the next."""
 
     def __init__(self) -> None:
-        self.losses: list[float] = []
         self.ends: list[float] = []
 
     def training(self, step: int, values: dict[str, float]) -> None:
-        self.losses.append(values["loss"])
         self.ends.append(time.perf_counter())
 
     @property
@@ -89,69 +73,6 @@ def ours(model: torch.nn.Module, data: Any, folder: str, **settings: Any) -> Clo
     arguments = TrainingArguments(**{**defaults, "save_interval": 1 << 30, "save_dir": folder, **settings})
     Trainer(arguments).train(model, train_dataset=data, reporter=clock)
     return clock
-
-
-def theirs(model: Any, data: Samples, folder: str, steps: int, batch_size: int) -> Clock:
-    clock = Clock()
-
-    class Ends(transformers.TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            if "loss" in logs:
-                clock.training(state.global_step, {"loss": float(logs["loss"])})
-
-    class InOrder(torch.utils.data.IterableDataset):
-        def __iter__(self) -> Iterator[Any]:
-            return (data[i] for i in range(steps * batch_size))
-
-    arguments = transformers.TrainingArguments(
-        output_dir=folder, max_steps=steps, per_device_train_batch_size=batch_size, logging_steps=1,
-        save_strategy="no", report_to="none", use_cpu=True, lr_scheduler_type="linear", weight_decay=0.0,
-        max_grad_norm=1.0, disable_tqdm=True, learning_rate=1e-4, optim="adamw_torch_fused",
-    )  # fmt: skip
-    trainer = transformers.Trainer(model, arguments, train_dataset=InOrder(), callbacks=[Ends()])
-    trainer.remove_callback(transformers.PrinterCallback)
-    trainer.train()
-    return clock
-
-
-def against_transformers(arguments: Arguments) -> dict[str, Any]:
-    """Seconds a step of transformers' Trainer, ours on transformers' model, and ours on our own."""
-    exact = take_turns(arguments, 0.0)
-    if "error" in exact:
-        return exact
-    return exact | {f"{name}, dropout 0.1": value for name, value in take_turns(arguments, 0.1).items()}
-
-
-def take_turns(arguments: Arguments, dropout: float) -> dict[str, Any]:
-    """Seconds a step and ratios, or an "error"; losses are compared if there is no dropout."""
-    sizes = {"d_model": 512, "d_ff": 1024, "num_layers": 4, "num_heads": 8, "dropout_rate": dropout}
-    config = transformers.T5Config(vocab_size=8192, decoder_start_token_id=0, **sizes)
-    data = Samples(8192, arguments.length, arguments.length // 4)
-    sides = ["transformers", "ours, their model", "ours, our model"]
-    rounds: list[dict[str, float]] = []  # median seconds of a step, by side
-    with tempfile.TemporaryDirectory() as folder:
-        torch.manual_seed(0)
-        transformers.T5ForConditionalGeneration(config).save_pretrained(f"{folder}/hf")
-        shared = {"train_steps": arguments.steps, "micro_batch_size": arguments.batch_size}
-        for number in range(arguments.rounds):
-            clocks: dict[str, Clock] = {}
-            for side in (*sides[number % 3 :], *sides[: number % 3]):
-                kind = shardzoo if side == "ours, our model" else transformers.T5ForConditionalGeneration
-                model = kind.from_pretrained(f"{folder}/hf")
-                if side == "transformers":
-                    clocks[side] = theirs(model, data, f"{folder}/theirs", arguments.steps, arguments.batch_size)
-                else:
-                    clocks[side] = ours(model, data, f"{folder}/{side} {number}", **shared)
-            for side in sides[1:]:
-                pairs = zip(clocks[side].losses, clocks["transformers"].losses, strict=True)
-                worst = max(abs(own - other) for own, other in pairs)
-                if worst > LOSS_TOLERANCE and not dropout:
-                    return {"error": f"{side}: the losses differ by {worst:.1e}"}
-            rounds.append({side: statistics.median(clocks[side].seconds) for side in sides})
-    found = {side: statistics.median(seconds[side] for seconds in rounds) for side in sides}
-    for side in sides[1:]:
-        found[f"ratio, {side}"] = statistics.median(seconds["transformers"] / seconds[side] for seconds in rounds)
-    return found
 
 
 class TimedEngine:
@@ -200,7 +121,7 @@ def overhead(arguments: Arguments) -> dict[str, Any]:
     trainer_module.make_engine, TrainingLoop._train_step = timed, measured  # type: ignore[assignment]
     try:
         with tempfile.TemporaryDirectory() as folder:
-            data = Samples(2048, config.max_sequence_length, None)
+            data = Samples(2048, config.max_sequence_length)
             clock = ours(from_config(config), data, folder, train_steps=30, micro_batch_size=4)
     finally:
         trainer_module.make_engine, TrainingLoop._train_step = make, step  # type: ignore[assignment]
@@ -239,7 +160,7 @@ def saving(arguments: Arguments) -> dict[str, Any]:
     steps take longer while something is being saved, summed up for a save.
     """
     config = find_config("gpt2-quickstart").with_changes(vocab_size=2048)
-    data = Samples(2048, config.max_sequence_length, None)
+    data = Samples(2048, config.max_sequence_length)
     savers: list[SaverClock] = []
     save, step, busy = TrainingLoop.save, TrainingLoop._train_step, []
 
@@ -289,13 +210,11 @@ def saving(arguments: Arguments) -> dict[str, Any]:
     }
 
 
-PARTS = {"transformers": against_transformers, "overhead": overhead, "saving": saving}
+PARTS = {"overhead": overhead, "saving": saving}
 
 
-def main() -> int:
+def main() -> None:
     arguments = tyro.cli(Arguments, description=__doc__)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     results = {part: PARTS[part](arguments) for part in arguments.parts}
     for part, values in results.items():
         table = Table(title=part, title_justify="left", show_header=False)
@@ -304,8 +223,7 @@ def main() -> int:
         Console().print(table)
     if arguments.json:
         arguments.json.write_text(json.dumps({"threads": torch.get_num_threads(), **results}, indent=1) + "\n")
-    return int(any("error" in values for values in results.values()))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -25,7 +25,7 @@ from . import dispatch, native
 LIBRARY = torch.library.Library("shardzoo", "DEF")
 Outputs = tuple[torch.Tensor, ...]
 OPS: dict[str, Op] = {}  # by name
-POOLED = 4 << 20  # bytes of an output, from which the pool has memory for it (csrc/binding/pool.cpp)
+POOLED = 1 << 20  # bytes of an output, from which the pool has memory for it (csrc/binding/pool.cpp)
 
 
 class Op:

@@ -1,7 +1,7 @@
 """Matrix products whose large results lie, on a CPU, in memory that earlier ones left (csrc/binding/pool.h).
 
 Memory fresh from the system is faulted in when it is first written, which can take longer than the product itself: an
-attention's scores are large for the arithmetic they take. The results are those of PyTorch's products.
+attention's scores are large for the arithmetic they take. The products are PyTorch's own, or oneDNN's (onednn.py).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from . import onednn
 from .library import POOLED, needs_gradient, runs_directly, unwritten
 
 
@@ -31,10 +32,15 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
     """a @ b without a gradient: a [..., M, K], b [..., K, N], their other dimensions the same."""
     if not in_pool(_elements(a, b.shape[-1]), a, b):
         return a @ b
-    result = unwritten(a, *a.shape[:-1], b.shape[-1])
-    if a.dim() == 2:
-        return torch.mm(a, b, out=result)
-    torch.bmm(_matrices(a), _matrices(b), out=result.flatten(0, -3))
+    if a.dim() == 2 and onednn.suits(a, b.shape[1]):
+        return onednn.linear(a, b.t(), None)
+    size = (*a.shape[:-1], b.shape[-1])
+    if a.dim() > 2 and a.itemsize < 4:  # in 16 bits a copy is quicker than several products
+        result = unwritten(a, *size)
+        torch.bmm(_matrices(a), _matrices(b), out=result.flatten(0, -3))
+    else:
+        result = _laid_out_as(b, a, *size)
+        _write_product(a, b, result)
     return result
 
 
@@ -42,6 +48,8 @@ def multiply_add(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x Wᵀ + bias without a gradient: x [..., C], weight [F, C], bias [F]."""
     if not (_is_one_product(x, bias) and in_pool(_elements(x, weight.shape[0]), x, weight, bias)):
         return F.linear(x, weight, bias)
+    if onednn.suits(x, weight.shape[0]):
+        return onednn.linear(x, weight, bias)
     result = unwritten(x, *x.shape[:-1], weight.shape[0])
     rows, out = x.flatten(0, -2), result.flatten(0, -2)
     if bias is None:
@@ -77,6 +85,25 @@ def _elements(rows: Tensor, columns: int) -> int:
     return rows.shape[:-1].numel() * columns
 
 
+def _laid_out_as(b: Tensor, like: Tensor, *size: int) -> Tensor:
+    """Unwritten: [B, N, M, K] with each row's N side by side if b has them so, as heads are in a layer's features."""
+    if len(size) == 4 and b.stride(-1) == 1 and b.stride(1) < b.stride(2):
+        return unwritten(like, size[0], size[2], size[1], size[3]).transpose(1, 2)
+    return unwritten(like, *size)
+
+
+def _write_product(a: Tensor, b: Tensor, result: Tensor) -> None:
+    if result.dim() == 2:
+        torch.mm(a, b, out=result)
+    elif result.dim() == 3:
+        torch.bmm(a, b, out=result)
+    elif all(tensor.stride(0) == tensor.shape[1] * tensor.stride(1) for tensor in (a, b, result)):
+        _write_product(a.flatten(0, 1), b.flatten(0, 1), result.flatten(0, 1))
+    else:  # no one stride leads from matrix to matrix; copies that have one take up to half as long as the product
+        for parts in zip(a, b, result, strict=True):
+            _write_product(*parts)
+
+
 def _matrices(tensor: Tensor) -> Tensor:
     """[..., M, N] -> [B, M, N]; a transposed view stays one, where `reshape` would transpose in memory."""
     return tensor.mT.flatten(0, -3).mT if tensor.stride(-2) == 1 else tensor.flatten(0, -3)
@@ -93,7 +120,10 @@ class _Product(Function):
     def backward(ctx, *grads: Tensor):
         (grad,), (a, b) = grads, ctx.saved_tensors
         needs_a, needs_b = ctx.needs_input_grad
-        return multiply(grad, b.mT) if needs_a else None, multiply(a.mT, grad) if needs_b else None
+        grad_b = None
+        if needs_b:  # in the layout of b
+            grad_b = multiply(grad.mT, a).mT if b.stride(-2) == 1 else multiply(a.mT, grad)
+        return multiply(grad, b.mT) if needs_a else None, grad_b
 
 
 class _Linear(Function):

@@ -23,6 +23,7 @@ from .deepspeed_config import zero_stage
 from .engine import make_engine
 from .environment import initialize_distributed
 from .evaluation import Metric, evaluate, metric_functions
+from .host_memory import keep_freed_memory
 from .launch import ensure_processes_of
 from .loop import Parts, Reporter, TrainingLoop
 from .model_files import model_files
@@ -112,6 +113,8 @@ class Trainer:
         if arguments.train_steps is None and not arguments.epochs:
             raise ValueError("say how long to train: set epochs or train_steps")
         metrics = metric_functions(metric_methods)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         prepare_model(model, self.device, arguments, ranks)
         collate = collate_fn or DefaultCollate(_pad_token_id(model))
         data = make_training_data(train_dataset, arguments, ranks, collate_fn, _pad_token_id(model))

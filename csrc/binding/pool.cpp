@@ -10,8 +10,9 @@
 namespace shardzoo {
 namespace {
 
-constexpr size_t kLeast = size_t{4} << 20;      // smaller blocks are kept by the C library itself
-constexpr size_t kAlignment = size_t{2} << 20;  // a huge page
+constexpr size_t kLeast = size_t{1} << 20;     // the C library gives larger ones back to the system
+constexpr size_t kHugePage = size_t{2} << 20;
+constexpr size_t kGranule = size_t{256} << 10;  // of blocks smaller than two huge pages
 
 // What may lie here unused: SHARDZOO_POOL_MIB, as it is at the first large output, or 1 GiB.
 size_t most_idle() {
@@ -31,7 +32,8 @@ class Pool {
 
   // A block of at least `bytes`; {nullptr, 0} if there is no memory.
   Block take(size_t bytes) {
-    bytes = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    const size_t alignment = bytes < 2 * kHugePage ? kGranule : kHugePage;
+    bytes = (bytes + alignment - 1) / alignment * alignment;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       size_t best = idle_.size();
@@ -42,10 +44,10 @@ class Pool {
       }
       if (best < idle_.size()) return remove(best);
     }
-    void* data = std::aligned_alloc(kAlignment, bytes);
+    void* data = std::aligned_alloc(alignment, bytes);
     if (data == nullptr) {
       shrink(0);
-      data = std::aligned_alloc(kAlignment, bytes);
+      data = std::aligned_alloc(alignment, bytes);
     }
     if (data == nullptr) return {nullptr, 0};
     madvise(data, bytes, MADV_HUGEPAGE);  // a wish; where it fails there are small pages

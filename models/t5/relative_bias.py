@@ -51,14 +51,15 @@ class _LayOutDiagonals(Function):
     """[N, Sq + Sk - 1], from distance 1 - Sk to Sq - 1 -> [N, Sq, Sk], in which (i, j) has distance
     j - i - (Sk - Sq).
 
-    The gradient sums up the diagonals, in fp32 for 16 bits, a block of rows at a time: with zeros behind each row of
-    the block, and read with rows one shorter, every row is shifted by one more.
+    The gradient sums up the diagonals, in fp32 for 16 bits, a block of rows at a time: behind zeros, and read with
+    rows one longer, every row is shifted back by one more.
     """
 
     @staticmethod
     def forward(ctx, values: Tensor, queries: int, keys: int) -> Tensor:
         ctx.shape = values.shape
-        return values.unfold(1, keys, 1).flip(1)  # row i begins at Sq - 1 - i
+        # Row i begins at Sq - 1 - i. Contiguous, or the softmax of each layer would copy it.
+        return values.contiguous().unfold(1, keys, 1).flip(1)
 
     @staticmethod
     @once_differentiable
@@ -67,11 +68,13 @@ class _LayOutDiagonals(Function):
         queries, keys = grad.shape[1:]
         total = grad.new_zeros(ctx.shape, dtype=torch.promote_types(grad.dtype, torch.float32))
         for first in range(0, queries, ROWS_AT_ONCE):
-            rows = grad[:, max(queries - first - ROWS_AT_ONCE, 0) : queries - first].flip(1)  # the last ones first
+            rows = grad[:, first : first + ROWS_AT_ONCE]
             size = rows.shape[1]
             width = keys + size - 1
-            shifted = F.pad(rows, (0, size)).flatten(1)[:, : size * width].unflatten(1, (size, width))
-            total[:, first : first + width] += shifted.sum(1, dtype=total.dtype)
+            shifted = grad.new_zeros(len(grad), size * (width + 1))
+            shifted[:, size - 1 :][:, : size * width].unflatten(1, (size, width))[..., :keys] = rows
+            sums = shifted.unflatten(1, (size, width + 1)).sum(1, dtype=total.dtype)
+            total[:, queries - first - size :][:, :width] += sums[:, :width]
         return total.to(grad.dtype), None, None
 
 

@@ -9,16 +9,18 @@ import torch
 import torch.nn.functional as F
 
 from shardzoo import ops
-from shardzoo.ops import native
+from shardzoo.ops import native, onednn
+from shardzoo.ops.library import POOLED
 from shardzoo.ops.product import linear_product, product
 from shardzoo.ops.relu import relu
 
-LARGE = 1 << 20  # elements, of at least 4 MiB in fp32
+LARGE = 1 << 20  # elements
 
 
 @pytest.fixture
 def in_pool(monkeypatch):
-    """The sizes of the results that were written into the pool's memory."""
+    """The sizes of the results that were written into the pool's memory, oneDNN's being none of them."""
+    monkeypatch.setattr(onednn, "is_quicker", lambda: False)
     products = sys.modules[product.__module__]
     seen, unwritten = [], products.unwritten
 
@@ -61,18 +63,18 @@ def test_attention_is_that_of_pytorch(dtype, in_pool):
     torch.testing.assert_close(scores, results(lambda q, k: q @ k.mT, q, k), **tolerance)
     torch.testing.assert_close(results(product, scores[0], v), results(torch.matmul, scores[0], v), **tolerance)
     large = (2, 3, 430, 430)
-    assert in_pool == ([large, large] if dtype.itemsize > 2 else [])  # the scores, and the gradient of the weights
+    assert in_pool == [large, large]  # the scores, and the gradient of the weights
 
 
 @pytest.mark.parametrize("biased", [True, False])
 def test_linear_has_the_bits_of_pytorch(dtype, biased, in_pool):
     g = torch.Generator().manual_seed(4)
-    x, weight, bias = (torch.randn(*size, generator=g).to(dtype) for size in ((2, 900, 96), (1250, 96), (1250,)))
+    x, weight, bias = (torch.randn(*size, generator=g).to(dtype) for size in ((2, 900, 64), (1250, 64), (1250,)))
     for rows in (x, x.transpose(0, 1), x[0]):
         inputs = (rows, weight, bias if biased else None)
         in_pool.clear()
         assert_same_bits(results(linear_product, *inputs), results(F.linear, *inputs))
-        large = rows.numel() // 96 * 1250 * dtype.itemsize >= 4 << 20 and (rows.is_contiguous() or not biased)
+        large = rows.numel() // 64 * 1250 * dtype.itemsize >= POOLED and (rows.is_contiguous() or not biased)
         assert in_pool == ([(*rows.shape[:-1], 1250)] if large else [])
     with torch.no_grad():
         assert torch.equal(linear_product(x, weight, bias), F.linear(x, weight, bias))
@@ -90,10 +92,51 @@ def test_only_the_gradients_that_are_wanted(in_pool):
     x, weight = torch.randn(2048, 512), torch.randn(1024, 512, requires_grad=True)
     (grad,) = torch.autograd.grad(linear_product(x, weight, None).sum(), weight)
     assert grad.shape == weight.shape
-    assert in_pool == [(2048, 1024)]  # the gradient is below the pool's sizes, and that of x is not there
+    assert in_pool == [(2048, 1024), (1024, 512)]  # the gradient of x is not there
     a = torch.randn(4, 512, 512)
     (grad,) = torch.autograd.grad(product(a.requires_grad_(), torch.randn(4, 512, 512)).sum(), a)
-    assert in_pool[1:] == [(4, 512, 512)] * 2
+    assert in_pool[2:] == [(4, 512, 512)] * 2
+
+
+def test_heads_stay_where_they_are(in_pool):
+    """Neither is attention's output, nor are the gradients of q, k and v, copied into a layout of their own."""
+    q, k, v = (torch.randn(2, 600, 8, 64).transpose(1, 2).requires_grad_() for _ in range(3))
+    output = product(product(q, k.mT), v)
+    for tensor in (output, *torch.autograd.grad(output, (q, k, v), torch.randn_like(output))):
+        assert tensor.stride() == q.stride()
+
+
+needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch is built without it")
+
+
+@needs_onednn
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("biased", [True, False])
+def test_onednn_is_exact_to_rounding(transposed, biased):
+    """Each sum of K products is within K roundings of the sum of their sizes (Higham 2002, section 3.1)."""
+    g = torch.Generator().manual_seed(4)
+    x, weight = torch.randn(2, 700, 600, generator=g), torch.randn(600, 600, generator=g)
+    weight = weight.t() if transposed else weight
+    inputs = (x, weight, torch.randn(600, generator=g) if biased else None)
+    exact = F.linear(*(None if tensor is None else tensor.double() for tensor in inputs))
+    sizes = F.linear(*(None if tensor is None else tensor.double().abs() for tensor in inputs))
+    error = (onednn.linear(*inputs) - exact).abs()
+    assert (error <= (600 + biased) * torch.finfo(torch.float32).eps / 2 * sizes).all()
+
+
+@needs_onednn
+def test_onednn_does_large_products_of_fp32(monkeypatch):
+    shapes, linear = [], onednn.linear
+    monkeypatch.setattr(onednn, "is_quicker", lambda: True)
+    monkeypatch.setattr(onednn, "linear", lambda x, *others: shapes.append(tuple(x.shape)) or linear(x, *others))
+    g = torch.Generator().manual_seed(4)
+    x, weight, bias = (torch.randn(*size, generator=g) for size in ((2, 1400, 96), (600, 96), (600,)))
+    for own, other in zip(results(linear_product, x, weight, bias), results(F.linear, x, weight, bias), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-3)  # of sums of up to 2800 terms
+    assert shapes == [(2, 1400, 96), (2800, 600)]  # the output and the gradient of x
+    for rows in (x[:, ::2], x.double(), x[:1, :900]):
+        linear_product(rows, weight.to(rows.dtype), None)
+    assert len(shapes) == 2
 
 
 def test_small_results_are_pytorchs(in_pool):
@@ -125,7 +168,7 @@ def test_nobody_who_looks_is_passed_by(in_pool):
 
 
 @pytest.mark.skipif(native.load_error() is not None, reason="the pool is a compiled part")
-def test_memory_is_used_again():
+def test_memory_is_used_again(in_pool):
     x, weight = torch.randn(1024, 64, requires_grad=True), torch.randn(2048, 64)
     first = ops.linear(x, weight)
     place, kept = first.data_ptr(), first.detach().clone()
