@@ -52,6 +52,7 @@ class Arguments:
     batch_size: int = 2
     length: int = 512
     """Source tokens; there are a quarter as many targets."""
+    dropouts: tuple[float, ...] = (0.0, 0.1)
     threads: int = 2
     json: Path | None = None
     """Where to write the figures."""
@@ -170,7 +171,7 @@ def quiet() -> None:
 def main() -> None:
     arguments = tyro.cli(Arguments, description=__doc__)
     quiet()
-    found = {f"dropout {dropout}": race(arguments, dropout) for dropout in (0.0, 0.1)}
+    found = {f"dropout {dropout}": race(arguments, dropout) for dropout in arguments.dropouts}
     for name, values in found.items():
         table = Table(title=name, title_justify="left", show_header=False)
         for label, value in sorted(values.items()):

@@ -198,8 +198,8 @@ def _working(stack: Stack, batch: Batch, layout: Layout, recomputed: int = 0) ->
     if _weights_are_written(block, layout, length, length, crosses=False):
         # Their gradient is there with those of the output and of the values only.
         attention = max(batch.size * block.heads * length**2 * e // t + 2 * inner, attention)
-    attention += recomputed
-    return 2 * tokens * block.hidden * e + max(wide * (2 if block.gated else 1), attention - block.mlp_kept * wide)
+    attention += recomputed - block.mlp_kept * wide - 2 * _stream(stack, batch, layout)  # its norm's input and output
+    return 2 * tokens * block.hidden * e + max(wide * (2 if block.gated else 1), attention)
 
 
 def _hidden(config: Any) -> int:
