@@ -52,7 +52,8 @@ elif case == "wait":
         sys.exit(0)
     signal.signal(signal.SIGTERM, stopped)
     say("pid", os.getpid())
-    time.sleep(600)
+    while True:
+        time.sleep(0.05)  # Python sees a signal that comes just before a sleep only after it
 """
 
 
