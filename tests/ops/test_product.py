@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from shardzoo import ops
-from shardzoo.ops import native, onednn
+from shardzoo.ops import native
 from shardzoo.ops.library import POOLED
 from shardzoo.ops.product import linear_product, product
 from shardzoo.ops.relu import relu
@@ -19,8 +19,7 @@ LARGE = 1 << 20  # elements
 
 @pytest.fixture
 def in_pool(monkeypatch):
-    """The sizes of the results that were written into the pool's memory, oneDNN's being none of them."""
-    monkeypatch.setattr(onednn, "is_quicker", lambda: False)
+    """The sizes of the results that were written into the pool's memory."""
     products = sys.modules[product.__module__]
     seen, unwritten = [], products.unwritten
 
@@ -104,39 +103,6 @@ def test_heads_stay_where_they_are(in_pool):
     output = product(product(q, k.mT), v)
     for tensor in (output, *torch.autograd.grad(output, (q, k, v), torch.randn_like(output))):
         assert tensor.stride() == q.stride()
-
-
-needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch is built without it")
-
-
-@needs_onednn
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("biased", [True, False])
-def test_onednn_is_exact_to_rounding(transposed, biased):
-    """Each sum of K products is within K roundings of the sum of their sizes (Higham 2002, section 3.1)."""
-    g = torch.Generator().manual_seed(4)
-    x, weight = torch.randn(2, 700, 600, generator=g), torch.randn(600, 600, generator=g)
-    weight = weight.t() if transposed else weight
-    inputs = (x, weight, torch.randn(600, generator=g) if biased else None)
-    exact = F.linear(*(None if tensor is None else tensor.double() for tensor in inputs))
-    sizes = F.linear(*(None if tensor is None else tensor.double().abs() for tensor in inputs))
-    error = (onednn.linear(*inputs) - exact).abs()
-    assert (error <= (600 + biased) * torch.finfo(torch.float32).eps / 2 * sizes).all()
-
-
-@needs_onednn
-def test_onednn_does_large_products_of_fp32(monkeypatch):
-    shapes, linear = [], onednn.linear
-    monkeypatch.setattr(onednn, "is_quicker", lambda: True)
-    monkeypatch.setattr(onednn, "linear", lambda x, *others: shapes.append(tuple(x.shape)) or linear(x, *others))
-    g = torch.Generator().manual_seed(4)
-    x, weight, bias = (torch.randn(*size, generator=g) for size in ((2, 1400, 96), (600, 96), (600,)))
-    for own, other in zip(results(linear_product, x, weight, bias), results(F.linear, x, weight, bias), strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-3)  # of sums of up to 2800 terms
-    assert shapes == [(2, 1400, 96), (2800, 600)]  # the output and the gradient of x
-    for rows in (x[:, ::2], x.double(), x[:1, :900]):
-        linear_product(rows, weight.to(rows.dtype), None)
-    assert len(shapes) == 2
 
 
 def test_small_results_are_pytorchs(in_pool):
