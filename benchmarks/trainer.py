@@ -1,6 +1,6 @@
 """What the training loop itself costs, and what saving in the background costs, on the quickstart model.
 
-python benchmarks/trainer.py --parts overhead saving
+`python benchmarks/trainer.py --parts overhead saving`
 """
 
 from __future__ import annotations

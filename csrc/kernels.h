@@ -166,6 +166,9 @@ int shardzoo_cpu_run(int kernel, int dtype, const void* parameters, int64_t begi
 // The instruction set chosen at load time: "x86-64-v4", "x86-64-v3" or "baseline".
 SHARDZOO_EXPORT const char* shardzoo_cpu_isa();
 
+// Whether the processor is AMD's.
+SHARDZOO_EXPORT int shardzoo_cpu_is_amd();
+
 // Queues a whole kernel on a CUDA stream of the current device. 0, or a cudaError_t; -1 as above.
 int shardzoo_cuda_run(int kernel, int dtype, const void* parameters, void* stream);
 

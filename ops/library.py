@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from . import dispatch, native
 
@@ -143,16 +144,23 @@ def needs_gradient(*arguments: Any) -> bool:
 
 def runs_directly(*arguments: Any) -> bool:
     """Whether a call may go past the dispatcher: nothing traces, transforms or intercepts it, its tensors are no
-    subclass that would want to, and the first of them holds data."""
+    subclass that would want to, and the first of them holds data. Counters of arithmetic may look on: a step that is
+    counted has the bits of one that is not."""
     return not (
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
+        or (torch._C._len_torch_dispatch_stack() and torch._C._len_torch_dispatch_stack() > len(flop_counters()))
         or torch._C._len_torch_function_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
         or torch.jit.is_tracing()  # type: ignore[attr-defined]
         or arguments[0].device.type not in ("cpu", "cuda")
         or any(isinstance(value, torch.Tensor) and not is_plain(type(value)) for value in arguments)
     )
+
+
+def flop_counters() -> list[Any]:
+    """Each `FlopCounterMode` that looks on."""
+    modes: list[Any] = _get_current_dispatch_mode_stack()
+    return [mode.counter for mode in modes if type(mode).__module__ == "torch.utils.flop_counter"]
 
 
 @functools.cache

@@ -40,6 +40,11 @@ def cpu_isa() -> str:
     return _symbols().shardzoo_cpu_isa().decode()
 
 
+def is_amd_with_avx512() -> bool:
+    """Whether the processor is AMD's and the CPU kernels run on AVX-512; False without the library."""
+    return load_error() is None and bool(_symbols().shardzoo_cpu_is_amd()) and cpu_isa() == "x86-64-v4"
+
+
 @functools.cache
 def missing(device_type: str) -> str | None:
     """None if compiled kernels exist for `device_type` ("cpu" or "cuda"), else the reason why not."""

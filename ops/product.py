@@ -1,7 +1,7 @@
 """Matrix products whose large results lie, on a CPU, in memory that earlier ones left (csrc/binding/pool.h).
 
 Memory fresh from the system is faulted in when it is first written, which can take longer than the product itself: an
-attention's scores are large for the arithmetic they take. The products are PyTorch's own.
+attention's scores are large for the arithmetic they take. The products are PyTorch's own, or oneDNN's (onednn.py).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from . import onednn
 from .library import POOLED, needs_gradient, runs_directly, unwritten
 
 
@@ -31,6 +32,8 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
     """a @ b without a gradient: a [..., M, K], b [..., K, N], their other dimensions the same."""
     if not in_pool(_elements(a, b.shape[-1]), a, b):
         return a @ b
+    if a.dim() == 2 and onednn.suits(a, b.shape[1]):
+        return onednn.linear(a, b.t(), None)
     size = (*a.shape[:-1], b.shape[-1])
     if a.dim() > 2 and a.itemsize < 4:  # in 16 bits a copy is quicker than several products
         result = unwritten(a, *size)
@@ -45,6 +48,8 @@ def multiply_add(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x Wᵀ + bias without a gradient: x [..., C], weight [F, C], bias [F]."""
     if not (_is_one_product(x, bias) and in_pool(_elements(x, weight.shape[0]), x, weight, bias)):
         return F.linear(x, weight, bias)
+    if onednn.suits(x, weight.shape[0]):
+        return onednn.linear(x, weight, bias)
     result = unwritten(x, *x.shape[:-1], weight.shape[0])
     rows, out = x.flatten(0, -2), result.flatten(0, -2)
     if bias is None:

@@ -11,10 +11,10 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import user_environment
 
 ROOT = Path(__file__).parents[1]
 PRETRAIN_TESTS = ROOT / "tests/cli/test_pretrain.py"
@@ -98,9 +98,7 @@ def test_command(command, checkout, run_ranks):
         ranks = 2 if words[0] == "generate" else 1  # with --tp 2; other commands only write for so many
         assert not any(run_ranks(ranks, run_here, "main", words, checkout, isolated=ranks > 1))
         return
-    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    environment["PATH"] = f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}"
+    environment = user_environment()
     if "pretrain.py" in command:
         command = f"{command} --config {checkout.parent / 'short.yaml'}"
     done = subprocess.run(

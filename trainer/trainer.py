@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,8 @@ class Trainer:
         if self.arguments.env_type.startswith("deepspeed"):
             zero_stage(self.arguments)
         self.mesh, self.device = self._join(mesh)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.ranks = Ranks(self.mesh)
         name = self.arguments.experiment_name
         self.run_folder = RunFolder(Path(self.arguments.save_dir, name) if name else Path(self.arguments.save_dir))
@@ -113,8 +116,6 @@ class Trainer:
         if arguments.train_steps is None and not arguments.epochs:
             raise ValueError("say how long to train: set epochs or train_steps")
         metrics = metric_functions(metric_methods)
-        if self.device.type == "cpu":
-            keep_freed_memory()
         prepare_model(model, self.device, arguments, ranks)
         collate = collate_fn or DefaultCollate(_pad_token_id(model))
         data = make_training_data(train_dataset, arguments, ranks, collate_fn, _pad_token_id(model))
@@ -126,10 +127,7 @@ class Trainer:
         optimizer = optimizer or make_optimizer(model, arguments)
         schedule = make_schedule(lr_scheduler, optimizer, arguments, total_steps)
         engine = make_engine(model, optimizer, arguments, ranks)
-
-        def validate() -> dict[str, float]:
-            return self.validate(engine.model, engine.module, valid_dataset, metrics, collate)
-
+        validate = partial(self.validate, engine.model, engine.module, valid_dataset, metrics, collate)
         first_step = found[1].step if found and arguments.load_optim else 0
         parts = Parts(
             engine=engine,
@@ -148,10 +146,8 @@ class Trainer:
         loop = TrainingLoop(arguments, parts, total_steps, evaluate_last=reporter is None)
         succeeded = False
         try:
-            if found and arguments.load_optim:
-                loop.resume(*found)
-                if arguments.load_rng and not restore_random(*found, ranks, arguments.seed):
-                    parts.reporter.notice("random generators are seeded anew: their states are of another layout")
+            if found:
+                self._resume(loop, parts.reporter, *found)
             with parts.reporter if reporter is None else contextlib.nullcontext():
                 loop.run()
             on_first_rank(self.write_report)
@@ -212,6 +208,14 @@ class Trainer:
             found = find_checkpoint(self.run_folder.path, "latest", self.ranks, self.console.print)
         on_first_rank(lambda: self._open_folder(found))
         return found
+
+    def _resume(self, loop: TrainingLoop, reporter: Reporter, checkpoint: Path, state: TrainerState) -> None:
+        """Takes up what the checkpoint holds besides the weights, as far as the arguments say so."""
+        if not self.arguments.load_optim:
+            return
+        loop.resume(checkpoint, state)
+        if self.arguments.load_rng and not restore_random(checkpoint, state, self.ranks, self.arguments.seed):
+            reporter.notice("random generators are seeded anew: their states are of another layout")
 
     def _open_folder(self, found: tuple[Path, TrainerState] | None) -> None:
         """Makes this run's folder. ValueError if it holds another run."""

@@ -67,3 +67,12 @@ extern "C" int shardzoo_cpu_run(int kernel, int dtype, const void* parameters, i
 }
 
 extern "C" const char* shardzoo_cpu_isa() { return chosen().name; }
+
+extern "C" int shardzoo_cpu_is_amd() {
+#ifdef SHARDZOO_X86
+  __builtin_cpu_init();
+  return __builtin_cpu_is("amd") != 0;
+#else
+  return 0;
+#endif
+}

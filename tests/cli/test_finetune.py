@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import transformers
+from commands import user_environment
 
 ROOT = Path(__file__).parents[2]
-BIN = Path(sys.executable).parent
 DOCUMENT = (ROOT / "docs" / "finetune.md").read_text()
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", DOCUMENT, re.DOTALL) for line in block.splitlines()]
 SHORT = {"train_steps": 2, "max_source_length": 16, "max_target_length": 6, "log_interval": 1}
@@ -60,10 +58,9 @@ def finetune(*arguments: str, cwd: Path, monkeypatch) -> int:
 @pytest.mark.parametrize("command", [line for line in COMMANDS if not line.startswith("shardzoo")])
 def test_scripts(command, workplace):
     """Started as a user does, where that is what is tested."""
-    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
     done = subprocess.run(
         f"{command} --config short.yaml", shell=True, cwd=workplace, capture_output=True, text=True, timeout=200,
-        env=inherited | {"PATH": f"{BIN}:{os.environ['PATH']}", "COLUMNS": "200"},
+        env=user_environment(COLUMNS="200"),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     [saved] = re.findall(r"^saved (\S+)$", done.stdout, re.MULTILINE)

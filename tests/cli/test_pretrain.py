@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+from commands import user_environment
 
 ROOT = Path(__file__).parents[2]
 PRETRAIN = str(ROOT / "pretrain.py")
-BIN = Path(sys.executable).parent
 QUICKSTART = Path("runs", "quickstart")
 TINY = """\
 hidden_size: 48
@@ -33,16 +33,8 @@ held_out_fraction: 0.3
 
 def run(*command: str, cwd: Path, seconds: int = 240, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs a command as a user would, away from the variables of this test's own processes."""
-    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "MAKEFLAGS")
-    inherited = {name: value for name, value in os.environ.items() if name not in hidden}
-    return subprocess.run(
-        command,
-        cwd=cwd,
-        env=inherited | {"COLUMNS": "200", "PATH": f"{BIN}:{os.environ['PATH']}"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-    )
+    variables = user_environment(COLUMNS="200", MAKEFLAGS=None, **environment)
+    return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=seconds)
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import user_environment
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [
@@ -102,10 +103,9 @@ def run(folder, run_ranks):
         return ended[0][0]
 
     def by_itself(line: str) -> str:
-        inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        environment = user_environment()
         done = subprocess.run(
-            shlex.split(line), cwd=folder, env={**inherited, "PATH": path}, capture_output=True, text=True, timeout=200
+            shlex.split(line), cwd=folder, env=environment, capture_output=True, text=True, timeout=200
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return " ".join(done.stdout.split())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training import Pairs, losses, on_ranks, peak_of, run_training, tiny_t5
+from training import Pairs, losses, native_t5, on_ranks, peak_of, run_training, tiny_t5
 
 MIB = 1 << 20
 ADAFACTOR = {"optimizer": "adafactor", "lr": 1e-4, "lr_schedule": "constant", "weight_decay": 0.0, "clip_grad": 0.0}
@@ -48,13 +48,6 @@ def test_adafactor_is_the_reference_update_with_the_given_parameters(tmp_path):
         moved = (value - before[name]).abs().max()
         assert moved > 1e-5, name
         assert (trained[name] - value).abs().max() < 1e-3 * moved, name
-
-
-def native_t5(mesh):
-    from shardzoo.models import from_config
-
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
-    return from_config({"model_type": "t5", "vocab_size": 64, "decoder_start_token_id": 0, **sizes}, mesh)
 
 
 def train_and_note_files(mesh, folder: Path, **settings):

@@ -40,15 +40,24 @@ class Stream:
         return (self.samples[i] for i in range(len(self.samples)))
 
 
+TINY_T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+
+
 def tiny_t5(dropout: float = 0.0) -> Any:
     """transformers' T5 with random weights, the same at each call."""
     from transformers import T5Config, T5ForConditionalGeneration
 
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
-    config = T5Config(vocab_size=64, dropout_rate=dropout, decoder_start_token_id=0, **sizes)
+    config = T5Config(dropout_rate=dropout, decoder_start_token_id=0, **TINY_T5)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return T5ForConditionalGeneration(config).train()
+
+
+def native_t5(mesh: Any, **sizes: int) -> Any:
+    """The zoo's, with T5's dropout of 0.1."""
+    from shardzoo.models import from_config
+
+    return from_config({"model_type": "t5", "decoder_start_token_id": 0, **TINY_T5, **sizes}, mesh).train()
 
 
 def run_training(
@@ -100,9 +109,11 @@ def losses(steps: list[dict[str, float]]) -> list[float]:
     return [step["loss"] for step in steps]
 
 
-def on_ranks(run_mesh: Any, folder: Path, *, tp: int = 1, data_ranks: int = 1, **settings: Any) -> list[Any]:
+def on_ranks(
+    run_mesh: Any, folder: Path, *, tp: int = 1, data_ranks: int = 1, isolated: bool = False, **settings: Any
+) -> list[Any]:
     """`run_training` on every rank of a mesh, by rank."""
-    return run_mesh(tp, partial(run_training, folder=folder, **settings), data=data_ranks)
+    return run_mesh(tp, partial(run_training, folder=folder, **settings), data=data_ranks, isolated=isolated)
 
 
 def peak_of(work: Any) -> int:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from shardzoo import ops
-from shardzoo.ops import native
+from shardzoo.ops import native, onednn
 from shardzoo.ops.library import POOLED
 from shardzoo.ops.product import linear_product, product
 from shardzoo.ops.relu import relu
@@ -19,7 +19,8 @@ LARGE = 1 << 20  # elements
 
 @pytest.fixture
 def in_pool(monkeypatch):
-    """The sizes of the results that were written into the pool's memory."""
+    """The sizes of the results that were written into the pool's memory, oneDNN's being none of them."""
+    monkeypatch.setattr(onednn, "is_quicker", lambda: False)
     products = sys.modules[product.__module__]
     seen, unwritten = [], products.unwritten
 
@@ -105,6 +106,39 @@ def test_heads_stay_where_they_are(in_pool):
         assert tensor.stride() == q.stride()
 
 
+needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch is built without it")
+
+
+@needs_onednn
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("biased", [True, False])
+def test_onednn_is_exact_to_rounding(transposed, biased):
+    """Each sum of K products is within K roundings of the sum of their sizes (Higham 2002, section 3.1)."""
+    g = torch.Generator().manual_seed(4)
+    x, weight = torch.randn(2, 700, 600, generator=g), torch.randn(600, 600, generator=g)
+    weight = weight.t() if transposed else weight
+    inputs = (x, weight, torch.randn(600, generator=g) if biased else None)
+    exact = F.linear(*(None if tensor is None else tensor.double() for tensor in inputs))
+    sizes = F.linear(*(None if tensor is None else tensor.double().abs() for tensor in inputs))
+    error = (onednn.linear(*inputs) - exact).abs()
+    assert (error <= (600 + biased) * torch.finfo(torch.float32).eps / 2 * sizes).all()
+
+
+@needs_onednn
+def test_onednn_does_large_products_of_fp32(monkeypatch):
+    shapes, linear = [], onednn.linear
+    monkeypatch.setattr(onednn, "is_quicker", lambda: True)
+    monkeypatch.setattr(onednn, "linear", lambda x, *others: shapes.append(tuple(x.shape)) or linear(x, *others))
+    g = torch.Generator().manual_seed(4)
+    x, weight, bias = (torch.randn(*size, generator=g) for size in ((2, 1400, 96), (600, 96), (600,)))
+    for own, other in zip(results(linear_product, x, weight, bias), results(F.linear, x, weight, bias), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-3)  # of sums of up to 2800 terms
+    assert shapes == [(2, 1400, 96), (2800, 600)]  # the output and the gradient of x
+    for rows in (x[:, ::2], x.double(), x[:1, :900]):
+        linear_product(rows, weight.to(rows.dtype), None)
+    assert len(shapes) == 2
+
+
 def test_small_results_are_pytorchs(in_pool):
     x, weight = torch.randn(5, 7, requires_grad=True), torch.randn(3, 7)
     assert type(linear_product(x, weight, None).grad_fn).__name__ != "_LinearBackward"
@@ -115,9 +149,7 @@ def test_small_results_are_pytorchs(in_pool):
 
 
 def test_nobody_who_looks_is_passed_by(in_pool):
-    """Autocast, function transforms, the compiler, the counter of arithmetic."""
-    from torch.utils.flop_counter import FlopCounterMode
-
+    """Autocast, function transforms, the compiler."""
     x, weight = torch.randn(2048, 512), torch.randn(1024, 512)
     with torch.autocast("cpu", torch.bfloat16):
         assert linear_product(x, weight, None).dtype == torch.bfloat16
@@ -125,12 +157,28 @@ def test_nobody_who_looks_is_passed_by(in_pool):
     torch.testing.assert_close(per_row.flatten(0, 1), F.linear(x, weight))
     tangents = torch.func.jvp(lambda x: linear_product(x, weight, None), (x,), (x,))
     torch.testing.assert_close(*tangents)
-    with FlopCounterMode(display=False) as counter:
-        linear_product(x, weight, None)
-    assert counter.get_total_flops() == 2 * 2048 * 512 * 1024
     compiled = torch.compile(lambda x: product(x, x.mT), backend="eager", fullgraph=True)
     assert torch.equal(compiled(x), x @ x.mT)
     assert in_pool == []
+
+
+@pytest.mark.parametrize("quicker", [False, pytest.param(True, marks=needs_onednn)])
+def test_counting_changes_no_bit(monkeypatch, quicker):
+    """The trainer counts a process's first step, which in a resumed run is one that was not counted before."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    monkeypatch.setattr(onednn, "is_quicker", lambda: quicker)
+    q, k, v = (heads(seed, torch.float32) for seed in range(3))
+    x, weight = torch.randn(2048, 512), torch.randn(1024, 512)
+    calls = ((product, q, k.mT), (product, torch.rand(2, 3, 430, 430), v), (linear_product, x, weight, None))
+    for call in calls:
+        expected = results(*call)
+        with FlopCounterMode(display=False) as counter:
+            counted = results(*call)
+        assert_same_bits(counted, expected)
+        a, b = call[1:3]
+        columns = b.shape[0] if call[0] is linear_product else b.shape[-1]
+        assert counter.get_total_flops() == 3 * 2 * a.numel() * columns
 
 
 @pytest.mark.skipif(native.load_error() is not None, reason="the pool is a compiled part")

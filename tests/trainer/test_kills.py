@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from training import Pairs, Stream, run_training
+from training import Pairs, Stream, native_t5, run_training
 
 KILLS = int(os.environ.get("SHARDZOO_KILLS", "0"))
 STEPS = 30 if KILLS else 16
@@ -29,13 +29,6 @@ RUNS = {
 }
 EVERY_DAY = [("pytorchDDP", "streamed", 2), ("deepspeed+mpu", "indexed", 1)]
 ALL = [(name, data, KILLS) for name in RUNS for data in ("indexed", "streamed")]
-
-
-def native_t5(mesh):
-    from shardzoo.models import from_config
-
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
-    return from_config({"model_type": "t5", "vocab_size": 64, "decoder_start_token_id": 0, **sizes}, mesh)
 
 
 def train(mesh, folder: Path, *, victim: int | None = None, delay: float = 0.0, **settings) -> None:

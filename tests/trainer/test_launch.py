@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -10,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+from commands import user_environment
 
-BIN = Path(sys.executable).parent
 SCRIPT = """
 import os, signal, sys, threading, time
 from shardzoo.trainer.launch import ensure_processes
@@ -64,12 +63,10 @@ def start(tmp_path_factory):
     (folder / "script.py").write_text(SCRIPT)
 
     def start(case: str, *launcher: str) -> subprocess.Popen[str]:
-        hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "OMP_NUM_THREADS")
-        environment = {name: value for name, value in os.environ.items() if name not in hidden}
         return subprocess.Popen(
             [*(launcher or (sys.executable,)), "script.py", case],
             cwd=folder,
-            env=environment | {"PATH": f"{BIN}:{os.environ['PATH']}"},
+            env=user_environment(OMP_NUM_THREADS=None),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from commands import BIN, user_environment
 
 from shardzoo.trainer.launch import start_processes
 from shardzoo.trainer.launch_nodes import Nodes, check_launcher, deepspeed_command, read_hostfile
 
-BIN = Path(sys.executable).parent
 HOSTS = "# two machines, named in ~/.ssh/config\nworker-a slots=2\n\nworker-b slots=1  # the small one\n"
 
 # Stand-ins for a cluster: `pdsh` runs each machine's command on this one, as DeepSpeed would on the machine; `ssh`
@@ -158,9 +157,7 @@ def cluster(hosts, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT.format(port=free_port()))
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_PORT", "MASTER_ADDR")
-        environment = {name: value for name, value in os.environ.items() if name not in hidden}
-        environment |= {"PATH": f"{programs}:{BIN}:{os.environ['PATH']}", "SEEN": str(tmp_path / "seen")}
+        environment = user_environment(programs, SEEN=str(tmp_path / "seen"))
         command = [sys.executable, "train.py", *arguments]
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
 

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from training import Pairs, Stream, losses, on_ranks
-
-
-def native_t5(mesh):
-    from shardzoo.models import from_config
-
-    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
-    return from_config({"model_type": "t5", "dropout_rate": 0.1, "decoder_start_token_id": 0, **sizes}).train()
-
+from training import Pairs, Stream, losses, native_t5, on_ranks
 
 RUNS = {
     "pytorch": ({"env_type": "pytorch"}, 1),
@@ -63,6 +56,25 @@ def test_going_on_is_bit_for_bit(run_mesh, tmp_path, name, data):
         for key, value in weights.items():
             assert torch.equal(value, same[key]), key
     assert losses(whole[0][0])[-1] < losses(whole[0][0])[0]
+
+
+class LongPairs:
+    """512 tokens, and the first 128 of them."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(3, 4096, (512,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids[:128]}
+
+
+def test_large_products_go_on_bit_for_bit(run_mesh, tmp_path):
+    """Of a size from which products are computed in other ways than those of tiny models, in two processes."""
+    model = partial(native_t5, vocab_size=4096, d_model=512, d_kv=64, d_ff=2048, num_heads=8)
+    settings = {"model": model, "data": LongPairs(), "train_steps": 4, "lr": 1e-4, "isolated": True}
+    [(steps, weights)] = on_ranks(run_mesh, tmp_path / "whole", save_interval=2, **settings)
+    [(later, same)] = on_ranks(run_mesh, tmp_path / "rest", load_dir=checkpoint(tmp_path / "whole", 2), **settings)
+    assert losses(later) == losses(steps)[2:]
+    assert [s["grad_norm"] for s in later] == [s["grad_norm"] for s in steps][2:]
+    assert all(torch.equal(value, same[key]) for key, value in weights.items())
 
 
 def test_any_engine_and_size_goes_on_from_any_other(run_mesh, tmp_path):

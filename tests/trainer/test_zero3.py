@@ -6,14 +6,13 @@ import json
 
 import pytest
 import torch
-from training import losses, on_ranks
+from training import TINY_T5, losses, on_ranks
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
-T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
 GPT2 = {"vocab_size": 64, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 16}
 CONFIGS = {
-    "tied": {"model_type": "t5", "decoder_start_token_id": 0, **T5},
-    "untied": {"model_type": "mt5", "decoder_start_token_id": 0, **T5},
+    "tied": {"model_type": "t5", "decoder_start_token_id": 0, **TINY_T5},
+    "untied": {"model_type": "mt5", "decoder_start_token_id": 0, **TINY_T5},
     "causal": {"model_type": "gpt2", **GPT2},
     "masked": {"model_type": "bert", "intermediate_size": 64, "max_position_embeddings": 16, **SIZES},
 }
