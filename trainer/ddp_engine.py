@@ -23,7 +23,7 @@ class DDPEngine(TorchEngine):
         super().__init__(model, optimizer, arguments)
         self._replicas = ranks.dp_size
         self._exchange_always = arguments.precision != "fp32"
-        self.model = DistributedDataParallel(model)
+        self.model = _FixedBuckets(model)
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
         super().begin_micro_batch(is_last=is_last)
@@ -32,3 +32,21 @@ class DDPEngine(TorchEngine):
     def backward(self, loss: Tensor) -> None:
         # DDP averages over the ranks; the shares of the loss already add up to the mean.
         super().backward(loss * self._replicas)
+
+
+class _FixedBuckets(DistributedDataParallel):
+    """Exchanges gradients in buckets that stay what they are, the model's last parameters first.
+
+    DDP makes others after its first backward pass, in the order in which gradients came. Where a gradient lies in a
+    bucket decides in which order three ranks or more add it up, so that the first step of a run that goes on would
+    differ in a last bit from the same step of a whole run.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.reducer._push_all_rebuilt_params()
+        self.reducer._rebuild_buckets()
+
+    def _build_params_for_reducer(self):
+        parameters, expect_sparse_gradient = super()._build_params_for_reducer()
+        return parameters[::-1], expect_sparse_gradient[::-1]

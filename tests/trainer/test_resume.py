@@ -16,6 +16,7 @@ RUNS = {
     "pytorch bf16": ({"env_type": "pytorch", "precision": "bf16"}, 1),
     "pytorch fp16": ({"env_type": "pytorch", "precision": "fp16"}, 1),
     "DDP": ({"env_type": "pytorchDDP"}, 2),
+    "DDP of three": ({"env_type": "pytorchDDP", "global_batch_size": 12}, 3),  # sums of three have an order
     "DDP bf16": ({"env_type": "pytorchDDP", "precision": "bf16"}, 2),
     "ZeRO-0": ({"env_type": "deepspeed", "zero_stage": 0}, 2),
     "ZeRO-2": ({"env_type": "deepspeed", "zero_stage": 2}, 2),
