@@ -50,7 +50,7 @@ DROPOUTS = {
 }
 LOSS_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 PARTS = {  # of a step, by what the names of torch's operators contain
-    "products": ("aten::mm", "aten::addmm", "aten::bmm"),
+    "products": ("aten::mm", "aten::addmm", "aten::bmm", "mkldnn::"),
     "attention": ("scaled_dot_product", "masked_softmax"),
     "norms": ("layer_norm", "rms_norm"),
     "activations": ("gelu", "glu", "aten::clamp_min", "threshold"),
