@@ -20,10 +20,21 @@ def is_quicker() -> bool:
     return native.is_amd_with_avx512() and torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
 
 
-def suits(rows: Tensor, columns: int) -> bool:
-    """Whether a product of rows [..., K] with a matrix of so many columns is to be oneDNN's."""
-    large = rows.numel() * columns >= LEAST
-    return large and rows.dtype == torch.float32 and rows.is_contiguous() and is_quicker()
+def suits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether `F.linear` of these is to be oneDNN's, which reads a bias as if it were dense, and knows no matrix whose
+    rows overlap."""
+    return (
+        x.numel() * weight.shape[0] >= LEAST
+        and x.dtype == torch.float32
+        and x.is_contiguous()
+        and (_has_dense_rows(weight) or _has_dense_rows(weight.t()))
+        and (bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()))
+        and is_quicker()
+    )
+
+
+def _has_dense_rows(matrix: Tensor) -> bool:
+    return matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

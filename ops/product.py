@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
@@ -18,11 +18,14 @@ from .library import POOLED, needs_gradient, runs_directly, unwritten
 
 def in_pool(elements: int, first: Tensor, *others: Tensor | None) -> bool:
     """Whether a result of so many elements, computed from these tensors, is to lie in the pool's memory: it is large,
-    on a CPU, and nothing traces, transforms or casts the computation."""
+    real, dense and on a CPU, and nothing traces, transforms, differentiates forwards or casts the computation."""
     return (
         first.is_cpu
+        and first.is_floating_point()
         and elements * first.itemsize >= POOLED
         and all(other is None or other.dtype == first.dtype for other in others)
+        and all(tensor is None or tensor.layout is torch.strided for tensor in (first, *others))
+        and forward_ad._current_level < 0
         and not torch.is_autocast_enabled("cpu")
         and runs_directly(first, *others)
     )
@@ -32,7 +35,7 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
     """a @ b without a gradient: a [..., M, K], b [..., K, N], their other dimensions the same."""
     if not in_pool(_elements(a, b.shape[-1]), a, b):
         return a @ b
-    if a.dim() == 2 and onednn.suits(a, b.shape[1]):
+    if a.dim() == 2 and onednn.suits(a, b.t(), None):
         return onednn.linear(a, b.t(), None)
     size = (*a.shape[:-1], b.shape[-1])
     if a.dim() > 2 and a.itemsize < 4:  # in 16 bits a copy is quicker than several products
@@ -48,7 +51,7 @@ def multiply_add(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x Wᵀ + bias without a gradient: x [..., C], weight [F, C], bias [F]."""
     if not (_is_one_product(x, bias) and in_pool(_elements(x, weight.shape[0]), x, weight, bias)):
         return F.linear(x, weight, bias)
-    if onednn.suits(x, weight.shape[0]):
+    if onednn.suits(x, weight, bias):
         return onednn.linear(x, weight, bias)
     result = unwritten(x, *x.shape[:-1], weight.shape[0])
     rows, out = x.flatten(0, -2), result.flatten(0, -2)

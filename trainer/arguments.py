@@ -125,9 +125,9 @@ class TrainingArguments:
     """Record so many steps, after the first two, with torch's profiler, as a Chrome trace in the run's folder."""
 
     def __post_init__(self) -> None:
-        at_least_one = ("model_parallel_size", "train_steps", "micro_batch_size", "gradient_accumulation_steps",
-                        "eval_interval", "save_interval", "log_interval", "save_total_limit", "num_nodes",
-                        "num_gpus")  # fmt: skip
+        at_least_one = ("model_parallel_size", "train_steps", "micro_batch_size", "global_batch_size",
+                        "gradient_accumulation_steps", "eval_interval", "save_interval", "log_interval",
+                        "save_total_limit", "num_nodes", "num_gpus")  # fmt: skip
         for name in at_least_one:
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -24,14 +24,27 @@ class DDPEngine(TorchEngine):
         self._replicas = ranks.dp_size
         self._exchange_always = arguments.precision != "fp32"
         self.model = _FixedBuckets(model)
+        self._trained = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._without_gradient: set[nn.Parameter] = set()
+        for parameter in self._trained:
+            parameter.register_post_accumulate_grad_hook(self._without_gradient.discard)  # type: ignore[arg-type]
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
         super().begin_micro_batch(is_last=is_last)
+        self._without_gradient.update(self._trained)
         self.model.require_backward_grad_sync = is_last or self._exchange_always
 
     def backward(self, loss: Tensor) -> None:
         # DDP averages over the ranks; the shares of the loss already add up to the mean.
         super().backward(loss * self._replicas)
+        if self.model.require_backward_grad_sync and self._without_gradient:
+            # DDP itself would say so in the next step, after an update with gradients that were not exchanged.
+            names = sorted(self._trained[parameter] for parameter in self._without_gradient)
+            raise ValueError(
+                f"no gradient came to {', '.join(names[:5])}{' and others' if len(names) > 5 else ''}, and "
+                "env_type='pytorchDDP' exchanges them only if each trained parameter has one; freeze what the loss "
+                "does not depend on, or use 'deepspeed'"
+            )
 
 
 class _FixedBuckets(DistributedDataParallel):

@@ -42,10 +42,12 @@ class MetricsFile:
 
 
 class TensorBoard:
-    def __init__(self, folder: Path) -> None:
+    """first_step: of a run that was killed, what was logged after it is hidden."""
+
+    def __init__(self, folder: Path, first_step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
-        self._writer = SummaryWriter(str(folder))
+        self._writer = SummaryWriter(str(folder), purge_step=first_step + 1)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():

@@ -87,6 +87,11 @@ class RunFolder:
         partial.write_text(folder.name + "\n")
         partial.rename(self.checkpoints / BEST)
 
+    def restore_best(self, best: dict[str, float]) -> None:
+        """Names the best checkpoint again as a `TrainerState` has it: a kill may have come just before it was named."""
+        if best and self.checkpoint(int(best["step"])).is_dir():
+            self.name_best(self.checkpoint(int(best["step"])))
+
     def prune(self, keep: int | None) -> None:
         """Deletes all but the last `keep` checkpoints and the best one; each is gone by name before it is by bytes."""
         for step in self.steps()[:-keep] if keep else []:

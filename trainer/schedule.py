@@ -63,16 +63,20 @@ class TorchSchedule:
         self._scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            name: value
-            for name, value in self._scheduler.state_dict().items()
-            if isinstance(value, (int, float, str, list, bool))
-        }
+        kinds = (int, float, str, list, bool)
+        state = {name: value for name, value in self._scheduler.state_dict().items() if isinstance(value, kinds)}
+        groups = self._scheduler.optimizer.param_groups  # some schedulers change their betas or momentum too
+        chosen = [
+            {name: value for name, value in group.items() if isinstance(value, (float, tuple))} for group in groups
+        ]
+        return {**state, "groups": chosen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._scheduler.load_state_dict({**self._scheduler.state_dict(), **state})
-        for group, lr in zip(self._scheduler.optimizer.param_groups, state["_last_lr"], strict=True):
-            group["lr"] = lr
+        own = {name: value for name, value in state.items() if name != "groups"}
+        self._scheduler.load_state_dict({**self._scheduler.state_dict(), **own})
+        groups = state.get("groups") or [{"lr": lr} for lr in state["_last_lr"]]
+        for group, values in zip(self._scheduler.optimizer.param_groups, groups, strict=True):
+            group.update({name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def make_schedule(

@@ -221,6 +221,11 @@ class Trainer:
         """Makes this run's folder. ValueError if it holds another run."""
         folder, step = self.run_folder, self.run_folder.latest_step()
         goes_on = found is not None and folder.path.resolve() in found[0].resolve().parents
+        if goes_on and not self.arguments.load_optim:
+            raise ValueError(
+                f"load_optim=False begins at step 0, and {folder.path} holds a run that is saved at step {step}; "
+                "choose another save_dir or experiment_name"
+            )
         if step is not None and not goes_on:
             raise ValueError(
                 f"{folder.path} holds a run that is saved at step {step}; go on with it by resume=True, or choose "
@@ -229,6 +234,9 @@ class Trainer:
         folder.path.mkdir(parents=True, exist_ok=True)
         if found and goes_on:
             folder.forget_after(found[1].step)
+            folder.restore_best(found[1].best)
+        else:
+            folder.forget_metrics_after(0)  # of a run that was killed before its first checkpoint
 
     def write_report(self) -> None:
         """Writes `report.html` into the run's folder, from what was logged."""
@@ -242,7 +250,7 @@ class Trainer:
             return SilentReporter()
         arguments, folder = self.arguments, self.run_folder
         board = Path(arguments.tensorboard_dir) if arguments.tensorboard_dir else folder.tensorboard
-        sinks: list[Any] = [MetricsFile(folder.metrics_file), TensorBoard(board)]
+        sinks: list[Any] = [MetricsFile(folder.metrics_file), TensorBoard(board, first_step)]
         if arguments.wandb:
             sinks.append(WeightsAndBiases(arguments.experiment_name, asdict(arguments), folder.path))
         return RunReporter(self.console, sinks, first_step=first_step, total_steps=total_steps)

@@ -70,12 +70,14 @@ def run_training(
     metrics: Any = None,
     dropout: float = 0.0,
     on_step: Any = None,
+    updates: tuple[Any, Any] = (None, None),
     **arguments: Any,
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Trains, by default a tiny T5: what was reported at each step (of its validation as `valid_loss` and so on), and
     the final weights.
 
-    model: one, or what makes one of the mesh. on_step: is told each step and its loss.
+    model: one, or what makes one of the mesh. on_step: is told each step and its loss. updates: an optimizer and a
+    scheduler of its own.
     """
     from shardzoo.trainer import Trainer, TrainingArguments
     from shardzoo.trainer.reporter import SilentReporter
@@ -101,7 +103,7 @@ def run_training(
     elif not isinstance(model, torch.nn.Module):
         model = model(trainer.mesh)
     data = Pairs() if data is None else data
-    trainer.train(model, train_dataset=data, valid_dataset=valid, metric_methods=metrics, reporter=reporter)
+    trainer.train(model, *updates, data, valid, metrics, reporter=reporter)
     return reporter.steps, {name: value.detach().clone() for name, value in model.named_parameters()}
 
 

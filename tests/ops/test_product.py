@@ -139,6 +139,38 @@ def test_onednn_does_large_products_of_fp32(monkeypatch):
     assert len(shapes) == 2
 
 
+@needs_onednn
+def test_onednn_gets_only_what_it_reads_rightly(monkeypatch):
+    """It takes a bias to be dense, and knows no matrix whose rows overlap."""
+    monkeypatch.setattr(onednn, "is_quicker", lambda: True)
+    g = torch.Generator().manual_seed(4)
+    x, weight, values = (torch.randn(*size, generator=g) for size in ((256, 1024), (1024, 1024), (3 * 1024,)))
+    biases = (
+        values[::3],
+        values[:1].expand(1024),
+        values[0],
+        values[:1],
+        values[:1024].view(1, -1),
+        values[:256, None],
+    )
+    for bias in biases:
+        torch.testing.assert_close(linear_product(x, weight, bias), F.linear(x, weight, bias), rtol=1e-5, atol=1e-3)
+    overlapping = values.unfold(0, 1024, 2)
+    torch.testing.assert_close(linear_product(x, overlapping, None), F.linear(x, overlapping), rtol=1e-5, atol=1e-3)
+
+
+def test_gradients_of_complex_numbers_and_forward_ones():
+    g = torch.Generator().manual_seed(4)
+    x, weight = (torch.randn(*size, generator=g, dtype=torch.complex64) for size in ((512, 512), (512, 512)))
+    assert_same_bits(results(linear_product, x, weight, None), results(F.linear, x, weight, None))
+    assert_same_bits(results(product, x, weight), results(torch.matmul, x, weight))
+    x, weight, tangent = x.real.contiguous(), weight.real.contiguous(), weight.imag.contiguous()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, tangent)
+        found = torch.autograd.forward_ad.unpack_dual(linear_product(dual, weight, None)).tangent
+    assert torch.equal(found, F.linear(tangent, weight))
+
+
 def test_small_results_are_pytorchs(in_pool):
     x, weight = torch.randn(5, 7, requires_grad=True), torch.randn(3, 7)
     assert type(linear_product(x, weight, None).grad_fn).__name__ != "_LinearBackward"

@@ -62,3 +62,19 @@ def test_one_step_gives_the_same_weights(run_mesh, tmp_path, arguments, ranks):
         assert weights.keys() == reference.keys()
         for name, value in weights.items():
             assert (value - reference[name]).abs().max() < ONE_STEP, name
+
+
+def with_an_idle_layer(mesh):
+    from training import tiny_t5
+
+    model = tiny_t5()
+    model.idle = torch.nn.Linear(4, 4)
+    return model
+
+
+def test_ddp_makes_no_step_without_a_gradient_of_each_parameter(run_mesh, tmp_path):
+    """Its exchange would not be complete."""
+    settings = {"model": with_an_idle_layer, "train_steps": 1, "env_type": "pytorchDDP"}
+    with pytest.raises(AssertionError, match=r"no gradient came to idle\.bias, idle\.weight, and .* freeze"):
+        on_ranks(run_mesh, tmp_path, data_ranks=2, isolated=True, **settings)
+    assert not list(tmp_path.glob("checkpoints/step-*"))

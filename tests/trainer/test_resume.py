@@ -59,6 +59,76 @@ def test_going_on_is_bit_for_bit(run_mesh, tmp_path, name, data):
     assert losses(whole[0][0])[-1] < losses(whole[0][0])[0]
 
 
+def make_one_cycle(mesh, folder, **settings):
+    """A run under a scheduler that changes the betas too."""
+    from training import run_training, tiny_t5
+
+    model = tiny_t5(0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=8)
+    return run_training(mesh, folder, model=model, updates=(optimizer, schedule), train_steps=8, **settings)
+
+
+def test_a_scheduler_that_changes_betas_goes_on(tmp_path):
+    steps, weights = make_one_cycle(None, tmp_path / "whole", save_interval=5)
+    later, same = make_one_cycle(None, tmp_path / "rest", load_dir=checkpoint(tmp_path / "whole", 5))
+    assert losses(later) == losses(steps)[5:]
+    assert all(torch.equal(value, same[key]) for key, value in weights.items())
+
+
+def test_each_step_is_logged_once_after_kills(tmp_path):
+    """Also after one that came before the first checkpoint, and cut a line."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from shardzoo.trainer import Trainer
+
+    class Killed(Trainer):
+        def forward_step(self, data, model, mems):
+            self.done = getattr(self, "done", 0) + 1
+            if self.done > last:
+                raise KeyboardInterrupt
+            return super().forward_step(data, model, mems)
+
+    def train(**more):
+        from training import tiny_t5
+
+        arguments = {"train_steps": 6, "save_interval": 4, "log_interval": 1, "lr": 1e-2, **more}
+        Killed(save_dir=str(tmp_path), resume=True, **arguments).train(tiny_t5(), train_dataset=Pairs(40))
+
+    for last in (2, 5):  # noqa: B007 - read by `Killed`
+        with pytest.raises(KeyboardInterrupt):
+            train()
+        with (tmp_path / "metrics.jsonl").open("a") as log:
+            log.write('{"step": 9, "train/lo')
+    last = 9
+    train()
+    logged = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert logged == [1, 2, 3, 4, 5, 6]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == logged
+
+
+def test_a_folder_does_not_begin_anew_by_dropping_the_optimizer(tmp_path):
+    from training import run_training
+
+    run_training(None, tmp_path, train_steps=2)
+    with pytest.raises(ValueError, match=r"load_optim=False begins at step 0, and .* saved at step 2; choose"):
+        run_training(None, tmp_path, train_steps=2, resume=True, load_optim=False)
+
+
+def test_the_best_is_named_again_after_a_kill_just_before(tmp_path):
+    from training import run_training
+
+    settings = {"save_interval": 2, "save_total_limit": 1, "save_best": "loss", "eval_interval": 2, "valid": Pairs(8)}
+    run_training(None, tmp_path, train_steps=4, **settings)
+    named = tmp_path / "checkpoints" / "best"
+    assert named.read_text() == "step-000002\n"
+    named.write_text("step-000004\n")
+    run_training(None, tmp_path, train_steps=6, lr=1e-9, resume=True, **settings)
+    assert named.read_text() == "step-000002\n"
+    assert Path(checkpoint(tmp_path, 2)).is_dir()
+
+
 class LongPairs:
     """512 tokens, and the first 128 of them."""
 

@@ -47,6 +47,7 @@ REFUSED = [
     ({"env_type": "deepspeed+mpu", "optimizer": "adafactor", "model_parallel_size": 2}, "adafactor needs whole"),
     ({"lr": 0.0}, "lr must be above 0"),
     ({"batch_size": 0}, "micro_batch_size must be at least 1"),
+    ({"global_batch_size": -8}, "global_batch_size must be at least 1, not -8"),
     ({"warm_up": 10}, "from 0 to 1, and not 10"),
     ({"optimizer": "sgd"}, "'sgd' is none of adamw"),
     ({"global_batch_size": 8, "gradient_accumulation_steps": 2}, "give one of them"),
