@@ -44,7 +44,7 @@ class MetricsFile:
 class TensorBoard:
     """first_step: of a run that was killed, what was logged after it is hidden."""
 
-    def __init__(self, folder: Path, first_step: int = 0) -> None:
+    def __init__(self, folder: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
         self._writer = SummaryWriter(str(folder), purge_step=first_step + 1)

@@ -89,8 +89,9 @@ class RunFolder:
 
     def restore_best(self, best: dict[str, float]) -> None:
         """Names the best checkpoint again as a `TrainerState` has it: a kill may have come just before it was named."""
-        if best and self.checkpoint(int(best["step"])).is_dir():
-            self.name_best(self.checkpoint(int(best["step"])))
+        folder = self.checkpoint(int(best.get("step", 0)))
+        if folder.is_dir():
+            self.name_best(folder)
 
     def prune(self, keep: int | None) -> None:
         """Deletes all but the last `keep` checkpoints and the best one; each is gone by name before it is by bytes."""

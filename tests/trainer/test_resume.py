@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training import Pairs, Stream, losses, native_t5, on_ranks
+from training import Pairs, Stream, losses, native_t5, on_ranks, run_training, tiny_t5
 
 RUNS = {
     "pytorch": ({"env_type": "pytorch"}, 1),
@@ -59,10 +59,8 @@ def test_going_on_is_bit_for_bit(run_mesh, tmp_path, name, data):
     assert losses(whole[0][0])[-1] < losses(whole[0][0])[0]
 
 
-def make_one_cycle(mesh, folder, **settings):
+def train_one_cycle(mesh, folder, **settings):
     """A run under a scheduler that changes the betas too."""
-    from training import run_training, tiny_t5
-
     model = tiny_t5(0.1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=8)
@@ -70,8 +68,8 @@ def make_one_cycle(mesh, folder, **settings):
 
 
 def test_a_scheduler_that_changes_betas_goes_on(tmp_path):
-    steps, weights = make_one_cycle(None, tmp_path / "whole", save_interval=5)
-    later, same = make_one_cycle(None, tmp_path / "rest", load_dir=checkpoint(tmp_path / "whole", 5))
+    steps, weights = train_one_cycle(None, tmp_path / "whole", save_interval=5)
+    later, same = train_one_cycle(None, tmp_path / "rest", load_dir=checkpoint(tmp_path / "whole", 5))
     assert losses(later) == losses(steps)[5:]
     assert all(torch.equal(value, same[key]) for key, value in weights.items())
 
@@ -90,8 +88,6 @@ def test_each_step_is_logged_once_after_kills(tmp_path):
             return super().forward_step(data, model, mems)
 
     def train(**more):
-        from training import tiny_t5
-
         arguments = {"train_steps": 6, "save_interval": 4, "log_interval": 1, "lr": 1e-2, **more}
         Killed(save_dir=str(tmp_path), resume=True, **arguments).train(tiny_t5(), train_dataset=Pairs(40))
 
@@ -109,16 +105,12 @@ def test_each_step_is_logged_once_after_kills(tmp_path):
 
 
 def test_a_folder_does_not_begin_anew_by_dropping_the_optimizer(tmp_path):
-    from training import run_training
-
     run_training(None, tmp_path, train_steps=2)
     with pytest.raises(ValueError, match=r"load_optim=False begins at step 0, and .* saved at step 2; choose"):
         run_training(None, tmp_path, train_steps=2, resume=True, load_optim=False)
 
 
 def test_the_best_is_named_again_after_a_kill_just_before(tmp_path):
-    from training import run_training
-
     settings = {"save_interval": 2, "save_total_limit": 1, "save_best": "loss", "eval_interval": 2, "valid": Pairs(8)}
     run_training(None, tmp_path, train_steps=4, **settings)
     named = tmp_path / "checkpoints" / "best"
@@ -203,8 +195,6 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(run_mesh, tmp_path):
     def resume(mesh):
         import contextlib
         import io
-
-        from training import run_training
 
         with contextlib.redirect_stdout(io.StringIO()) as shown:
             steps, _ = run_training(mesh, tmp_path / "run", resume=True, **settings)
