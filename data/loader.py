@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 from .collate import PadBatch
 from .labels import without_labels
@@ -76,7 +78,8 @@ class ResumableLoader:
     """Batches of a map-style dataset for one rank; what they hold depends on no number of workers or ranks.
 
     The samples of steps taken together over all ranks are those from `consumed` on, in order, whatever the
-    layout. `state_dict()` counts the batches that were handed out, not those that workers have prefetched.
+    layout. `state_dict()` counts the batches that were handed out, not those that workers have prefetched. What a
+    dataset draws from global random generators follows in workers from the seed and the sample's place alone.
 
     Args:
         dataset: `dataset[n]`, for any n (or below `total`).
@@ -97,6 +100,7 @@ class ResumableLoader:
         num_workers: int = 0,
         collate: Collate | None = None,
         order: Callable[[int], int] | None = None,
+        seed: int = 1234,
     ) -> None:
         self.share = share
         self.consumed = consumed
@@ -104,7 +108,7 @@ class ResumableLoader:
         self.last: Literal["drop", "pad"] = last
         self.num_workers = num_workers
         self.collate = collate or PadBatch()
-        self._view = _Placed(dataset, order)
+        self._view = _Placed(dataset, order, seed)
 
     def __iter__(self) -> Iterator[Any]:
         batches = GlobalBatches(self.share, self.consumed, self.total, self.last)
@@ -122,17 +126,30 @@ class ResumableLoader:
     def state_dict(self) -> dict[str, int]:
         return {"consumed_samples": self.consumed}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """ValueError for the state of a stream."""
+        if state.keys() != {"consumed_samples"}:
+            raise ValueError("the position is one in a stream, and this is a loader of numbered samples; use a stream")
         self.consumed = state["consumed_samples"]
 
 
 class _Placed:
     """The dataset by place in the order, with `~n` for a copy of n that counts nothing."""
 
-    def __init__(self, dataset: Samples, order: Callable[[int], int] | None) -> None:
-        self.dataset, self.order = dataset, order
+    def __init__(self, dataset: Samples, order: Callable[[int], int] | None, seed: int) -> None:
+        self.dataset, self.order, self.seed = dataset, order, seed
 
     def __getitem__(self, place: int) -> Any:
         number = place if place >= 0 else ~place
+        if get_worker_info() is not None:
+            _seed_generators(self.seed, number)
         sample = self.dataset[self.order(number) if self.order else number]
         return sample if place >= 0 else without_labels(sample)
+
+
+def _seed_generators(*key: int) -> None:
+    """Seeds Python's, NumPy's and torch's generators of this worker process."""
+    seed = int(np.random.SeedSequence(key).generate_state(1)[0])
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)  # without a look at devices, which takes longer than all the rest

@@ -152,6 +152,9 @@ class ResumableStream:
         return {"consumed_samples": self._consumed, "bookmark": dict(self._bookmark)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """ValueError for the state of a loader."""
+        if "bookmark" not in state:
+            raise ValueError("the position is one in numbered samples, and this is a stream; use a map-style dataset")
         self._consumed = state["consumed_samples"]
         self._bookmark = dict(state["bookmark"])
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Literal
 
+from .argument_types import check_types
 from .keywords import with_familiar_names
 
 EnvType = Literal["pytorch", "pytorchDDP", "deepspeed", "deepspeed+mpu"]
@@ -125,6 +127,21 @@ class TrainingArguments:
     """Record so many steps, after the first two, with torch's profiler, as a Chrome trace in the run's folder."""
 
     def __post_init__(self) -> None:
+        check_types(self)
+        self._check_ranges()
+        if self.global_batch_size is not None and self.gradient_accumulation_steps is not None:
+            raise ValueError("global_batch_size and gradient_accumulation_steps say the same; give one of them")
+        if self.warmup_steps is not None and self.warmup_ratio != type(self).warmup_ratio:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} and warm_up={self.warmup_ratio} (warmup_ratio) say the same; leave "
+                "warm_up out, or set warmup_steps to None"
+            )
+        name = PurePath(self.experiment_name or "")
+        if name.is_absolute() or ".." in name.parts:
+            raise ValueError(f"experiment_name is a folder within save_dir, and cannot be {self.experiment_name!r}")
+        self._check_environment()
+
+    def _check_ranges(self) -> None:
         at_least_one = ("model_parallel_size", "train_steps", "micro_batch_size", "global_batch_size",
                         "gradient_accumulation_steps", "eval_interval", "save_interval", "log_interval",
                         "save_total_limit", "num_nodes", "num_gpus")  # fmt: skip
@@ -132,20 +149,19 @@ class TrainingArguments:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
-        for name in ("epochs", "num_workers", "weight_decay", "clip_grad", "profile_steps", "warmup_steps"):
+        for name in ("epochs", "num_workers", "weight_decay", "clip_grad", "profile_steps", "warmup_steps", "adam_eps"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name} cannot be negative, and is {value}")
         if not self.lr > 0:
             raise ValueError(f"lr must be above 0, not {self.lr}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be from 0 to below 1, not {getattr(self, name)}")
         if not 0 <= self.warmup_ratio <= 1:
             raise ValueError(f"warm_up is the share of steps that warm up, from 0 to 1, and not {self.warmup_ratio}")
-        if self.global_batch_size is not None and self.gradient_accumulation_steps is not None:
-            raise ValueError("global_batch_size and gradient_accumulation_steps say the same; give one of them")
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} {getattr(self, name)!r} is none of {', '.join(map(str, choices))}")
-        self._check_environment()
+        if not 0 <= self.seed < 1 << 32:
+            raise ValueError(f"seed must be from 0 to {(1 << 32) - 1}, not {self.seed}")
 
     def _check_environment(self) -> None:
         split, stage = self.model_parallel_size > 1, self.zero_stage
@@ -193,18 +209,3 @@ class TrainingArguments:
     def global_batch(self, data_parallel_size: int) -> int:
         """Samples in one optimizer step over all ranks."""
         return self.micro_batch_size * self.accumulation_steps(data_parallel_size) * data_parallel_size
-
-
-def _choices(annotation: object) -> tuple[object, ...]:
-    return tuple(getattr(annotation, "__args__", ()))
-
-
-CHOICES = {
-    "env_type": _choices(EnvType),
-    "optimizer": _choices(Optimizer),
-    "lr_schedule": _choices(Schedule),
-    "precision": ("fp32", "bf16", "fp16"),
-    "recompute": ("none", "selective", "full"),
-    "load_type": ("latest", "best"),
-    "zero_stage": (None, 0, 1, 2, 3),
-}

@@ -29,6 +29,10 @@ class DefaultCollate:
         if not isinstance(samples[0], dict):
             raise ValueError(f"a sample must be a dict of arrays, not a {type(samples[0]).__name__}; pass a collate_fn")
         arrays = [{name: np.asarray(value) for name, value in sample.items()} for sample in samples]
+        for name, array in arrays[0].items():
+            if array.dtype.kind not in "biuf":
+                text = f"{samples[0][name]!r:.60}"
+                raise ValueError(f"the samples' {name!r} holds no numbers but {text}; drop it, or pass a collate_fn")
         if any(array[name].shape != arrays[0][name].shape for array in arrays for name in arrays[0]):
             return self._pad(arrays)
         return {name: torch.from_numpy(np.stack([array[name] for array in arrays])) for name in arrays[0]}

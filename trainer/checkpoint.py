@@ -67,7 +67,8 @@ def damage(folder: Path, share: int, shares: int) -> str:
 
 def read_state(folder: Path) -> TrainerState:
     content = _read(folder)
-    return TrainerState(**{field.name: content[field.name] for field in fields(TrainerState)})
+    known = [field.name for field in fields(TrainerState)]
+    return TrainerState(**{name: content[name] for name in known if name in content})  # older ones have fewer
 
 
 def restore_random(folder: Path, state: TrainerState, ranks: Ranks, seed: int) -> bool:

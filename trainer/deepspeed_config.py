@@ -61,15 +61,23 @@ def zero_stage(arguments: TrainingArguments) -> int:
 
 
 def read_deepspeed_file(path: str | None) -> dict[str, Any]:
-    """The user's configuration; ValueError if it is not there or is no JSON."""
+    """The user's configuration; ValueError if it is not there, or no JSON object."""
     if path is None:
         return {}
     try:
-        return json.loads(Path(path).read_text())
-    except FileNotFoundError:
-        raise ValueError(f"deepspeed_config: there is no file {path}") from None
-    except json.JSONDecodeError as error:
+        config = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise ValueError(f"deepspeed_config: {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # not JSON, or not even text
         raise ValueError(f"deepspeed_config: {path} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"deepspeed_config: {path} must hold a JSON object, not a {type(config).__name__}")
+    if not isinstance(config.get("zero_optimization", {}), dict):
+        raise ValueError(
+            f'deepspeed_config: zero_optimization must be an object such as {{"stage": 2}}, and not '
+            f"{config['zero_optimization']!r}"
+        )
+    return config
 
 
 def _merge(decided: dict[str, Any], added: dict[str, Any], where: str = "") -> dict[str, Any]:

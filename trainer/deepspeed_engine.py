@@ -26,7 +26,8 @@ from ..mpu import grad_norm
 from .arguments import TrainingArguments
 from .deepspeed_config import deepspeed_config, zero_stage
 from .engine import StepOutcome
-from .optimizer_state import MASTER_WEIGHT, load_state_tensors, model_tensors, state_tensors
+from .model_files import model_tensors, persistent_buffers
+from .optimizer_state import MASTER_WEIGHT, load_state_tensors, state_tensors
 from .optimizers import ELEMENT_STATES
 from .ranks import Ranks
 
@@ -64,6 +65,9 @@ class DeepSpeedEngine:
             config=deepspeed_config(arguments, ranks.dp_size),
             mpu=ranks.mesh if arguments.env_type == "deepspeed+mpu" else None,
         )[0]
+        # Forward passes change them by each replica's own samples. As in DDP, the first replica's count.
+        self._buffers = list(persistent_buffers(model).values()) if ranks.dp_size > 1 else []
+        self._replica_group = ranks.mesh.dp_group if ranks.mesh else None
         if self._stage:
             self._create_element_states()
         if self._stage == 3:
@@ -89,6 +93,8 @@ class DeepSpeedEngine:
         self.model.step()
         if not is_last:
             return None
+        for buffer in self._buffers:
+            dist.broadcast(buffer, group=self._replica_group, group_src=0)
         applied = self.model.skipped_steps == skipped
         self.applied_steps += applied
         norm = self.model.get_global_grad_norm() if norm is None else norm

@@ -43,6 +43,20 @@ def initialize_distributed(launch: Launch) -> torch.device:
     return torch.device("cpu")
 
 
+def single_device(name: str) -> torch.device:
+    """The device of a run in one process. ValueError for one that is not here."""
+    try:
+        device = torch.device(name)
+        usable = device.type != "meta" and torch.empty(1, device=device) is not None
+    except (RuntimeError, AssertionError):  # torch's for an unknown name, and for a device that it was not built for
+        usable = False
+    if not usable:
+        found = torch.accelerator.current_accelerator()
+        known = f"'cpu' or '{found.type}:0'" if found and torch.accelerator.is_available() else "'cpu'"
+        raise ValueError(f"pytorch_device {name!r} is no device of this machine; use {known}")
+    return device
+
+
 def end_process(code: int) -> NoReturn:
     """Ends a rank at once, its output written: threads of the process group could abort an orderly end."""
     sys.stdout.flush()

@@ -19,13 +19,24 @@ ForwardStep = Callable[[dict[str, Any], Any, Any], Any]
 
 def metric_functions(metrics: Mapping[str, Metric] | Iterable[Sequence[Any]] | None) -> dict[str, Metric]:
     """Metrics by name, from a mapping or from FlagAI's list of [name, function]."""
-    pairs = metrics.items() if isinstance(metrics, Mapping) else (metrics or ())
+    pairs = metrics.items() if isinstance(metrics, Mapping) else metrics
     named = {}
-    for pair in pairs:
-        if len(pair) != 2 or not isinstance(pair[0], str) or not callable(pair[1]):
+    for pair in pairs if isinstance(pairs, Iterable) else () if pairs is None else (pairs,):
+        if not isinstance(pair, Sequence) or len(pair) != 2 or not isinstance(pair[0], str) or not callable(pair[1]):
             raise ValueError(f"metric_methods must be {{name: function}} or a list of [name, function], not {pair!r}")
         named[pair[0]] = pair[1]
     return named
+
+
+def check_samples(samples: Any) -> None:
+    """ValueError for validation data without samples, or without numbers for them."""
+    if isinstance(samples, Mapping) or not (hasattr(samples, "__len__") and hasattr(samples, "__getitem__")):
+        raise ValueError(
+            f"validation data must be a dataset with __len__ and __getitem__, such as a list of samples, and not a "
+            f"{type(samples).__name__}"
+        )
+    if not len(samples):
+        raise ValueError("the validation data is empty")
 
 
 @torch.no_grad()
@@ -45,8 +56,7 @@ def evaluate(
     loss: in nats per target token. A rank without samples left repeats the first ones and counts nothing, since a
     forward pass may be a collective.
     """
-    if not len(samples):
-        raise ValueError("the validation data is empty")
+    check_samples(samples)
     was_training = module.training
     module.eval()
     device = next(module.parameters()).device

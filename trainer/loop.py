@@ -16,8 +16,10 @@ from .engine import Engine, StepOutcome
 from .evaluation import ForwardStep, loss_of
 from .model_files import ModelFiles, read_optimizer
 from .non_finite import describe_non_finite
+from .optimizer_state import changed_values, group_values, load_group_values
 from .profiling import StepProfiler
 from .ranks import Ranks
+from .run_start import Start
 from .saver import BackgroundSaver
 from .schedule import LearningRate
 from .snapshot import TrainerState, take_snapshot
@@ -81,33 +83,41 @@ class TrainingLoop:
         self.best: dict[str, float] = {}
         self.validation: dict[str, float] = {}
         self.throughput = Throughput(self.device)
+        self._first_groups = group_values(self.engine.optimizer)
+        self._saved_at: int | None = None
         self._iterator: Any = None
 
-    def resume(self, folder: Path, state: TrainerState) -> None:
+    def resume(self, start: Start) -> None:
         """Goes on from a checkpoint whose weights the model already has.
 
-        ValueError if the global batch has another size now, since the data's position counts in batches.
+        ValueError if the global batch has another size now, since the data's position counts in batches, or if the
+        checkpoint is of other data or another optimizer.
         """
+        state, folder = start.state, start.folder
         if state.consumed_samples != state.step * self.global_batch_size:
             raise ValueError(
                 f"the run was trained with a global batch of {state.consumed_samples // state.step} sequences and "
                 f"cannot go on with {self.global_batch_size}; set micro_batch_size and global_batch_size to match"
             )
-        self.step, self.best = state.step, dict(state.best)
+        self.step, self.best, self.validation = state.step, dict(state.best), dict(state.validation)
+        self._saved_at = state.step if start.own else None
         self.engine.load_counters(state.counters)
         self.engine.load_optimizer_tensors(read_optimizer(folder, self.engine.module, self.ranks))
         self.parts.learning_rate.load_state_dict(state.schedule)
+        load_group_values(self.engine.optimizer, state.groups)
         self.parts.batches.load_state_dict(state.data)
 
     def run(self) -> None:
         """From the current step to the last; evaluates and saves on the way, and saves at the end.
 
-        On SIGTERM saves, and ends the process with exit code 143.
+        On SIGTERM saves, and ends the process with exit code 143; the evaluation that is then left out comes when the
+        run goes on.
         """
         arguments, reporter = self.arguments, self.parts.reporter
-        saved_at = self.step
         self._iterator = iter(self.parts.batches)
         with StopSignal() as signalled, self.parts.profiler as profiler:
+            if 0 < self.step != self.total_steps and self.step % arguments.eval_interval == 0:
+                self._catch_up_on_evaluation()
             while self.total_steps is None or self.step < self.total_steps:
                 values, stop = self._train_step(signalled)
                 if values is None:
@@ -123,14 +133,15 @@ class TrainingLoop:
                     due |= self._evaluate()
                 if due:
                     self.save()
-                    saved_at = self.step
                 if stop:
                     self.parts.saver.wait()
                     reporter.notice(f"stopped by a signal at step {self.step}, which is saved")
                     raise SystemExit(143)
-        if self.evaluate_last and self.parts.evaluate and self.validation.get("step") != self.step:
-            self._evaluate()
-        if saved_at != self.step:
+        if not self.step:
+            raise ValueError(f"train_dataset has fewer samples than the {self.global_batch_size} of one optimizer step")
+        if self.evaluate_last:
+            self._catch_up_on_evaluation()
+        if self._saved_at != self.step:
             self.save()
         self.parts.saver.wait()
 
@@ -143,7 +154,9 @@ class TrainingLoop:
             data=parts.batches.state_dict(),
             schedule=parts.learning_rate.state_dict(),
             counters=self.engine.counters(),
+            groups=changed_values(self._first_groups, group_values(self.engine.optimizer)),
             world_size=self.ranks.world_size,
+            validation=self.validation,
             best=self.best,
         )
         parts.saver.wait()
@@ -157,11 +170,22 @@ class TrainingLoop:
             extra_files=parts.extra_files,
         )
         parts.reporter.saved(self.step, parts.saver.save(snapshot))
+        self._saved_at = self.step
+
+    def _catch_up_on_evaluation(self) -> None:
+        """Evaluates this step unless that was done; a checkpoint of it that is there already learns the values."""
+        if self.parts.evaluate is None or self.validation.get("step") == self.step:
+            return
+        is_best = self._evaluate()
+        if self._saved_at == self.step:
+            self.parts.saver.amend(self.step, validation=self.validation, best=self.best)
+        elif is_best:
+            self.save()
 
     def _evaluate(self) -> bool:
         """Whether this step is the best one so far."""
         assert self.parts.evaluate is not None
-        values = self.parts.evaluate()
+        values = {name: float(value) for name, value in self.parts.evaluate().items()}
         self.validation = {"step": self.step, **values}
         self.parts.reporter.evaluation(self.step, values)
         name = self.arguments.save_best
@@ -169,8 +193,10 @@ class TrainingLoop:
             return False
         if name not in values:
             raise ValueError(f"save_best={name!r} is none of the validation values: {', '.join(values)}")
-        falls = name in ("loss", "perplexity")
-        if self.best and (values[name] >= self.best["value"] if falls else values[name] <= self.best["value"]):
+        value, best = values[name], self.best.get("value", math.nan)
+        if name in ("loss", "perplexity"):
+            value, best = -value, -best
+        if math.isnan(value) or value <= best:
             return False
         self.best = {"value": values[name], "step": self.step}
         return True

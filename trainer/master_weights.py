@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class MasterWeights:
@@ -20,6 +22,9 @@ class MasterWeights:
                 if parameter.dtype in (torch.bfloat16, torch.float16):
                     master = nn.Parameter(parameter.detach().float())
                     group["params"][place] = master
+                    if parameter in optimizer.state:  # some optimizers make their state before the first step
+                        state = optimizer.state.pop(parameter)
+                        optimizer.state[master] = {name: _widened(value) for name, value in state.items()}
                     self.pairs.append((parameter, master))
 
     @torch.no_grad()
@@ -39,3 +44,7 @@ class MasterWeights:
         """Rounds the masters into the parameters."""
         for parameter, master in self.pairs:
             parameter.copy_(master)
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value

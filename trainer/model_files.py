@@ -102,9 +102,7 @@ class WholeFiles:
 
     @torch.no_grad()
     def load_weights(self, folder: Path, ranks: Ranks) -> None:
-        wanted = dict(self.model.named_parameters())
-        shared = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        wanted |= {name: value for name, value in self.model.state_dict().items() if name not in shared}
+        wanted = dict(self.model.named_parameters()) | persistent_buffers(self.model)
         path = folder / MODEL_FILE
         if not path.exists():
             raise ValueError(f"{folder} has no {MODEL_FILE}: it holds a model of another kind")
@@ -112,6 +110,19 @@ class WholeFiles:
             check_names(folder, set(file.keys()), set(wanted))
             for name, value in wanted.items():
                 copy_checked(folder, name, file.get_tensor(name), value)
+
+
+def model_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters, shared ones once, and copies of the persistent buffers, which a forward pass may change."""
+    tensors = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    return tensors | {name: value.detach().clone() for name, value in persistent_buffers(module).items()}
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a module's state that are not parameters."""
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    state = module.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if name not in parameters and isinstance(value, Tensor)}
 
 
 def make_manifest(model: nn.Module, config: ModelConfig, hashes_by_rank: Sequence[Hashes]) -> Manifest:
@@ -155,8 +166,14 @@ def copy_checked(folder: Path, name: str, value: Tensor, into: Tensor) -> None:
 
 
 def read_optimizer(folder: Path, model: nn.Module, ranks: Ranks) -> dict[str, Tensor]:
-    """The optimizer's tensors for this rank, from a checkpoint of any tensor-parallel size."""
+    """The optimizer's tensors for this rank, from a checkpoint of any tensor-parallel size. ValueError if there are
+    none."""
     size = len(list(folder.glob(f"{OPTIMIZER}_*.safetensors")))
+    if not size:
+        raise ValueError(
+            f"{folder} was saved without the optimizer's state (save_optim=False), and a run cannot go on from it; "
+            "begin another one with its weights, by load_dir, load_optim=False and another save_dir"
+        )
     parameters = dict(model.named_parameters())
     names = ShardedReader(folder, OPTIMIZER, size, {}).names()
     shards = {name: getattr(parameters.get(name.split("/", 1)[1]), "shard", None) for name in names}

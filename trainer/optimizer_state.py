@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from .optimizers import ELEMENT_STATES
 
 MASTER_WEIGHT = "master_weight"
 
@@ -28,8 +30,7 @@ def load_state_tensors(
 ) -> None:
     """Puts back what `state_tensors` gave after `step` steps.
 
-    States that are not stored, such as a count of steps that another engine keeps for all parameters together, follow
-    from `step`.
+    A count of steps that another engine keeps for all parameters together follows from `step`.
     """
     by_name = {name: parameter for parameter, name in owners.items()}
     optimizer.state.clear()
@@ -37,9 +38,9 @@ def load_state_tensors(
         state, name = key.split("/", 1)
         if state != MASTER_WEIGHT and name in by_name:
             optimizer.state[by_name[name]][state] = _as_kept(state, value, by_name[name], optimizer)
-    for state in optimizer.state.values():
-        if "step" not in state and _counts_by_tensor(optimizer):
-            state["step"] = torch.tensor(float(step))
+    if _counts_by_tensor(optimizer) and type(optimizer).__name__ in ELEMENT_STATES:
+        for state in optimizer.state.values():
+            state.setdefault("step", torch.tensor(float(step)))
     for group in optimizer.param_groups:
         if type(optimizer).__module__.startswith("pytorch_optimizer"):  # counts once for a group
             group["step"] = step
@@ -55,11 +56,39 @@ def _counts_by_tensor(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.")
 
 
-def model_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters, shared ones once, and copies of the persistent buffers, which a forward pass may change."""
-    tensors = {name: parameter.detach() for name, parameter in module.named_parameters()}
-    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    for name, value in module.state_dict().items():
-        if name not in parameters and isinstance(value, Tensor):
-            tensors[name] = value.detach().clone()
-    return tensors
+def group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The numbers of each parameter group, for JSON: also those in tuples, and tensors as dicts."""
+    kinds = (bool, int, float, tuple, Tensor)
+    groups = optimizer.param_groups
+    return [{name: _plain(value) for name, value in group.items() if isinstance(value, kinds)} for group in groups]
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return {"dtype": str(value.dtype).removeprefix("torch."), "tensor": value.tolist()}
+
+
+def changed_values(first: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What schedulers, or an optimizer that keeps state in its groups, have changed; the rest is the user's choice,
+    which may be another one when a run goes on."""
+    return [
+        {name: value for name, value in group.items() if name not in before or before[name] != value}
+        for before, group in zip(first, now, strict=True)
+    ]
+
+
+def load_group_values(optimizer: torch.optim.Optimizer, changed: list[dict[str, Any]]) -> None:
+    """Puts back what `changed_values` gave. ValueError for an optimizer with other groups."""
+    groups = optimizer.param_groups
+    if changed and len(changed) != len(groups):
+        raise ValueError(
+            f"the run's optimizer had {len(changed)} parameter groups, and this one has {len(groups)}; make it as it "
+            "was"
+        )
+    for group, values in zip(groups, changed, strict=False):
+        for name, value in values.items():
+            if isinstance(value, dict):
+                device = group["params"][0].device
+                value = torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]), device=device)
+            group[name] = tuple(value) if isinstance(value, list) else value

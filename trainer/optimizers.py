@@ -40,6 +40,24 @@ def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> torch.opti
     return kind(groups, lr=arguments.lr, betas=betas)
 
 
+def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """ValueError for what the training loop cannot step, or what would train something else than `model`."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimizer must be a torch.optim.Optimizer over the model's parameters, not {optimizer!r}")
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("LBFGS computes losses anew within a step, which the trainer does not; use another optimizer")
+    if callable(getattr(optimizer, "train", None)):
+        raise ValueError(
+            f"{kind} keeps other weights for evaluation than for training, between which the trainer does not switch; "
+            "use another optimizer"
+        )
+    own = set(model.parameters())
+    foreign = sum(p not in own for group in optimizer.param_groups for p in group["params"])
+    if foreign:
+        raise ValueError(f"{foreign} parameters of the optimizer are not the model's; make it from model.parameters()")
+
+
 def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Matrices decay; biases and norms (fewer than two dimensions) do not. ValueError if nothing is to be trained."""
     matrices = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]

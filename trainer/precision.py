@@ -16,8 +16,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def prepare_model(model: nn.Module, device: torch.device, arguments: TrainingArguments, ranks: Ranks) -> None:
-    """Moves and casts the model in place, and turns recomputation on. ValueError if it is split in another way than
-    `arguments` say, or cannot be."""
+    """Moves and casts the model in place, and turns recomputation on. ValueError if it is no model, is split in another
+    way than `arguments` say, or cannot be."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, as shardzoo.from_pretrained(path) gives, and not {model!r}")
     native = isinstance(getattr(model, "config", None), ModelConfig)
     size = tp_size(getattr(model, "mesh", None))
     if ranks.tp_size > 1 and not native:

@@ -113,8 +113,8 @@ class RunReporter:
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:
         self._log(step, "valid", values)
-        others = "".join(f", {name} {value:.3f}" for name, value in values.items() if name != "loss")
-        self._console.print(f"step {step}: held-out loss {values['loss']:.3f}{others}")
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in values.items())
+        self._console.print(f"step {step}: held-out {shown}")
 
     def saved(self, step: int, folder: Path) -> None:
         self._console.print(f"step {step}: saved {folder}")

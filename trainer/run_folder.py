@@ -63,6 +63,11 @@ class RunFolder:
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:06d}"
 
+    def owns(self, path: Path) -> bool:
+        """Whether `path` is this folder or one of its checkpoints."""
+        path = path.resolve()
+        return path == self.path.resolve() or path.parent == self.checkpoints.resolve()
+
     def steps(self) -> list[int]:
         """The steps with a complete checkpoint, in order."""
         if not self.checkpoints.is_dir():

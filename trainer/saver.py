@@ -11,10 +11,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .coordination import on_first_rank
 from .host_buffers import HostBuffers
 from .ranks import Ranks
 from .run_folder import RunFolder
-from .snapshot import Snapshot, write_snapshot
+from .snapshot import Snapshot, amend_state, write_snapshot
 
 WRITING_TIMEOUT = timedelta(hours=1)  # one rank's disk may be much slower than the others'
 
@@ -44,6 +45,16 @@ class BackgroundSaver:
         self._thread = threading.Thread(target=self._write, args=(snapshot, folder), name="checkpoint")
         self._thread.start()
         return folder
+
+    def amend(self, step: int, *, validation: dict[str, float], best: dict[str, float]) -> None:
+        """Writes into the complete checkpoint of `step` what its evaluation has found. Collective."""
+        self.wait()
+
+        def amend() -> None:
+            amend_state(self.run_folder.checkpoint(step), validation=validation, best=best)
+            self._name_best(step, best)
+
+        on_first_rank(amend)
 
     def wait_for_copy(self) -> None:
         """Until parameters and the optimizer's state may change."""
@@ -76,11 +87,14 @@ class BackgroundSaver:
             _yield_the_processor()
             write_snapshot(snapshot, folder, self._ranks, self._group)
             if self._ranks.rank == 0:
-                if snapshot.state.best.get("step") == snapshot.state.step:
-                    self.run_folder.name_best(folder)
-                self.run_folder.prune(self._keep)
+                self._name_best(snapshot.state.step, snapshot.state.best)
         except BaseException as error:  # raised where the loop waits
             self._failure = error
+
+    def _name_best(self, step: int, best: dict[str, float]) -> None:
+        if best.get("step") == step:
+            self.run_folder.name_best(self.run_folder.checkpoint(step))
+        self.run_folder.prune(self._keep)
 
 
 def _yield_the_processor() -> None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .arguments import TrainingArguments
 
@@ -64,19 +64,10 @@ class TorchSchedule:
 
     def state_dict(self) -> dict[str, Any]:
         kinds = (int, float, str, list, bool)
-        state = {name: value for name, value in self._scheduler.state_dict().items() if isinstance(value, kinds)}
-        groups = self._scheduler.optimizer.param_groups  # some schedulers change their betas or momentum too
-        chosen = [
-            {name: value for name, value in group.items() if isinstance(value, (float, tuple))} for group in groups
-        ]
-        return {**state, "groups": chosen}
+        return {name: value for name, value in self._scheduler.state_dict().items() if isinstance(value, kinds)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        own = {name: value for name, value in state.items() if name != "groups"}
-        self._scheduler.load_state_dict({**self._scheduler.state_dict(), **own})
-        groups = state.get("groups") or [{"lr": lr} for lr in state["_last_lr"]]
-        for group, values in zip(self._scheduler.optimizer.param_groups, groups, strict=True):
-            group.update({name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+        self._scheduler.load_state_dict({**self._scheduler.state_dict(), **state})
 
 
 def make_schedule(
@@ -85,8 +76,10 @@ def make_schedule(
     arguments: TrainingArguments,
     total_steps: int | None,
 ) -> LearningRate:
-    """The given scheduler, or the one that `arguments` name. ValueError for one that needs an unknown last step."""
+    """The given scheduler, or the one that `arguments` name. ValueError for one that does not fit, or that needs an
+    unknown last step."""
     if scheduler is not None:
+        check_scheduler(scheduler, optimizer)
         return TorchSchedule(scheduler)
     if total_steps is None:
         warms_up = arguments.lr_schedule != "constant" and arguments.warmup_steps is None and arguments.warmup_ratio
@@ -100,6 +93,16 @@ def make_schedule(
     if warmup_steps is None:
         warmup_steps = math.ceil(arguments.warmup_ratio * total_steps)
     return NamedSchedule(optimizer, find_multiplier(arguments.lr_schedule, warmup_steps, total_steps))
+
+
+def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+        raise ValueError(
+            "lr_scheduler must be a torch.optim.lr_scheduler.LRScheduler whose rate follows from the step, and not "
+            f"{scheduler!r}"
+        )
+    if scheduler.optimizer is not optimizer:
+        raise ValueError("lr_scheduler schedules another optimizer than the one in use: pass its optimizer too")
 
 
 def find_multiplier(name: str, warmup_steps: int, total_steps: int) -> Multiplier:

@@ -32,8 +32,9 @@ class TrainerState:
     """What a checkpoint says of the run.
 
     step: optimizer steps done. consumed_samples: trained on, over all ranks. data, schedule, counters: what the data,
-    a learning-rate scheduler and the engine go on from. world_size: how many random states there are. best: the best
-    validation value so far, if one is tracked, and its step.
+    a learning-rate scheduler and the engine go on from. groups: what has changed in the optimizer's parameter groups.
+    world_size: how many random states there are. validation: the last values, and their step. best: the best validation
+    value so far, if one is tracked, and its step.
     """
 
     step: int
@@ -41,7 +42,9 @@ class TrainerState:
     data: dict[str, Any] = field(default_factory=dict)
     schedule: dict[str, Any] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
     world_size: int = 1
+    validation: dict[str, float] = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
 
 
@@ -172,7 +175,21 @@ def _complete(
 
 
 def write_state(path: Path, state: TrainerState, digests: Mapping[str, str]) -> None:
-    content = json.loads(json.dumps({**asdict(state), "files": dict(sorted(digests.items()))}))
+    _write_content(path, {**asdict(state), "files": dict(sorted(digests.items()))})
+
+
+def amend_state(folder: Path, **values: Any) -> None:
+    """Changes fields of the `TrainerState` of a complete checkpoint: all of them, or none if it fails."""
+    content = json.loads((folder / STATE).read_text())
+    del content["sha256"]
+    partial = folder / f".{STATE}.partial"
+    _write_content(partial, {**content, **values})
+    partial.replace(folder / STATE)
+    sync_folder(folder)
+
+
+def _write_content(path: Path, values: Mapping[str, Any]) -> None:
+    content = json.loads(json.dumps(values))
     with path.open("w") as file:
         json.dump({**content, "sha256": content_digest(content)}, file, indent=1)
         file.flush()

@@ -11,7 +11,8 @@ from ..mpu import clip_grad_norm_, grad_norm
 from .arguments import TrainingArguments
 from .engine import StepOutcome
 from .master_weights import MasterWeights
-from .optimizer_state import MASTER_WEIGHT, load_state_tensors, model_tensors, state_tensors
+from .model_files import model_tensors
+from .optimizer_state import MASTER_WEIGHT, load_state_tensors, state_tensors
 
 
 class TorchEngine:

@@ -18,17 +18,17 @@ from ..data import Share
 from ..mpu import ParallelMesh
 from .arguments import TrainingArguments
 from .batches import DefaultCollate
-from .checkpoint import find_checkpoint, restore_random
+from .checkpoint import restore_random
 from .coordination import on_first_rank
 from .deepspeed_config import zero_stage
 from .engine import make_engine
-from .environment import initialize_distributed
-from .evaluation import Metric, evaluate, metric_functions
+from .environment import initialize_distributed, single_device
+from .evaluation import Metric, check_samples, evaluate, metric_functions
 from .host_memory import keep_freed_memory
 from .launch import ensure_processes_of
 from .loop import Parts, Reporter, TrainingLoop
 from .model_files import model_files
-from .optimizers import make_optimizer
+from .optimizers import check_optimizer, make_optimizer
 from .precision import prepare_model
 from .profiling import StepProfiler
 from .random_state import seed_everything
@@ -36,9 +36,9 @@ from .ranks import Ranks
 from .report import write_report
 from .reporter import MetricsFile, RunReporter, SilentReporter, TensorBoard, WeightsAndBiases
 from .run_folder import RunFolder
+from .run_start import Start, open_run
 from .saver import BackgroundSaver
 from .schedule import make_schedule
-from .snapshot import TrainerState
 from .targets import Targets
 from .training_data import make_training_data
 
@@ -61,6 +61,10 @@ class Trainer:
     ) -> None:
         if arguments is not None and keywords:
             raise ValueError(f"pass TrainingArguments or keywords ({', '.join(keywords)}), not both")
+        if not isinstance(arguments, TrainingArguments | None):
+            raise ValueError(
+                f"pass TrainingArguments, or keywords as in Trainer(lr=1e-3), not a {type(arguments).__name__}"
+            )
         self.arguments = arguments or TrainingArguments(**keywords)
         if self.arguments.env_type.startswith("deepspeed"):
             zero_stage(self.arguments)
@@ -111,24 +115,21 @@ class Trainer:
         is no longer finite, and `OSError` where a checkpoint cannot be written.
         """
         arguments, ranks = self.arguments, self.ranks
-        if train_dataset is None:
-            raise ValueError("train needs a train_dataset")
-        if arguments.train_steps is None and not arguments.epochs:
-            raise ValueError("say how long to train: set epochs or train_steps")
         metrics = metric_functions(metric_methods)
+        self._check_task(train_dataset, valid_dataset, metrics)
         prepare_model(model, self.device, arguments, ranks)
+        optimizer = make_optimizer(model, arguments) if optimizer is None else optimizer
+        check_optimizer(optimizer, model)
         collate = collate_fn or DefaultCollate(_pad_token_id(model))
         data = make_training_data(train_dataset, arguments, ranks, collate_fn, _pad_token_id(model))
         total_steps = arguments.train_steps or data.steps
-        found = self._find_checkpoint()
+        start = open_run(self.run_folder, arguments, ranks, self.console.print)
         files = model_files(model)
-        if found:
-            files.load_weights(found[0], ranks)
-        optimizer = optimizer or make_optimizer(model, arguments)
+        if start:
+            files.load_weights(start.folder, ranks)
         schedule = make_schedule(lr_scheduler, optimizer, arguments, total_steps)
         engine = make_engine(model, optimizer, arguments, ranks)
         validate = partial(self.validate, engine.model, engine.module, valid_dataset, metrics, collate)
-        first_step = found[1].step if found and arguments.load_optim else 0
         parts = Parts(
             engine=engine,
             ranks=ranks,
@@ -139,15 +140,15 @@ class Trainer:
             evaluate=validate if valid_dataset is not None else None,
             model_files=files,
             saver=BackgroundSaver(self.run_folder, ranks, arguments.save_total_limit),
-            reporter=reporter or self.make_reporter(first_step, total_steps),
+            reporter=reporter or self.make_reporter(start.step if start else 0, total_steps),
             profiler=StepProfiler(arguments.profile_steps if ranks.rank == 0 else 0, self.run_folder.trace),
             extra_files=extra_files,
         )
         loop = TrainingLoop(arguments, parts, total_steps, evaluate_last=reporter is None)
         succeeded = False
         try:
-            if found:
-                self._resume(loop, parts.reporter, *found)
+            if start:
+                self._resume(loop, parts.reporter, start)
             with parts.reporter if reporter is None else contextlib.nullcontext():
                 loop.run()
             on_first_rank(self.write_report)
@@ -184,6 +185,21 @@ class Trainer:
             metrics=metrics,
         )
 
+    def _check_task(self, train_dataset: Any, valid_dataset: Any, metrics: Mapping[str, Metric]) -> None:
+        arguments = self.arguments
+        if train_dataset is None:
+            raise ValueError("train needs a train_dataset")
+        if arguments.train_steps is None and not arguments.epochs:
+            raise ValueError("say how long to train: set epochs or train_steps")
+        best = arguments.save_best
+        if best is not None and valid_dataset is None:
+            raise ValueError(f"save_best={best!r} is a value of validation: pass a valid_dataset too")
+        if valid_dataset is None or type(self).validate is not Trainer.validate:  # whose data and values are its own
+            return
+        check_samples(valid_dataset)
+        if best not in (None, "loss", *metrics):
+            raise ValueError(f"save_best={best!r} is none of the validation values: {', '.join(['loss', *metrics])}")
+
     def _join(self, mesh: ParallelMesh | None) -> tuple[ParallelMesh | None, torch.device]:
         """Joins the other processes, or starts them all and ends this one."""
         arguments, launch = self.arguments, ensure_processes_of(self.arguments)
@@ -193,50 +209,17 @@ class Trainer:
                     f"env_type='pytorch' is one process, and {launch.world_size} were started; use 'pytorchDDP', "
                     "'deepspeed' or 'deepspeed+mpu'"
                 )
-            return None, torch.device(arguments.pytorch_device)
+            return None, single_device(arguments.pytorch_device)
         device = initialize_distributed(launch)
         return mesh or ParallelMesh(arguments.model_parallel_size), device
 
-    def _find_checkpoint(self) -> tuple[Path, TrainerState] | None:
-        arguments = self.arguments
-        found = None
-        if arguments.load_dir is not None:
-            found = find_checkpoint(Path(arguments.load_dir), arguments.load_type, self.ranks, self.console.print)
-            if found is None:
-                raise ValueError(f"load_dir {arguments.load_dir} holds no checkpoint")
-        elif arguments.resume:
-            found = find_checkpoint(self.run_folder.path, "latest", self.ranks, self.console.print)
-        on_first_rank(lambda: self._open_folder(found))
-        return found
-
-    def _resume(self, loop: TrainingLoop, reporter: Reporter, checkpoint: Path, state: TrainerState) -> None:
+    def _resume(self, loop: TrainingLoop, reporter: Reporter, start: Start) -> None:
         """Takes up what the checkpoint holds besides the weights, as far as the arguments say so."""
-        if not self.arguments.load_optim:
+        if not start.optimizer:
             return
-        loop.resume(checkpoint, state)
-        if self.arguments.load_rng and not restore_random(checkpoint, state, self.ranks, self.arguments.seed):
+        loop.resume(start)
+        if start.random and not restore_random(start.folder, start.state, self.ranks, self.arguments.seed):
             reporter.notice("random generators are seeded anew: their states are of another layout")
-
-    def _open_folder(self, found: tuple[Path, TrainerState] | None) -> None:
-        """Makes this run's folder. ValueError if it holds another run."""
-        folder, step = self.run_folder, self.run_folder.latest_step()
-        goes_on = found is not None and folder.path.resolve() in found[0].resolve().parents
-        if goes_on and not self.arguments.load_optim:
-            raise ValueError(
-                f"load_optim=False begins at step 0, and {folder.path} holds a run that is saved at step {step}; "
-                "choose another save_dir or experiment_name"
-            )
-        if step is not None and not goes_on:
-            raise ValueError(
-                f"{folder.path} holds a run that is saved at step {step}; go on with it by resume=True, or choose "
-                "another save_dir or experiment_name"
-            )
-        folder.path.mkdir(parents=True, exist_ok=True)
-        if found and goes_on:
-            folder.forget_after(found[1].step)
-            folder.restore_best(found[1].best)
-        else:
-            folder.forget_metrics_after(0)  # of a run that was killed before its first checkpoint
 
     def write_report(self) -> None:
         """Writes `report.html` into the run's folder, from what was logged."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from torch.utils.data import DataLoader, IterableDataset
 
 from ..data import EpochShuffle, IterableRecords, ResumableLoader, ResumableStream, Share
 from .arguments import TrainingArguments
@@ -38,37 +40,57 @@ def make_training_data(
     """Batches of a map-style dataset, an iterable of samples, or a resumable loader or stream of batches.
 
     A dataset of known length is shuffled in each epoch; one without a length is taken in its own order, without end.
-    ValueError for an empty dataset, or one with fewer samples than a global batch.
+    ValueError for an empty dataset, one with fewer samples than a global batch, or something else than these.
     """
     share = Share(arguments.micro_batch_size, ranks.dp_rank, ranks.dp_size)
-    if hasattr(dataset, "state_dict") and not hasattr(dataset, "__getitem__"):
+    check_kind(dataset)
+    if hasattr(dataset, "load_state_dict") and not hasattr(dataset, "__getitem__"):
         return TrainingData(_check_batches(dataset, share, collate), _steps_of_loader(dataset, arguments, ranks))
     collate = collate or DefaultCollate(pad_token_id)
-    workers = arguments.num_workers
-    if hasattr(dataset, "__getitem__") and not hasattr(dataset, "__len__"):
-        return TrainingData(ResumableLoader(dataset, share, collate=collate, num_workers=workers), None)
-    if hasattr(dataset, "__getitem__"):
-        size = len(dataset)
-        check_size(size, arguments.global_batch(ranks.dp_size))
-        epochs = None if arguments.train_steps else arguments.epochs
-        total = None if epochs is None else size * epochs
-        order = EpochShuffle(size, arguments.seed)
-        loader = ResumableLoader(dataset, share, total=total, order=order, collate=collate, num_workers=workers)
-        return TrainingData(loader, None if total is None else total // arguments.global_batch(ranks.dp_size))
-    if not isinstance(dataset, Iterable):
-        raise ValueError(
-            f"train_dataset is a {type(dataset).__name__}; use a dataset with __getitem__, an iterable of samples, or "
-            "a resumable loader or stream of batches"
+    workers, seed = arguments.num_workers, arguments.seed
+    epochs = None if arguments.train_steps else arguments.epochs
+    if _is_stream(dataset):
+        records = IterableRecords(lambda epoch: _epoch_of(dataset, epoch))
+        stream = ResumableStream(
+            records, lambda record, generator: record, share, epochs=epochs, num_workers=workers, collate=collate
         )
-    stream = ResumableStream(
-        IterableRecords(lambda epoch: _epoch_of(dataset, epoch)),
-        lambda record, generator: record,
-        share,
-        epochs=None if arguments.train_steps else arguments.epochs,
-        num_workers=workers,
-        collate=collate,
-    )
-    return TrainingData(stream, None)
+        return TrainingData(stream, None)
+    if not hasattr(dataset, "__len__"):
+        return TrainingData(ResumableLoader(dataset, share, collate=collate, num_workers=workers, seed=seed), None)
+    size = len(dataset)
+    check_size(size, arguments.global_batch(ranks.dp_size))
+    total = None if epochs is None else size * epochs
+    order = EpochShuffle(size, seed)
+    loader = ResumableLoader(dataset, share, total=total, order=order, collate=collate, num_workers=workers, seed=seed)
+    return TrainingData(loader, None if total is None else total // arguments.global_batch(ranks.dp_size))
+
+
+def check_kind(dataset: Any) -> None:
+    """ValueError for what holds no samples, or cannot be read again."""
+    if isinstance(dataset, Iterator):
+        raise ValueError(
+            f"train_dataset is a {type(dataset).__name__}, which can be read only once; pass an object whose __iter__ "
+            "begins anew, such as datasets.IterableDataset.from_generator(function)"
+        )
+    if isinstance(dataset, DataLoader) and not hasattr(dataset, "load_state_dict"):
+        raise ValueError(
+            "train_dataset is a DataLoader, which cannot go on where a run was stopped; pass its dataset, and its "
+            "collate_fn to train"
+        )
+    readable = hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")
+    if not readable or isinstance(dataset, (type, str, bytes, Mapping)):
+        kind = f"the class {dataset.__name__}" if isinstance(dataset, type) else f"a {type(dataset).__name__}"
+        raise ValueError(
+            f"train_dataset is {kind}; use a dataset with __getitem__, an iterable of samples, or a resumable loader "
+            "or stream of batches"
+        )
+
+
+def _is_stream(dataset: Any) -> bool:
+    # torch's class, which datasets' is one of, has a __getitem__ that only raises.
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        return True
+    return hasattr(dataset, "__iter__") and not hasattr(dataset, "__len__")
 
 
 def check_size(size: int, global_batch: int) -> None:

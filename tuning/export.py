@@ -8,8 +8,7 @@ from typing import Any
 
 from ..convert.operations import Options, merge
 from ..trainer.coordination import on_first_rank
-from ..trainer.model_files import model_files
-from ..trainer.optimizer_state import model_tensors
+from ..trainer.model_files import model_files, model_tensors
 from ..trainer.ranks import Ranks
 from ..trainer.snapshot import Snapshot, TrainerState, write_snapshot
 from .loading import Source

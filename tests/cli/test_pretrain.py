@@ -144,7 +144,7 @@ BEFORE_ANY_PROCESS = [
     (["--resume"], "--output-dir"),
     (["--resume", "--output-dir", "nothing"], "holds no run"),
     (["--precision", "bf16", "--zero-stage", "0"], "use 1 or 2"),
-    (["--deepspeed-config", "nothing.json"], "no file nothing.json"),
+    (["--deepspeed-config", "nothing.json"], "nothing.json cannot be read: No such file"),
 ]
 ON_EVERY_RANK = [
     (["--data", "nowhere"], "nowhere does not exist"),

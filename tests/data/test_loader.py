@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from itertools import islice
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -60,6 +63,27 @@ def test_stopping_anywhere_and_resuming_with_other_ranks(stop, first, second):
     for _ in range(5):
         seen += [n for loader in running for n in real(next(loader))]
     assert seen == list(range(4 * (stop + 5)))
+
+
+class Drawing:
+    """Samples that are drawn from the generators of their process."""
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        drawn = random.random(), np.random.rand(), torch.rand(()).item()
+        return {"input_ids": np.array([index]), "drawn": np.array(drawn)}
+
+
+def test_what_workers_draw_follows_from_seed_and_sample():
+    def drawn(seed=1, workers=2, consumed=0, share=Share(2)):  # noqa: B008 - it is frozen
+        loader = ResumableLoader(Drawing(), share, num_workers=workers, consumed=consumed, seed=seed)
+        return torch.cat([batch["drawn"] for batch in islice(loader, 4)])
+
+    whole = drawn()
+    assert len(whole.unique()) == whole.numel()
+    assert torch.equal(drawn(workers=1), whole)
+    assert torch.equal(drawn(consumed=4)[:4], whole[4:])
+    assert torch.equal(torch.stack([drawn(share=Share(1, rank, 2)) for rank in range(2)], 1).flatten(0, 1), whole)
+    assert not torch.equal(drawn(seed=2), whole)
 
 
 def test_prefetched_batches_do_not_count():
@@ -125,5 +149,7 @@ def test_mistakes_are_named():
         Share(0)
     with pytest.raises(ValueError, match="consumed samples are -1"):
         next(iter(ResumableLoader(Numbers(), Share(1), consumed=-1)))
+    with pytest.raises(ValueError, match="the position is one in a stream, and this is a loader"):
+        ResumableLoader(Numbers(), Share(1)).load_state_dict({"consumed_samples": 1, "bookmark": {}})
     with pytest.raises(ValueError, match="no samples"):
         next(iter(ResumableLoader(Numbers(), Share(1), total=0)))

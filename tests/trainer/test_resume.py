@@ -7,6 +7,7 @@ import os
 from functools import partial
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from training import Pairs, Stream, losses, native_t5, on_ranks, run_training, tiny_t5
@@ -57,6 +58,56 @@ def test_going_on_is_bit_for_bit(run_mesh, tmp_path, name, data):
         for key, value in weights.items():
             assert torch.equal(value, same[key]), key
     assert losses(whole[0][0])[-1] < losses(whole[0][0])[0]
+
+
+def test_a_run_does_not_go_on_with_data_of_another_kind(tmp_path):
+    for first, second, message in (
+        (Pairs(40), Stream(Pairs(40)), "this is a stream"),
+        (Stream(Pairs(40)), Pairs(40), "this is a loader"),
+    ):
+        folder = tmp_path / type(first).__name__
+        run_training(None, folder, data=first, train_steps=1)
+        with pytest.raises(ValueError, match=message):
+            run_training(None, folder, data=second, train_steps=2, resume=True)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [datasets.IterableDataset, torch.utils.data.IterableDataset])
+def test_libraries_streams_go_on(tmp_path, kind, workers):
+    """They have a `__getitem__` that only raises."""
+    samples = [{name: value.tolist() for name, value in Pairs(20)[i].items()} for i in range(20)]
+    if kind is datasets.IterableDataset:
+        data = datasets.Dataset.from_list(samples).to_iterable_dataset(num_shards=2).shuffle(seed=1, buffer_size=8)
+    else:
+        data = type("Lines", (kind,), {"__iter__": lambda self: iter(samples)})()
+    settings = {"data": data, "dropout": 0.1, "num_workers": workers, "train_steps": 14}
+    steps, _ = run_training(None, tmp_path / "whole", save_interval=12, **settings)
+    later, _ = run_training(None, tmp_path / "rest", load_dir=checkpoint(tmp_path / "whole", 12), **settings)
+    assert losses(later) == losses(steps)[12:]
+    assert len(set(losses(steps))) == 14
+
+
+def test_one_command_begins_elsewhere_and_goes_on_after_each_kill(tmp_path):
+    """With `load_dir` and `resume`, what is to be left out of the one is not left out of the other."""
+    run_training(None, tmp_path / "first", train_steps=3)
+    command = {"load_dir": str(tmp_path / "first"), "load_optim": False, "resume": True, "dropout": 0.1}
+    whole, weights = run_training(None, tmp_path / "whole", train_steps=6, **command)
+    assert [step["step"] for step in whole] == [1, 2, 3, 4, 5, 6]
+    # The same schedule, but saved at its second step.
+    cut = {"save_interval": 2, "train_steps": 6, **command}
+    with pytest.raises(KeyboardInterrupt):
+        run_training(None, tmp_path / "cut", on_step=interrupt_at(3), **cut)
+    rest, same = run_training(None, tmp_path / "cut", **cut)
+    assert losses(rest) == losses(whole)[2:]
+    assert all(torch.equal(value, same[key]) for key, value in weights.items())
+
+
+def interrupt_at(last: int):
+    def on_step(step: int, loss: float) -> None:
+        if step == last:
+            raise KeyboardInterrupt
+
+    return on_step
 
 
 def train_one_cycle(mesh, folder, **settings):
@@ -111,12 +162,12 @@ def test_a_folder_does_not_begin_anew_by_dropping_the_optimizer(tmp_path):
 
 
 def test_the_best_is_named_again_after_a_kill_just_before(tmp_path):
-    settings = {"save_interval": 2, "save_total_limit": 1, "save_best": "loss", "eval_interval": 2, "valid": Pairs(8)}
-    run_training(None, tmp_path, train_steps=4, **settings)
+    settings = {"save_interval": 1, "save_total_limit": 1, "save_best": "loss", "eval_interval": 2, "valid": Pairs(8)}
+    run_training(None, tmp_path, train_steps=3, **settings)
     named = tmp_path / "checkpoints" / "best"
     assert named.read_text() == "step-000002\n"
-    named.write_text("step-000004\n")
-    run_training(None, tmp_path, train_steps=6, lr=1e-9, resume=True, **settings)
+    named.write_text("step-000003\n")
+    run_training(None, tmp_path, train_steps=4, resume=True, **settings)
     assert named.read_text() == "step-000002\n"
     assert Path(checkpoint(tmp_path, 2)).is_dir()
 

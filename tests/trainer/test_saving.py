@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,34 @@ def test_checkpoints_are_of_their_steps_while_training_goes_on(tmp_path, monkeyp
         for key, value in state.items():
             assert torch.equal(saved[key], value), (step, key)
     assert files(tmp_path / "meanwhile") == files(tmp_path / "in turn")
+
+
+def statistics(mesh, folder: Path, **arguments) -> torch.Tensor:
+    model = Normed()
+    run_training(mesh, folder, model=model, data=Equal(), train_steps=STEPS, **arguments)
+    return model.norm.running_mean
+
+
+class Equal:
+    """Samples of one length."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(0, 64, (8,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids.flip(0)}
+
+
+def test_replicas_keep_the_same_statistics(run_mesh, tmp_path):
+    """Those of the first one, in every engine, so that an evaluation is the same after a run went on."""
+    arguments = {"pytorchDDP": {}, "deepspeed": {"zero_stage": 2}}
+    found = {}
+    for name, more in arguments.items():
+        work = partial(statistics, folder=tmp_path / name, env_type=name, **more)
+        first, second = run_mesh(1, work, data=2)
+        saved = load_file(tmp_path / name / f"checkpoints/step-{STEPS:06d}/model.safetensors")["norm.running_mean"]
+        assert torch.equal(first, saved)
+        found[name] = (first, second)
+    assert torch.equal(*found["deepspeed"])
+    torch.testing.assert_close(found["deepspeed"][0], found["pytorchDDP"][0])
 
 
 def test_a_step_is_not_held_up_by_writing(tmp_path, monkeypatch):

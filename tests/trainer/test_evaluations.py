@@ -1,0 +1,119 @@
+"""Evaluations on the way, and the best checkpoint: the same whether a run was stopped in between or not."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from training import Pairs, Stream, run_training, tiny_t5
+
+from shardzoo.trainer import Trainer
+
+SETTINGS = {"eval_interval": 3, "save_best": "loss", "log_interval": 1, "micro_batch_size": 2, "lr": 1e-2}
+
+
+def train(folder: Path, data=None, **arguments) -> dict[str, float]:
+    trainer = Trainer(save_dir=str(folder), **{**SETTINGS, **arguments})
+    return trainer.train(tiny_t5(), train_dataset=Pairs(40) if data is None else data, valid_dataset=Pairs(8))
+
+
+def evaluations(folder: Path) -> list[dict[str, float]]:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{"step": r["step"], "loss": r["valid/loss"]} for r in records if "valid/loss" in r]
+
+
+def state(folder: Path, step: int) -> dict:
+    return json.loads((folder / f"checkpoints/step-{step:06d}/trainer_state.json").read_text())
+
+
+def best(folder: Path) -> str:
+    return (folder / "checkpoints" / "best").read_text().strip()
+
+
+class Stopping(Pairs):
+    """Asks the run to stop while it reads the samples of a step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(40)
+        self.step, self.reads = step, 0
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.reads += 1
+        if self.reads == 2 * self.step:
+            signal.raise_signal(signal.SIGTERM)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("stopped_at", [3, 4, 7])
+def test_a_stopped_run_evaluates_what_a_whole_one_does(tmp_path, stopped_at):
+    """Also the step at which it was stopped, and the last one."""
+    arguments = {"train_steps": 7, "save_interval": 7}
+    values = train(tmp_path / "whole", **arguments)
+    with pytest.raises(SystemExit):
+        train(tmp_path / "stopped", Stopping(stopped_at), resume=True, **arguments)
+    assert train(tmp_path / "stopped", resume=True, **arguments) == values
+    assert evaluations(tmp_path / "stopped") == evaluations(tmp_path / "whole")
+    assert [e["step"] for e in evaluations(tmp_path / "whole")] == [3, 6, 7]
+    assert best(tmp_path / "stopped") == best(tmp_path / "whole") == "step-000007"
+    assert state(tmp_path / "stopped", 7) == state(tmp_path / "whole", 7)
+
+
+def test_a_step_that_turns_out_best_after_the_run_went_on_is_kept(tmp_path):
+    """The rate is so high that every later step is worse."""
+    arguments = {"train_steps": 7, "save_interval": 5, "save_total_limit": 1, "lr": 5.0, "warmup_steps": 4}
+    train(tmp_path / "whole", **arguments)
+    assert best(tmp_path / "whole") == "step-000003"
+    with pytest.raises(SystemExit):
+        train(tmp_path / "stopped", Stopping(3), resume=True, **arguments)
+    assert not (tmp_path / "stopped/checkpoints/best").exists()
+    train(tmp_path / "stopped", resume=True, **arguments)
+    assert best(tmp_path / "stopped") == "step-000003"
+    kept = sorted(path.name for path in (tmp_path / "stopped/checkpoints").iterdir())
+    assert kept == ["best", "step-000003", "step-000007"]
+    steps, _ = run_training(None, tmp_path / "on", load_dir=str(tmp_path / "stopped"), load_type="best", train_steps=5)
+    assert [step["step"] for step in steps] == [4, 5]
+
+
+def test_the_last_step_is_named_best_where_the_data_s_end_was_not_known(tmp_path):
+    """It is saved before anything says that it is the last."""
+    arguments = {"epochs": 1, "lr_schedule": "constant", "save_interval": 2, "eval_interval": 100}
+    values = train(tmp_path, Stream(Pairs(8)), **arguments)
+    assert values["step"] == 4
+    assert best(tmp_path) == "step-000004"
+    saved = state(tmp_path, 4)
+    assert saved["best"] == {"step": 4, "value": values["loss"]}
+    assert saved["validation"] == values
+    # The state is still whole, so that the run can go on.
+    again = train(tmp_path, Stream(Pairs(8)), resume=True, **{**arguments, "epochs": 2})
+    assert again["step"] == 8
+    assert len(evaluations(tmp_path)) == 2
+
+
+def test_a_finished_run_is_not_evaluated_again(tmp_path):
+    values = train(tmp_path, train_steps=4)
+    assert train(tmp_path, train_steps=4, resume=True) == values
+    assert len(evaluations(tmp_path)) == 2
+
+
+def test_a_run_that_only_takes_a_finished_one_over_is_saved(tmp_path):
+    train(tmp_path / "first", train_steps=4)
+    values = train(tmp_path / "second", train_steps=4, load_dir=str(tmp_path / "first"))
+    assert values["step"] == 4
+    assert state(tmp_path / "second", 4) == state(tmp_path / "first", 4)
+
+
+def test_what_is_not_a_number_is_never_the_best(tmp_path):
+    values = iter([math.nan, 2.0, math.nan, 1.0])
+
+    class Measured(Trainer):
+        def validate(self, *arguments):
+            return {"score": next(values)}
+
+    trainer = Measured(save_dir=str(tmp_path), train_steps=4, **{**SETTINGS, "eval_interval": 1, "save_best": "score"})
+    trainer.train(tiny_t5(), train_dataset=Pairs(40), valid_dataset=Pairs(8))
+    assert best(tmp_path) == "step-000002"
+    assert state(tmp_path, 4)["best"] == {"value": 2.0, "step": 2}

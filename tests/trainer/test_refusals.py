@@ -1,0 +1,183 @@
+"""What the trainer refuses, before it has touched anything, and what it says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from training import Pairs, Stream, run_training, tiny_t5
+
+REFUSED = [
+    ({"model_paralle_size": 2}, "no argument 'model_paralle_size'; did you mean 'model_parallel_size'"),
+    ({"batchsize": 2}, "did you mean 'batch_size'"),
+    ({"batch_size": 2, "micro_batch_size": 2}, "batch_size and micro_batch_size both set micro_batch_size"),
+    ({"env_type": "deepspeed+mpu", "zero_stage": 3}, "use zero_stage 0, 1 or 2, or env_type='deepspeed'"),
+    ({"env_type": "pytorchDDP", "model_parallel_size": 2}, "use env_type='deepspeed[+]mpu'"),
+    ({"env_type": "ddp"}, "env_type 'ddp' is none of pytorch, pytorchDDP, deepspeed, deepspeed[+]mpu"),
+    ({"zero_stage": 1}, "zero_stage needs env_type 'deepspeed'"),
+    ({"env_type": "deepspeed", "optimizer": "lamb", "zero_stage": 1}, "lamb needs whole parameters.*zero_stage=0"),
+    ({"env_type": "deepspeed+mpu", "optimizer": "adafactor", "model_parallel_size": 2}, "adafactor needs whole"),
+    ({"lr": 0.0}, "lr must be above 0"),
+    ({"batch_size": 0}, "micro_batch_size must be at least 1"),
+    ({"global_batch_size": -8}, "global_batch_size must be at least 1, not -8"),
+    ({"warm_up": 10}, "from 0 to 1, and not 10"),
+    ({"optimizer": "sgd"}, "'sgd' is none of adamw"),
+    ({"global_batch_size": 8, "gradient_accumulation_steps": 2}, "give one of them"),
+    ({"relative_step": True}, "belongs to optimizer='adafactor'"),
+    ({"lr": "1e-3"}, "lr must be a finite number, not '1e-3'"),
+    ({"lr": float("inf")}, "lr must be a finite number, not inf"),
+    ({"clip_grad": float("nan")}, "clip_grad must be a finite number, not nan"),
+    ({"epochs": "3"}, "epochs must be an integer, not '3'"),
+    ({"epochs": 0.5}, "epochs must be an integer, not 0.5"),
+    ({"train_steps": 2.5}, "train_steps must be an integer or None, not 2.5"),
+    ({"batch_size": True}, "micro_batch_size must be an integer, not True"),
+    ({"resume": "no"}, "resume must be True or False, not 'no'"),
+    ({"save_dir": 3}, "save_dir must be a text, not 3"),
+    ({"zero_stage": True, "env_type": "deepspeed"}, "zero_stage True is none of 0, 1, 2, 3"),
+    ({"seed": -1}, "seed must be from 0 to 4294967295, not -1"),
+    ({"beta2": 1.0}, "beta2 must be from 0 to below 1, not 1.0"),
+    ({"warm_up": 0.2, "warmup_steps": 3}, "warmup_steps=3 and warm_up=0.2 .* say the same"),
+    ({"experiment_name": "a/../../b"}, "within save_dir, and cannot be 'a/../../b'"),
+    ({"experiment_name": "/runs"}, "within save_dir"),
+]
+
+
+@pytest.mark.parametrize(("keywords", "message"), REFUSED)
+def test_arguments_that_do_not_work_are_refused(keywords, message):
+    from shardzoo.trainer import TrainingArguments
+
+    with pytest.raises(ValueError, match=message):
+        TrainingArguments(**keywords)
+
+
+def test_arguments_may_be_numbers_of_numpy_and_paths(tmp_path):
+    from shardzoo.trainer import TrainingArguments
+
+    arguments = TrainingArguments(train_steps=np.int64(3), lr=np.float32(0.5), save_dir=tmp_path, weight_decay=0)
+    assert arguments.lr == 0.5
+
+
+CONFIGURATIONS = [
+    ('{"zero_optimization": {"stage": 3}}', r"asks for ZeRO stage 3, .* use stage 0, 1 or 2, or env_type='deepspeed'"),
+    ('{"zero_optimization": 2}', r'zero_optimization must be an object such as {"stage": 2}, and not 2'),
+    ("[1]", "must hold a JSON object, not a list"),
+    ("{", "is not JSON"),
+    (None, "cannot be read: Is a directory"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), CONFIGURATIONS)
+def test_configuration_files_that_do_not_work_are_refused(tmp_path, text, message):
+    from shardzoo.trainer import Trainer
+
+    path = tmp_path / "ds.json"
+    path.write_text(text) if text else path.mkdir()
+    with pytest.raises(ValueError, match=message):
+        Trainer(env_type="deepspeed+mpu", epochs=1, deepspeed_config=str(path))
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", "meta", ""])
+def test_devices_that_are_not_here_are_refused(device):
+    from shardzoo.trainer import Trainer
+
+    with pytest.raises(ValueError, match=f"pytorch_device '{device}' is no device of this machine; use 'cpu'"):
+        Trainer(pytorch_device=device)
+
+
+def test_a_dict_is_no_arguments():
+    from shardzoo.trainer import Trainer
+
+    with pytest.raises(ValueError, match=r"pass TrainingArguments, or keywords as in .*, not a dict"):
+        Trainer({"lr": 1e-3})
+
+
+class NoTargets(Pairs):
+    def __getitem__(self, index):
+        sample = super().__getitem__(index)
+        return {**sample, "labels": torch.full_like(sample["labels"], -100)}
+
+
+class Texts(Pairs):
+    def __getitem__(self, index):
+        return {**super().__getitem__(index), "text": "as it was"}
+
+
+def loader():
+    return torch.utils.data.DataLoader([{"labels": 1}] * 8)
+
+
+UNFIT = [
+    ({"data": Pairs(0)}, "train_dataset is empty"),
+    ({"data": Pairs(7), "global_batch_size": 8}, "has 7 samples, fewer than the 8 of one optimizer step"),
+    ({"data": Stream(Pairs(0))}, "the stream holds no records"),
+    (
+        {"data": Stream(Pairs(7)), "global_batch_size": 8, "train_steps": None, "epochs": 1, "lr_schedule": "constant"},
+        "has fewer samples than the 8 of one optimizer step",
+    ),
+    ({"data": NoTargets(8)}, "has no target: all its labels are -100"),
+    ({"data": Texts(8)}, "the samples' 'text' holds no numbers but 'as it was'; drop it, or pass a collate_fn"),
+    ({"train_steps": None}, "set epochs or train_steps"),
+    ({"train_steps": None, "epochs": 1, "data": Stream(Pairs(8))}, "the length of the data is unknown"),
+    ({"data": 3}, "is a int; use a dataset"),
+    ({"data": {"train": Pairs(8)}}, "is a dict; use a dataset"),
+    ({"data": Pairs}, "is the class Pairs; use a dataset"),
+    ({"data": "corpus.txt"}, "is a str; use a dataset"),
+    ({"data": iter(Stream(Pairs(8)))}, "is a generator, which can be read only once; pass an object whose __iter__"),
+    ({"data": loader()}, "is a DataLoader, which cannot go on .*; pass its dataset, and its collate_fn"),
+    ({"load_dir": "nowhere"}, "load_dir nowhere holds no checkpoint"),
+    ({"valid": Pairs(0)}, "validation data is empty"),
+    ({"valid": Stream(Pairs(8))}, "must be a dataset with __len__ and __getitem__, .* and not a Stream"),
+    ({"valid": {"test": Pairs(8)}}, "must be a dataset .* and not a dict"),
+    ({"valid": Pairs(4), "save_best": "rouge"}, "is none of the validation values: loss"),
+    ({"save_best": "loss"}, "save_best='loss' is a value of validation: pass a valid_dataset too"),
+    ({"metrics": len}, "metric_methods must be {name: function} or a list"),
+    ({"metrics": [len]}, "metric_methods must be {name: function} or a list"),
+    ({"model": lambda mesh: None}, "model must be a torch.nn.Module, .* and not None"),
+    ({"model": lambda mesh: "t5-small"}, "model must be a torch.nn.Module, .* and not 't5-small'"),
+    ({"model": lambda mesh: torch.nn.Linear}, "model must be a torch.nn.Module, .* and not <class"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), UNFIT)
+def test_data_and_models_that_do_not_fit_are_refused(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        run_training(None, tmp_path, **settings)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def schedule_free(model):
+    import pytorch_optimizer
+
+    return pytorch_optimizer.ScheduleFreeAdamW(model.parameters())
+
+
+UPDATES = [
+    (lambda model: (torch.optim.SGD, None), "optimizer must be a torch.optim.Optimizer over the model's parameters"),
+    (lambda model: (sgd(tiny_t5()), None), "47 parameters of the optimizer are not the model's"),
+    (lambda model: (torch.optim.LBFGS(model.parameters()), None), "LBFGS computes losses anew within a step"),
+    (lambda model: (schedule_free(model), None), "ScheduleFreeAdamW keeps other weights for evaluation"),
+    (lambda model: (None, StepLR(sgd(model), 2)), "lr_scheduler schedules another optimizer than the one in use"),
+    (lambda model: (o := sgd(model), ReduceLROnPlateau(o)), "whose rate follows from the step, and not <torch"),
+    (lambda model: (sgd(model), StepLR), "lr_scheduler must be a torch.optim.lr_scheduler.LRScheduler"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), UPDATES)
+def test_optimizers_and_schedulers_that_do_not_fit_are_refused(tmp_path, make, message):
+    model = tiny_t5()
+    with pytest.raises(ValueError, match=message):
+        run_training(None, tmp_path, model=model, updates=make(model))
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_file_in_the_folder_s_place_is_named(tmp_path):
+    (tmp_path / "run").write_text("here")
+    for folder in (tmp_path / "run", tmp_path / "run" / "below"):
+        with pytest.raises(ValueError, match="cannot be the run's folder, for a file is there"):
+            run_training(None, folder)
+    assert (tmp_path / "run").read_text() == "here"
