@@ -86,6 +86,7 @@ class TrainingLoop:
         self._first_groups = group_values(self.engine.optimizer)
         self._saved_at: int | None = None
         self._iterator: Any = None
+        self._position: dict[str, Any] = {}  # of the data, behind the last whole step
 
     def resume(self, start: Start) -> None:
         """Goes on from a checkpoint whose weights the model already has.
@@ -114,7 +115,7 @@ class TrainingLoop:
         run goes on.
         """
         arguments, reporter = self.arguments, self.parts.reporter
-        self._iterator = iter(self.parts.batches)
+        self._iterator, self._position = iter(self.parts.batches), self.parts.batches.state_dict()
         with StopSignal() as signalled, self.parts.profiler as profiler:
             if 0 < self.step != self.total_steps and self.step % arguments.eval_interval == 0:
                 self._catch_up_on_evaluation()
@@ -123,6 +124,7 @@ class TrainingLoop:
                 if values is None:
                     break
                 self.step += 1
+                self._position = self.parts.batches.state_dict()
                 profiler.step()
                 last = self.step == self.total_steps
                 if last or self.step % arguments.log_interval == 0:
@@ -151,7 +153,7 @@ class TrainingLoop:
         state = TrainerState(
             step=self.step,
             consumed_samples=self.step * self.global_batch_size,
-            data=parts.batches.state_dict(),
+            data=self._position,
             schedule=parts.learning_rate.state_dict(),
             counters=self.engine.counters(),
             groups=changed_values(self._first_groups, group_values(self.engine.optimizer)),

@@ -71,6 +71,17 @@ def test_a_run_does_not_go_on_with_data_of_another_kind(tmp_path):
             run_training(None, folder, data=second, train_steps=2, resume=True)
 
 
+def test_a_longer_run_takes_the_samples_that_were_left_over(tmp_path):
+    """Ten samples are two steps of four; the two that are left belong to the third step, if there is one."""
+    settings = {"train_steps": None, "lr_schedule": "constant", "micro_batch_size": 1, "global_batch_size": 4}
+    settings["data"] = Stream(Pairs(10))
+    whole, _ = run_training(None, tmp_path / "whole", epochs=2, **settings)
+    first, _ = run_training(None, tmp_path / "longer", epochs=1, **settings)
+    rest, _ = run_training(None, tmp_path / "longer", epochs=2, resume=True, **settings)
+    assert losses(first) + losses(rest) == losses(whole)
+    assert len(whole) == 5
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", [datasets.IterableDataset, torch.utils.data.IterableDataset])
 def test_libraries_streams_go_on(tmp_path, kind, workers):
