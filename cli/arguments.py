@@ -14,7 +14,8 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
-from ..trainer.keywords import RENAMED, SWITCHES
+from ..trainer.keywords import canonical, familiar_names
+from .familiar import familiar_options
 
 Arguments = TypeVar("Arguments")
 
@@ -44,38 +45,29 @@ def parse(
 ) -> Arguments:
     """Arguments of the dataclass `kind`; `--config file.yaml` among them gives defaults, else the file `defaults`.
 
-    `-` and `_` are one in names. overrides: `key=value` means `--key value`, and `part.key=value` a field of the
-    dataclass in the field `part`; values are written as in YAML. A mistake in the command exits
-    with code 2 after a message; `quiet` (every rank but the first) keeps the message back. Values that do not fit
-    raise `ValueError`.
+    `-` and `_` are one in names, and those of FlagAI and transformers are taken too. overrides: `key=value` means
+    `--key value`, and `part.key=value` a field of the dataclass in the field `part`; values are written as in YAML. A
+    mistake in the command exits with code 2 after a message; `quiet` (every rank but the first) keeps the message back.
+    Values that do not fit raise `ValueError`.
     """
     config = _config_file(argv) or defaults
     default = kind(**read_yaml(kind, config)) if config else kind()
     if overrides:
         argv = [text for argument in argv for text in _as_option(argument)]
+    argv = familiar_options(argv, default)
     return tyro.cli(kind, prog=program, args=argv, default=default, description=description, console_outputs=not quiet)
 
 
-def familiar_options(argv: Sequence[str]) -> list[str]:
-    """Options by our names where they are given by FlagAI's or transformers', such as `--learning_rate` or `--bf16`."""
-    options = []
-    for word in argv:
-        option, equals, value = word.partition("=")
-        name = option[2:].replace("-", "_") if option.startswith("--") else ""
-        if name in SWITCHES:
-            options.append("--{}={}".format(*SWITCHES[name]))
-        else:
-            options.append(f"--{RENAMED[name]}{equals}{value}" if name in RENAMED else word)
-    return options
-
-
 def read_yaml(kind: type, path: Path) -> dict[str, Any]:
-    """The values of a YAML file whose keys are `kind`'s fields; a field that is a dataclass has keys of its own."""
+    """The values of a YAML file whose keys are `kind`'s fields, or familiar names of them; a field that is a dataclass
+    has keys of its own."""
     try:
         values = yaml.load(path.read_text(), ConfigLoader) or {}  # a SafeLoader
     except FileNotFoundError:
         raise ValueError(f"--config: there is no file {path}") from None
-    except yaml.YAMLError as error:
+    except OSError as error:
+        raise ValueError(f"--config: {path} cannot be read ({error.strerror}); name a YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--config: {path} is not YAML: {error}") from None
     return _checked(kind, values, path, "")
 
@@ -85,19 +77,26 @@ def _checked(kind: type, values: Any, path: Path, part: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         where = f"{part.rstrip('.')} in {path}" if part else path
         raise ValueError(f"--config: {where} must hold `name: value` lines, not a {type(values).__name__}")
-    kinds = get_type_hints(kind)
     known = [field.name for field in fields(kind)]
-    checked = {}
-    for given, value in values.items():
-        name = str(given).replace("-", "_")
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
+    taken = [*known, *familiar_names(known)]
+    named = {str(given).replace("-", "_"): value for given, value in values.items()}
+    for name in named:
+        if name not in taken:
+            close = difflib.get_close_matches(name, taken, n=1)
             hint = f"; did you mean {part}{close[0]}?" if close else ""
             raise ValueError(f"--config: {path} sets {part}{name}, which is no argument{hint}")
-        inner = kinds[name]
-        nested = isinstance(inner, type) and is_dataclass(inner)
-        checked[name] = inner(**_checked(inner, value, path, f"{part}{name}.")) if nested else value
-    return checked
+    try:
+        named = canonical(named, known)
+    except ValueError as error:
+        raise ValueError(f"--config: {path}: {error}") from None
+    kinds = get_type_hints(kind)
+    return {name: _part(kinds[name], value, path, f"{part}{name}.") for name, value in named.items()}
+
+
+def _part(kind: Any, value: Any, path: Path, part: str) -> Any:
+    """A field's value; that of a field that is a dataclass is made from keys of its own."""
+    nested = isinstance(kind, type) and is_dataclass(kind)
+    return kind(**_checked(kind, value, path, part)) if nested else value
 
 
 def _as_option(argument: str) -> tuple[str, ...]:
@@ -113,8 +112,12 @@ def exit_code_of(work: Callable[[], int], *, quiet: bool = False) -> int:
         return work()
     except ValueError as error:
         if not quiet:
-            Console(stderr=True, soft_wrap=True).print(Text("error: ", style="bold red") + Text(str(error)))
+            print_mistake(error)
         return USAGE_ERROR
+
+
+def print_mistake(error: ValueError) -> None:
+    Console(stderr=True, soft_wrap=True).print(Text("error: ", style="bold red") + Text(str(error)))
 
 
 def _config_file(argv: Sequence[str]) -> Path | None:

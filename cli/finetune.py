@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 # Read when the first tensor is made: huge pages speed memory-bound work on a CPU up.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -20,7 +20,8 @@ from rich.text import Text
 
 from ..trainer.launch_place import Launch
 from ..tuning.arguments import TrainerArguments
-from .arguments import exit_code_of, familiar_options, parse
+from .arguments import parse
+from .rank_mistakes import exit_code_of_rank
 
 if TYPE_CHECKING:
     from ..tuning import Trainer
@@ -47,40 +48,33 @@ class FinetuneArguments(TrainerArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("prompt_list", "lora_target_modules"):
+            object.__setattr__(self, name, texts(name, getattr(self, name)))
         if self.prompt_list and self.lora_rank:
             raise ValueError("prompt_list and lora_rank both freeze the model and train something else: use one")
         if self.lora_rank < 0:
             raise ValueError(f"lora_rank cannot be negative, and is {self.lora_rank}")
 
 
+def texts(name: str, given: Any) -> tuple[str, ...]:
+    """What a YAML file or the command line gives as a text or a list of them."""
+    found = (given,) if isinstance(given, str) else given
+    if not isinstance(found, Sequence) or not all(isinstance(text, str) for text in found):
+        raise ValueError(f"{name} must be a list of texts, not {given!r}")
+    return tuple(found)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """0: done. 2: refused, after a message on stderr. Else the exit code of the process that failed first."""
     launch = Launch.from_environment()
-    quiet = not launch.is_first
-    ready: list[Trainer] = []
+    given = sys.argv[1:] if argv is None else argv
 
-    def prepare() -> int:
-        given = with_native_switch(familiar_options(sys.argv[1:] if argv is None else argv))
-        arguments = parse(FinetuneArguments, given, program="finetune.py", description=__doc__ or "", quiet=quiet)
-        ready.append(make_trainer(arguments))
+    def work() -> int:
+        describe = {"program": "finetune.py", "description": __doc__ or "", "quiet": not launch.is_first}
+        run(make_trainer(parse(FinetuneArguments, given, **describe)))
         return 0
 
-    # All ranks make the same mistakes here, so one message is enough; later errors keep their traceback.
-    code = exit_code_of(prepare, quiet=quiet)
-    for trainer in ready:
-        run(trainer)
-    return code
-
-
-def with_native_switch(options: Sequence[str]) -> list[str]:
-    """`--native` and `--no-native` as the value of an option that may also be left open."""
-    switched = []
-    for word, following in zip(options, [*options[1:], ""], strict=True):
-        if word == "--native" and following not in ("True", "False", "None"):
-            switched += ["--native", "True"]
-        else:
-            switched += ["--native", "False"] if word == "--no-native" else [word]
-    return switched
+    return exit_code_of_rank(work, launch)
 
 
 def make_trainer(arguments: FinetuneArguments) -> Trainer:

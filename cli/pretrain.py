@@ -28,11 +28,11 @@ from ..trainer.environment import end_process
 from ..trainer.launch import ensure_processes_of, processes_of
 from ..trainer.launch_place import Launch
 from ..trainer.run_folder import RunFolder
-from .arguments import exit_code_of, parse, read_yaml
+from .arguments import parse, read_yaml
+from .rank_mistakes import exit_code_of_rank
 
 if TYPE_CHECKING:
     from ..models.common.config import ModelConfig
-    from .pretraining import Pretraining
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,11 @@ FIXED = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """0: done. 2: refused, after a message on stderr. Else the exit code of the process that failed first."""
     launch = Launch.from_environment()
-    quiet = not launch.is_first
-    ready: list[Pretraining] = []
 
-    def prepare() -> int:
-        arguments = read_arguments(sys.argv[1:] if argv is None else argv, quiet=quiet)
+    def work() -> int:
+        arguments = read_arguments(sys.argv[1:] if argv is None else argv, quiet=not launch.is_first)
         config = check(arguments, launch)
         size = arguments.model_parallel_size
         if launch.world_size < size and not arguments.dry_run and not arguments.hostfile:
@@ -130,14 +129,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         ensure_processes_of(arguments)
         from .pretraining import Pretraining  # DeepSpeed takes seconds to import
 
-        ready.append(Pretraining(arguments, config, launch))
+        Pretraining(arguments, config, launch).run()
         return 0
 
-    # All ranks make the same mistakes here, so one message is enough; later errors keep their traceback.
-    code = exit_code_of(prepare, quiet=quiet)
-    for pretraining in ready:
-        pretraining.run()
-    return code
+    return exit_code_of_rank(work, launch)
 
 
 def run_script() -> NoReturn:

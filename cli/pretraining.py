@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import time
 from dataclasses import fields, replace
-from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -25,6 +24,7 @@ from ..models.common.config import ModelConfig
 from ..trainer.coordination import on_first_rank
 from ..trainer.launch_place import Launch
 from ..trainer.loss_plot import plot_loss
+from ..trainer.new_run import make_run_folder
 from ..trainer.run_folder import RunFolder
 from ..trainer.trainer import Trainer
 from .hf_check import held_out_loss, sample_continuation
@@ -109,17 +109,18 @@ class Pretraining:
     def _prepare_folder(self) -> tuple[RunFolder, int, Corpus]:
         """The run's folder with its corpus. A mistake in either leaves what was in the folder as it was."""
         arguments = self.arguments
-        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-        folder = RunFolder(Path(arguments.output_dir or f"runs/{Path(arguments.model).name}-{stamp}"))
-        first_step = folder.first_step(resume=arguments.resume, overwrite=arguments.overwrite)
-        if first_step:
+        folder = RunFolder(Path(arguments.output_dir)) if arguments.output_dir else None
+        first_step = folder.first_step(resume=arguments.resume, overwrite=arguments.overwrite) if folder else 0
+        if folder and first_step:
             folder.go_on(arguments.of_the_run())
             return folder, first_step, self._prepare_corpus(folder.data)
-        nearest = next(parent for parent in folder.path.absolute().parents if parent.is_dir())
-        with TemporaryDirectory(dir=nearest, prefix=f".{folder.path.name}-") as aside:
+        goal = folder.path if folder else Path("runs", "new")
+        nearest = next(parent for parent in goal.absolute().parents if parent.is_dir())
+        with TemporaryDirectory(dir=nearest, prefix=f".{goal.name}-") as aside:
             prepared = Path(aside) / "data"
             prepared.mkdir()
             corpus = self._prepare_corpus(prepared)
+            folder = folder or RunFolder(make_run_folder(arguments.model))
             folder.begin(arguments.of_the_run(), prepared)
         moved = {
             field.name: folder.data / path.relative_to(prepared)

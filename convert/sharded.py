@@ -51,6 +51,9 @@ class ShardedReader:
     def names(self) -> list[str]:
         return list(self._files[0].keys())
 
+    def is_scalar(self, name: str) -> bool:
+        return not self._files[0].get_slice(name).get_shape()
+
     def full(self, name: str) -> Tensor:
         """The unsplit tensor, without padding."""
         shard = self._shards.get(name)

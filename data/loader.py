@@ -142,12 +142,12 @@ class _Placed:
     def __getitem__(self, place: int) -> Any:
         number = place if place >= 0 else ~place
         if get_worker_info() is not None:
-            _seed_generators(self.seed, number)
+            seed_generators(self.seed, number)
         sample = self.dataset[self.order(number) if self.order else number]
         return sample if place >= 0 else without_labels(sample)
 
 
-def _seed_generators(*key: int) -> None:
+def seed_generators(*key: int) -> None:
     """Seeds Python's, NumPy's and torch's generators of this worker process."""
     seed = int(np.random.SeedSequence(key).generate_state(1)[0])
     random.seed(seed)

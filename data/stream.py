@@ -8,6 +8,7 @@ the same for all.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count, islice
 from typing import Any, Literal, Protocol
@@ -15,11 +16,12 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
 
 from .collate import PadBatch
 from .documents import OnBad, fail_on_bad
 from .labels import without_labels
-from .loader import Collate, Share
+from .loader import Collate, Share, seed_generators
 from .records import read_chunk
 from .sources import Source, plan_chunks
 
@@ -72,8 +74,10 @@ class IterableRecords:
     """Anything that a call returns as an iterable, such as a streaming Hugging Face dataset, for an epoch's
     number.
 
-    The iterable must give the same records in the same order when asked again. Resuming calls its `skip(n)`
-    if it has one (Hugging Face's does), else reads over what was consumed.
+    The iterable must give the same records in the same order when asked again, for every worker reads it
+    whole: what its `__iter__` draws at random must follow from the epoch alone, and not from generators of
+    the process. It sees no worker, also where it reads within one. Resuming calls its `skip(n)` if it has
+    one, else reads over what was consumed.
     """
 
     def __init__(self, make: Callable[[int], Iterable[Any]]) -> None:
@@ -81,14 +85,35 @@ class IterableRecords:
 
     def read(self, epoch: int, cursor: Any) -> Iterator[tuple[Any, int]]:
         seen = cursor or 0
-        records = self.make(epoch)
-        skip = getattr(records, "skip", None)
-        if seen and skip is not None:
-            rest: Iterable[Any] = skip(seen)
-        else:
-            rest = islice(records, seen, None)
-        for number, record in enumerate(rest, seen + 1):
-            yield record, number
+        with _without_worker():
+            rest = self._behind(seen, self.make(epoch))
+        for number in count(seen + 1):
+            with _without_worker():
+                found = list(islice(rest, 1))
+            if not found:
+                return
+            yield found[0], number
+
+    @staticmethod
+    def _behind(seen: int, records: Iterable[Any]) -> Iterator[Any]:
+        # What Hugging Face's `skip` gives is in epoch 0, and shuffles no shards when told of another one.
+        if seen and hasattr(records, "skip") and not hasattr(records, "set_epoch"):
+            return iter(records.skip(seen))  # type: ignore[attr-defined]
+        return islice(records, seen, None)
+
+
+@contextmanager
+def _without_worker() -> Iterator[None]:
+    """Hides from what is read that it is read in a worker.
+
+    Streams of Hugging Face, and torch's as its manual writes them, give each worker a part of their own. Here
+    every worker must read the whole stream, of which the share is taken afterwards.
+    """
+    hidden, torch_worker._worker_info = torch_worker._worker_info, None
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = hidden
 
 
 class _StreamBatches(IterableDataset):
@@ -110,7 +135,9 @@ class ResumableStream:
     Windows of `shuffle_buffer` records are permuted, each by a seed of its own. Sample n of the stream goes
     to the rank of its place in the global batch, exactly as in `ResumableLoader`. `state_dict()` tells how
     many samples were handed out and where the window of the next one begins; resuming, also with other ranks
-    and workers, reads that window again and repeats or loses nothing.
+    and workers, reads that window again and repeats or loses nothing. What a transform or collate function
+    draws from global random generators follows in workers from the seed and the batch's first sample; what
+    reading the records draws must follow from the epoch.
 
     Args:
         records: the stream.
@@ -161,6 +188,7 @@ class ResumableStream:
     def share_of(self, worker: int, workers: int) -> Iterator[tuple[Any, int, dict[str, Any]]]:
         """Batches of one worker from the present state on."""
         size, start = self.share.global_batch, self._consumed
+        first = start + self.share.rank * self.share.micro_batch_size  # sample of this rank
         own: list[tuple[int, Any]] = []
         number, record, bookmark = start, None, self._bookmark
         for number, record, bookmark in self._numbered():
@@ -170,14 +198,11 @@ class ResumableStream:
             if place // self.share.micro_batch_size == self.share.rank:
                 own.append((number, record))
             if place == size - 1:
-                yield self._batch(own), number + 1, bookmark
+                yield self._batch(first + batch * size, own), number + 1, bookmark
                 own = []
         complete, rest = divmod(number + 1 - start if record is not None else 0, size)
         if rest and self.last == "pad" and complete % workers == worker:
-            ignored = without_labels(self._sample(number, record))
-            samples = [self._sample(*item) for item in own]
-            samples += [ignored] * (self.share.micro_batch_size - len(samples))
-            yield self.collate(samples), number + 1, bookmark
+            yield self._batch(first + complete * size, own, (number, record)), number + 1, bookmark
 
     def _numbered(self) -> Iterator[tuple[int, Any, dict[str, Any]]]:
         """(global number, record, bookmark of its window) of every sample not yet consumed."""
@@ -202,8 +227,14 @@ class ResumableStream:
                 raise ValueError("the stream holds no records")
             cursor = None
 
-    def _batch(self, own: list[tuple[int, Any]]) -> Any:
-        return self.collate([self._sample(number, record) for number, record in own])
+    def _batch(self, first: int, own: list[tuple[int, Any]], copied: tuple[int, Any] | None = None) -> Any:
+        """The batch that begins with sample `first`, filled up with copies that count nothing."""
+        if get_worker_info() is not None:
+            seed_generators(self.seed, first)
+        samples = [self._sample(number, record) for number, record in own]
+        if copied is not None:
+            samples += [without_labels(self._sample(*copied))] * (self.share.micro_batch_size - len(samples))
+        return self.collate(samples)
 
     def _sample(self, number: int, record: Any) -> dict[str, Any]:
         return self.transform(record, np.random.default_rng([self.seed, 7, number]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import PurePath
 from typing import Literal
 
@@ -108,7 +109,8 @@ class TrainingArguments:
     save_total_limit: int | None = None
     """Checkpoints that are kept, besides the best one; by default all."""
     save_best: str | None = None
-    """A validation value such as "loss": the checkpoint where it was best is saved, kept, and named `best`."""
+    """A validation value such as "loss": the checkpoint where it was best is saved, kept, and named `best`. The best
+    loss or perplexity is the lowest one; of every other value the highest."""
     save_optim: bool = True
     save_rng: bool = True
     load_dir: str | None = None
@@ -127,6 +129,8 @@ class TrainingArguments:
     """Record so many steps, after the first two, with torch's profiler, as a Chrome trace in the run's folder."""
 
     def __post_init__(self) -> None:
+        if type(self.pytorch_device).__name__ == "device":  # torch's, which takes seconds to import
+            object.__setattr__(self, "pytorch_device", str(self.pytorch_device))
         check_types(self)
         self._check_ranges()
         if self.global_batch_size is not None and self.gradient_accumulation_steps is not None:
@@ -139,6 +143,9 @@ class TrainingArguments:
         name = PurePath(self.experiment_name or "")
         if name.is_absolute() or ".." in name.parts:
             raise ValueError(f"experiment_name is a folder within save_dir, and cannot be {self.experiment_name!r}")
+        package = find_spec("wandb") if self.wandb else None
+        if self.wandb and (package is None or package.origin is None):  # a folder of that name is found too
+            raise ValueError("wandb=True needs the package wandb: pip install wandb")
         self._check_environment()
 
     def _check_ranges(self) -> None:
@@ -160,6 +167,8 @@ class TrainingArguments:
                 raise ValueError(f"{name} must be from 0 to below 1, not {getattr(self, name)}")
         if not 0 <= self.warmup_ratio <= 1:
             raise ValueError(f"warm_up is the share of steps that warm up, from 0 to 1, and not {self.warmup_ratio}")
+        if not 0 < self.master_port < 1 << 16:
+            raise ValueError(f"master_port must be from 1 to {(1 << 16) - 1}, not {self.master_port}")
         if not 0 <= self.seed < 1 << 32:
             raise ValueError(f"seed must be from 0 to {(1 << 32) - 1}, not {self.seed}")
 
@@ -174,6 +183,11 @@ class TrainingArguments:
             raise ValueError(
                 "ZeRO stage 3 splits parameters that deepspeed+mpu has already split; use zero_stage 0, 1 or 2, or "
                 "env_type='deepspeed'"
+            )
+        if self.env_type == "pytorch" and max(self.num_gpus, self.num_nodes) > 1:
+            raise ValueError(
+                f"env_type='pytorch' is one process, and num_gpus={self.num_gpus} and num_nodes={self.num_nodes} ask "
+                "for more; use 'pytorchDDP', 'deepspeed' or 'deepspeed+mpu'"
             )
         if not self.env_type.startswith("deepspeed"):
             for name in ("zero_stage", "offload_optimizer", "deepspeed_config"):

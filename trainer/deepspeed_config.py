@@ -8,6 +8,8 @@ from typing import Any
 
 from .arguments import ELEMENTWISE, TrainingArguments
 
+UPDATES = ("optimizer", "scheduler")  # which the trainer makes, as its own arguments or those of `train` say
+
 
 def deepspeed_config(arguments: TrainingArguments, data_parallel_size: int) -> dict[str, Any]:
     """The DeepSpeed configuration of a run: what the arguments decide, and the keys of the user's file."""
@@ -17,7 +19,8 @@ def deepspeed_config(arguments: TrainingArguments, data_parallel_size: int) -> d
         "gradient_accumulation_steps": accumulation_steps,
         "train_batch_size": arguments.micro_batch_size * accumulation_steps * data_parallel_size,
         "gradient_clipping": arguments.clip_grad,
-        "steps_per_print": 2**31,  # our own progress is shown instead
+        "bf16": {"enabled": arguments.precision == "bf16"},
+        "fp16": {"enabled": arguments.precision == "fp16"},
     }
     stage = zero_stage(arguments)
     zero: dict[str, Any] = {"stage": stage}
@@ -27,11 +30,13 @@ def deepspeed_config(arguments: TrainingArguments, data_parallel_size: int) -> d
         # Any torch optimizer updates on the CPU; DeepSpeed's own one would be compiled at run time.
         zero["offload_optimizer"] = {"device": "cpu"}
         decided["zero_force_ds_cpu_optimizer"] = False
+    elif stage:
+        zero["offload_optimizer"] = {"device": "none"}
     if arguments.precision == "bf16":
-        decided |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
-    if arguments.precision == "fp16":
-        decided["fp16"] = {"enabled": True}
-    return _merge(decided, read_deepspeed_file(arguments.deepspeed_config))
+        decided["data_types"] = {"grad_accum_dtype": "fp32"}
+    config = _merge(decided, read_deepspeed_file(arguments.deepspeed_config))
+    config.setdefault("steps_per_print", 2**31)  # our own progress is shown instead
+    return {name: value for name, value in config.items() if name not in UPDATES}
 
 
 def zero_stage(arguments: TrainingArguments) -> int:
@@ -77,6 +82,13 @@ def read_deepspeed_file(path: str | None) -> dict[str, Any]:
             f'deepspeed_config: zero_optimization must be an object such as {{"stage": 2}}, and not '
             f"{config['zero_optimization']!r}"
         )
+    for part in UPDATES:
+        chosen = {name: value for name, value in config.get(part, {}).get("params", {}).items() if value != "auto"}
+        if chosen:
+            raise ValueError(
+                f"deepspeed_config: {path} sets the {part}'s {', '.join(chosen)}, which the trainer's arguments (lr, "
+                'weight_decay, lr_schedule, …) decide; leave the part out, or set them to "auto"'
+            )
     return config
 
 

@@ -44,7 +44,7 @@ class DeepSpeedEngine:
         self.applied_steps = 0
         self._replicas, self._mesh = ranks.dp_size, ranks.mesh
         self._rank = ranks.dp_rank
-        self._stage = zero_stage(arguments)
+        self._stage, self._saves = zero_stage(arguments), arguments.save_optim
         self._keeps_master_weights = arguments.precision != "fp32"
         self._states = ELEMENT_STATES.get(type(optimizer).__name__, ())
         _check_device(arguments)
@@ -53,7 +53,10 @@ class DeepSpeedEngine:
                 f"ZeRO stage {self._stage} splits parameters within, and {type(optimizer).__name__} may need them "
                 f"whole; use zero_stage=0, or {', '.join(ELEMENT_STATES)}"
             )
-        self._owners = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._owners = {parameter: name for parameter, name in self._names.items() if parameter.requires_grad}
+        if self._stage:
+            _check_groups(optimizer, self._stage, set(self._owners))
         self._linear = functional.linear  # which DeepSpeed replaces under stage 3
         self._hooks = [model.register_forward_hook(_as_dict)] if self._stage == 3 else []
         # DeepSpeed would compile this CPU collective at run time, with a lock file that a killed run leaves behind.
@@ -97,6 +100,8 @@ class DeepSpeedEngine:
             dist.broadcast(buffer, group=self._replica_group, group_src=0)
         applied = self.model.skipped_steps == skipped
         self.applied_steps += applied
+        if self.applied_steps == 1 and self._saves and not self._stage:
+            state_tensors(self.optimizer, self._names)  # what cannot be saved is refused before more is trained
         norm = self.model.get_global_grad_norm() if norm is None else norm
         return StepOutcome(float(norm) if norm is not None else None, applied)
 
@@ -107,7 +112,7 @@ class DeepSpeedEngine:
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         if not self._stage:
-            return state_tensors(self.optimizer, self._owners)
+            return state_tensors(self.optimizer, self._names)
         if self._stage == 3:
             return self._tensors_split_by_parameter()
         tensors, zero = {}, self.model.optimizer
@@ -139,7 +144,7 @@ class DeepSpeedEngine:
 
     def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
         if not self._stage:
-            load_state_tensors(self.optimizer, self._owners, tensors, self.applied_steps)
+            load_state_tensors(self.optimizer, self._names, tensors, self.applied_steps)
             return
         for parameter, name in self._owners.items():
             for state in self._states:
@@ -250,6 +255,21 @@ def _check_device(arguments: TrainingArguments) -> None:
         raise ValueError(
             f"precision='fp16': DeepSpeed does not compute in fp16 on this {accelerator.device_name()}; use "
             "'bf16' or 'fp32'"
+        )
+
+
+def _check_groups(optimizer: torch.optim.Optimizer, stage: int, trained: set[nn.Parameter]) -> None:
+    """ValueError for what DeepSpeed 0.19 cannot split."""
+    groups = [set(group["params"]) for group in optimizer.param_groups]
+    if any(group.get("amsgrad") for group in optimizer.param_groups):
+        raise ValueError(f"amsgrad keeps a state that ZeRO stage {stage} does not split; use zero_stage=0")
+    if any(not group & trained for group in groups):
+        raise ValueError(
+            f"a parameter group of the optimizer trains nothing, which ZeRO stage {stage} needs; leave it out"
+        )
+    if stage == 3 and trained - set().union(*groups):
+        raise ValueError(
+            "ZeRO stage 3 updates all parameters that require gradients; freeze those not in the optimizer"
         )
 
 

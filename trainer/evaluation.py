@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .batches import Batch
+from .batches import Batch, is_table
 from .ranks import Ranks
 from .targets import Targets, to_device
 
-# (logits, labels) of a micro-batch -> its mean over the rows, or (sum, count). logits are whole.
+# (logits, labels) of a micro-batch -> its mean over the rows, or [sum, count]. logits are whole.
 Metric = Callable[[Tensor, Tensor], Any]
 ForwardStep = Callable[[dict[str, Any], Any, Any], Any]
 
@@ -24,16 +24,20 @@ def metric_functions(metrics: Mapping[str, Metric] | Iterable[Sequence[Any]] | N
     for pair in pairs if isinstance(pairs, Iterable) else () if pairs is None else (pairs,):
         if not isinstance(pair, Sequence) or len(pair) != 2 or not isinstance(pair[0], str) or not callable(pair[1]):
             raise ValueError(f"metric_methods must be {{name: function}} or a list of [name, function], not {pair!r}")
+        if pair[0] in named or pair[0] in ("loss", "step"):
+            taken = "two metrics have" if pair[0] in named else "the values of an evaluation have already"
+            raise ValueError(f"{taken} the name {pair[0]!r}; give the metric another one")
         named[pair[0]] = pair[1]
     return named
 
 
 def check_samples(samples: Any) -> None:
     """ValueError for validation data without samples, or without numbers for them."""
-    if isinstance(samples, Mapping) or not (hasattr(samples, "__len__") and hasattr(samples, "__getitem__")):
+    readable = hasattr(samples, "__len__") and hasattr(samples, "__getitem__") and not is_table(samples)
+    if not readable or isinstance(samples, (type, str, bytes, Mapping)):
+        kind = f"the class {samples.__name__}" if isinstance(samples, type) else f"a {type(samples).__name__}"
         raise ValueError(
-            f"validation data must be a dataset with __len__ and __getitem__, such as a list of samples, and not a "
-            f"{type(samples).__name__}"
+            f"validation data must be a dataset with __len__ and __getitem__, such as a list of samples, and not {kind}"
         )
     if not len(samples):
         raise ValueError("the validation data is empty")
@@ -73,31 +77,45 @@ def evaluate(
             continue
         count = targets.count(batch)[0]
         if count:
-            _add(sums["loss"], (float(loss_of(output)) * count, count))
+            _add(sums["loss"], float(loss_of(output)) * count, count)
         for name, metric in (metrics or {}).items():
             if logits is None or "labels" not in batch:
                 raise ValueError(f"the metric {name} needs logits of forward_step and labels in the batch")
             whole = module.gather_logits(logits) if hasattr(module, "gather_logits") else logits  # type: ignore[operator]
-            _add(sums[name], metric(whole, batch["labels"]), len(rows))
+            _add(sums[name], *_sum_and_count(name, metric(whole, batch["labels"]), len(rows)))
         output = logits = whole = None  # before the next ones are there
     module.train(was_training)
     totals = iter(ranks.sum_replicas(*(number for pair in sums.values() for number in pair)))
     return {name: next(totals) / max(next(totals), 1e-300) for name in sums}
 
 
-def _add(pair: list[float], value: Any, rows: int = 1) -> None:
-    total, count = value if isinstance(value, tuple) else (float(value) * rows, rows)
-    pair[0] += float(total)
-    pair[1] += float(count)
+def _add(pair: list[float], total: float, count: float) -> None:
+    pair[0] += total
+    pair[1] += count
+
+
+def _sum_and_count(name: str, value: Any, rows: int) -> tuple[float, float]:
+    """Of what a metric returned for so many rows."""
+    try:
+        if isinstance(value, (tuple, list)):
+            total, count = value
+            return float(total), float(count)
+        return float(value) * rows, rows
+    except (TypeError, ValueError, RuntimeError) as error:
+        found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.60}"
+        raise ValueError(f"the metric {name} must return a number or [sum, count], not {found}") from error
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss in what a forward step returned. ValueError if there is none."""
+    """The loss in what a forward step returned. ValueError if there is none, or it is no scalar tensor."""
     loss = _field(output, "loss")
     if loss is None:
         raise ValueError(
             "forward_step returned no loss: return a dict or ModelOutput with one, and put labels in the data"
         )
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = f"one of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ValueError(f"forward_step must return a scalar tensor as loss, not {found}")
     return loss
 
 

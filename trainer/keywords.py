@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -48,29 +48,33 @@ def with_familiar_names(kind: type[Arguments]) -> type[Arguments]:
     return kind
 
 
+def familiar_names(known: Collection[str]) -> list[str]:
+    """Those of the names above that stand for one of `known`, and are none of them."""
+    targets = {**RENAMED, **{name: target for name, (target, _) in SWITCHES.items()}}
+    return [name for name, target in targets.items() if target in known and name not in known]
+
+
 def canonical(keywords: Mapping[str, Any], known: list[str]) -> dict[str, Any]:
     """Keywords by their names in `known`. ValueError for an unknown one, or for two that set the same."""
+    familiar = familiar_names(known)
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for name, value in keywords.items():
-        target, set_to = name, value
-        if name in RENAMED:
-            target = RENAMED[name]
-        elif name in SWITCHES:
+        target, set_to = RENAMED.get(name, name) if name in familiar else name, value
+        if name in familiar and name in SWITCHES:
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, not {value!r}")
-            target, on = SWITCHES[name]
             if not value:
                 continue
-            set_to = on
-        elif name not in known:
-            raise ValueError(f"there is no argument {name!r}{_meant(name, known)}")
+            target, set_to = SWITCHES[name]
+        elif target not in known:
+            raise ValueError(f"there is no argument {name!r}{_meant(name, [*known, *familiar])}")
         if target in values:
             raise ValueError(f"{origin[target]} and {name} both set {target}; give one of them")
         values[target], origin[target] = set_to, name
     return values
 
 
-def _meant(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, [*known, *RENAMED, *SWITCHES], n=1, cutoff=0.5)
+def _meant(name: str, taken: list[str]) -> str:
+    close = difflib.get_close_matches(name, taken, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""

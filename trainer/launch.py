@@ -20,7 +20,9 @@ THIS_MACHINE = Nodes()
 GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
 
 
-def ensure_processes(world_size: int, nodes: Nodes = THIS_MACHINE, *, dry_run: bool = False) -> Launch:
+def ensure_processes(
+    world_size: int, nodes: Nodes = THIS_MACHINE, *, script: str | None = None, dry_run: bool = False
+) -> Launch:
     """This process's place among the run's, which are started first if nobody has.
 
     Under `torchrun`, `deepspeed` or `srun`, and in the processes that this function has started itself, it returns
@@ -28,6 +30,7 @@ def ensure_processes(world_size: int, nodes: Nodes = THIS_MACHINE, *, dry_run: b
     as none) it runs this process's own command line again as each of `world_size` processes of this machine, or as
     each process of `nodes`, waits, and raises `SystemExit` with the job's exit code: what follows runs in those alone.
 
+    script: a file that the processes run with this one's arguments; by default what this process runs.
     dry_run: prints the commands of the job and starts nothing; raises `SystemExit(0)`.
     Raises `ValueError` if the machines or their GPUs are fewer than asked for, or the script cannot be run again.
     """
@@ -40,10 +43,10 @@ def ensure_processes(world_size: int, nodes: Nodes = THIS_MACHINE, *, dry_run: b
         return launch
     if world_size == 1 and not nodes.slots():
         if dry_run:
-            print(shlex.join([sys.executable, *own_command()]))
+            print(shlex.join([sys.executable, *own_command(script)]))
             raise SystemExit(0)
         return launch
-    raise SystemExit(start_processes(world_size, nodes, dry_run=dry_run))
+    raise SystemExit(start_processes(world_size, nodes, script=script, dry_run=dry_run))
 
 
 def ensure_processes_of(arguments: TrainingArguments) -> Launch:
@@ -58,7 +61,8 @@ def ensure_processes_of(arguments: TrainingArguments) -> Launch:
     )
     if arguments.env_type == "pytorch":
         nodes = THIS_MACHINE
-    return ensure_processes(processes_of(arguments), nodes, dry_run=arguments.dry_run)
+    script, dry_run = arguments.training_script, arguments.dry_run
+    return ensure_processes(processes_of(arguments), nodes, script=script, dry_run=dry_run)
 
 
 def processes_of(arguments: TrainingArguments) -> int:
@@ -68,7 +72,9 @@ def processes_of(arguments: TrainingArguments) -> int:
     return max(arguments.num_gpus, arguments.model_parallel_size)
 
 
-def start_processes(world_size: int, nodes: Nodes = THIS_MACHINE, *, dry_run: bool = False) -> int:
+def start_processes(
+    world_size: int, nodes: Nodes = THIS_MACHINE, *, script: str | None = None, dry_run: bool = False
+) -> int:
     """Runs this process's command line as a job of several processes; returns the job's exit code.
 
     Arguments and errors as for `ensure_processes`.
@@ -76,23 +82,27 @@ def start_processes(world_size: int, nodes: Nodes = THIS_MACHINE, *, dry_run: bo
     slots = nodes.slots()
     if not slots:
         _check_gpus(world_size)
-        command = [sys.executable, *own_command()]
+        command = [sys.executable, *own_command(script)]
         if not dry_run:
             return run_ranks(command, world_size)
         for rank in range(world_size):
             print(f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE={world_size} {shlex.join(command)}")
         return 0
-    script = own_script()
-    command = deepspeed_command(nodes, script)
+    words = own_script(script)
+    command = deepspeed_command(nodes, words)
     if dry_run:
-        print("\n".join(_describe(nodes, command, script)))
+        print("\n".join(_describe(nodes, command, words)))
         return 0
     check_launcher(nodes.launcher)
     return _run(command)
 
 
-def own_command() -> list[str]:
-    """The arguments of this Python. ValueError if there is no file that could be run again."""
+def own_command(script: str | None = None) -> list[str]:
+    """The arguments of this Python, or `script` with those of this process. ValueError if there is no file to run."""
+    if script is not None:
+        if not Path(script).is_file():
+            raise ValueError(f"training_script {script} is no file; leave it out to run this very command")
+        return [script, *sys.argv[1:]]
     arguments = sys.orig_argv[1:]
     if hasattr(sys, "ps1") or "ipykernel" in sys.modules or not arguments or arguments[-1] == "-":
         raise ValueError(
@@ -101,9 +111,11 @@ def own_command() -> list[str]:
     return arguments
 
 
-def own_script() -> list[str]:
+def own_script(script: str | None = None) -> list[str]:
     """The script and its arguments, or "-m", the module and its."""
-    own_command()
+    command = own_command(script)
+    if script is not None:
+        return command
     main = sys.modules["__main__"]
     if main.__spec__ is not None:
         return ["-m", main.__spec__.name.removesuffix(".__main__"), *sys.argv[1:]]

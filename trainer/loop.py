@@ -18,6 +18,7 @@ from .model_files import ModelFiles, read_optimizer
 from .non_finite import describe_non_finite
 from .optimizer_state import changed_values, group_values, load_group_values
 from .profiling import StepProfiler
+from .random_state import random_state_tensors, restore_random_state
 from .ranks import Ranks
 from .run_start import Start
 from .saver import BackgroundSaver
@@ -80,7 +81,7 @@ class TrainingLoop:
         self.global_batch_size = arguments.global_batch(self.ranks.dp_size)
         self.device = next(self.engine.module.parameters()).device
         self.step = 0
-        self.best: dict[str, float] = {}
+        self.best: dict[str, Any] = {}
         self.validation: dict[str, float] = {}
         self.throughput = Throughput(self.device)
         self._first_groups = group_values(self.engine.optimizer)
@@ -100,8 +101,16 @@ class TrainingLoop:
                 f"the run was trained with a global batch of {state.consumed_samples // state.step} sequences and "
                 f"cannot go on with {self.global_batch_size}; set micro_batch_size and global_batch_size to match"
             )
-        self.step, self.best, self.validation = state.step, dict(state.best), dict(state.validation)
-        self._saved_at = state.step if start.own else None
+        kind = type(self.engine.optimizer).__name__
+        if state.optimizer and state.optimizer != kind:
+            raise ValueError(
+                f"the run was trained by {state.optimizer} and cannot go on with {kind}; begin another run with its "
+                "weights, by load_dir, load_optim=False and another save_dir"
+            )
+        self.step, self.validation = state.step, dict(state.validation)
+        if start.own:
+            self._saved_at = state.step
+            self.best = dict(state.best) if state.best.get("name") == self.arguments.save_best else {}
         self.engine.load_counters(state.counters)
         self.engine.load_optimizer_tensors(read_optimizer(folder, self.engine.module, self.ranks))
         self.parts.learning_rate.load_state_dict(state.schedule)
@@ -130,8 +139,8 @@ class TrainingLoop:
                 if last or self.step % arguments.log_interval == 0:
                     reporter.training(self.step, values)
                 due = last or stop or self.step % arguments.save_interval == 0
-                evaluates = self.evaluate_last if last else self.step % arguments.eval_interval == 0
-                if self.parts.evaluate and evaluates and not stop:
+                evaluates = self.step % arguments.eval_interval == 0 and not last and not stop
+                if self.parts.evaluate and evaluates:
                     due |= self._evaluate()
                 if due:
                     self.save()
@@ -139,12 +148,16 @@ class TrainingLoop:
                     self.parts.saver.wait()
                     reporter.notice(f"stopped by a signal at step {self.step}, which is saved")
                     raise SystemExit(143)
+            self._finish()
+
+    def _finish(self) -> None:
+        """Saves the last step before it is evaluated, which may fail, or take longer than the machine is lent."""
         if not self.step:
             raise ValueError(f"train_dataset has fewer samples than the {self.global_batch_size} of one optimizer step")
-        if self.evaluate_last:
-            self._catch_up_on_evaluation()
         if self._saved_at != self.step:
             self.save()
+        if self.evaluate_last:
+            self._catch_up_on_evaluation()
         self.parts.saver.wait()
 
     def save(self) -> None:
@@ -156,6 +169,7 @@ class TrainingLoop:
             data=self._position,
             schedule=parts.learning_rate.state_dict(),
             counters=self.engine.counters(),
+            optimizer=type(self.engine.optimizer).__name__,
             groups=changed_values(self._first_groups, group_values(self.engine.optimizer)),
             world_size=self.ranks.world_size,
             validation=self.validation,
@@ -187,7 +201,9 @@ class TrainingLoop:
     def _evaluate(self) -> bool:
         """Whether this step is the best one so far."""
         assert self.parts.evaluate is not None
+        states = random_state_tensors()  # training goes on as if there had been no evaluation
         values = {name: float(value) for name, value in self.parts.evaluate().items()}
+        restore_random_state(states)
         self.validation = {"step": self.step, **values}
         self.parts.reporter.evaluation(self.step, values)
         name = self.arguments.save_best
@@ -196,11 +212,11 @@ class TrainingLoop:
         if name not in values:
             raise ValueError(f"save_best={name!r} is none of the validation values: {', '.join(values)}")
         value, best = values[name], self.best.get("value", math.nan)
-        if name in ("loss", "perplexity"):
+        if name.endswith(("loss", "perplexity")):
             value, best = -value, -best
         if math.isnan(value) or value <= best:
             return False
-        self.best = {"value": values[name], "step": self.step}
+        self.best = {"name": name, "value": values[name], "step": self.step}
         return True
 
     def _train_step(self, signalled: StopSignal) -> tuple[dict[str, float] | None, bool]:
@@ -213,7 +229,7 @@ class TrainingLoop:
         if totals is None:
             return None, False
         parts.learning_rate.before_step(self.step)
-        lr = engine.optimizer.param_groups[0]["lr"]
+        lr = engine.optimizer.param_groups[0].get("lr")
         share, total, stop = 0.0, 0.0, 0.0
         bad: int | None = None
         outcome: StepOutcome | None = None

@@ -174,9 +174,10 @@ def read_optimizer(folder: Path, model: nn.Module, ranks: Ranks) -> dict[str, Te
             f"{folder} was saved without the optimizer's state (save_optim=False), and a run cannot go on from it; "
             "begin another one with its weights, by load_dir, load_optim=False and another save_dir"
         )
-    parameters = dict(model.named_parameters())
-    names = ShardedReader(folder, OPTIMIZER, size, {}).names()
-    shards = {name: getattr(parameters.get(name.split("/", 1)[1]), "shard", None) for name in names}
-    counts = {name for name in names if name.startswith("step/")}
-    reader = ShardedReader(folder, OPTIMIZER, size, {n: s for n, s in shards.items() if n not in counts})
-    return {name: reader.local(name, ranks.tp_rank, ranks.tp_size) for name in names}
+    stored = ShardedReader(folder, OPTIMIZER, size, {})
+    parameters, shards = dict(model.named_parameters()), {}
+    for name in stored.names():
+        if not stored.is_scalar(name):  # such as a count of steps
+            shards[name] = getattr(parameters.get(name.split("/", 1)[1]), "shard", None)
+    reader = ShardedReader(folder, OPTIMIZER, size, shards)
+    return {name: reader.local(name, ranks.tp_rank, ranks.tp_size) for name in stored.names()}

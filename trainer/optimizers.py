@@ -5,10 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import nn, optim
+from torch.optim import Optimizer
 
 from .arguments import TrainingArguments
 
+# Whose update of an element depends on that element alone.
+WORK_ON_ELEMENTS = (
+    optim.Adam, optim.AdamW, optim.SGD, optim.RMSprop, optim.Adagrad, optim.Adadelta, optim.Adamax, optim.NAdam,
+    optim.RAdam, optim.Rprop, optim.ASGD,
+)  # fmt: skip
 # The states of each element that ZeRO splits along with it.
 ELEMENT_STATES = {"AdamW": ("exp_avg", "exp_avg_sq"), "Adam": ("exp_avg", "exp_avg_sq"), "Lion": ("exp_avg",)}
 
@@ -40,9 +46,9 @@ def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> torch.opti
     return kind(groups, lr=arguments.lr, betas=betas)
 
 
-def check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """ValueError for what the training loop cannot step, or what would train something else than `model`."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
+def check_optimizer(optimizer: Any, model: nn.Module, tensor_parallel_size: int = 1) -> None:
+    """ValueError for what the training loop cannot step or save, or what would train something else than `model`."""
+    if not isinstance(optimizer, Optimizer):
         raise ValueError(f"optimizer must be a torch.optim.Optimizer over the model's parameters, not {optimizer!r}")
     kind = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -51,6 +57,17 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
         raise ValueError(
             f"{kind} keeps other weights for evaluation than for training, between which the trainer does not switch; "
             "use another optimizer"
+        )
+    if type(optimizer).state_dict is not Optimizer.state_dict or isinstance(
+        vars(optimizer).get("optimizer"), Optimizer
+    ):
+        raise ValueError(
+            f"{kind} keeps state besides that of its parameters, which is not saved; use another optimizer"
+        )
+    if tensor_parallel_size > 1 and not isinstance(optimizer, WORK_ON_ELEMENTS) and kind not in ELEMENT_STATES:
+        raise ValueError(
+            f"{kind} may need whole parameters, which model_parallel_size={tensor_parallel_size} splits; use "
+            f"{', '.join(known.__name__ for known in WORK_ON_ELEMENTS)} or Lion, or model_parallel_size=1"
         )
     own = set(model.parameters())
     foreign = sum(p not in own for group in optimizer.param_groups for p in group["params"])

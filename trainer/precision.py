@@ -20,6 +20,12 @@ def prepare_model(model: nn.Module, device: torch.device, arguments: TrainingArg
     way than `arguments` say, or cannot be."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, as shardzoo.from_pretrained(path) gives, and not {model!r}")
+    wrapper = type(model).__name__
+    if wrapper in ("OptimizedModule", "DataParallel", "DistributedDataParallel"):
+        raise ValueError(
+            f"the model is wrapped in a {wrapper}, and its checkpoints would not be the model's; pass the model itself"
+            + (", compiled in place by model.compile()" if wrapper == "OptimizedModule" else "")
+        )
     native = isinstance(getattr(model, "config", None), ModelConfig)
     size = tp_size(getattr(model, "mesh", None))
     if ranks.tp_size > 1 and not native:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from rich.console import Console
 from rich.progress import (
@@ -32,13 +32,16 @@ class MetricsFile:
     """`metrics.jsonl`: a line for each step that is logged."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", buffering=1)
+        self._path = path
+        self._file: TextIO | None = None  # until the first line, for a run that goes on puts another file in its place
 
     def log(self, step: int, values: dict[str, float]) -> None:
+        self._file = self._file or self._path.open("a", buffering=1)
         self._file.write(json.dumps({"step": step, **values}) + "\n")
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 class TensorBoard:
@@ -58,13 +61,9 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """ValueError if wandb is not installed."""
-
     def __init__(self, name: str | None, arguments: dict[str, Any], folder: Path) -> None:
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError:
-            raise ValueError("wandb=True needs the package wandb: pip install wandb") from None
+        import wandb  # pyright: ignore[reportMissingImports]
+
         self._run = wandb.init(name=name, config=arguments, dir=str(folder))
 
     def log(self, step: int, values: dict[str, float]) -> None:

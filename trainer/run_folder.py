@@ -6,7 +6,9 @@ import json
 import re
 import shutil
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -66,7 +68,8 @@ class RunFolder:
     def owns(self, path: Path) -> bool:
         """Whether `path` is this folder or one of its checkpoints."""
         path = path.resolve()
-        return path == self.path.resolve() or path.parent == self.checkpoints.resolve()
+        is_step = STEP_FOLDER.fullmatch(path.name) and path.parent == self.checkpoints.resolve()
+        return bool(is_step) or path == self.path.resolve()
 
     def steps(self) -> list[int]:
         """The steps with a complete checkpoint, in order."""
@@ -92,7 +95,7 @@ class RunFolder:
         partial.write_text(folder.name + "\n")
         partial.rename(self.checkpoints / BEST)
 
-    def restore_best(self, best: dict[str, float]) -> None:
+    def restore_best(self, best: dict[str, Any]) -> None:
         """Names the best checkpoint again as a `TrainerState` has it: a kill may have come just before it was named."""
         folder = self.checkpoint(int(best.get("step", 0)))
         if folder.is_dir():
@@ -122,7 +125,8 @@ class RunFolder:
         step = self.latest_step()
         if resume:
             if step is None:
-                raise ValueError(f"--resume: {self.path} holds no complete checkpoint; start anew without --resume")
+                instead = "begin it anew by --overwrite" if self.arguments_file.exists() else "start one"
+                raise ValueError(f"--resume: {self.path} holds no complete checkpoint; {instead} without --resume")
             return step
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"output_dir {self.path} is a file; name a folder")
@@ -131,10 +135,11 @@ class RunFolder:
         if not self.arguments_file.exists():
             raise ValueError(f"output_dir {self.path} holds files that are not a run's; choose another folder")
         if not overwrite:
-            reached = f"saved at step {step}" if step else "with nothing saved yet"
+            reached = "with nothing saved yet" if step is None else f"saved at step {step}"
+            go_on = "" if step is None else "go on with it by --resume, "
             raise ValueError(
-                f"output_dir {self.path} holds another run ({reached}); go on with it by --resume, "
-                f"replace it by --overwrite, or choose another --output-dir"
+                f"output_dir {self.path} holds another run ({reached}); {go_on}replace it by --overwrite, or choose "
+                "another --output-dir"
             )
         return 0
 
@@ -149,19 +154,32 @@ class RunFolder:
         """Keeps the run's arguments as they are from now on."""
         self.arguments_file.write_text(yaml.safe_dump(arguments, sort_keys=False))
 
-    def forget_after(self, step: int) -> None:
-        """Makes metrics and checkpoints end at `step`: later ones, damaged or of a course that is left, are renamed."""
-        self.forget_metrics_after(step)
+    def forget_after(self, step: int, *, evaluated: bool) -> None:
+        """Makes metrics and checkpoints end at `step`: later ones, damaged or of a course that is left, are renamed.
+
+        evaluated: whether the evaluation of `step` is past; else what was logged of it is dropped too.
+        """
+        self.forget_metrics_after(step, evaluated=evaluated)
         for later in self.steps():
             if later > step:
-                aside = self.checkpoint(later).with_suffix(".abandoned")
-                shutil.rmtree(aside, ignore_errors=True)
-                self.checkpoint(later).rename(aside)
+                folder = self.checkpoint(later)
+                names = (folder.with_name(f"{folder.name}.abandoned{number or ''}") for number in count())
+                folder.rename(next(name for name in names if not name.exists()))
 
-    def forget_metrics_after(self, step: int) -> None:
-        if self.metrics_file.exists():
-            kept = [record for record in self.metrics() if record["step"] <= step]
-            self.metrics_file.write_text("".join(json.dumps(record) + "\n" for record in kept))
+    def forget_metrics_after(self, step: int, *, evaluated: bool = True) -> None:
+        if not self.metrics_file.exists():
+            return
+        kept = [record for record in self.metrics() if record["step"] <= step]
+        if not evaluated:
+            kept = [r for r in kept if r["step"] < step or not any(name.startswith("valid/") for name in r)]
+        partial = self.metrics_file.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        partial.replace(self.metrics_file)
+
+    def sweep(self) -> None:
+        """Deletes what killed processes have left of checkpoints that they were writing or deleting."""
+        for left in (*self.checkpoints.glob(".step-*.partial"), *self.checkpoints.glob(".step-*.deleted")):
+            shutil.rmtree(left, ignore_errors=True)
 
     def metrics(self) -> list[dict[str, float]]:
         """Logged values by step; a line cut short by a crash is left out."""

@@ -42,7 +42,7 @@ def open_run(
     ValueError if there is no checkpoint where there must be one, or if the folder holds another run.
     """
     start = _find(run_folder, arguments, ranks, tell)
-    on_first_rank(lambda: _open_folder(run_folder, start))
+    on_first_rank(lambda: _open_folder(run_folder, start, arguments))
     return start
 
 
@@ -51,7 +51,12 @@ def _find(
 ) -> Start | None:
     load_dir = arguments.load_dir
     loads_own = load_dir is not None and run_folder.owns(Path(load_dir))
-    if arguments.resume and not loads_own:
+    if arguments.resume and loads_own:
+        raise ValueError(
+            f"resume=True goes on from the last checkpoint of {run_folder.path}, and load_dir={load_dir} from one that "
+            "is given there; leave one of them out"
+        )
+    if arguments.resume:
         found = find_checkpoint(run_folder.path, "latest", ranks, tell)
         if found:
             # What is to be loaded of `load_dir` was loaded when the run began.
@@ -64,7 +69,7 @@ def _find(
     return Start(*found, arguments.load_optim, arguments.load_rng, own=loads_own)
 
 
-def _open_folder(folder: RunFolder, start: Start | None) -> None:
+def _open_folder(folder: RunFolder, start: Start | None, arguments: TrainingArguments) -> None:
     step = folder.latest_step()
     own = start if start and start.own else None
     if own and not own.optimizer:
@@ -77,12 +82,20 @@ def _open_folder(folder: RunFolder, start: Start | None) -> None:
             f"{folder.path} holds a run that is saved at step {step}; go on with it by resume=True, or choose "
             "another save_dir or experiment_name"
         )
-    try:
-        folder.path.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise ValueError(f"{folder.path} cannot be the run's folder, for a file is there; name another") from None
+    _make_folder(folder.path, "the run's folder")
+    if arguments.tensorboard_dir is not None:
+        _make_folder(Path(arguments.tensorboard_dir), "tensorboard_dir")
+    folder.sweep()
     if own:
-        folder.forget_after(own.state.step)
-        folder.restore_best(own.state.best)
+        folder.forget_after(own.state.step, evaluated=own.state.validation.get("step") == own.state.step)
+        if own.state.best.get("name") == arguments.save_best:
+            folder.restore_best(own.state.best)
     else:
         folder.forget_metrics_after(0)  # of a run that was killed before its first checkpoint
+
+
+def _make_folder(path: Path, meaning: str) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f"{path} cannot be {meaning}, for a file is there; name another") from None

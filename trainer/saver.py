@@ -46,7 +46,7 @@ class BackgroundSaver:
         self._thread.start()
         return folder
 
-    def amend(self, step: int, *, validation: dict[str, float], best: dict[str, float]) -> None:
+    def amend(self, step: int, *, validation: dict[str, float], best: dict[str, Any]) -> None:
         """Writes into the complete checkpoint of `step` what its evaluation has found. Collective."""
         self.wait()
 
@@ -91,7 +91,7 @@ class BackgroundSaver:
         except BaseException as error:  # raised where the loop waits
             self._failure = error
 
-    def _name_best(self, step: int, best: dict[str, float]) -> None:
+    def _name_best(self, step: int, best: dict[str, Any]) -> None:
         if best.get("step") == step:
             self.run_folder.name_best(self.run_folder.checkpoint(step))
         self.run_folder.prune(self._keep)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .arguments import TrainingArguments
+from .plain_values import changed, plain, put_over
 
 Multiplier = Callable[[int], float]
 OPEN_ENDED = ("constant", "constant_with_warmup", "inverse_sqrt")
@@ -33,7 +34,7 @@ class NamedSchedule:
 
     def __init__(self, optimizer: torch.optim.Optimizer, multiplier: Multiplier) -> None:
         self._multiplier = multiplier
-        self._groups = [(group, group["lr"]) for group in optimizer.param_groups if group["lr"] is not None]
+        self._groups = [(group, group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None]
 
     def before_step(self, step: int) -> None:
         multiple = self._multiplier(step)
@@ -55,6 +56,7 @@ class TorchSchedule:
 
     def __init__(self, scheduler: LRScheduler) -> None:
         self._scheduler = scheduler
+        self._first = plain(scheduler.state_dict())
 
     def before_step(self, step: int) -> None:
         pass
@@ -63,11 +65,14 @@ class TorchSchedule:
         self._scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        kinds = (int, float, str, list, bool)
-        return {name: value for name, value in self._scheduler.state_dict().items() if isinstance(value, kinds)}
+        """What has changed since it was made: the rest is the user's choice, as in parameter groups."""
+        return changed(self._first, plain(self._scheduler.state_dict()))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._scheduler.load_state_dict({**self._scheduler.state_dict(), **state})
+        """ValueError if the run had no scheduler of its own, so that this one does not know its step."""
+        if not state:
+            raise ValueError("the run was trained without an lr_scheduler of its own, and cannot go on with one")
+        self._scheduler.load_state_dict(put_over(self._scheduler.state_dict(), state))
 
 
 def make_schedule(

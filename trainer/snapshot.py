@@ -32,9 +32,9 @@ class TrainerState:
     """What a checkpoint says of the run.
 
     step: optimizer steps done. consumed_samples: trained on, over all ranks. data, schedule, counters: what the data,
-    a learning-rate scheduler and the engine go on from. groups: what has changed in the optimizer's parameter groups.
-    world_size: how many random states there are. validation: the last values, and their step. best: the best validation
-    value so far, if one is tracked, and its step.
+    a learning-rate scheduler and the engine go on from. optimizer: its class. groups: what has changed in its parameter
+    groups. world_size: how many random states there are. validation: the last values, and their step. best: the best
+    validation value so far, if one is tracked, its name and its step.
     """
 
     step: int
@@ -42,10 +42,11 @@ class TrainerState:
     data: dict[str, Any] = field(default_factory=dict)
     schedule: dict[str, Any] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
+    optimizer: str = ""
     groups: list[dict[str, Any]] = field(default_factory=list)
     world_size: int = 1
     validation: dict[str, float] = field(default_factory=dict)
-    best: dict[str, float] = field(default_factory=dict)
+    best: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass

@@ -31,7 +31,7 @@ class TorchEngine:
         self._clip_grad = arguments.clip_grad
         device = next(model.parameters()).device.type
         self._scaler = torch.amp.GradScaler(device) if arguments.precision == "fp16" else None
-        self._is_last = True
+        self._is_last, self._saves = True, arguments.save_optim
 
     @property
     def loss_scale(self) -> float | None:
@@ -60,6 +60,8 @@ class TorchEngine:
             self.optimizer.step()
         applied = scale is None or self.loss_scale >= scale  # type: ignore[operator]
         self.applied_steps += applied
+        if self.applied_steps == 1 and self._saves:
+            state_tensors(self.optimizer, self._owners)  # what cannot be saved is refused before more is trained
         self._masters.publish()
         self.optimizer.zero_grad(set_to_none=True)
         return StepOutcome(float(norm), applied)

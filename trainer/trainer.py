@@ -74,7 +74,7 @@ class Trainer:
         self.ranks = Ranks(self.mesh)
         name = self.arguments.experiment_name
         self.run_folder = RunFolder(Path(self.arguments.save_dir, name) if name else Path(self.arguments.save_dir))
-        self.console = Console(quiet=self.ranks.rank != 0)
+        self.console = Console(quiet=self.ranks.rank != 0, markup=False)
         seed_everything(self.arguments.seed + self.ranks.dp_rank)
 
     @property
@@ -119,15 +119,15 @@ class Trainer:
         self._check_task(train_dataset, valid_dataset, metrics)
         prepare_model(model, self.device, arguments, ranks)
         optimizer = make_optimizer(model, arguments) if optimizer is None else optimizer
-        check_optimizer(optimizer, model)
+        check_optimizer(optimizer, model, ranks.tp_size)
         collate = collate_fn or DefaultCollate(_pad_token_id(model))
         data = make_training_data(train_dataset, arguments, ranks, collate_fn, _pad_token_id(model))
         total_steps = arguments.train_steps or data.steps
+        schedule = make_schedule(lr_scheduler, optimizer, arguments, total_steps)
         start = open_run(self.run_folder, arguments, ranks, self.console.print)
         files = model_files(model)
         if start:
             files.load_weights(start.folder, ranks)
-        schedule = make_schedule(lr_scheduler, optimizer, arguments, total_steps)
         engine = make_engine(model, optimizer, arguments, ranks)
         validate = partial(self.validate, engine.model, engine.module, valid_dataset, metrics, collate)
         parts = Parts(

@@ -109,8 +109,24 @@ class TrainerArguments(TrainingArguments):
             raise ValueError("resume goes on with the run in output_dir: name that folder too")
         if self.resume and self.overwrite:
             raise ValueError("resume goes on with a run and overwrite deletes it: use one of them")
+        for name in ("save_dir", "experiment_name"):
+            if getattr(self, name) != getattr(type(self), name):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}: a fine-tuning run lies in --output-dir; use that one"
+                )
+        self._check_compiler()
         if self.predict_with_generate and self.zero_stage == 3:
             raise ValueError("predict_with_generate needs whole parameters, which ZeRO stage 3 splits; use stage 2")
+
+    def _check_compiler(self) -> None:
+        if self.torch_compile_backend == type(self).torch_compile_backend:
+            return
+        from torch._dynamo import list_backends  # takes seconds to import
+
+        if self.torch_compile_backend not in list_backends(()):
+            raise ValueError(
+                f"torch_compile_backend {self.torch_compile_backend!r} is none of {', '.join(list_backends())}"
+            )
 
     def _environment(self) -> EnvType:
         if self.env_type is not None:

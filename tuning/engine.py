@@ -15,12 +15,27 @@ from .metrics import perplexity
 
 
 class TuningTrainer(Trainer):
-    """measure: more validation values of the bare model; collective over all ranks."""
+    """measure: more validation values of the bare model, by the names `measured`; collective over all ranks."""
 
     def __init__(self, arguments: TrainerArguments, mesh: ParallelMesh | None = None) -> None:
         super().__init__(arguments, mesh=mesh)
         self.is_language_model = True
         self.measure: Callable[[nn.Module], dict[str, float]] | None = None
+        self.measured: tuple[str, ...] = ()
+
+    def check(self, validates: bool, metrics: Mapping[str, Metric]) -> None:
+        """ValueError for what `train` would refuse of the arguments, so that it can be before the run has a folder."""
+        arguments, best = self.arguments, self.arguments.save_best
+        if arguments.train_steps is None and not arguments.epochs:
+            raise ValueError("say how long to train: set epochs or train_steps")
+        if best is not None and not validates:
+            raise ValueError(
+                f"save_best={best!r} is a value of validation, and nothing validates: it takes a "
+                "validation_file or a validation_split above 0, and train(valid=True)"
+            )
+        names = ["loss", *(["perplexity"] if self.is_language_model else []), *metrics, *self.measured]
+        if best is not None and best not in names:
+            raise ValueError(f"save_best={best!r} is none of the validation values: {', '.join(names)}")
 
     def validate(
         self, model: Any, module: nn.Module, dataset: Any, metrics: Mapping[str, Metric], collate: Callable[[Any], Any]

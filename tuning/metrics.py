@@ -8,6 +8,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 IGNORED = -100
+ROUGE = ("rouge1", "rouge2", "rougeL")
+
+
+def text_value_names(metric: str) -> tuple[str, ...]:
+    """The names of what `text_values` gives."""
+    return ROUGE if metric == "rouge" else (metric,)
 
 
 def text_values(metric: str, predictions: Sequence[str], targets: Sequence[str]) -> dict[str, float]:
@@ -25,10 +31,9 @@ def text_values(metric: str, predictions: Sequence[str], targets: Sequence[str])
         return {"sacrebleu": sacrebleu.corpus_bleu(predictions, [targets]).score}
     from rouge_score.rouge_scorer import RougeScorer
 
-    names = ["rouge1", "rouge2", "rougeL"]
-    scorer = RougeScorer(names, use_stemmer=True)
+    scorer = RougeScorer(list(ROUGE), use_stemmer=True)
     scores = [scorer.score(target, text) for text, target in zip(predictions, targets, strict=True)]
-    return {name: 100 * sum(score[name].fmeasure for score in scores) / len(scores) for name in names}
+    return {name: 100 * sum(score[name].fmeasure for score in scores) / len(scores) for name in ROUGE}
 
 
 def class_accuracy(logits: Tensor, labels: Tensor) -> tuple[float, float]:

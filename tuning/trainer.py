@@ -19,9 +19,9 @@ from .engine import TuningTrainer
 from .export import save_whole
 from .loading import find_source, load_model, positions_of
 from .lora import add_lora
-from .metrics import class_accuracy, next_token_accuracy, text_values
+from .metrics import class_accuracy, next_token_accuracy, text_value_names, text_values
 from .parts import input_embedding, part_parameters
-from .run import open_run, tokenizer_folder, write_companions
+from .run import check_run, open_run, tokenizer_folder, write_companions
 from .samples import Collate, TextTokenizer
 from .soft_prompt import add_prompt, initial_rows, load_prompt, save_prompt, without_prompt
 from .summary import ModelSummary, summarize
@@ -46,6 +46,10 @@ class Trainer:
     ) -> None:
         if arguments is not None and keywords:
             raise ValueError(f"pass TrainerArguments or keywords ({', '.join(keywords)}), not both")
+        if not isinstance(arguments, TrainerArguments | None):
+            raise ValueError(
+                f"pass TrainerArguments, or keywords as in Trainer(lr=1e-3), not a {type(arguments).__name__}"
+            )
         self.arguments = arguments = (arguments or TrainerArguments(**keywords)).resolved()
         arguments.check_files()
         self._trainer = TuningTrainer(arguments, mesh)
@@ -98,7 +102,7 @@ class Trainer:
         They are put before every source that has none of them, so that `prefix` or the data may place them instead.
         ValueError for tokens that the tokenizer has, and for plain text, which has no sources.
         """
-        tokens = list(dict.fromkeys(prompt_list))
+        tokens = [prompt_list] if isinstance(prompt_list, str) else list(dict.fromkeys(prompt_list))
         known = self.tokenizer.get_vocab()
         if not tokens or "" in tokens:
             raise ValueError('prompt_list must name new tokens, such as ["<prompt0>", "<prompt1>"]')
@@ -129,11 +133,14 @@ class Trainer:
     # Training and evaluation
 
     def load_data(self, valid: bool = True) -> None:
-        """Reads the files that `train` needs, so that mistakes in them show before it."""
+        """Reads the files that `train` needs and makes its checks, so that mistakes show before it. Collective."""
         if self.arguments.train_file is None:
             raise ValueError("train_file is missing: name a file to train on")
         train = self._data.train(valid)
         check_size(len(train), self.arguments.global_batch(self.ranks.dp_size))
+        self._trainer.measured = text_value_names(self.arguments.metric) if self._measures_texts() else ()
+        self._trainer.check(valid and self._data.validation() is not None, self._metrics())
+        on_first_rank(lambda: check_run(self.arguments))
 
     def train(self, valid: bool = True) -> dict[str, float]:
         """Trains the model in place and returns the last validation values, with `step`.
@@ -142,7 +149,7 @@ class Trainer:
         validation_split percent of the training file, which are then not trained on.
         """
         self.load_data(valid)
-        arguments, trainer = self.arguments, self._trainer
+        arguments, trainer, collate = self.arguments, self._trainer, self._collate()
         self.run_folder = trainer.run_folder = on_first_rank(lambda: open_run(arguments, self._write_companions))
         if arguments.torch_compile:
             self.model.compile(backend=arguments.torch_compile_backend)
@@ -153,7 +160,7 @@ class Trainer:
             train_dataset=self._data.samples(self._data.train(valid)),
             valid_dataset=None if records is None else self._data.samples(records),
             metric_methods=self._metrics(),
-            collate_fn=self._collate(),
+            collate_fn=collate,
             extra_files=tokenizer_folder(self.run_folder),
         )
 
@@ -263,9 +270,12 @@ class Trainer:
             return {"accuracy": next_token_accuracy}
         return {}
 
+    def _measures_texts(self) -> bool:
+        return self.arguments.predict_with_generate and self.task == "text2text-generation"
+
     def _generated_values(self, module: Any, records: Any) -> dict[str, float]:
         """The metric of what is generated for the records, each by one data-parallel rank."""
-        if not self.arguments.predict_with_generate or self.task != "text2text-generation":
+        if not self._measures_texts():
             return {}
         mine = range(self.ranks.dp_rank, len(records), self.ranks.dp_size)
         pairs = [records[number] for number in mine]

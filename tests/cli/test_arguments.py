@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from shardzoo.cli.arguments import exit_code_of, parse
+from shardzoo.cli.rank_mistakes import exit_code_of_rank
+from shardzoo.data import Share
+from shardzoo.trainer.launch_place import Launch
 
 
 @dataclass(frozen=True)
@@ -133,3 +136,107 @@ def test_other_ranks_keep_quiet(capsys):
     assert shown.out + shown.err == ""
     assert exit_code_of(fail) == 2
     assert capsys.readouterr().err.strip() == "error: [5] heads"
+
+
+@dataclass(frozen=True)
+class Training:
+    lr: float = 1.0
+    micro_batch_size: int = 1
+    precision: str = "fp32"
+    recompute: str = "none"
+    gradient_checkpointing: bool = False
+    native: bool | None = None
+    config: Path | None = None
+
+
+def read_training(*argv: str) -> Training:
+    return parse(Training, argv, program="test", description="", quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--bf16"], Training(precision="bf16")),
+        (["--bf16", "True"], Training(precision="bf16")),
+        (["--bf16", "False"], Training()),
+        (["--bf16=False", "--fp16=true"], Training(precision="fp16")),
+        (["--fp16=True", "--bf16", "False"], Training(precision="fp16")),
+        (["--checkpoint-activations", "--learning-rate=2"], Training(lr=2.0, recompute="full")),
+        (["--gradient_checkpointing", "True", "--learning_rate", "2"], Training(lr=2.0, gradient_checkpointing=True)),
+        (["--gradient-checkpointing", "--gradient-checkpointing=False"], Training()),
+        (["--native"], Training(native=True)),
+        (["--no-native"], Training(native=False)),
+        (["--native", "None"], Training()),
+    ],
+)
+def test_familiar_options_and_booleans_with_a_value(argv, expected):
+    assert read_training(*argv) == expected
+
+
+def test_a_boolean_with_another_value_is_refused():
+    with pytest.raises(ValueError, match="--bf16 must be True or False, not 'maybe'"):
+        read_training("--bf16=maybe")
+
+
+def test_familiar_names_in_yaml(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("learning-rate: 1e-3\nbatch_size: 4\nbf16: true\ncheckpoint_activations: false\n")
+    assert read_training("--config", str(file)) == Training(1e-3, 4, "bf16", config=file)
+    assert read_training("--config", str(file), "--bf16", "False").precision == "fp32"
+    assert read_training("--config", str(file), "--fp16", "True", "--bf16", "False").precision == "fp16"
+    file.write_text("lr: 1\nlearning_rate: 2\n")
+    with pytest.raises(ValueError, match=r"run\.yaml: lr and learning_rate both set lr"):
+        read_training("--config", str(file))
+
+
+def test_a_folder_is_no_yaml_file(tmp_path):
+    with pytest.raises(ValueError, match=r"cannot be read \(Is a directory\); name a YAML file"):
+        read("--config", str(tmp_path))
+
+
+MISTAKE = "micro_batch_size is 0; it must be at least 1"
+
+
+def mistaken(makers: tuple[int, ...]) -> tuple[int, str]:
+    """The exit code and message of this rank, if it is one of those that make a mistake."""
+    import contextlib
+    import io
+
+    import torch.distributed as dist
+
+    def work() -> int:
+        if rank in makers:
+            Share(0)
+        return 0
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with contextlib.redirect_stderr(io.StringIO()) as shown:
+        code = exit_code_of_rank(work, Launch(rank, size, rank, size))
+    return code, shown.getvalue().strip()
+
+
+@pytest.mark.parametrize("makers", [(0, 1), (1,), (0,)])
+def test_a_mistake_of_any_rank_is_told_once(run_ranks, makers):
+    outcomes = run_ranks(2, mistaken, makers)
+    assert [code for code, _ in outcomes] == [2 if rank in makers else 0 for rank in range(2)]
+    assert [shown for _, shown in outcomes if shown] == [f"error: {MISTAKE}"]
+
+
+@pytest.mark.parametrize(("rank", "told"), [(0, True), (1, False), (2, True), (3, False)])
+def test_before_the_ranks_meet_each_machine_tells_its_mistakes(rank, told, capsys):
+    assert exit_code_of_rank(lambda: Share(0), Launch(rank, 4, rank % 2, 2)) == 2
+    assert (capsys.readouterr().err.strip() == f"error: {MISTAKE}") is told
+
+
+def test_what_others_call_a_value_error_is_told_with_its_place(capsys):
+    assert exit_code_of_rank(lambda: int("x"), Launch(0, 1, 0, 1)) == 2
+    message, place, *_ = capsys.readouterr().err.splitlines()
+    assert (message, place) == (
+        "error: invalid literal for int() with base 10: 'x'",
+        "Traceback (most recent call last):",
+    )
+
+
+def test_errors_that_are_no_mistakes_keep_their_traceback():
+    with pytest.raises(ZeroDivisionError):
+        exit_code_of_rank(lambda: 1 // 0, Launch(0, 1, 0, 1))

@@ -105,12 +105,64 @@ def test_mistakes_end_with_code_2_and_one_message(arguments, message, workplace,
     assert "Traceback" not in captured
 
 
+# In training itself, or just before it.
+REFUSED_LATE = [
+    (("--output-dir", "t5"), "output_dir t5 holds files that are not a run's"),
+    (("--output-dir", "pairs.json"), "output_dir pairs.json is a file"),
+    (("--output-dir", "nothing", "--resume"), "nothing holds no complete checkpoint; start one without --resume"),
+    (("--output-dir", "again"), "output_dir again holds another run (saved at step 2); go on with it by --resume"),
+    (("--load-dir", "nowhere"), "load_dir nowhere holds no checkpoint"),
+    (("--save-best", "rouge"), "save_best='rouge' is none of the validation values: loss, perplexity"),
+    (("--epochs", "0"), "set epochs or train_steps"),
+    (("--config", "prompt.yaml"), "prompt_list must be a list of texts, not 5"),
+]
+
+
+def outcome(arguments: tuple[str, ...], folder: Path) -> tuple[int, str]:
+    """Exit code and messages of the command in this process, which may be one of several ranks."""
+    import contextlib
+    import io
+    import os
+
+    import torch.distributed as dist
+
+    from shardzoo.cli.finetune import main
+
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
+    here = os.getcwd()
+    os.chdir(folder)
+    with contextlib.redirect_stderr(io.StringIO()) as messages:
+        try:
+            code = main(["--model-name-or-path", "t5", "--train-file", "pairs.json", *arguments])
+        finally:
+            os.chdir(here)
+    return code, messages.getvalue()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_mistakes_in_training_are_one_message_too(ranks, workplace, run_ranks):
+    """In one process and in two; nothing is written."""
+    (workplace / "again" / "checkpoints" / "step-000002").mkdir(parents=True, exist_ok=True)
+    (workplace / "again" / "arguments.yaml").touch()
+    (workplace / "prompt.yaml").write_text("prompt_list: 5\n")
+    before = sorted(workplace.rglob("*"))
+    for arguments, message in REFUSED_LATE:
+        ended = run_ranks(ranks, outcome, arguments, workplace)
+        assert [code for code, _ in ended] == [2] * ranks, ended
+        assert ended[0][1].count("error: ") == 1
+        assert message in ended[0][1]
+        assert [shown for _, shown in ended[1:]] == [""] * (ranks - 1)
+    assert sorted(workplace.rglob("*")) == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--metric", "blue"), "sacrebleu"),
         (("--prompt-list", "a", "--lora-rank", "2"), "use one"),
         (("--trainfile", "pairs.json"), "--train-file"),
+        (("--save-dir", "x"), "lies in --output-dir"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused_with_those_that_can(arguments, message, workplace, monkeypatch, capsys):

@@ -138,7 +138,25 @@ def test_padding_fills_with_what_counts_nothing():
     assert own["attention_mask"].tolist() == [1, 1]  # GLM's own mask is kept
 
 
+def test_rows_of_different_types_keep_their_values():
+    batch = PadBatch()([{"x": np.array([1, 2]), "labels": []}, {"x": np.array([0.5, 0.7, 0.9]), "labels": [3]}])
+    assert batch["x"].tolist() == [[1, 2, 0], [0.5, 0.7, 0.9]]
+    assert batch["labels"].tolist() == [[-100], [3]]
+    assert batch["labels"].dtype == torch.int64
+    assert "attention_mask" not in batch
+
+
+def test_the_mask_is_that_of_the_last_dimension():
+    batch = PadBatch()([{"input_ids": [[5, 6, 7]] * 2}, {"input_ids": [[5], [6]]}])
+    assert batch["attention_mask"].tolist() == [[[1, 1, 1]] * 2, [[1, 0, 0]] * 2]
+
+
 def test_mistakes_are_named():
+    for samples in ([{"x": [1], "y": [2]}, {"x": [1]}], [{"x": [1]}, {"x": [1], "y": [2]}]):
+        with pytest.raises(ValueError, match=r"sample [01] of a batch \(from 0\) has no 'y', which sample [01] has"):
+            PadBatch()(samples)
+    with pytest.raises(ValueError, match=r"'x' has shape \(1, 2\) in the first sample .* and \(2, 2\) in sample 1"):
+        PadBatch()([{"x": [[1, 2]]}, {"x": [[1, 2]] * 2}])
     with pytest.raises(ValueError, match="more than the fixed length 1"):
         PadBatch(lengths={"input_ids": 1})([Numbers()[1]])
     with pytest.raises(ValueError, match="at least one sample"):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -133,7 +135,7 @@ def test_documents_of_files_stream_in_an_order_per_epoch(jsonl, texts, monkeypat
         assert seen + global_steps(after) == whole
 
 
-def test_resuming_skips_a_hugging_face_stream_by_its_own_means():
+def test_resuming_a_hugging_face_stream():
     import datasets
 
     made = []
@@ -154,6 +156,41 @@ def test_resuming_skips_a_hugging_face_stream_by_its_own_means():
     assert after.state_dict()["bookmark"]["cursor"] == 16
     assert seen + global_steps([after]) == whole
     assert sorted(value for step in whole for value, _ in step) == list(range(40))
+
+
+def test_resuming_skips_by_the_stream_s_own_means():
+    class Skipping(list):
+        def skip(self, count):
+            skipped.append(count)
+            return self[count:]
+
+    skipped = []
+    records = IterableRecords(lambda epoch: Skipping(range(10)))
+    assert list(records.read(0, 7)) == [(7, 8), (8, 9), (9, 10)]
+    assert skipped == [7]
+
+
+class Drawing(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(40))
+
+
+def drawn(records) -> dict:
+    """A collate function that draws from the generators of its process."""
+    values = [random.random(), np.random.rand(), torch.rand(()).item()]
+    return {"labels": torch.tensor([[sample["labels"][0], *values] for sample in records])}
+
+
+def test_what_a_collate_function_draws_in_workers_goes_on():
+    def make():
+        options = {"epochs": 3, "num_workers": 2, "collate": drawn, "last": "pad"}
+        return ResumableStream(IterableRecords(lambda epoch: Drawing()), number_sample, Share(3), **options)
+
+    whole, first, after = global_steps([make()]), make(), make()
+    seen = global_steps([first], 5)
+    after.load_state_dict(first.state_dict())
+    assert seen + global_steps([after]) == whole
+    assert len({row[1:] for step in whole for row in step}) == len(whole) == 40
 
 
 def test_bad_records_stop_or_are_skipped(tmp_path):

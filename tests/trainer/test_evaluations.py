@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from training import Pairs, Stream, run_training, tiny_t5
+from training import Pairs, Stream, losses, run_training, tiny_t5
 
 from shardzoo.trainer import Trainer
 
@@ -85,7 +87,7 @@ def test_the_last_step_is_named_best_where_the_data_s_end_was_not_known(tmp_path
     assert values["step"] == 4
     assert best(tmp_path) == "step-000004"
     saved = state(tmp_path, 4)
-    assert saved["best"] == {"step": 4, "value": values["loss"]}
+    assert saved["best"] == {"name": "loss", "step": 4, "value": values["loss"]}
     assert saved["validation"] == values
     # The state is still whole, so that the run can go on.
     again = train(tmp_path, Stream(Pairs(8)), resume=True, **{**arguments, "epochs": 2})
@@ -100,10 +102,51 @@ def test_a_finished_run_is_not_evaluated_again(tmp_path):
 
 
 def test_a_run_that_only_takes_a_finished_one_over_is_saved(tmp_path):
-    train(tmp_path / "first", train_steps=4)
-    values = train(tmp_path / "second", train_steps=4, load_dir=str(tmp_path / "first"))
-    assert values["step"] == 4
-    assert state(tmp_path / "second", 4) == state(tmp_path / "first", 4)
+    values = train(tmp_path / "first", train_steps=4)
+    assert train(tmp_path / "second", train_steps=4, load_dir=str(tmp_path / "first")) == values
+    first, second = state(tmp_path / "first", 4), state(tmp_path / "second", 4)
+    assert second["files"] == first["files"]
+    assert second["best"] == {}  # that of the first folder is not in this one
+
+
+class Noisy(Pairs):
+    """Samples that are drawn from the process's generator."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        torch.rand(3), random.random(), np.random.rand()
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("interval", [1, 2, 100])
+def test_evaluations_change_nothing_of_training(tmp_path, interval):
+    """Though the validation data draws from the generators that dropout draws from."""
+    settings = {"data": Noisy(40), "dropout": 0.1, "train_steps": 4}
+    alone, _ = run_training(None, tmp_path / "alone", **settings)
+    steps, _ = run_training(None, tmp_path / "both", valid=Noisy(8), eval_interval=interval, **settings)
+    assert losses(steps) == losses(alone)
+
+
+def test_a_failing_evaluation_at_the_end_leaves_what_was_trained(tmp_path):
+    def broken(logits, labels):
+        raise RuntimeError("no such metric")
+
+    trainer = Trainer(save_dir=str(tmp_path), train_steps=3, lr=1e-2)
+    with pytest.raises(RuntimeError, match="no such metric"):
+        trainer.train(tiny_t5(), None, None, Pairs(40), Pairs(8), {"broken": broken})
+    assert state(tmp_path, 3)["validation"] == {}
+    values = Trainer(save_dir=str(tmp_path), train_steps=3, lr=1e-2, resume=True).train(
+        tiny_t5(), train_dataset=Pairs(40), valid_dataset=Pairs(8)
+    )
+    assert state(tmp_path, 3)["validation"] == values
+
+
+def test_another_save_best_begins_its_own_comparison(tmp_path):
+    train(tmp_path, train_steps=3, save_interval=3)
+    metrics = {"rows": lambda logits, labels: -1.0}
+    settings = {**SETTINGS, "save_best": "rows", "train_steps": 6, "save_total_limit": 1, "resume": True}
+    Trainer(save_dir=str(tmp_path), **settings).train(tiny_t5(), None, None, Pairs(40), Pairs(8), metrics)
+    assert state(tmp_path, 6)["best"] == {"name": "rows", "value": -1.0, "step": 6}
+    assert best(tmp_path) == "step-000006"
 
 
 def test_what_is_not_a_number_is_never_the_best(tmp_path):
@@ -116,4 +159,4 @@ def test_what_is_not_a_number_is_never_the_best(tmp_path):
     trainer = Measured(save_dir=str(tmp_path), train_steps=4, **{**SETTINGS, "eval_interval": 1, "save_best": "score"})
     trainer.train(tiny_t5(), train_dataset=Pairs(40), valid_dataset=Pairs(8))
     assert best(tmp_path) == "step-000002"
-    assert state(tmp_path, 4)["best"] == {"value": 2.0, "step": 2}
+    assert state(tmp_path, 4)["best"] == {"name": "score", "value": 2.0, "step": 2}

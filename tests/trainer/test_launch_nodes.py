@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from commands import BIN, user_environment
 
-from shardzoo.trainer.launch import start_processes
+from shardzoo.trainer import TrainingArguments
+from shardzoo.trainer.launch import ensure_processes_of, start_processes
 from shardzoo.trainer.launch_nodes import Nodes, check_launcher, deepspeed_command, read_hostfile
 
 HOSTS = "# two machines, named in ~/.ssh/config\nworker-a slots=2\n\nworker-b slots=1  # the small one\n"
@@ -142,6 +143,24 @@ def test_a_dry_run_on_this_machine(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(" WORLD_SIZE")[0] for line in lines] == ["RANK=0 LOCAL_RANK=0", "RANK=1 LOCAL_RANK=1"]
     assert all(line.endswith("-u train.py --lr 1") for line in lines)
+
+
+def test_another_script_is_run_with_the_same_arguments(hosts, tmp_path, monkeypatch, capsys):
+    script = tmp_path / "train.py"
+    script.touch()
+    monkeypatch.setattr(sys, "argv", ["main.py", "--lr", "1"])
+    arguments = {"env_type": "pytorchDDP", "num_gpus": 2, "training_script": script, "dry_run": True}
+    with pytest.raises(SystemExit):
+        ensure_processes_of(TrainingArguments(**arguments))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert all(line.endswith(f"{script} --lr 1") for line in lines)
+    assert start_processes(1, Nodes(str(hosts), 2, 1), script=str(script), dry_run=True) == 0
+    assert f"{script} --lr 1" in capsys.readouterr().out
+    with pytest.raises(
+        ValueError, match=r"training_script nowhere.py is no file; leave it out to run this very command"
+    ):
+        start_processes(2, script="nowhere.py", dry_run=True)
 
 
 @pytest.fixture

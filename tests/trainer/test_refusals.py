@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import enum
+import json
+from dataclasses import dataclass, field
+
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -29,6 +34,9 @@ REFUSED = [
     ({"lr": float("inf")}, "lr must be a finite number, not inf"),
     ({"clip_grad": float("nan")}, "clip_grad must be a finite number, not nan"),
     ({"epochs": "3"}, "epochs must be an integer, not '3'"),
+    ({"env_type": "pytorch", "num_gpus": 4}, "env_type='pytorch' is one process, and num_gpus=4"),
+    ({"wandb": True}, "wandb=True needs the package wandb: pip install wandb"),
+    ({"master_port": 99999}, "master_port must be from 1 to 65535, not 99999"),
     ({"epochs": 0.5}, "epochs must be an integer, not 0.5"),
     ({"train_steps": 2.5}, "train_steps must be an integer or None, not 2.5"),
     ({"batch_size": True}, "micro_batch_size must be an integer, not True"),
@@ -51,16 +59,49 @@ def test_arguments_that_do_not_work_are_refused(keywords, message):
         TrainingArguments(**keywords)
 
 
-def test_arguments_may_be_numbers_of_numpy_and_paths(tmp_path):
+class Name(str, enum.Enum):
+    COSINE = "cosine"
+
+
+def test_arguments_become_what_they_are_declared_to_be(tmp_path):
     from shardzoo.trainer import TrainingArguments
 
-    arguments = TrainingArguments(train_steps=np.int64(3), lr=np.float32(0.5), save_dir=tmp_path, weight_decay=0)
-    assert arguments.lr == 0.5
+    @dataclass(frozen=True)
+    class Mine(TrainingArguments):
+        bound: float = float("inf")
+        later: int = field(init=False)
+
+    mine = Mine(
+        train_steps=np.int64(3),
+        lr=np.float32(0.5),
+        weight_decay=0,
+        micro_batch_size=2.0,
+        save_dir=tmp_path,
+        lr_schedule=Name.COSINE,
+        zero_stage=np.int64(1),
+        env_type="deepspeed",
+        pytorch_device=torch.device("cpu"),
+    )
+    made = (mine.train_steps, mine.lr, mine.weight_decay, mine.micro_batch_size, mine.save_dir, mine.lr_schedule)
+    assert made == (3, 0.5, 0.0, 2, str(tmp_path), "cosine")
+    assert [type(value) for value in made] == [int, float, float, int, str, str]
+    assert (type(mine.zero_stage), mine.pytorch_device) == (int, "cpu")
+
+
+def test_numbers_of_numpy_train_and_are_saved(tmp_path):
+    steps, _ = run_training(None, tmp_path, micro_batch_size=np.int64(2), seed=np.int64(3), beta1=np.float32(0.5))
+    assert len(steps) == 4
 
 
 CONFIGURATIONS = [
     ('{"zero_optimization": {"stage": 3}}', r"asks for ZeRO stage 3, .* use stage 0, 1 or 2, or env_type='deepspeed'"),
     ('{"zero_optimization": 2}', r'zero_optimization must be an object such as {"stage": 2}, and not 2'),
+    ('{"bf16": {"enabled": true}}', "sets bf16.enabled to True, but the arguments decide it to be False"),
+    ('{"optimizer": {"type": "Adam", "params": {"lr": 99}}}', "sets the optimizer's lr, which the trainer's arguments"),
+    (
+        '{"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}',
+        "sets zero_optimization.offload_optimizer.device to 'cpu', but the arguments decide it to be 'none'",
+    ),
     ("[1]", "must hold a JSON object, not a list"),
     ("{", "is not JSON"),
     (None, "cannot be read: Is a directory"),
@@ -69,12 +110,32 @@ CONFIGURATIONS = [
 
 @pytest.mark.parametrize(("text", "message"), CONFIGURATIONS)
 def test_configuration_files_that_do_not_work_are_refused(tmp_path, text, message):
-    from shardzoo.trainer import Trainer
+    from shardzoo.trainer import TrainingArguments
+    from shardzoo.trainer.deepspeed_config import deepspeed_config
 
     path = tmp_path / "ds.json"
     path.write_text(text) if text else path.mkdir()
     with pytest.raises(ValueError, match=message):
-        Trainer(env_type="deepspeed+mpu", epochs=1, deepspeed_config=str(path))
+        deepspeed_config(TrainingArguments(env_type="deepspeed+mpu", epochs=1, deepspeed_config=str(path)), 1)
+
+
+def test_a_usual_configuration_file_is_taken(tmp_path):
+    from shardzoo.trainer import TrainingArguments
+    from shardzoo.trainer.deepspeed_config import deepspeed_config
+
+    config = {
+        "train_batch_size": "auto",
+        "steps_per_print": 100,
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+        "zero_optimization": {"stage": "auto", "overlap_comm": False},
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    made = deepspeed_config(TrainingArguments(env_type="deepspeed", deepspeed_config=tmp_path / "ds.json"), 1)
+    assert made["steps_per_print"] == 100
+    assert made["zero_optimization"] == {"stage": 1, "offload_optimizer": {"device": "none"}, "overlap_comm": False}
+    assert not {"optimizer", "scheduler"} & made.keys()
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:99", "meta", ""])
@@ -103,6 +164,32 @@ class Texts(Pairs):
         return {**super().__getitem__(index), "text": "as it was"}
 
 
+class Sized(Stream):
+    def __len__(self):
+        return len(self.samples)
+
+
+class Endless:
+    def __getitem__(self, index):
+        return Pairs()[index % 64]
+
+
+class SomeText(Pairs):
+    def __getitem__(self, index):
+        return {**super().__getitem__(index), "text": None if index < 3 else 1}
+
+
+class SomeKey(Pairs):
+    def __getitem__(self, index):
+        return {**super().__getitem__(index), **({"text": 1} if index == 3 else {})}
+
+
+def passes():
+    from shardzoo.data import ResumableLoader, Share
+
+    return ResumableLoader(Pairs(8), Share(2), total=8)
+
+
 def loader():
     return torch.utils.data.DataLoader([{"labels": 1}] * 8)
 
@@ -117,7 +204,17 @@ UNFIT = [
     ),
     ({"data": NoTargets(8)}, "has no target: all its labels are -100"),
     ({"data": Texts(8)}, "the samples' 'text' holds no numbers but 'as it was'; drop it, or pass a collate_fn"),
+    ({"data": SomeText(4), "micro_batch_size": 4}, "the samples' 'text' holds no numbers but None; drop it"),
+    (
+        {"data": SomeKey(4), "micro_batch_size": 4},
+        r"sample \d of a batch \(from 0\) has no 'text', which sample \d has",
+    ),
+    ({"data": [{"input_ids": [[1, 2], [3]]}] * 8}, "'input_ids' holds lists of unequal lengths: .* pad them"),
     ({"train_steps": None}, "set epochs or train_steps"),
+    ({"train_steps": None, "epochs": 2, "data": Endless()}, "without a length, so that epochs=2 never end; set train"),
+    ({"train_steps": None, "epochs": 2, "data": passes()}, "decides its passes over the data itself, and epochs=2"),
+    ({"data": Sized(Pairs(0))}, "train_dataset is empty"),
+    ({"data": pd.DataFrame({"input_ids": [1] * 8})}, "is a DataFrame; use a dataset"),
     ({"train_steps": None, "epochs": 1, "data": Stream(Pairs(8))}, "the length of the data is unknown"),
     ({"data": 3}, "is a int; use a dataset"),
     ({"data": {"train": Pairs(8)}}, "is a dict; use a dataset"),
@@ -129,11 +226,19 @@ UNFIT = [
     ({"valid": Pairs(0)}, "validation data is empty"),
     ({"valid": Stream(Pairs(8))}, "must be a dataset with __len__ and __getitem__, .* and not a Stream"),
     ({"valid": {"test": Pairs(8)}}, "must be a dataset .* and not a dict"),
+    ({"valid": "valid.txt"}, "must be a dataset .* and not a str"),
+    ({"valid": Pairs}, "must be a dataset .* and not the class Pairs"),
+    ({"valid": pd.DataFrame({"input_ids": [1] * 8})}, "must be a dataset .* and not a DataFrame"),
     ({"valid": Pairs(4), "save_best": "rouge"}, "is none of the validation values: loss"),
     ({"save_best": "loss"}, "save_best='loss' is a value of validation: pass a valid_dataset too"),
     ({"metrics": len}, "metric_methods must be {name: function} or a list"),
     ({"metrics": [len]}, "metric_methods must be {name: function} or a list"),
+    ({"metrics": {"loss": len}}, "the values of an evaluation have already the name 'loss'"),
+    ({"metrics": {"step": len}}, "the values of an evaluation have already the name 'step'"),
+    ({"metrics": [["a", len], ["a", min]]}, "two metrics have the name 'a'"),
     ({"model": lambda mesh: None}, "model must be a torch.nn.Module, .* and not None"),
+    ({"model": lambda mesh: torch.compile(tiny_t5())}, "wrapped in a OptimizedModule, .* by model.compile"),
+    ({"model": lambda mesh: torch.nn.DataParallel(tiny_t5())}, "wrapped in a DataParallel, .* pass the model itself"),
     ({"model": lambda mesh: "t5-small"}, "model must be a torch.nn.Module, .* and not 't5-small'"),
     ({"model": lambda mesh: torch.nn.Linear}, "model must be a torch.nn.Module, .* and not <class"),
 ]
@@ -156,11 +261,18 @@ def schedule_free(model):
     return pytorch_optimizer.ScheduleFreeAdamW(model.parameters())
 
 
+def lookahead(model):
+    import pytorch_optimizer
+
+    return pytorch_optimizer.Lookahead(torch.optim.AdamW(model.parameters()))
+
+
 UPDATES = [
     (lambda model: (torch.optim.SGD, None), "optimizer must be a torch.optim.Optimizer over the model's parameters"),
     (lambda model: (sgd(tiny_t5()), None), "47 parameters of the optimizer are not the model's"),
     (lambda model: (torch.optim.LBFGS(model.parameters()), None), "LBFGS computes losses anew within a step"),
     (lambda model: (schedule_free(model), None), "ScheduleFreeAdamW keeps other weights for evaluation"),
+    (lambda model: (lookahead(model), None), "Lookahead keeps state besides that of its parameters"),
     (lambda model: (None, StepLR(sgd(model), 2)), "lr_scheduler schedules another optimizer than the one in use"),
     (lambda model: (o := sgd(model), ReduceLROnPlateau(o)), "whose rate follows from the step, and not <torch"),
     (lambda model: (sgd(model), StepLR), "lr_scheduler must be a torch.optim.lr_scheduler.LRScheduler"),
@@ -180,4 +292,6 @@ def test_a_file_in_the_folder_s_place_is_named(tmp_path):
     for folder in (tmp_path / "run", tmp_path / "run" / "below"):
         with pytest.raises(ValueError, match="cannot be the run's folder, for a file is there"):
             run_training(None, folder)
+    with pytest.raises(ValueError, match="run cannot be tensorboard_dir, for a file is there"):
+        run_training(None, tmp_path / "other", tensorboard_dir=tmp_path / "run")
     assert (tmp_path / "run").read_text() == "here"

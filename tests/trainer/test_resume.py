@@ -113,6 +113,29 @@ def test_one_command_begins_elsewhere_and_goes_on_after_each_kill(tmp_path):
     assert all(torch.equal(value, same[key]) for key, value in weights.items())
 
 
+def test_leftovers_of_killed_processes_are_cleared_away(tmp_path):
+    run_training(None, tmp_path, train_steps=1)
+    for name in (".step-000002.partial", ".step-000001.deleted"):
+        (tmp_path / "checkpoints" / name).mkdir()
+    run_training(None, tmp_path, train_steps=2, resume=True)
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-000001", "step-000002"]
+
+
+def test_every_course_that_is_left_is_kept(tmp_path):
+    run_training(None, tmp_path, train_steps=4, save_interval=2)
+    for again in (1, 2):
+        run_training(None, tmp_path, train_steps=4, load_dir=checkpoint(tmp_path, 2))
+        names = ["step-000002", "step-000004", "step-000004.abandoned", "step-000004.abandoned1"]
+        assert sorted(os.listdir(tmp_path / "checkpoints")) == names[: 2 + again]
+    with pytest.raises(ValueError, match=r"and load_dir=.* from one that is given there; leave one of them out"):
+        run_training(None, tmp_path, train_steps=4, load_dir=checkpoint(tmp_path, 2), resume=True)
+    left = {"load_dir": str(tmp_path / "checkpoints" / "step-000004.abandoned"), "train_steps": 5}
+    with pytest.raises(ValueError, match="holds a run that is saved at step 4"):
+        run_training(None, tmp_path, **left)
+    steps, _ = run_training(None, tmp_path / "other", **left)
+    assert [step["step"] for step in steps] == [5]
+
+
 def interrupt_at(last: int):
     def on_step(step: int, loss: float) -> None:
         if step == last:

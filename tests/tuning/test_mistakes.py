@@ -8,6 +8,8 @@ import huggingface_hub
 import pytest
 
 from shardzoo import tuning as t2t
+from shardzoo.trainer import TrainingArguments
+from shardzoo.trainer.new_run import make_run_folder
 
 ARGUMENTS = [
     ({"metric": "blue"}, "metric 'blue' is none of sacrebleu, rouge, accuracy"),
@@ -19,6 +21,11 @@ ARGUMENTS = [
     ({"model_name_or_pth": "x"}, "did you mean 'model_name_or_path'"),
     ({"learning_rate": 1e-3, "lr": 1e-3}, "learning_rate and lr both set lr|lr and learning_rate both set lr"),
     ({"predict_with_generate": True, "zero_stage": 3}, "use stage 2"),
+    ({"save_dir": "runs"}, "save_dir='runs': a fine-tuning run lies in --output-dir"),
+    ({"experiment_name": "a"}, "experiment_name='a': a fine-tuning run lies in --output-dir"),
+    ({"torch_compile_backend": "zzz"}, "torch_compile_backend 'zzz' is none of .*inductor"),
+    ({"arguments": {"a": 1}}, "pass TrainerArguments, or keywords as in .*, not a dict"),
+    ({"arguments": TrainingArguments()}, "pass TrainerArguments, .* not a TrainingArguments"),
     ({"train_file": "nowhere.json"}, "train_file nowhere.json does not exist"),
     ({"model_name_or_path": ""}, "model_name_or_path is missing"),
     ({"model_name_or_path": "/nowhere/at/all"}, "/nowhere/at/all is no folder"),
@@ -129,3 +136,64 @@ def test_a_folder_with_other_files_is_not_replaced(checkpoints, tmp_path):
         with pytest.raises(ValueError, match="holds files that are no model's"):
             t2t.Trainer(model_name_or_path=checkpoints("t5"), native=native).save_model(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+BEFORE_THE_FOLDER = [
+    ({"epochs": 0}, "set epochs or train_steps"),
+    ({"save_best": "rouge"}, "'rouge' is none of the validation values: loss, perplexity$"),
+    (
+        {"save_best": "sacrebleu", "predict_with_generate": True, "metric": "rouge"},
+        "loss, perplexity, rouge1, rouge2, rougeL$",
+    ),
+    ({"save_best": "loss", "validation_split": 0}, "nothing validates: it takes a validation_file"),
+    ({"load_dir": "nowhere"}, "load_dir nowhere holds no checkpoint"),
+    ({"ignore_pad_token_for_loss": False, "task": "text-classification"}, "for the targets of encoder-decoders"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BEFORE_THE_FOLDER)
+def test_a_refused_run_leaves_no_folder(checkpoints, files, tmp_path, arguments, message):
+    kind, file = ("bert", "labels.json") if "task" in arguments else ("t5", "pairs.json")
+    data = {"train_file": str(files / file), "output_dir": str(tmp_path / "run"), "max_source_length": 20}
+    with pytest.raises(ValueError, match=message):
+        t2t.Trainer(model_name_or_path=checkpoints(kind), **{**data, **arguments}).train()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_has_saved_nothing_is_begun_anew(checkpoints, files, tmp_path):
+    """Both messages lead to what works."""
+    (tmp_path / "arguments.yaml").touch()
+    short = {"max_source_length": 20, "max_target_length": 8, "train_steps": 1, "output_dir": str(tmp_path)}
+
+    def train(**more):
+        t2t.Trainer(
+            model_name_or_path=checkpoints("t5"), train_file=str(files / "pairs.json"), **short, **more
+        ).train(valid=False)  # fmt: skip
+
+    with pytest.raises(ValueError, match=r"nothing saved yet\); replace it by --overwrite, or choose"):
+        train()
+    with pytest.raises(ValueError, match="begin it anew by --overwrite without --resume"):
+        train(resume=True)
+    train(overwrite=True)
+    assert (tmp_path / "checkpoints" / "step-000001").exists()
+
+
+def test_an_output_dir_in_a_file(checkpoints, files, tmp_path):
+    (tmp_path / "file").touch()
+    data = {"train_file": str(files / "pairs.json"), "output_dir": str(tmp_path / "file" / "run")}
+    with pytest.raises(ValueError, match=r"cannot be made \(Not a directory\); choose another"):
+        t2t.Trainer(model_name_or_path=checkpoints("t5"), **data).train()
+
+
+def test_runs_of_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folders = [make_run_folder("models/t5") for _ in range(20)]
+    assert len(set(folders)) == 20
+    assert all(folder.is_dir() and folder.name.startswith("t5-") for folder in folders)
+
+
+def test_one_prompt_token_is_one_token(checkpoints):
+    trainer = t2t.Trainer(model_name_or_path=checkpoints("t5"))
+    trainer.convert_to_prompt_tuning("<p0>")
+    assert trainer.tokenizer.tokenize("<p0>") == ["<p0>"]
+    assert sum(p.numel() for p in trainer.model.parameters() if p.requires_grad) == 32
