@@ -185,20 +185,27 @@ class Trainer:
             metrics=metrics,
         )
 
-    def _check_task(self, train_dataset: Any, valid_dataset: Any, metrics: Mapping[str, Metric]) -> None:
-        arguments = self.arguments
-        if train_dataset is None:
-            raise ValueError("train needs a train_dataset")
+    def check_arguments(self, names: Sequence[str] | None) -> None:
+        """ValueError unless the arguments say how long to train and `save_best` is a validation value.
+
+        names: of these values; None where they are not known before the first evaluation.
+        """
+        arguments, best = self.arguments, self.arguments.save_best
         if arguments.train_steps is None and not arguments.epochs:
             raise ValueError("say how long to train: set epochs or train_steps")
-        best = arguments.save_best
+        if best is not None and names is not None and best not in names:
+            raise ValueError(f"save_best={best!r} is none of the validation values: {', '.join(names)}")
+
+    def _check_task(self, train_dataset: Any, valid_dataset: Any, metrics: Mapping[str, Metric]) -> None:
+        if train_dataset is None:
+            raise ValueError("train needs a train_dataset")
+        best = self.arguments.save_best
         if best is not None and valid_dataset is None:
             raise ValueError(f"save_best={best!r} is a value of validation: pass a valid_dataset too")
-        if valid_dataset is None or type(self).validate is not Trainer.validate:  # whose data and values are its own
-            return
-        check_samples(valid_dataset)
-        if best not in (None, "loss", *metrics):
-            raise ValueError(f"save_best={best!r} is none of the validation values: {', '.join(['loss', *metrics])}")
+        plain = type(self).validate is Trainer.validate  # else its data and values are its own
+        if valid_dataset is not None and plain:
+            check_samples(valid_dataset)
+        self.check_arguments(["loss", *metrics] if plain else None)
 
     def _join(self, mesh: ParallelMesh | None) -> tuple[ParallelMesh | None, torch.device]:
         """Joins the other processes, or starts them all and ends this one."""

@@ -25,17 +25,14 @@ class TuningTrainer(Trainer):
 
     def check(self, validates: bool, metrics: Mapping[str, Metric]) -> None:
         """ValueError for what `train` would refuse of the arguments, so that it can be before the run has a folder."""
-        arguments, best = self.arguments, self.arguments.save_best
-        if arguments.train_steps is None and not arguments.epochs:
-            raise ValueError("say how long to train: set epochs or train_steps")
+        best = self.arguments.save_best
         if best is not None and not validates:
             raise ValueError(
                 f"save_best={best!r} is a value of validation, and nothing validates: it takes a "
                 "validation_file or a validation_split above 0, and train(valid=True)"
             )
-        names = ["loss", *(["perplexity"] if self.is_language_model else []), *metrics, *self.measured]
-        if best is not None and best not in names:
-            raise ValueError(f"save_best={best!r} is none of the validation values: {', '.join(names)}")
+        of_texts = ["perplexity"] if self.is_language_model else []
+        self.check_arguments(["loss", *of_texts, *metrics, *self.measured])
 
     def validate(
         self, model: Any, module: nn.Module, dataset: Any, metrics: Mapping[str, Metric], collate: Callable[[Any], Any]
