@@ -6,7 +6,20 @@ from pathlib import Path
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
-PARTS = ("mpu", "models", "ops", "csrc", "data", "trainer", "convert", "generation", "tuning", "cli")
+PARTS = (
+    "checkpoint",
+    "cli",
+    "convert",
+    "csrc",
+    "data",
+    "finetuning",
+    "generation",
+    "models",
+    "mpu",
+    "ops",
+    "pretraining",
+    "trainer",
+)
 SUBPACKAGES = find_packages(".", include=[pattern for part in PARTS for pattern in (part, f"{part}.*")])
 
 

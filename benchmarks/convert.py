@@ -22,7 +22,7 @@ from shutil import rmtree
 import numpy as np
 from safetensors import safe_open
 
-from shardzoo.convert.safetensors_header import make_header
+from shardzoo.checkpoint.safetensors_header import make_header
 
 CHILD = """
 import sys, time

@@ -112,7 +112,7 @@ def index_building(arguments: Arguments, corpus: Path, tokenizer: Path, table: T
     """C++ index builders against numpy's, for so many tokens in documents of about 600 tokens, 24 per
     sentence.
     """
-    from shardzoo.data import index_building, index_reference
+    from shardzoo.data.indexed import index_building, index_reference
 
     if not index_building.COMPILED:
         raise SystemExit("the compiled index builders are not installed")

@@ -215,12 +215,12 @@ def measure(case: Case) -> None:
 
     from shardzoo.models import Execution, from_config
     from shardzoo.mpu import ParallelMesh
-    from shardzoo.trainer.arguments import TrainingArguments
-    from shardzoo.trainer.engine import make_engine
-    from shardzoo.trainer.environment import initialize_distributed
-    from shardzoo.trainer.launch import ensure_processes
-    from shardzoo.trainer.optimizers import make_optimizer
-    from shardzoo.trainer.ranks import Ranks
+    from shardzoo.trainer.arguments.training_arguments.training_arguments import TrainingArguments
+    from shardzoo.trainer.engines.engine import make_engine
+    from shardzoo.trainer.engines.optimizers import make_optimizer
+    from shardzoo.trainer.launch.environment import initialize_distributed
+    from shardzoo.trainer.launch.launch import ensure_processes
+    from shardzoo.trainer.launch.ranks import Ranks
 
     job = job_of(case)
     launch = ensure_processes(job.tensor_parallel_size * job.data_parallel_size)
@@ -273,7 +273,7 @@ def warm_up(arguments: Any) -> None:
 
     from shardzoo.models import from_config
     from shardzoo.mpu import dropout_state
-    from shardzoo.trainer.optimizers import make_optimizer
+    from shardzoo.trainer.engines.optimizers import make_optimizer
 
     if arguments.env_type.startswith("deepspeed"):
         import deepspeed  # noqa: F401

@@ -25,9 +25,9 @@ from rich.table import Table
 import shardzoo.trainer.trainer as trainer_module
 from shardzoo.models import find_config, from_config
 from shardzoo.trainer import Trainer, TrainingArguments
+from shardzoo.trainer.checkpointing.saver import BackgroundSaver
+from shardzoo.trainer.logging.reporter import SilentReporter
 from shardzoo.trainer.loop import TrainingLoop
-from shardzoo.trainer.reporter import SilentReporter
-from shardzoo.trainer.saver import BackgroundSaver
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from rich.table import Table
 
 import shardzoo
 from shardzoo.trainer import Trainer, TrainingArguments
-from shardzoo.trainer.reporter import SilentReporter
+from shardzoo.trainer.logging.reporter import SilentReporter
 
 SIDES = ("transformers", "ours, their model", "ours, our model")
 T5_V1_1_SMALL = {

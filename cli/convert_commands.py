@@ -20,8 +20,8 @@ INTERRUPTED = 130
 
 
 def run_conversion(command: Split | Merge | Reshard) -> int:
+    from ..checkpoint.source import open_source
     from ..convert import operations
-    from ..convert.source import open_source
     from .convert import Merge, Reshard
 
     options = _options(command)
@@ -46,7 +46,7 @@ def run_conversion(command: Split | Merge | Reshard) -> int:
 
 
 def _options(command: Converting) -> Options:
-    from ..convert.dtypes import from_torch_name
+    from ..checkpoint.dtypes import from_torch_name
     from ..convert.operations import LARGEST_FILE, Options
 
     largest = getattr(command, "max_file_gb", LARGEST_FILE / 1e9)

@@ -11,15 +11,15 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from ..data.documents import SourceReport, fail_on_bad, iter_documents, skip_bad
-from ..data.entropy import token_counts
-from ..data.indexed import IndexedDataset
-from ..data.merge import merge_datasets, split_dataset
-from ..data.prepare import PrepareOptions, PrepareReport, prepare_dataset
-from ..data.progress import prepare_progress
-from ..data.sentencepiece_training import train_sentencepiece
-from ..data.tokenizer import load_tokenizer
-from ..data.tokenizer_training import train_byte_level_bpe, train_wordpiece
+from ..data.indexed.dataset import IndexedDataset
+from ..data.indexed.merge import merge_datasets, split_dataset
+from ..data.text.documents import SourceReport, fail_on_bad, iter_documents, skip_bad
+from ..data.text.entropy import token_counts
+from ..data.text.prepare import PrepareOptions, PrepareReport, prepare_dataset
+from ..data.text.progress import prepare_progress
+from ..data.tokenizers.sentencepiece_training import train_sentencepiece
+from ..data.tokenizers.tokenizer import load_tokenizer
+from ..data.tokenizers.training import train_byte_level_bpe, train_wordpiece
 
 
 @dataclass(frozen=True)

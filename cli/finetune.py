@@ -18,13 +18,13 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import tyro
 from rich.text import Text
 
-from ..trainer.launch_place import Launch
-from ..tuning.arguments import TrainerArguments
+from ..finetuning.arguments import TrainerArguments
+from ..trainer.launch.rank_info import Launch
 from .arguments import parse
-from .rank_mistakes import exit_code_of_rank
+from .rank_errors import exit_code_of_rank
 
 if TYPE_CHECKING:
-    from ..tuning import Trainer
+    from ..finetuning import Trainer
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def make_trainer(arguments: FinetuneArguments) -> Trainer:
         raise ValueError("--model-name-or-path is missing: name the folder of a model")
     if arguments.train_file is None and arguments.validation_file is None and arguments.test_file is None:
         raise ValueError("there is nothing to do: name a --train-file, --validation-file or --test-file")
-    from ..tuning import Trainer  # torch and transformers take seconds to import
+    from ..finetuning import Trainer  # torch and transformers take seconds to import
 
     trainer = Trainer(arguments)
     parts = {name: True for name in ("encoder", "decoder", "embeddings") if getattr(arguments, f"freeze_{name}")}

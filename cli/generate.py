@@ -17,7 +17,7 @@ from .arguments import exit_code_of, parse, read_yaml
 
 if TYPE_CHECKING:
     from ..generation.pipeline import TextGenerationPipeline
-    from ..trainer.launch_place import Launch
+    from ..trainer.launch.rank_info import Launch
 
 DTYPES = Literal["float32", "bfloat16", "float16"]
 
@@ -64,7 +64,7 @@ def given_settings(arguments: GenerateArguments, argv: Sequence[str]) -> dict[st
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0: done. 2: refused, after a message on stderr. Else the exit code of the process that failed first."""
-    from ..trainer.launch_place import Launch
+    from ..trainer.launch.rank_info import Launch
 
     launch = Launch.from_environment()
     quiet = not launch.is_first
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def start(argv: Sequence[str] | None, launch: Launch, quiet: bool) -> int:
     from ..models import find_config
     from ..models.common.attention import check_heads
-    from ..trainer.launch import start_processes
+    from ..trainer.launch.launch import start_processes
 
     given = sys.argv[1:] if argv is None else list(argv)
     arguments = parse(GenerateArguments, given, program="shardzoo generate", description=__doc__ or "", quiet=quiet)
@@ -102,8 +102,8 @@ def run(arguments: GenerateArguments, settings: dict[str, Any], launch: Launch) 
 
     from ..generation.pipeline import TextGenerationPipeline
     from ..mpu import ParallelMesh
-    from ..trainer.coordination import on_first_rank
-    from ..trainer.environment import initialize_distributed
+    from ..trainer.launch.coordination import on_first_rank
+    from ..trainer.launch.environment import initialize_distributed
 
     mesh, device = None, torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if arguments.tp > 1:

@@ -22,14 +22,14 @@ from ..models.auto import model_class
 from ..models.common.attention import check_heads
 from ..models.common.causal_lm import CausalLM
 from ..mpu import validate_layout
-from ..trainer.arguments import EnvType, TrainingArguments
-from ..trainer.deepspeed_config import zero_stage
-from ..trainer.environment import end_process
-from ..trainer.launch import ensure_processes_of, processes_of
-from ..trainer.launch_place import Launch
+from ..trainer.arguments.training_arguments import EnvType, TrainingArguments
+from ..trainer.engines.deepspeed_config import zero_stage
+from ..trainer.launch.environment import end_process
+from ..trainer.launch.launch import ensure_processes_of, processes_of
+from ..trainer.launch.rank_info import Launch
 from ..trainer.run_folder import RunFolder
 from .arguments import parse, read_yaml
-from .rank_mistakes import exit_code_of_rank
+from .rank_errors import exit_code_of_rank
 
 if TYPE_CHECKING:
     from ..models.common.config import ModelConfig
@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if launch.world_size < size and not arguments.dry_run and not arguments.hostfile:
             print(f"{launch.world_size} process for --model-parallel-size {size}: starting {size} on this machine")
         ensure_processes_of(arguments)
-        from .pretraining import Pretraining  # DeepSpeed takes seconds to import
+        from ..pretraining.recipe import Pretraining  # DeepSpeed takes seconds to import
 
         Pretraining(arguments, config, launch).run()
         return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .dtypes import item_size, torch_name
+from ..checkpoint.dtypes import item_size, torch_name
 
 
 def cast(block: np.ndarray, source: str, target: str, name: str) -> np.ndarray:

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
+from ..checkpoint.dtypes import item_size
+from ..checkpoint.file_io import Files, Input, Output
+from ..checkpoint.layout import Part, Placement
+from ..checkpoint.stored_tensor import StoredTensor
 from .cast import cast
-from .dtypes import item_size
-from .file_io import Files, Input, Output
-from .layout import Part, Placement
-from .stored import StoredTensor
 from .transposing import copy_transposed
 
 OutputFactory = Callable[[Sequence[StoredTensor]], Output]

@@ -13,8 +13,8 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ..checkpoint.manifest import MANIFEST, Manifest
 from .journal import JOURNAL, Journal, check_unused
-from .manifest import MANIFEST, Manifest
 from .target import NewFile
 
 PARTIAL = ".partial"

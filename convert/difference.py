@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from .dtypes import item_size
-from .file_io import open_for_reading, read_into
-from .source import Source, open_source
-from .stored import StoredTensor
+from ..checkpoint.dtypes import item_size
+from ..checkpoint.file_io import open_for_reading, read_into
+from ..checkpoint.source import Source, open_source
+from ..checkpoint.stored_tensor import StoredTensor
 
 CHUNK = 8 << 20
 _NUMPY_FLOATS = {"F64": "f8", "F32": "f4", "F16": "f2"}

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
+from ..checkpoint.file_io import Files
 from .copying import Copy, OutputFactory, run_copy
-from .file_io import Files
 
 MEMORY = 40 << 20  # bytes of all threads' blocks together
 BLOCKS_PER_THREAD = 5  # a block as read, assembled, turned or cast, and as cut up for the targets

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from .file_io import Files, open_for_reading
+from ..checkpoint.file_io import Files, open_for_reading
 from .native import Parameter
 from .operations import plan
 from .plan import Plan

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .source import Source, open_source
-from .stored import StoredTensor
+from ..checkpoint.source import Source, open_source
+from ..checkpoint.stored_tensor import StoredTensor
 
 
 @dataclass(frozen=True)

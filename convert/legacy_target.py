@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch._utils import _rebuild_tensor_v2
 
-from .dtypes import item_size
-from .layout import Layout
+from ..checkpoint.dtypes import item_size
+from ..checkpoint.layout import Layout
+from ..checkpoint.stored_tensor import StoredTensor
 from .source_layout import MappedSource, entries, rank_placements
-from .stored import StoredTensor
 from .target import NewFile, Target, new_dtypes
 
 FOLDER = "release"

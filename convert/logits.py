@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
+from ..checkpoint.source import open_source
 from ..models import from_pretrained
 from ..mpu import ParallelMesh
 from .operations import Options, merge, split
-from .source import open_source
 from .source_layout import MappedSource, map_source
 from .verification import smallest_size
 

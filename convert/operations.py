@@ -10,17 +10,17 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from ..checkpoint.dtypes import torch_name
+from ..checkpoint.file_io import Files, Writer, hash_stored, open_for_reading
+from ..checkpoint.folder_files import companion_files
+from ..checkpoint.manifest import ExtraRecord, Manifest, TensorRecord
+from ..checkpoint.source import EXTRAS, open_source
+from ..checkpoint.stored_tensor import StoredTensor
 from .destination import Destination
-from .dtypes import torch_name
 from .engine import Digests, run_copies
-from .file_io import Files, Writer, hash_stored, open_for_reading
-from .folder_files import companion_files
 from .journal import Journal
-from .manifest import ExtraRecord, Manifest, TensorRecord
 from .plan import Plan, make_plan, source_state
-from .source import EXTRAS, open_source
 from .source_layout import MappedSource, entries, map_source
-from .stored import StoredTensor
 from .target import LARGEST_FILE, Target, huggingface_target, shards_target
 
 ProgressReport = Callable[[int, int], None]  # bytes done, bytes in all

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..checkpoint.layout import Layout, check_no_overlap, whole
 from .copying import Copy
-from .layout import Layout, check_no_overlap, whole
 from .source_layout import MappedSource
 from .target import Target
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..checkpoint.dtypes import torch_name
+from ..checkpoint.layout import Layout, Part, Placement
+from ..checkpoint.manifest import Manifest
+from ..checkpoint.source import Source
+from ..checkpoint.stored_tensor import StoredTensor
 from ..models.common.name_map import Entry
-from .dtypes import torch_name
-from .layout import Layout, Part, Placement
-from .manifest import Manifest
 from .native import NativeModel, Parameter, native_model
-from .source import Source
-from .stored import StoredTensor
 from .tying import beginning, is_tied
 
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from .dtypes import FLOATS, item_size
-from .layout import Layout, Part, Placement
-from .safetensors_header import make_header
-from .source import EXTRAS
+from ..checkpoint.dtypes import FLOATS, item_size
+from ..checkpoint.layout import Layout, Part, Placement
+from ..checkpoint.safetensors_header import make_header
+from ..checkpoint.source import EXTRAS
+from ..checkpoint.stored_tensor import StoredTensor
 from .source_layout import MappedSource, entries, rank_placements, stacked_ranges, stored_shape
-from .stored import StoredTensor
 
 METADATA = {"format": "pt"}
 LARGEST_FILE = 5 * 10**9  # of a Hugging Face folder, before it is divided into several

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from ..checkpoint.dtypes import item_size
+from ..checkpoint.file_io import Files, Output, check_hash, hash_stored, read_into
+from ..checkpoint.layout import Part, Placement
+from ..checkpoint.stored_tensor import StoredTensor
 from .cast import cast
-from .dtypes import item_size
-from .file_io import Files, Output, check_hash, hash_stored, read_into
-from .layout import Part, Placement
-from .stored import StoredTensor
 
 
 def copy_transposed(

@@ -6,10 +6,10 @@ import os
 
 import numpy as np
 
+from ..checkpoint.file_io import open_for_reading, read_into
+from ..checkpoint.source import Source
+from ..checkpoint.stored_tensor import StoredTensor
 from ..models.common.name_map import NameMap
-from .file_io import open_for_reading, read_into
-from .source import Source
-from .stored import StoredTensor
 
 COMPARED = 1 << 20  # bytes; equal beginnings are taken for equal tensors, and compared in full while copying
 

@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..checkpoint.file_io import Comparer, Files, check_hash, hash_stored, open_for_reading
+from ..checkpoint.source import open_source
+from ..checkpoint.stored_tensor import StoredTensor
 from .engine import block_size, run_copies
-from .file_io import Comparer, Files, check_hash, hash_stored, open_for_reading
 from .operations import Options, merge, split
 from .plan import compose
-from .source import open_source
 from .source_layout import MappedSource, map_source
-from .stored import StoredTensor
 from .target import huggingface_target
 
 

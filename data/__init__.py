@@ -10,99 +10,99 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .batching import EpochShuffle, LengthBuckets, PackedDataset, pack_lengths
-    from .blank_infilling import BlankInfilling
-    from .collate import PadBatch
-    from .corpus import Corpus, prepare_corpus
-    from .documents import SourceReport, fail_on_bad, iter_documents, skip_bad
-    from .entropy import token_counts, unigram_entropy
-    from .finetune import BlockDataset, PromptDataset, Seq2SeqDataset
-    from .glm_texts import GLMDataset, GLMMixture
-    from .glm_tokens import GLMTokens, glm_token_ids, glm_tokenizer
-    from .gpt import GPTDataset
-    from .index_format import dtype_for_vocabulary
-    from .indexed import IndexedDataset
-    from .indexed_writer import IndexedDatasetWriter, WriterState
-    from .loader import ResumableLoader, Share
-    from .masking import Masking
-    from .merge import merge_datasets, split_dataset
-    from .objectives import ObjectiveDataset, SentencePairDataset, masked_dataset, span_corruption_dataset
-    from .packed import PackedTokens
-    from .pairs import load_pairs
-    from .prepare import PrepareOptions, PrepareReport, prepare_dataset
-    from .pretraining import LIBAI_MT5, PretrainingData, build_dataset, build_loader
-    from .sentence_pairs import SentencePairs
-    from .sentencepiece_training import train_sentencepiece
-    from .sentences import sentence_end_ids, split_sentences
-    from .sentinels import add_sentinels, sentinel_ids
-    from .span_corruption import PrefixLM, SpanCorruption
-    from .stdlib import python_stdlib
-    from .stream import DocumentRecords, IterableRecords, ResumableStream
-    from .tokenizer import Tokenizer, load_tokenizer
-    from .tokenizer_training import train_byte_level_bpe, train_wordpiece
+    from .indexed.dataset import IndexedDataset
+    from .indexed.format import dtype_for_vocabulary
+    from .indexed.merge import merge_datasets, split_dataset
+    from .indexed.writer import IndexedDatasetWriter, WriterState
+    from .loading.batching import EpochShuffle, LengthBuckets, PackedDataset, pack_lengths
+    from .loading.collate import PadBatch
+    from .loading.loader import ResumableLoader, Share
+    from .loading.stream import DocumentRecords, IterableRecords, ResumableStream
+    from .objectives.blank_infilling import BlankInfilling
+    from .objectives.causal import GPTDataset
+    from .objectives.datasets import ObjectiveDataset, SentencePairDataset, masked_dataset, span_corruption_dataset
+    from .objectives.glm_texts import GLMDataset, GLMMixture
+    from .objectives.masking import Masking
+    from .objectives.packed import PackedTokens
+    from .objectives.pretraining import LIBAI_MT5, PretrainingData, build_dataset, build_loader
+    from .objectives.sentence_pairs import SentencePairs
+    from .objectives.span_corruption import PrefixLM, SpanCorruption
+    from .pairs.datasets import BlockDataset, PromptDataset, Seq2SeqDataset
+    from .pairs.pairs import load_pairs
+    from .text.corpus import Corpus, prepare_corpus
+    from .text.documents import SourceReport, fail_on_bad, iter_documents, skip_bad
+    from .text.entropy import token_counts, unigram_entropy
+    from .text.prepare import PrepareOptions, PrepareReport, prepare_dataset
+    from .text.sentences import sentence_end_ids, split_sentences
+    from .text.sources import python_stdlib
+    from .tokenizers.glm_tokens import GLMTokens, glm_token_ids, glm_tokenizer
+    from .tokenizers.sentencepiece_training import train_sentencepiece
+    from .tokenizers.sentinels import add_sentinels, sentinel_ids
+    from .tokenizers.tokenizer import Tokenizer, load_tokenizer
+    from .tokenizers.training import train_byte_level_bpe, train_wordpiece
 
 _MODULES = {
-    "BlankInfilling": "blank_infilling",
-    "BlockDataset": "finetune",
-    "Corpus": "corpus",
-    "DocumentRecords": "stream",
-    "EpochShuffle": "batching",
-    "GLMDataset": "glm_texts",
-    "GLMMixture": "glm_texts",
-    "GLMTokens": "glm_tokens",
-    "GPTDataset": "gpt",
-    "IndexedDataset": "indexed",
-    "IndexedDatasetWriter": "indexed_writer",
-    "IterableRecords": "stream",
-    "LIBAI_MT5": "pretraining",
-    "LengthBuckets": "batching",
-    "Masking": "masking",
-    "ObjectiveDataset": "objectives",
-    "PackedDataset": "batching",
-    "PackedTokens": "packed",
-    "PadBatch": "collate",
-    "PrefixLM": "span_corruption",
-    "PrepareOptions": "prepare",
-    "PrepareReport": "prepare",
-    "PretrainingData": "pretraining",
-    "PromptDataset": "finetune",
-    "ResumableLoader": "loader",
-    "ResumableStream": "stream",
-    "SentencePairDataset": "objectives",
-    "SentencePairs": "sentence_pairs",
-    "Seq2SeqDataset": "finetune",
-    "Share": "loader",
-    "SourceReport": "documents",
-    "SpanCorruption": "span_corruption",
-    "Tokenizer": "tokenizer",
-    "WriterState": "indexed_writer",
-    "add_sentinels": "sentinels",
-    "build_dataset": "pretraining",
-    "build_loader": "pretraining",
-    "dtype_for_vocabulary": "index_format",
-    "fail_on_bad": "documents",
-    "glm_tokenizer": "glm_tokens",
-    "glm_token_ids": "glm_tokens",
-    "iter_documents": "documents",
-    "load_pairs": "pairs",
-    "load_tokenizer": "tokenizer",
-    "masked_dataset": "objectives",
-    "merge_datasets": "merge",
-    "pack_lengths": "batching",
-    "prepare_corpus": "corpus",
-    "prepare_dataset": "prepare",
-    "python_stdlib": "stdlib",
-    "sentence_end_ids": "sentences",
-    "sentinel_ids": "sentinels",
-    "skip_bad": "documents",
-    "span_corruption_dataset": "objectives",
-    "split_dataset": "merge",
-    "split_sentences": "sentences",
-    "token_counts": "entropy",
-    "train_byte_level_bpe": "tokenizer_training",
-    "train_sentencepiece": "sentencepiece_training",
-    "train_wordpiece": "tokenizer_training",
-    "unigram_entropy": "entropy",
+    "BlankInfilling": "objectives.blank_infilling",
+    "BlockDataset": "pairs.datasets",
+    "Corpus": "text.corpus",
+    "DocumentRecords": "loading.stream",
+    "EpochShuffle": "loading.batching",
+    "GLMDataset": "objectives.glm_texts",
+    "GLMMixture": "objectives.glm_texts",
+    "GLMTokens": "tokenizers.glm_tokens",
+    "GPTDataset": "objectives.causal",
+    "IndexedDataset": "indexed.dataset",
+    "IndexedDatasetWriter": "indexed.writer",
+    "IterableRecords": "loading.stream",
+    "LIBAI_MT5": "objectives.pretraining",
+    "LengthBuckets": "loading.batching",
+    "Masking": "objectives.masking",
+    "ObjectiveDataset": "objectives.datasets",
+    "PackedDataset": "loading.batching",
+    "PackedTokens": "objectives.packed",
+    "PadBatch": "loading.collate",
+    "PrefixLM": "objectives.span_corruption",
+    "PrepareOptions": "text.prepare",
+    "PrepareReport": "text.prepare",
+    "PretrainingData": "objectives.pretraining",
+    "PromptDataset": "pairs.datasets",
+    "ResumableLoader": "loading.loader",
+    "ResumableStream": "loading.stream",
+    "SentencePairDataset": "objectives.datasets",
+    "SentencePairs": "objectives.sentence_pairs",
+    "Seq2SeqDataset": "pairs.datasets",
+    "Share": "loading.loader",
+    "SourceReport": "text.documents",
+    "SpanCorruption": "objectives.span_corruption",
+    "Tokenizer": "tokenizers.tokenizer",
+    "WriterState": "indexed.writer",
+    "add_sentinels": "tokenizers.sentinels",
+    "build_dataset": "objectives.pretraining",
+    "build_loader": "objectives.pretraining",
+    "dtype_for_vocabulary": "indexed.format",
+    "fail_on_bad": "text.documents",
+    "glm_tokenizer": "tokenizers.glm_tokens",
+    "glm_token_ids": "tokenizers.glm_tokens",
+    "iter_documents": "text.documents",
+    "load_pairs": "pairs.pairs",
+    "load_tokenizer": "tokenizers.tokenizer",
+    "masked_dataset": "objectives.datasets",
+    "merge_datasets": "indexed.merge",
+    "pack_lengths": "loading.batching",
+    "prepare_corpus": "text.corpus",
+    "prepare_dataset": "text.prepare",
+    "python_stdlib": "text.sources",
+    "sentence_end_ids": "text.sentences",
+    "sentinel_ids": "tokenizers.sentinels",
+    "skip_bad": "text.documents",
+    "span_corruption_dataset": "objectives.datasets",
+    "split_dataset": "indexed.merge",
+    "split_sentences": "text.sentences",
+    "token_counts": "text.entropy",
+    "train_byte_level_bpe": "tokenizers.training",
+    "train_sentencepiece": "tokenizers.sentencepiece_training",
+    "train_wordpiece": "tokenizers.training",
+    "unigram_entropy": "text.entropy",
 }
 __all__ = [
     "LIBAI_MT5",

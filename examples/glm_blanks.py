@@ -19,11 +19,11 @@ from shardzoo.data import (
     prepare_dataset,
     train_byte_level_bpe,
 )
-from shardzoo.data.glm_tokens import Family
+from shardzoo.data.tokenizers.glm_tokens import Family
 from shardzoo.generation import TextGenerationPipeline
 from shardzoo.trainer import Trainer
-from shardzoo.trainer.arguments import EnvType
-from shardzoo.trainer.coordination import on_first_rank
+from shardzoo.trainer.arguments.training_arguments.training_arguments import EnvType
+from shardzoo.trainer.launch.coordination import on_first_rank
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_sequence_length": 128}
 

@@ -17,11 +17,11 @@ from tyro.conf import FlagConversionOff
 import shardzoo
 from shardzoo.cli.arguments import exit_code_of, parse
 from shardzoo.data import LIBAI_MT5, IndexedDataset, PretrainingData, build_dataset, build_loader, prepare_corpus
-from shardzoo.data.tokenizer import T5_SENTINELS, load_tokenizer
+from shardzoo.data.tokenizers.tokenizer import T5_SENTINELS, load_tokenizer
 from shardzoo.models.mt5 import Config as MT5Config
 from shardzoo.trainer import Trainer, TrainingArguments
-from shardzoo.trainer.coordination import on_first_rank
-from shardzoo.trainer.launch_place import Launch
+from shardzoo.trainer.launch.coordination import on_first_rank
+from shardzoo.trainer.launch.rank_info import Launch
 
 
 @dataclass(frozen=True)

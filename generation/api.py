@@ -17,8 +17,8 @@ from ..models.glm.model import GLMForConditionalGeneration
 from .beams import beam_search
 from .decoders import BlankDecoder, CausalDecoder, Decoder, Seq2SeqDecoder
 from .group_beams import group_beam_search
+from .logits_processors import Rules
 from .prompts import check_ids, check_mask, decoder_prompt, left_padding
-from .rules import Rules
 from .sampling import decode
 from .settings import GenerationSettings, make_settings
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..mpu import ParallelMesh
 from .decoders import Decoder
-from .rules import Rules
+from .logits_processors import Rules
 from .settings import GenerationSettings
 from .vocabulary import Draws, best, log_probabilities, whole_rows
 

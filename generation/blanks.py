@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data.glm_tokens import GLMTokens
+from ..data.tokenizers.glm_tokens import GLMTokens
 from ..models.glm.model import GLMForConditionalGeneration
 from .api import Extras, check_model, device_of, evaluating, fill
 from .prompts import check_ids, check_mask

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..mpu import ParallelMesh, tp_rank
 from .beams import NEVER
 from .decoders import Decoder
-from .rules import Rules
+from .logits_processors import Rules
 from .settings import GenerationSettings
 from .vocabulary import best, log_probabilities
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..data.glm_tokens import Family
+from ..data.tokenizers.glm_tokens import Family
 from ..models import from_pretrained
 from ..models.bert.model import BertModel
 from ..models.common.seq2seq import Seq2SeqLM

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..mpu import tp_rank
 from .decoders import Decoder
-from .rules import Rules
+from .logits_processors import Rules
 from .settings import GenerationSettings
 from .vocabulary import Draws, drawn, most_likely
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data.glm_tokens import Family, GLMTokens, glm_tokenizer
-from ..data.tokenizer import load_tokenizer
+from ..data.tokenizers.glm_tokens import Family, GLMTokens, glm_tokenizer
+from ..data.tokenizers.tokenizer import load_tokenizer
 
 _GLM_BASES: dict[int, Family] = {30522: "bert", 50257: "gpt2", 50265: "roberta", 50000: "chinese"}
 _BLANK = re.compile(r"(\[g?s?MASK\])")

@@ -6,10 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .arguments import TrainingArguments
+    from .arguments.training_arguments import TrainingArguments
     from .trainer import Trainer
 
-_MODULES = {"Trainer": "trainer", "TrainingArguments": "arguments"}
+_MODULES = {"Trainer": "trainer", "TrainingArguments": "arguments.training_arguments"}
 __all__ = ["Trainer", "TrainingArguments"]
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .batches import Batch, is_table
-from .ranks import Ranks
-from .targets import Targets, to_device
+from .batches.collate import Batch, is_table
+from .batches.loss_normalization import Targets, to_device
+from .launch.ranks import Ranks
 
 # (logits, labels) of a micro-batch -> its mean over the rows, or [sum, count]. logits are whole.
 Metric = Callable[[Tensor, Tensor], Any]

@@ -11,23 +11,23 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..mpu import dropout_state
-from .arguments import TrainingArguments
-from .engine import Engine, StepOutcome
+from .arguments.training_arguments import TrainingArguments
+from .batches.loss_normalization import Targets, label_problem, to_device
+from .batches.training_data import Batches
+from .checkpointing.model_files import ModelFiles, read_optimizer
+from .checkpointing.optimizer_state import changed_values, group_values, load_group_values
+from .checkpointing.random_state import random_state_tensors, restore_random_state
+from .checkpointing.resume import Start
+from .checkpointing.saver import BackgroundSaver
+from .checkpointing.snapshot import TrainerState, take_snapshot
+from .engines.engine import Engine, StepOutcome
+from .engines.schedule import LearningRate
 from .evaluation import ForwardStep, loss_of
-from .model_files import ModelFiles, read_optimizer
-from .non_finite import describe_non_finite
-from .optimizer_state import changed_values, group_values, load_group_values
-from .profiling import StepProfiler
-from .random_state import random_state_tensors, restore_random_state
-from .ranks import Ranks
-from .run_start import Start
-from .saver import BackgroundSaver
-from .schedule import LearningRate
-from .snapshot import TrainerState, take_snapshot
-from .stopping import StopSignal
-from .targets import Targets, label_problem, to_device
-from .throughput import Throughput
-from .training_data import Batches
+from .launch.ranks import Ranks
+from .launch.signals import StopSignal
+from .logging.nan_diagnosis import describe_non_finite
+from .logging.profiling import StepProfiler
+from .logging.throughput import Throughput
 
 
 class Reporter(Protocol):

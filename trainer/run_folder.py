@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -192,3 +193,17 @@ class RunFolder:
             except json.JSONDecodeError:
                 continue
         return records
+
+
+def make_run_folder(model: str) -> Path:
+    """Makes runs/MODEL-TIME, with a number behind it where a run that began in the same second has that name."""
+    named = Path("runs", f"{Path(model).name}-{datetime.now():%Y%m%d-%H%M%S}")
+    named.parent.mkdir(exist_ok=True)
+    folder = named
+    for number in count(2):
+        try:
+            folder.mkdir()
+            break
+        except FileExistsError:
+            folder = named.with_name(f"{named.name}-{number}")
+    return folder

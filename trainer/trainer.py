@@ -16,31 +16,30 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..data import Share
 from ..mpu import ParallelMesh
-from .arguments import TrainingArguments
-from .batches import DefaultCollate
-from .checkpoint import restore_random
-from .coordination import on_first_rank
-from .deepspeed_config import zero_stage
-from .engine import make_engine
-from .environment import initialize_distributed, single_device
+from .arguments.training_arguments import TrainingArguments
+from .batches.collate import DefaultCollate
+from .batches.loss_normalization import Targets
+from .batches.training_data import make_training_data
+from .checkpointing.checkpoint import restore_random
+from .checkpointing.model_files import model_files
+from .checkpointing.random_state import seed_everything
+from .checkpointing.resume import Start, open_run
+from .checkpointing.saver import BackgroundSaver
+from .engines.deepspeed_config import zero_stage
+from .engines.engine import make_engine
+from .engines.optimizers import check_optimizer, make_optimizer
+from .engines.precision import prepare_model
+from .engines.schedule import make_schedule
 from .evaluation import Metric, check_samples, evaluate, metric_functions
-from .host_memory import keep_freed_memory
-from .launch import ensure_processes_of
+from .launch.coordination import on_first_rank
+from .launch.environment import initialize_distributed, keep_freed_memory, single_device
+from .launch.launch import ensure_processes_of
+from .launch.ranks import Ranks
+from .logging.profiling import StepProfiler
+from .logging.report import write_report
+from .logging.reporter import MetricsFile, RunReporter, SilentReporter, TensorBoard, WeightsAndBiases
 from .loop import Parts, Reporter, TrainingLoop
-from .model_files import model_files
-from .optimizers import check_optimizer, make_optimizer
-from .precision import prepare_model
-from .profiling import StepProfiler
-from .random_state import seed_everything
-from .ranks import Ranks
-from .report import write_report
-from .reporter import MetricsFile, RunReporter, SilentReporter, TensorBoard, WeightsAndBiases
 from .run_folder import RunFolder
-from .run_start import Start, open_run
-from .saver import BackgroundSaver
-from .schedule import make_schedule
-from .targets import Targets
-from .training_data import make_training_data
 
 
 class Trainer:

@@ -1,4 +1,4 @@
-// Index building for packed and sentence-wise datasets: the loops of data/index_reference.py, equal in every value.
+// Index building for packed and sentence-wise datasets: the loops of data/indexed/index_building.py, equal in every value.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -98,7 +98,7 @@ Array<int64_t> sentence_index(const Array<int32_t>& sizes, const Array<int64_t>&
 }  // namespace
 
 PYBIND11_MODULE(_index, module) {
-  module.doc() = "Compiled index building; data/index_reference.py holds the readable equivalent.";
+  module.doc() = "Compiled index building; data/indexed/index_building.py holds the readable equivalent.";
   module.def("sample_index", &sample_index, py::arg("lengths"), py::arg("first"), py::arg("stride"), py::arg("count"));
   module.def("sentence_index", &sentence_index, py::arg("sizes"), py::arg("marks"), py::arg("max_length"),
              py::arg("short_probability"), py::arg("least_sentences"), py::arg("seed"));

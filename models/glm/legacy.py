@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...checkpoint.safe_unpickle import inert_types_alone
 from ..auto import read_config
 from ..files import StoredTensor, located_tensors
-from ..inert_pickle import inert_types_alone
 from ..placement import Part, Placement, check_shape, parameter_layout
 from .config import GLMConfig
 from .hf import NAME_MAP

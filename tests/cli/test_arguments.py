@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from shardzoo.cli.arguments import exit_code_of, parse
-from shardzoo.cli.rank_mistakes import exit_code_of_rank
+from shardzoo.cli.rank_errors import exit_code_of_rank
 from shardzoo.data import Share
-from shardzoo.trainer.launch_place import Launch
+from shardzoo.trainer.launch.rank_info import Launch
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ SHORT = {"train_steps": 2, "max_source_length": 16, "max_target_length": 6, "log
 
 
 def load_fixtures():
-    spec = importlib.util.spec_from_file_location("tuning_fixtures", ROOT / "tests" / "tuning" / "conftest.py")
+    spec = importlib.util.spec_from_file_location("tuning_fixtures", ROOT / "tests" / "finetuning" / "conftest.py")
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)

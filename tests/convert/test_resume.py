@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from shardzoo.checkpoint.source import open_source
 from shardzoo.convert import engine
 from shardzoo.convert.operations import Options, merge, plan, split
-from shardzoo.convert.source import open_source
 from shardzoo.convert.target import huggingface_target, shards_target
 
 ATTEMPTS = 9  # of each kind, killed one, two or three times before they are resumed: 54 kills in all

@@ -16,7 +16,7 @@ def train(mesh, shards: Path, folder: Path) -> torch.Tensor:
     """Two steps from a converted checkpoint; returns the trained model's logits for fixed tokens."""
     from shardzoo.models import from_pretrained
     from shardzoo.trainer import Trainer, TrainingArguments
-    from shardzoo.trainer.reporter import SilentReporter
+    from shardzoo.trainer.logging.reporter import SilentReporter
 
     class Samples:
         def __getitem__(self, index: int) -> dict[str, torch.Tensor]:

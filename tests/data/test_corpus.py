@@ -75,7 +75,7 @@ def test_transformers_loads_the_tokenizer(corpus, texts):
 
 
 def test_a_second_call_finds_the_work_done(jsonl, corpus, monkeypatch):
-    monkeypatch.setattr("shardzoo.data.corpus.train_byte_level_bpe", None)
+    monkeypatch.setattr("shardzoo.data.text.corpus.train_byte_level_bpe", None)
     folder = corpus.tokenizer_dir.parent
     assert prepare_corpus(jsonl, folder, vocab_size=400, held_out_fraction=0.1, seed=5) == corpus
 

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardzoo.data import GPTDataset, index_reference
-from shardzoo.data.packed import PackedTokens
+from shardzoo.data import GPTDataset
+from shardzoo.data.indexed import index_reference
+from shardzoo.data.objectives.packed import PackedTokens
 
 fuzz = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -22,7 +22,7 @@ from shardzoo.data import (
     load_tokenizer,
     prepare_dataset,
 )
-from shardzoo.data import prepare as prepare_module
+from shardzoo.data.text import prepare as prepare_module
 
 
 def files(prefix: Path) -> tuple[bytes, bytes]:
@@ -31,7 +31,7 @@ def files(prefix: Path) -> tuple[bytes, bytes]:
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr("shardzoo.data.sources.CHUNK_BYTES", 4096)
+    monkeypatch.setattr("shardzoo.data.text.sources.CHUNK_BYTES", 4096)
 
 
 def test_documents_are_the_tokenizers_tokens_and_the_end(jsonl, texts, tokenizer_dir, tmp_path):
@@ -91,8 +91,8 @@ def test_other_settings_or_resume_off_start_again(jsonl, tokenizer_dir, tmp_path
 SLOW_RUN = """
 import sys, time
 from shardzoo.data import PrepareOptions, prepare_dataset
-from shardzoo.data import sources
-import shardzoo.data.prepare as prepare
+from shardzoo.data.text import sources
+import shardzoo.data.text.prepare as prepare
 sources.CHUNK_BYTES = 4096
 prepare.SECONDS_BETWEEN_COMMITS = -1.0
 prepare_dataset(sys.argv[1], sys.argv[2], PrepareOptions(sys.argv[3]), progress=lambda *_: time.sleep(0.05))

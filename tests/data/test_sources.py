@@ -12,10 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardzoo.data import SourceReport, iter_documents, python_stdlib, skip_bad
-from shardzoo.data import records as records_module
-from shardzoo.data.pieces import text_pieces
-from shardzoo.data.records import lines_starting_in
-from shardzoo.data.sources import plan_chunks
+from shardzoo.data.text import records as records_module
+from shardzoo.data.text.records import lines_starting_in, text_pieces
+from shardzoo.data.text.sources import plan_chunks
 
 
 def write_lines(path: Path, lines: list[bytes]) -> Path:
@@ -54,7 +53,7 @@ def test_cuts_of_a_text_without_line_ends_respect_characters():
 
 def test_small_chunks_give_the_same_documents(jsonl, texts, monkeypatch):
     assert list(iter_documents(jsonl)) == texts
-    monkeypatch.setattr("shardzoo.data.sources.CHUNK_BYTES", 777)
+    monkeypatch.setattr("shardzoo.data.text.sources.CHUNK_BYTES", 777)
     assert len(plan_chunks(jsonl)) > 50
     assert list(iter_documents(jsonl)) == texts
 
@@ -122,7 +121,7 @@ def test_bad_json_lines_are_named_by_file_and_line(line, reason, tmp_path):
 
 
 def test_line_numbers_count_over_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr("shardzoo.data.sources.CHUNK_BYTES", 64)
+    monkeypatch.setattr("shardzoo.data.text.sources.CHUNK_BYTES", 64)
     lines = [json.dumps({"text": f"line {i}"}).encode() for i in range(40)]
     lines[28] = b"oops"
     with pytest.raises(ValueError, match="record 29:"):

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardzoo.data import DocumentRecords, IterableRecords, ResumableStream, Share, iter_documents
-from shardzoo.data.records import read_chunk
+from shardzoo.data.text.records import read_chunk
 
 fuzz = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -112,7 +112,7 @@ def test_the_shuffle_moves_samples_and_epochs_differ():
 
 
 def test_documents_of_files_stream_in_an_order_per_epoch(jsonl, texts, monkeypatch):
-    monkeypatch.setattr("shardzoo.data.sources.CHUNK_BYTES", 4096)
+    monkeypatch.setattr("shardzoo.data.text.sources.CHUNK_BYTES", 4096)
     numbers = {text: number for number, text in enumerate(texts)}
 
     def make(rank=0, world=1, **options):
@@ -225,13 +225,13 @@ def test_a_stream_reads_no_further_than_it_must(tmp_path):
 
 
 def test_iter_documents_is_lazy(jsonl, monkeypatch):
-    monkeypatch.setattr("shardzoo.data.sources.CHUNK_BYTES", 4096)
+    monkeypatch.setattr("shardzoo.data.text.sources.CHUNK_BYTES", 4096)
     read = []
 
     def counted(chunk, text_key):
         read.append(chunk)
         return read_chunk(chunk, text_key)
 
-    monkeypatch.setattr("shardzoo.data.documents.read_chunk", counted)
+    monkeypatch.setattr("shardzoo.data.text.documents.read_chunk", counted)
     next(iter(iter_documents(jsonl)))
     assert len(read) == 1

@@ -19,7 +19,7 @@ from shardzoo.data import (
     train_sentencepiece,
     train_wordpiece,
 )
-from shardzoo.data.glm_tokens import gmask_from_hf
+from shardzoo.data.tokenizers.glm_tokens import gmask_from_hf
 
 
 @pytest.fixture(scope="module")

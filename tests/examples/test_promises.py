@@ -26,7 +26,7 @@ def test_adafactor_is_the_reference_update_with_the_given_parameters(tmp_path):
     """transformers' Adafactor, made as the diacritics script makes it, on the same batches."""
     from transformers.optimization import Adafactor
 
-    from shardzoo.trainer.batches import DefaultCollate
+    from shardzoo.trainer.batches.collate.collate import DefaultCollate
 
     steps, batch_size = 5, 4
     model = tiny_t5()
@@ -52,7 +52,7 @@ def test_adafactor_is_the_reference_update_with_the_given_parameters(tmp_path):
 
 def train_and_note_files(mesh, folder: Path, **settings):
     """The final weights, whether each is split, and the files that this rank wrote."""
-    import shardzoo.trainer.snapshot as snapshot
+    import shardzoo.trainer.checkpointing.snapshot as snapshot
 
     written, write = [], snapshot.write_tensors
 
@@ -117,7 +117,7 @@ def whole_logits(mesh, folder: Path) -> torch.Tensor:
 
 
 def batch() -> dict[str, torch.Tensor]:
-    from shardzoo.trainer.batches import DefaultCollate
+    from shardzoo.trainer.batches.collate.collate import DefaultCollate
 
     return DefaultCollate(0)([Pairs(64)[i] for i in range(8)])
 

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 import shardzoo
-from shardzoo.generation.rules import Rules
+from shardzoo.generation.logits_processors import Rules
 from shardzoo.generation.settings import make_settings
 from shardzoo.generation.vocabulary import whole_rows
 from shardzoo.mpu import tp_rank, tp_size

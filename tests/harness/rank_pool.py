@@ -38,7 +38,7 @@ PRELOADED = [
     "matplotlib.figure",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.t5.modeling_t5",
-    "shardzoo.trainer.deepspeed_engine",
+    "shardzoo.trainer.engines.deepspeed_engine",
     "shardzoo.trainer.trainer",
 ]
 

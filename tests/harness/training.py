@@ -80,7 +80,7 @@ def run_training(
     scheduler of its own.
     """
     from shardzoo.trainer import Trainer, TrainingArguments
-    from shardzoo.trainer.reporter import SilentReporter
+    from shardzoo.trainer.logging.reporter import SilentReporter
 
     class Record(SilentReporter):
         def __init__(self) -> None:

@@ -13,7 +13,7 @@ from commands import user_environment
 
 SCRIPT = """
 import os, signal, sys, threading, time
-from shardzoo.trainer.launch import ensure_processes
+from shardzoo.trainer.launch.launch import ensure_processes
 
 def say(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # a line at once: the ranks share the pipe
@@ -26,7 +26,7 @@ launch = ensure_processes(3)
 say("place", launch.rank, launch.world_size, os.environ["OMP_NUM_THREADS"])
 case = sys.argv[1]
 if case == "barrier":
-    from shardzoo.trainer.environment import initialize_distributed
+    from shardzoo.trainer.launch.environment import initialize_distributed
     import torch.distributed as dist
     initialize_distributed(launch)
     dist.barrier()  # all are connected: torch itself has nothing to say of the end

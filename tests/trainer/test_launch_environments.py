@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardzoo.trainer.launch_place import Launch
-from shardzoo.trainer.launch_slurm import first_host
+from shardzoo.trainer.launch.rank_info import Launch, first_host
 
 SRUN = {
     "SLURM_JOB_ID": "1234567",

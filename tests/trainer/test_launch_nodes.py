@@ -11,8 +11,8 @@ import pytest
 from commands import BIN, user_environment
 
 from shardzoo.trainer import TrainingArguments
-from shardzoo.trainer.launch import ensure_processes_of, start_processes
-from shardzoo.trainer.launch_nodes import Nodes, check_launcher, deepspeed_command, read_hostfile
+from shardzoo.trainer.launch.launch import ensure_processes_of, start_processes
+from shardzoo.trainer.launch.nodes import Nodes, check_launcher, deepspeed_command, read_hostfile
 
 HOSTS = "# two machines, named in ~/.ssh/config\nworker-a slots=2\n\nworker-b slots=1  # the small one\n"
 
@@ -36,8 +36,8 @@ exit 0
 """
 SCRIPT = """
 import os, sys
-from shardzoo.trainer.launch import ensure_processes
-from shardzoo.trainer.launch_nodes import Nodes
+from shardzoo.trainer.launch.launch import ensure_processes
+from shardzoo.trainer.launch.nodes import Nodes
 nodes = Nodes(hostfile="hosts", master_port={port})
 launch = ensure_processes(1, nodes, dry_run="--dry-run" in sys.argv)
 words = ("place", launch.rank, launch.world_size, launch.local_rank, launch.local_world_size, sys.argv[1:])
@@ -166,7 +166,7 @@ def test_another_script_is_run_with_the_same_arguments(hosts, tmp_path, monkeypa
 @pytest.fixture
 def cluster(hosts, tmp_path):
     """`cluster(*arguments)`: what comes of running the script on the hostfile's machines."""
-    from shardzoo.trainer.launch_place import free_port
+    from shardzoo.trainer.launch.rank_info import free_port
 
     programs = tmp_path / "bin"
     programs.mkdir()

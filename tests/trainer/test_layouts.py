@@ -18,7 +18,7 @@ def losses_of_training(mesh, folder: Path, **changes) -> list[float]:
     """Trains a small GPT-2 with everything on (dropout, clipping, a vocabulary that does not divide)."""
     from shardzoo.models import Execution, find_config, from_config
     from shardzoo.trainer import Trainer, TrainingArguments
-    from shardzoo.trainer.reporter import SilentReporter
+    from shardzoo.trainer.logging.reporter import SilentReporter
 
     class Samples:
         """Endless: sample i is a function of i alone."""

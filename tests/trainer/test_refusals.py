@@ -111,7 +111,7 @@ CONFIGURATIONS = [
 @pytest.mark.parametrize(("text", "message"), CONFIGURATIONS)
 def test_configuration_files_that_do_not_work_are_refused(tmp_path, text, message):
     from shardzoo.trainer import TrainingArguments
-    from shardzoo.trainer.deepspeed_config import deepspeed_config
+    from shardzoo.trainer.engines.deepspeed_config import deepspeed_config
 
     path = tmp_path / "ds.json"
     path.write_text(text) if text else path.mkdir()
@@ -121,7 +121,7 @@ def test_configuration_files_that_do_not_work_are_refused(tmp_path, text, messag
 
 def test_a_usual_configuration_file_is_taken(tmp_path):
     from shardzoo.trainer import TrainingArguments
-    from shardzoo.trainer.deepspeed_config import deepspeed_config
+    from shardzoo.trainer.engines.deepspeed_config import deepspeed_config
 
     config = {
         "train_batch_size": "auto",

@@ -58,9 +58,9 @@ def files(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("late", ["copying", "writing"])
 def test_checkpoints_are_of_their_steps_while_training_goes_on(tmp_path, monkeypatch, late):
-    import shardzoo.trainer.snapshot as snapshot
-    from shardzoo.trainer.host_buffers import HostBuffers
-    from shardzoo.trainer.saver import BackgroundSaver
+    import shardzoo.trainer.checkpointing.snapshot as snapshot
+    from shardzoo.trainer.checkpointing.saver import BackgroundSaver
+    from shardzoo.trainer.checkpointing.staging_buffers import HostBuffers
 
     with monkeypatch.context() as patch:
         save = BackgroundSaver.save
@@ -109,7 +109,7 @@ def test_replicas_keep_the_same_statistics(run_mesh, tmp_path):
 
 def test_a_step_is_not_held_up_by_writing(tmp_path, monkeypatch):
     """Updates go on while a file is not written yet."""
-    import shardzoo.trainer.snapshot as snapshot
+    import shardzoo.trainer.checkpointing.snapshot as snapshot
 
     write, updated, seen = snapshot.write_tensors, threading.Event(), []
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardzoo.convert.manifest import Manifest
+from shardzoo.checkpoint.manifest import Manifest
 from shardzoo.convert.operations import merge, split
 
 

@@ -1,0 +1,1 @@
+"""Tensors on disk: the one reader and writer of checkpoints."""

@@ -1,0 +1,112 @@
+"""Where a folder keeps each native parameter: the coordinates that source and target meet in.
+
+A native parameter is the full, unsplit, unpadded tensor of a model. Every stored tensor holds some ranges of it
+along the dimension of its `Shard`, possibly transposed as a whole, possibly with padding behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import prod
+
+from .stored_tensor import StoredTensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """ranges: [start, stop) along the parameter's `dim`, in the order in which `tensor` holds them, ascending.
+
+    transposed: the tensor is stored with its two dimensions swapped.
+    """
+
+    tensor: StoredTensor
+    ranges: tuple[tuple[int, int], ...]
+    transposed: bool = False
+
+    def shape(self) -> tuple[int, ...]:
+        """The stored shape, in the parameter's orientation."""
+        return self.tensor.shape[::-1] if self.transposed else self.tensor.shape
+
+    def local(self, start: int, stop: int) -> Iterable[tuple[int, int, int]]:
+        """What [start, stop) of the parameter shares with this part: (start, stop, position in the tensor)."""
+        position = 0
+        for first, last in self.ranges:
+            low, high = max(first, start), min(last, stop)
+            if low < high:
+                yield low, high, position + low - first
+            position += last - first
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One side of one parameter. copies: each holds the whole parameter, in one or more parts."""
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int
+    copies: tuple[tuple[Part, ...], ...]
+
+    def parts(self) -> Iterable[Part]:
+        for copy in self.copies:
+            yield from copy
+
+    @property
+    def dtype(self) -> str:
+        return self.copies[0][0].tensor.dtype
+
+    def check(self) -> None:
+        """ValueError unless every copy covers the parameter exactly once with tensors of the right shape."""
+        for part in self.parts():
+            if part.tensor.dtype != self.dtype:
+                first = self.copies[0][0].tensor
+                raise ValueError(f"{part.tensor} is {part.tensor.dtype}, but {first} is {first.dtype}")
+            expected = [*self.shape]
+            expected[self.dim] = part.shape()[self.dim] if len(part.shape()) == len(self.shape) else -1
+            width = sum(stop - start for start, stop in part.ranges)
+            if list(part.shape()) != expected or expected[self.dim] < width:
+                raise ValueError(f"{part.tensor} has shape {list(part.tensor.shape)}, which does not fit {self.name}")
+        for copy in self.copies:
+            position = 0
+            for start, stop in sorted(r for part in copy for r in part.ranges if r[0] < r[1]):
+                if start != position:
+                    problem = "twice" if start < position else "nowhere"
+                    low, high = sorted((start, position))
+                    files = ", ".join(sorted({str(part.tensor.file) for part in copy}))
+                    raise ValueError(f"[{low}, {high}) of {self.name} (dim {self.dim}) is {problem} in {files}")
+                position = stop
+            if position != self.shape[self.dim] and 0 not in self.shape:
+                raise ValueError(f"[{position}, {self.shape[self.dim]}) of {self.name} is stored nowhere")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One folder's placements by native name, and `extras`: tensors that are no parameters, kept as they are."""
+
+    placements: Mapping[str, Placement]
+    extras: Mapping[str, StoredTensor] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Coverage and shapes of every parameter, and that no two tensors share bytes of a file. ValueError."""
+        for placement in self.placements.values():
+            placement.check()
+
+    def tensors(self) -> list[StoredTensor]:
+        """Every stored tensor once."""
+        parts = (part.tensor for placement in self.placements.values() for part in placement.parts())
+        return list(dict.fromkeys([*parts, *self.extras.values()]))
+
+
+def check_no_overlap(tensors: Sequence[StoredTensor]) -> None:
+    """ValueError if two tensors that are about to be written share bytes."""
+    spans = sorted((str(tensor.file), tensor.offset, tensor.offset + tensor.nbytes, tensor.name) for tensor in tensors)
+    for (file, _, stop, name), (next_file, start, _, next_name) in pairwise(spans):
+        if file == next_file and start < stop:
+            raise ValueError(f"tensors {name} and {next_name} of {file} would overlap")
+
+
+def whole(name: str, tensor: StoredTensor) -> Placement:
+    """A tensor that is stored once and as it is: one row of elements."""
+    flat = replace(tensor, shape=(prod(tensor.shape),))
+    return Placement(name, flat.shape, 0, ((Part(flat, ((0, flat.shape[0]),)),),))

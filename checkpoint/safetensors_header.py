@@ -1,0 +1,108 @@
+"""Headers of safetensors files, read strictly and written; no tensor's bytes are touched.
+
+The format: an unsigned 64-bit little-endian length, that many bytes of JSON, then the tensors' bytes without a gap.
+https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .dtypes import DTYPES, item_size
+from .stored_tensor import StoredTensor
+from .strict_json import parse_json
+
+LARGEST_HEADER = 100_000_000  # the safetensors library's own limit
+ALIGNMENT = 8
+
+
+def read_header(path: Path) -> tuple[list[StoredTensor], dict[str, str]]:
+    """A file's tensors in the order of their bytes, and its metadata.
+
+    Raises `ValueError`, naming file and tensor, for a truncated file, an unknown type, a shape that does not match
+    its bytes, offsets outside the file, and tensors that overlap or leave a gap.
+    """
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        length_bytes = file.read(8)
+        if len(length_bytes) < 8:
+            raise ValueError(f"{path} has {size} bytes, too few for a safetensors file")
+        (length,) = struct.unpack("<Q", length_bytes)
+        if length > min(LARGEST_HEADER, size - 8):
+            raise ValueError(f"{path} declares a header of {length:,} bytes, but has {size:,} bytes in all")
+        text = file.read(length)
+    if not text.startswith(b"{"):
+        raise ValueError(f"the header of {path} does not start with '{{': it is no safetensors file")
+    header = parse_json(text, f"the header of {path}")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"the __metadata__ of {path} must map names to text")
+    start, data_size = 8 + length, size - 8 - length
+    spans = sorted((_span(path, name, entry, data_size), name) for name, entry in header.items())
+    _check_gapless(path, spans, data_size)
+    tensors = [
+        StoredTensor(name, path, header[name]["dtype"], tuple(header[name]["shape"]), start + begin)
+        for (begin, _), name in spans
+    ]
+    return tensors, metadata
+
+
+def _span(path: Path, name: str, entry: Any, data_size: int) -> tuple[int, int]:
+    """[begin, end) of a tensor within the data, after every check that needs no other tensor."""
+    where = f"tensor {name!r} in {path}"
+    if not name or not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{where} must have a name and exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"{where} has type {dtype!r}; known are {', '.join(DTYPES)}")
+    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+        raise ValueError(f"{where} must have a shape and two data_offsets of whole numbers >= 0")
+    begin, end = offsets
+    if not begin <= end <= data_size:
+        raise ValueError(f"{where} lies at [{begin:,}, {end:,}) of {data_size:,} bytes: the file is truncated or wrong")
+    nbytes = item_size(dtype)
+    for length in shape:
+        nbytes *= length
+    if end - begin != nbytes:
+        raise ValueError(f"{where} has {end - begin:,} bytes, but {dtype} {shape} needs {nbytes:,}")
+    return begin, end
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
+
+
+def _check_gapless(path: Path, spans: list[tuple[tuple[int, int], str]], data_size: int) -> None:
+    position, before = 0, "the header"
+    for (begin, end), name in spans:
+        if begin != position:
+            problem = "overlaps" if begin < position else "leaves a gap after"
+            raise ValueError(f"tensor {name!r} in {path} {problem} {before}")
+        position, before = end, f"tensor {name!r}"
+    if position != data_size:
+        raise ValueError(f"{path} has {data_size - position:,} bytes after its last tensor")
+
+
+def make_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> tuple[bytes, dict]:
+    """The first bytes of a file with these tensors (name -> type, shape), and name -> offset within the file.
+
+    Tensors are laid out by falling element size, else in the given order, so that all start aligned.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    position = 0
+    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item_size(item[1][0])):
+        nbytes = item_size(dtype)
+        for length in shape:
+            nbytes *= length
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + nbytes]}
+        position += nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    start = 8 + len(text)
+    offsets = {name: start + header[name]["data_offsets"][0] for name in tensors}
+    return struct.pack("<Q", len(text)) + text, offsets

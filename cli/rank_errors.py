@@ -1,0 +1,58 @@
+"""What several ranks say of a user's mistake: nothing twice, and nothing not at all."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+
+from ..trainer.launch.rank_info import Launch
+from .arguments import USAGE_ERROR, print_mistake
+
+PACKAGE = __name__.partition(".")[0]
+PATIENCE = timedelta(seconds=5)  # ranks that make the same mistake make it at nearly the same time
+
+
+def exit_code_of_rank(work: Callable[[], int], launch: Launch) -> int:
+    """Runs `work` on this rank; a user's mistake (`ValueError`) becomes exit code 2 and a message on stderr.
+
+    A mistake that all ranks make is told by the first one alone, one that only others make by those.
+    """
+    try:
+        return work()
+    except ValueError as error:
+        if launch.world_size == 1:
+            _tell(error)
+        else:
+            _tell_once(error, launch)
+        return USAGE_ERROR
+
+
+def _tell_once(error: ValueError, launch: Launch) -> None:
+    import torch.distributed as dist  # takes seconds
+
+    if not dist.is_initialized():
+        # Ranks of one machine have read the same command line and the same files.
+        if launch.is_first or (launch.local_rank == 0 and launch.rank >= launch.local_world_size):
+            _tell(error)
+        return
+    # By the group's store and no collective, for another rank may be in one of its own.
+    store = dist.distributed_c10d._get_default_store()
+    told, heard = f"told: {error}", [f"heard by {rank}: {error}" for rank in range(launch.world_size)]
+    if launch.is_first:
+        _tell(error)
+        store.set(told, "")
+    try:
+        store.wait(heard[1:] if launch.is_first else [told], PATIENCE)
+        store.set(heard[launch.rank], "")
+    except RuntimeError:  # of the store, which may have gone with the first rank: that one made no such mistake
+        if not launch.is_first:
+            _tell(error)
+
+
+def _tell(error: ValueError) -> None:
+    """One message; behind it where it came from, unless that is code of ours, which says all there is to say."""
+    print_mistake(error)
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    if frame.f_globals["__name__"].partition(".")[0] != PACKAGE:
+        traceback.print_exception(error)

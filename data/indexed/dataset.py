@@ -1,0 +1,152 @@
+"""Read tokenised corpora: Megatron's `.bin`/`.idx` pair, memory-mapped and checked when it is opened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from .format import HEADER, bin_path, idx_path, parse_header
+
+CHECK_BLOCK = 1 << 22  # index entries that are checked at a time, so that opening needs no memory per sequence
+
+
+class IndexedDataset:
+    """Sequences of tokens by number. `len(d)` is the number of sequences; `d[i]` is a read-only array
+    [sizes[i]].
+
+    The files are mapped, not read, so the corpus may be larger than memory. Copies made by pickle reopen
+    them.
+
+    Attributes:
+        dtype: numpy dtype of a token.
+        sizes: int32 [sequences], tokens per sequence.
+        document_indices: int64 [documents + 1]; document k is the sequences `document_indices[k:k + 2]`.
+
+    Raises:
+        FileNotFoundError, ValueError: the pair is missing, or damaged; the message names the file and the
+            record.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = Path(prefix)
+        index, tokens = idx_path(prefix), bin_path(prefix)
+        for path in (index, tokens):
+            if not path.is_file():
+                raise FileNotFoundError(f"{path} does not exist; an indexed dataset is a .bin and an .idx file")
+        with index.open("rb") as file:
+            self.dtype, sequences, documents = parse_header(file.read(HEADER.size), index)
+        expected = HEADER.size + sequences * 12 + documents * 8
+        if index.stat().st_size != expected:
+            raise ValueError(
+                f"{index} has {index.stat().st_size} bytes, but {sequences} sequences and {documents} "
+                "document "
+                f"marks need {expected}; it is cut off or damaged (or holds Megatron's multimodal modes)"
+            )
+        raw = np.memmap(index, mode="r", dtype=np.uint8)
+        pointers_at = HEADER.size + 4 * sequences
+        documents_at = pointers_at + 8 * sequences
+        self.sizes = np.frombuffer(raw, "<i4", sequences, HEADER.size)
+        self._pointers = np.frombuffer(raw, "<i8", sequences, pointers_at)
+        self.document_indices = np.frombuffer(raw, "<i8", documents, documents_at)
+        self._check_index(index)
+        self._tokens = self._map_tokens(tokens)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.document_indices) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """All tokens in file order, mapped: [num_tokens]. Sequences lie one after the other without gaps."""
+        return self._tokens
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sequence {index} of {self.prefix}, which has {len(self)}")
+        start = int(self._pointers[index]) // self.dtype.itemsize
+        return self._tokens[start : start + int(self.sizes[index])]
+
+    def document(self, number: int) -> np.ndarray:
+        """Document `number`, its sequences joined: a read-only view [tokens]."""
+        if not 0 <= number < self.num_documents:
+            raise IndexError(f"document {number} of {self.prefix}, which has {self.num_documents}")
+        start, stop = self.token_range(number)
+        return self._tokens[start:stop]
+
+    def token_range(self, document: int) -> tuple[int, int]:
+        """Where the document lies in `tokens`: (start, stop)."""
+        return self._token_at(self.document_indices[document]), self._token_at(self.document_indices[document + 1])
+
+    def document_lengths(self) -> np.ndarray:
+        """Tokens per document, int64 [documents]."""
+        ends = np.append(self._pointers // self.dtype.itemsize, self.num_tokens)
+        return np.diff(ends[self.document_indices])
+
+    def __getstate__(self) -> dict[str, Path]:
+        return {"prefix": self.prefix}
+
+    def __setstate__(self, state: dict[str, Path]) -> None:
+        self.__init__(state["prefix"])
+
+    def __repr__(self) -> str:
+        return (
+            f"IndexedDataset({str(self.prefix)!r}, documents={self.num_documents}, sequences={len(self)}, "
+            f"tokens={self.num_tokens}, dtype={self.dtype})"
+        )
+
+    def _token_at(self, sequence: int) -> int:
+        if sequence == len(self):
+            return self.num_tokens
+        return int(self._pointers[sequence]) // self.dtype.itemsize
+
+    def _check_index(self, path: Path) -> None:
+        """Every writer lays sequences out without gaps, so pointers follow from sizes; a flipped bit breaks
+        that.
+        """
+        position = 0
+        for first in range(0, len(self.sizes), CHECK_BLOCK):
+            sizes = self.sizes[first : first + CHECK_BLOCK].astype(np.int64)
+            if sizes.min() < 0:
+                raise ValueError(f"{path}: sequence {first + int(sizes.argmin())} has size {sizes.min()}")
+            ends = position + np.cumsum(sizes) * self.dtype.itemsize
+            expected = np.concatenate(([position], ends[:-1]))
+            wrong = np.flatnonzero(self._pointers[first : first + CHECK_BLOCK] != expected)
+            if wrong.size:
+                record = first + int(wrong[0])
+                raise ValueError(
+                    f"{path}: sequence {record} points at byte {self._pointers[record]}, but the sizes "
+                    "before it "
+                    f"end at byte {expected[wrong[0]]}; the index is damaged"
+                )
+            position = int(ends[-1])
+        self._bin_bytes = position
+        marks = self.document_indices
+        if len(marks) == 0 or marks[0] != 0 or marks[-1] != len(self.sizes):
+            raise ValueError(
+                f"{path}: the document marks must run from 0 to the {len(self.sizes)} sequences, but are "
+                f"{marks[:1].tolist()} to {marks[-1:].tolist()}"
+            )
+        for first in range(0, len(marks) - 1, CHECK_BLOCK):
+            steps = np.diff(marks[first : first + CHECK_BLOCK + 1])
+            if steps.min() < 0:
+                raise ValueError(f"{path}: document {first + int(steps.argmin())} ends before it begins")
+
+    def _map_tokens(self, path: Path) -> np.ndarray:
+        actual = path.stat().st_size
+        if actual != self._bin_bytes:
+            raise ValueError(
+                f"{path} has {actual} bytes, but the index {idx_path(self.prefix).name} describes "
+                f"{self._bin_bytes}; "
+                "the two files do not belong together or one is cut off"
+            )
+        if actual == 0:
+            return np.empty(0, self.dtype)  # an empty file cannot be mapped
+        return np.asarray(np.memmap(path, mode="r", dtype=self.dtype))

@@ -1,0 +1,73 @@
+"""Put indexed datasets together and take them apart, by document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from .dataset import IndexedDataset
+from .writer import IndexedDatasetWriter
+
+DOCUMENTS_AT_ONCE = 1024
+
+
+def merge_datasets(prefixes: Sequence[str | Path], output: str | Path) -> None:
+    """Write the documents of several datasets one after the other; all must hold the same dtype."""
+    if not prefixes:
+        raise ValueError("nothing to merge: give at least one prefix")
+    datasets = [IndexedDataset(prefix) for prefix in prefixes]
+    dtypes = {str(dataset.dtype) for dataset in datasets}
+    if len(dtypes) > 1:
+        described = ", ".join(f"{dataset.prefix}: {dataset.dtype}" for dataset in datasets)
+        raise ValueError(f"datasets of different token dtypes cannot be merged ({described})")
+    with IndexedDatasetWriter(output, datasets[0].dtype) as writer:
+        for dataset in datasets:
+            writer.add_dataset(dataset)
+
+
+def split_dataset(dataset: IndexedDataset, shares: Mapping[Path, float], *, seed: int) -> dict[Path, int]:
+    """Give every document to one of the outputs, at random in proportion to the shares, keeping the order
+    inside.
+
+    An output with a positive share gets at least one document. Returns the documents per output.
+
+    Raises:
+        ValueError: shares that do not sum to 1, or fewer documents than outputs.
+    """
+    names = list(shares)
+    weights = np.array([shares[name] for name in names], np.float64)
+    if (weights < 0).any() or abs(weights.sum() - 1) > 1e-6:
+        raise ValueError(f"the shares {weights.tolist()} must be positive and sum to 1, such as 0.9 0.05 0.05")
+    counts = _counts(weights, dataset.num_documents, dataset.prefix)
+    order = np.random.default_rng([seed, dataset.num_documents]).permutation(dataset.num_documents)
+    owner = np.empty(dataset.num_documents, np.int8)
+    owner[order] = np.repeat(np.arange(len(names)), counts)
+    with ExitStack() as stack:
+        writers = [stack.enter_context(IndexedDatasetWriter(name, dataset.dtype)) for name in names]
+        for start, stop in _runs(owner):
+            marks = dataset.document_indices[start : stop + 1]
+            tokens = dataset.tokens[dataset.token_range(start)[0] : dataset.token_range(stop - 1)[1]]
+            writers[owner[start]].add_sequences(tokens, dataset.sizes[marks[0] : marks[-1]])
+            writers[owner[start]].end_documents(np.diff(marks))
+    return dict(zip(names, counts.tolist(), strict=True))
+
+
+def _runs(owner: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Neighbouring documents [start, stop) of one owner, at most DOCUMENTS_AT_ONCE together."""
+    changes = np.flatnonzero(np.diff(owner, prepend=-1, append=-1))
+    for first, last in pairwise(changes.tolist()):
+        for start in range(first, last, DOCUMENTS_AT_ONCE):
+            yield start, min(start + DOCUMENTS_AT_ONCE, last)
+
+
+def _counts(weights: np.ndarray, documents: int, prefix: Path) -> np.ndarray:
+    needed = int((weights > 0).sum())
+    if documents < needed:
+        raise ValueError(f"{prefix} holds {documents} document(s), fewer than the {needed} parts to split into")
+    counts = np.maximum(np.round(weights * documents).astype(np.int64), weights > 0)
+    counts[counts.argmax()] += documents - counts.sum()
+    return counts

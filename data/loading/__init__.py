@@ -1,0 +1,1 @@
+"""Samples to batches: orders, padding, resumable loaders and streams."""

@@ -1,0 +1,1 @@
+"""Pretraining objectives: from tokens to samples."""

@@ -1,0 +1,153 @@
+"""Texts for GLM: [CLS] and a window of a document, or several short documents, from an indexed dataset."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from ..indexed.dataset import IndexedDataset
+from .blank_infilling import BlankInfilling, Mode
+
+SHORTEST_PIECE = 32
+
+
+@dataclass(frozen=True)
+class GLMMixture:
+    """Shares of the modes; what `token` and `sentence` leave goes to the document mode. Published mixtures:
+    GLM-10B at 512 tokens .5/.3/.2; at 1024 .4/.3/.3 with single spans .05 and short texts .5; Large-Chinese
+    .4/.3/.3.
+    """
+
+    token: float = 0.5
+    sentence: float = 0.3
+    single_span: float = 0.0
+    short: float = 0.0
+
+    def __post_init__(self) -> None:
+        shares = (self.token, self.sentence, self.single_span, self.short)
+        if min(shares) < 0 or max(shares) > 1 or self.token + self.sentence > 1:
+            raise ValueError(f"the mixture {self} must be shares between 0 and 1, token + sentence at most 1")
+
+
+class GLMDataset:
+    """Endless samples for blank infilling; sample i depends on (corpus, settings, seed, i) alone.
+
+    A document is picked with probability proportional to its length. A long one gives a window that begins
+    behind a sentence (or anywhere, with `anywhere` probability) and ends with one where at least half
+    remains; short ones are joined, each with its own [CLS], until `length` is full. Documents must end with
+    GLM's eos (prepare them so).
+
+    `mode_block` samples in a row share a mode: set it to the batch size to have batches of one mode, as in
+    the published code.
+    """
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        length: int,
+        infilling: BlankInfilling,
+        mixture: GLMMixture | None = None,
+        *,
+        seed: int = 1234,
+        mode_block: int = 1,
+        anywhere: float = 0.0,
+    ) -> None:
+        if length < 2 * SHORTEST_PIECE:
+            raise ValueError(f"GLM texts of {length} tokens are too short; use at least {2 * SHORTEST_PIECE}")
+        if indexed.num_tokens == 0:
+            raise ValueError(f"{indexed.prefix} holds no tokens")
+        if mode_block < 1:
+            raise ValueError(f"mode_block is {mode_block}; it must be at least 1")
+        self.indexed = indexed
+        self.length = length
+        self.infilling = infilling
+        self.mixture = mixture or GLMMixture()
+        self.seed = seed
+        self.mode_block = mode_block
+        self.anywhere = anywhere
+        if self.mixture.sentence > 0 and infilling.sentence_ends is None:
+            raise ValueError("the sentence mode needs sentence_ends; see sentence_end_ids")
+        self._ends = np.cumsum(indexed.document_lengths())
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        if index < 0:
+            raise IndexError(f"sample {index}: samples count from 0 and have no end")
+        mode, short = self._mode(index // self.mode_block)
+        generator = np.random.default_rng([self.seed, 1, index])
+        text = self.text(generator)
+        if short:
+            text = self._piece(text, generator)
+        if mode == "single_span":
+            return self.infilling.single_span(text, generator)
+        return self.infilling(text, cast("Mode", mode), generator)
+
+    def text(self, generator: np.random.Generator) -> np.ndarray:
+        """[CLS] … of at most `length` tokens, int64."""
+        document = self._document(generator)
+        if len(document) > self.length - 1:
+            return self._window(document, generator)
+        parts = [self._with_cls(document)]
+        while (filled := sum(map(len, parts))) < self.length - 2:  # room for a [CLS] and a token
+            parts.append(self._with_cls(self._document(generator))[: self.length - filled])
+        return np.concatenate(parts)
+
+    def _mode(self, block: int) -> tuple[str, bool]:
+        generator = np.random.default_rng([self.seed, 0, block])
+        single, u, short = generator.random(3)
+        if single < self.mixture.single_span:
+            mode = "single_span"
+        elif u < self.mixture.token:
+            mode = "token"
+        else:
+            mode = "sentence" if u < self.mixture.token + self.mixture.sentence else "document"
+        return mode, bool(short < self.mixture.short)
+
+    def _document(self, generator: np.random.Generator) -> np.ndarray:
+        while True:
+            at = generator.integers(self.indexed.num_tokens)
+            document = self.indexed.document(int(np.searchsorted(self._ends, at, side="right")))
+            if len(document) > 1 or self.indexed.num_tokens == self.indexed.num_documents:
+                return document.astype(np.int64)
+
+    def _with_cls(self, document: np.ndarray) -> np.ndarray:
+        return np.concatenate([[self.infilling.tokens.cls], document])
+
+    def _window(self, document: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+        size = self.length - 1
+        start = int(generator.integers(0, len(document) - size + 1))
+        ends = self.infilling.sentence_ends
+        if ends is None:
+            return self._with_cls(document[start : start + size])
+        if generator.random() >= self.anywhere:
+            start = self._slide(document, start, ends, leftwards=bool(generator.random() < 0.5))
+        window = document[start : start + size]
+        last = np.flatnonzero(ends[window] | (window == self.infilling.tokens.eos))
+        if len(last) and last[-1] + 1 >= size // 2:
+            window = window[: last[-1] + 1]
+        return self._with_cls(window)
+
+    def _slide(self, document: np.ndarray, start: int, ends: np.ndarray, *, leftwards: bool) -> int:
+        """The nearest place behind a sentence on one side, at most half a window away; else `start` itself."""
+        reach = self.length // 2
+        if leftwards:
+            before = np.flatnonzero(ends[document[max(0, start - reach) : start]])
+            if len(before):
+                return max(0, start - reach) + int(before[-1]) + 1
+            return start if start > reach else 0
+        behind = np.flatnonzero(ends[document[start : start + reach]])
+        if len(behind) and start + behind[0] + 1 < len(document) - SHORTEST_PIECE:
+            return start + int(behind[0]) + 1
+        return start
+
+    def _piece(self, text: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+        """The beginning of a text, of a length uniform from 32 up, closed at a sentence end where there is
+        one.
+        """
+        wished = int(generator.integers(SHORTEST_PIECE, self.length - 1))
+        piece = text[:wished]
+        ends = self.infilling.sentence_ends
+        if ends is not None and len(last := np.flatnonzero(ends[piece])) and last[-1] >= wished // 2:
+            piece = piece[: last[-1] + 1]
+        return piece

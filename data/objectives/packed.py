@@ -1,0 +1,108 @@
+"""Documents packed end to end and cut into samples of equal length, without end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from ..indexed.dataset import IndexedDataset
+from ..indexed.index_building import sample_index
+
+EPOCHS_KEPT = 3  # samples at the border read two epochs; a prefetching loader may look one further back
+
+
+@dataclass(frozen=True)
+class EpochOrder:
+    """One pass over the corpus."""
+
+    documents: np.ndarray  # [documents], the order in which they are read
+    starts: np.ndarray  # int64 [samples, 2]: (place in `documents`, offset in it) where each sample begins
+    shuffled: np.ndarray  # [samples], the order in which the samples are given out
+
+
+class PackedTokens:
+    """Endless runs of `length` tokens; `tokens(i)` depends on (corpus, length, overlap, seed, i) alone.
+
+    Each epoch visits the documents in an order of its own. Their tokens form one stream over all epochs (the
+    files hold an end-of-text token behind every document), cut every `length - overlap` tokens. Samples that
+    begin in an epoch are given out in a shuffled order, so that a batch does not consist of one long
+    document.
+
+    Raises:
+        ValueError: no tokens, or a length that leaves nothing new in a sample.
+    """
+
+    def __init__(self, indexed: IndexedDataset, length: int, *, overlap: int = 0, seed: int = 1234) -> None:
+        if not 0 <= overlap < length:
+            raise ValueError(f"samples of {length} tokens cannot overlap by {overlap}; use 0 to {length - 1}")
+        if indexed.num_tokens == 0:
+            raise ValueError(f"{indexed.prefix} holds no tokens")
+        if seed < 0:
+            raise ValueError(f"the data seed is {seed}; it must not be negative")
+        self.indexed = indexed
+        self.length = length
+        self.overlap = overlap
+        self.seed = seed
+        self._stride = length - overlap
+        self._lengths = indexed.document_lengths()
+        self._epoch = lru_cache(maxsize=EPOCHS_KEPT)(self._build_epoch)
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        return self.indexed.num_tokens
+
+    @property
+    def samples_per_epoch(self) -> float:
+        """Samples in one pass over the corpus; no whole number, because samples may cross into the next
+        epoch.
+        """
+        return self.tokens_per_epoch / self._stride
+
+    def epoch_of(self, index: int) -> int:
+        """The epoch in which sample `index` begins, from 0."""
+        return index * self._stride // self.tokens_per_epoch
+
+    def tokens(self, index: int) -> np.ndarray:
+        """Sample `index` as int64 [length]."""
+        if index < 0:
+            raise IndexError(f"sample {index}: samples count from 0 and have no end")
+        epoch = self.epoch_of(index)
+        order = self._epoch(epoch)
+        place, offset = order.starts[order.shuffled[index - self._first_sample(epoch)]]
+        out = np.empty(self.length, np.int64)
+        filled = self._copy(order, int(place), int(offset), out)
+        while filled < self.length:
+            epoch += 1
+            filled += self._copy(self._epoch(epoch), 0, 0, out[filled:])
+        return out
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in ("indexed", "length", "overlap", "seed")}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__init__(**state)  # type: ignore[arg-type]
+
+    def _first_sample(self, epoch: int) -> int:
+        """Number of samples that begin before `epoch`."""
+        return -(-epoch * self.tokens_per_epoch // self._stride)
+
+    def _build_epoch(self, epoch: int) -> EpochOrder:
+        generator = np.random.default_rng([self.seed, epoch])
+        documents = generator.permutation(len(self._lengths))
+        first, following = self._first_sample(epoch), self._first_sample(epoch + 1)
+        begin = first * self._stride - epoch * self.tokens_per_epoch
+        starts = sample_index(self._lengths[documents], begin, self._stride, following - first)
+        return EpochOrder(documents, starts, generator.permutation(following - first))
+
+    def _copy(self, order: EpochOrder, place: int, offset: int, out: np.ndarray) -> int:
+        """Fill `out` from a place on, as far as the epoch reaches; returns how many tokens."""
+        filled = 0
+        while filled < len(out) and place < len(order.documents):
+            start, stop = self.indexed.token_range(int(order.documents[place]))
+            part = self.indexed.tokens[start + offset : min(stop, start + offset + len(out) - filled)]
+            out[filled : filled + len(part)] = part
+            filled += len(part)
+            place, offset = place + 1, 0
+        return filled

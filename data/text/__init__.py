@@ -1,0 +1,1 @@
+"""Text in: sources, their documents, and preparing them as corpora."""

@@ -1,0 +1,222 @@
+"""Read one chunk of a source: its documents, and the records in it that are not documents."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from .sources import Chunk
+
+LARGEST_RECORD_BYTES = 16 << 20  # tokenising one takes some 50 times its size
+
+
+@dataclass(frozen=True)
+class BadRecord:
+    """A record that holds no usable text. `line` counts from 1 within the chunk (rows and pieces count as
+    lines).
+    """
+
+    path: Path
+    line: int
+    reason: str
+
+
+@dataclass
+class ChunkText:
+    """What a chunk holds. `lines` is its number of lines (or rows), so that a caller can number bad ones in
+    the file.
+    """
+
+    documents: list[str] = field(default_factory=list)
+    bad: list[BadRecord] = field(default_factory=list)
+    lines: int = 0
+    empty: int = 0  # documents of white space only; left out
+    bytes: int = 0
+
+    def add(self, text: str) -> None:
+        if text and not text.isspace():
+            self.documents.append(text)
+        else:
+            self.empty += 1
+
+
+def read_chunk(chunk: Chunk, text_key: str = "text") -> ChunkText:
+    """Documents of one chunk. Defective records are returned, not raised; a missing file is an OSError."""
+    reader = {"jsonl": _jsonl, "text": _text, "files": _files, "parquet": _parquet, "arrow": _arrow}[chunk.kind]
+    found = ChunkText()
+    reader(chunk, text_key, found)
+    return found
+
+
+def _jsonl(chunk: Chunk, text_key: str, found: ChunkText) -> None:
+    path = chunk.paths[0]
+    with path.open("rb") as file:
+        for raw in lines_starting_in(file, chunk.start, chunk.stop):
+            found.lines += 1
+            found.bytes += len(raw)
+            if len(raw) > LARGEST_RECORD_BYTES:
+                found.bad.append(BadRecord(path, found.lines, f"line longer than {LARGEST_RECORD_BYTES >> 20} MiB"))
+            elif raw.isspace():
+                found.empty += 1
+            else:
+                try:
+                    found.add(text_of(raw, text_key))
+                except ValueError as error:
+                    found.bad.append(BadRecord(path, found.lines, str(error)))
+
+
+def text_of(raw: bytes, text_key: str) -> str:
+    """The text of one JSON line; ValueError says what is wrong with it."""
+    try:
+        value = json.loads(raw.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"invalid UTF-8 at byte {error.start} of the line") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise ValueError("not usable JSON: nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"a JSON {type(value).__name__} instead of an object with the key {text_key!r}")
+    if text_key not in value:
+        raise ValueError(f"no key {text_key!r}; the keys are {', '.join(map(repr, list(value)[:8])) or 'none'}")
+    return check_text(value[text_key], f"the value of {text_key!r}")
+
+
+def check_text(text: object, described: str) -> str:
+    """`text` itself if it is a string that UTF-8 can hold; else ValueError."""
+    if not isinstance(text, str):
+        raise ValueError(f"{described} is {type(text).__name__}, not a string")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{described} has a lone surrogate at character {error.start}") from None
+    return text
+
+
+def lines_starting_in(file: BinaryIO, start: int, stop: int) -> Iterator[bytes]:
+    """Lines whose first byte lies in [start, stop). No more than LARGEST_RECORD_BYTES + 1 are kept of one."""
+    file.seek(max(0, start - 1))
+    if start > 0:
+        _skip_line(file)  # from the byte before: a line that begins exactly at `start` is ours
+    position = file.tell()
+    while position < stop:
+        raw = file.readline(LARGEST_RECORD_BYTES + 1)
+        if not raw:
+            return
+        if len(raw) > LARGEST_RECORD_BYTES and not raw.endswith(b"\n"):
+            _skip_line(file)
+        position = file.tell()
+        yield raw
+
+
+def _skip_line(file: BinaryIO) -> None:
+    while (part := file.readline(1 << 20)) and not part.endswith(b"\n"):
+        pass
+
+
+def _text(chunk: Chunk, text_key: str, found: ChunkText) -> None:
+    path = chunk.paths[0]
+    with path.open("rb") as file:
+        for number, raw in enumerate(text_pieces(file, chunk.start, chunk.stop, chunk.piece_bytes), 1):
+            _add_raw(path, number, raw, found)
+
+
+def _files(chunk: Chunk, text_key: str, found: ChunkText) -> None:
+    for path in chunk.paths:
+        with path.open("rb") as file:
+            for number, raw in enumerate(text_pieces(file, 0, path.stat().st_size, chunk.piece_bytes), 1):
+                _add_raw(path, number, raw, found)
+
+
+def _add_raw(path: Path, number: int, raw: bytes, found: ChunkText) -> None:
+    found.lines += 1
+    found.bytes += len(raw)
+    if b"\0" in raw:
+        found.bad.append(BadRecord(path, number, f"NUL byte at byte {raw.index(0)} of the piece: not text"))
+        return
+    try:
+        found.add(raw.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        found.bad.append(BadRecord(path, number, f"invalid UTF-8 at byte {error.start} of the piece"))
+
+
+def _parquet(chunk: Chunk, text_key: str, found: ChunkText) -> None:
+    from pyarrow.parquet import ParquetFile
+
+    with ParquetFile(chunk.paths[0]) as file:
+        if text_key not in file.schema_arrow.names:
+            names = ", ".join(map(repr, file.schema_arrow.names))
+            raise ValueError(f"{chunk.paths[0]} has no column {text_key!r}; its columns are {names}")
+        for batch in file.iter_batches(row_groups=list(range(chunk.start, chunk.stop)), columns=[text_key]):
+            _add_rows(chunk.paths[0], batch.column(0).to_pylist(), text_key, found)
+
+
+def _arrow(chunk: Chunk, text_key: str, found: ChunkText) -> None:
+    from datasets import load_from_disk
+
+    dataset = load_from_disk(str(chunk.paths[0]))
+    if text_key not in dataset.column_names:
+        names = ", ".join(map(repr, dataset.column_names))
+        raise ValueError(f"{chunk.paths[0]} has no column {text_key!r}; its columns are {names}")
+    _add_rows(chunk.paths[0], dataset[chunk.start : chunk.stop][text_key], text_key, found)
+
+
+def _add_rows(path: Path, rows: list[object], text_key: str, found: ChunkText) -> None:
+    for row in rows:
+        found.lines += 1
+        try:
+            text = check_text(row, f"the value of {text_key!r}")
+        except ValueError as error:
+            found.bad.append(BadRecord(path, found.lines, str(error)))
+            continue
+        found.bytes += len(text.encode("utf-8"))
+        found.add(text)
+
+
+HARD_CUT_BYTES = 1 << 20  # a text without any line end is cut about so often, between two characters
+
+
+def text_pieces(file: BinaryIO, start: int, stop: int, block: int) -> Iterator[bytes]:
+    """Pieces whose first byte lies in [start, stop), each about `block` bytes long.
+
+    Every multiple of `block` offers one cut: behind the first blank line after it, else behind the first line
+    end, within that block. A cut thus depends on the file alone. Pieces of adjoining ranges join to the whole
+    file.
+    """
+    size = file.seek(0, 2)
+    cut = _next_cut(file, start, block, size)
+    while cut < min(stop, size):
+        following = _next_cut(file, cut + 1, block, size)
+        file.seek(cut)
+        yield file.read(following - cut)
+        cut = following
+
+
+def _next_cut(file: BinaryIO, position: int, block: int, size: int) -> int:
+    """First cut at or behind `position`; 0 and `size` are cuts."""
+    if position <= 0:
+        return 0
+    number = max(0, (position - 1) // block)
+    while number * block < size:
+        cut = _cut_of_block(file, number, block) if number else 0
+        if cut is not None and cut >= position:
+            return min(cut, size)
+        number += 1
+    return size
+
+
+def _cut_of_block(file: BinaryIO, number: int, block: int) -> int | None:
+    first = number * block
+    file.seek(first)
+    raw = file.read(block)
+    for separator in (b"\n\n", b"\r\n\r\n", b"\n"):
+        found = raw.find(separator)
+        if found >= 0:
+            return first + found + len(separator)
+    if number % max(1, HARD_CUT_BYTES // block):
+        return None
+    ahead = next((i for i, byte in enumerate(raw[:4]) if byte & 0xC0 != 0x80), 0)  # not inside a UTF-8 character
+    return first + ahead

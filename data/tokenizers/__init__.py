@@ -1,0 +1,1 @@
+"""Tokenizers: reading, training, and the special tokens that objectives need."""

@@ -1,0 +1,96 @@
+"""Texts from texts: the same call for models of the zoo and of transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .. import generation  # noqa: F401 - gives the zoo's models their `generate`
+from ..data.pairs.datasets import closed, opened
+from ..generation.api import evaluating
+from ..generation.text import pad_left
+from .loading import Source
+from .samples import TextTokenizer
+
+
+class TextGenerator:
+    """Answers of an encoder-decoder, or what a decoder continues its prompts with.
+
+    positions: how many tokens the model reads at most; None for any number. max_source_length: as in training.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        tokenizer: TextTokenizer,
+        *,
+        positions: int | None,
+        max_source_length: int,
+        max_new_tokens: int,
+        num_beams: int,
+        batch_size: int,
+    ) -> None:
+        self.source, self.tokenizer, self.positions = source, tokenizer, positions
+        self.max_source_length, self.batch_size = max_source_length, batch_size
+        self.defaults = {"max_new_tokens": max_new_tokens, "num_beams": num_beams}
+        stored = source.folder / "generation_config.json"
+        self._stored = json.loads(stored.read_text()) if source.native and stored.exists() else None
+
+    def __call__(self, model: Any, sources: Sequence[str], **settings: Any) -> list[str]:
+        """`num_return_sequences` texts for each source. settings: of `generate`, by transformers' names."""
+        texts: list[str] = []
+        for start in range(0, len(sources), self.batch_size):
+            texts += self._generate(model, sources[start : start + self.batch_size], settings)
+        return texts
+
+    def _generate(self, model: Any, sources: Sequence[str], given: dict[str, Any]) -> list[str]:
+        answers = self.source.shape == "encoder-decoder"
+        rows = self._encode(sources, answers)
+        if empty := [text for text, row in zip(sources, rows, strict=True) if not row]:
+            raise ValueError(f"the text {empty[0]!r} has no tokens")
+        pad = self._pad_token_id(model)
+        ids, mask = (pad_right if answers else pad_left)(rows, pad)  # an encoder's as in training
+        settings = {**self.defaults, "pad_token_id": pad, **given}
+        if "max_length" in given and "max_new_tokens" not in given:
+            del settings["max_new_tokens"]
+        elif not answers and self.positions is not None and "max_new_tokens" not in given:
+            settings["max_new_tokens"] = max(1, min(settings["max_new_tokens"], self.positions - ids.shape[1] + 1))
+        device = next(model.parameters()).device
+        if settings.get("num_beam_groups", 1) > 1 and not self.source.native:
+            from .hf_decoding import generate_in_groups
+
+            found = generate_in_groups(model, ids, mask, settings)
+        else:
+            if self.source.native and self._stored is not None:
+                settings["generation_config"] = self._stored
+            with evaluating(model):
+                found = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), **settings)
+        if not answers:
+            found = found[:, ids.shape[1] :]
+        return self.tokenizer.backend.batch_decode(found.tolist(), skip_special_tokens=True)
+
+    def _encode(self, sources: Sequence[str], answers: bool) -> list[list[int]]:
+        """As the samples of training are made."""
+        begin, rows, length = self.tokenizer.begin, self.tokenizer.encode_batch(list(sources)), self.max_source_length
+        if answers:
+            return [closed(begin + row, length, self.tokenizer.eos_token_id).tolist() for row in rows]
+        return [opened(row, length, begin).tolist() for row in rows]
+
+    def _pad_token_id(self, model: Any) -> int:
+        config = model.config
+        stored = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
+        for known in (*stored, self.tokenizer.backend.pad_token_id):
+            if isinstance(known, int) and 0 <= known < model.config.vocab_size:
+                return known
+        return 0
+
+
+def pad_right(rows: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids of several prompts and their mask, int64 [B, T] each."""
+    width = max(map(len, rows))
+    ids = torch.tensor([list(row) + [pad] * (width - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    return ids, mask

@@ -1,0 +1,206 @@
+"""Finds a model's folder and kind, and loads it with the head that a task needs: the zoo's, or transformers'."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..models import FAMILIES, Execution, config_from_dict, from_pretrained
+from ..models.auto import read_config
+from ..models.files import MANIFEST, huggingface_tensors, native_tensors
+from ..mpu import ParallelMesh
+from ..trainer.engines.precision import DTYPES
+from ..trainer.launch.coordination import on_first_rank
+from .arguments import TrainerArguments
+
+ADAPTER = "adapter_config.json"
+DOWNLOADED = ("*.json", "*.safetensors", "*.model", "*.txt")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model on disk. shape: what it is made of. adapter: the folder of its LoRA weights, if it has any."""
+
+    folder: Path
+    values: dict[str, Any]  # of its config.json
+    shape: str  # "encoder-decoder", "encoder" or "decoder"
+    native: bool
+    adapter: Path | None = None
+
+    @property
+    def model_type(self) -> str:
+        return self.values["model_type"]
+
+
+def locate(name: str) -> Path:
+    """The folder of a model, fetched from the Hugging Face Hub where `name` is no folder. ValueError without one."""
+    if not name:
+        raise ValueError("model_name_or_path is missing: name the folder of a model, or one on the Hugging Face Hub")
+    if Path(name).is_dir():
+        return Path(name)
+    if Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ValueError(f"model_name_or_path: {name} is no folder")
+
+    def fetch() -> Path:
+        from huggingface_hub import snapshot_download
+
+        try:
+            return Path(snapshot_download(name, allow_patterns=list(DOWNLOADED)))
+        except (OSError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(
+                f"model_name_or_path: {name} is no folder, nor could it be fetched from the Hugging Face Hub: {reason}"
+            ) from None
+
+    return on_first_rank(fetch)
+
+
+def find_source(arguments: TrainerArguments) -> Source:
+    """Which model the arguments name, and whether the zoo's is taken. ValueError where they ask for what it cannot."""
+    folder, adapter = locate(arguments.model_name_or_path), None
+    if (folder / ADAPTER).exists():
+        adapter, folder = folder, locate(read_config(folder / ADAPTER).get("base_model_name_or_path") or "")
+    values = read_config(folder / "config.json")
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str):
+        raise ValueError(f"{folder}/config.json has no model_type, so its kind of model is unknown")
+    native = arguments.native
+    if adapter is not None and native:
+        raise ValueError(f"{adapter} holds LoRA weights, which only transformers' models take; use native=False")
+    if native is None:
+        native = model_type in FAMILIES and adapter is None
+        shape = _shape(folder, values)
+        native = native and not (arguments.task == "text-classification" and shape != "encoder")
+    elif native and model_type not in FAMILIES:
+        raise ValueError(
+            f"{folder} is a {model_type}, which the zoo has not; use native=False, or a model of {', '.join(FAMILIES)}"
+        )
+    elif not native and (folder / MANIFEST).exists():
+        raise ValueError(
+            f"{folder} holds shards, which only the zoo's models read; merge it by `shardzoo convert merge`"
+        )
+    if native and model_type == "glm":
+        raise ValueError(
+            "a GLM learns by filling blanks, for which shardzoo.data.GLMDataset makes samples for "
+            "shardzoo.trainer.Trainer; models fine-tuned here are T5, mT5, GPT-2, BERT, RoBERTa and transformers'"
+        )
+    if arguments.model_parallel_size > 1 and not native:
+        raise ValueError(
+            f"model_parallel_size={arguments.model_parallel_size} splits layers, which transformers' {model_type} does "
+            f"not; use model_parallel_size=1, or a model of {', '.join(FAMILIES)}"
+        )
+    return Source(folder, values, _shape(folder, values), native, adapter)
+
+
+def _shape(folder: Path, values: dict[str, Any]) -> str:
+    known = {"t5": "encoder-decoder", "mt5": "encoder-decoder", "gpt2": "decoder", "bert": "encoder",
+             "roberta": "encoder", "glm": "decoder"}  # fmt: skip
+    if values["model_type"] in known:
+        return known[values["model_type"]]
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{folder} holds no model that transformers knows: {error}") from None
+    if config.is_encoder_decoder:
+        return "encoder-decoder"
+    return "encoder" if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES else "decoder"
+
+
+def load_model(
+    source: Source,
+    task: str,
+    arguments: TrainerArguments,
+    mesh: ParallelMesh | None,
+    device: torch.device,
+    labels: Sequence[str] | None,
+) -> nn.Module:
+    """The model with the head of the task, in training mode. labels: a new classifier's, by class; None: as stored."""
+    if source.native:
+        return _native(source, task, arguments, mesh, device, labels).train()
+    return _transformers(source, task, arguments, labels).train()
+
+
+def _native(
+    source: Source,
+    task: str,
+    arguments: TrainerArguments,
+    mesh: ParallelMesh | None,
+    device: torch.device,
+    labels: Sequence[str] | None,
+) -> nn.Module:
+    made: dict[str, Any] = {"device": device, "dtype": DTYPES[arguments.precision]}
+    made["execution"] = Execution(arguments.sequence_parallel, arguments.recompute)
+    if task != "text-classification" or labels is None:
+        return from_pretrained(source.folder, mesh, **made)
+    classifier = {"bert": "BertForSequenceClassification", "roberta": "RobertaForSequenceClassification"}
+    config = config_from_dict({**source.values, "architectures": [classifier[source.model_type]]}).with_changes(
+        num_labels=len(labels),
+        id2label={str(number): label for number, label in enumerate(labels)},
+        label2id={label: number for number, label in enumerate(labels)},
+    )
+    try:
+        return from_pretrained(
+            source.folder, mesh, config=config, new=_new_modules(source), seed=arguments.seed, **made
+        )
+    except ValueError as error:
+        raise ValueError(f"{error}; native=False loads it by transformers") from None
+
+
+def _new_modules(source: Source) -> list[str]:
+    """The classifier, and BERT's pooler where the language model was stored without it."""
+    if (source.folder / MANIFEST).exists():
+        stored = native_tensors(source.folder)[0]
+    else:
+        stored = huggingface_tensors(source.folder)
+    has_pooler = source.model_type != "bert" or any("pooler." in tensor.name for tensor in stored)
+    return ["classifier"] if has_pooler else ["pooler", "classifier"]
+
+
+def _transformers(source: Source, task: str, arguments: TrainerArguments, labels: Sequence[str] | None) -> nn.Module:
+    import transformers
+
+    kinds = {
+        "text-classification": transformers.AutoModelForSequenceClassification,
+        "text-generation": transformers.AutoModelForCausalLM,
+        "text2text-generation": transformers.AutoModelForSeq2SeqLM
+        if source.shape == "encoder-decoder"
+        else transformers.AutoModelForCausalLM,
+    }
+    head: dict[str, Any] = {}
+    if task == "text-classification" and labels is not None:
+        names = dict(enumerate(labels))
+        head = {"id2label": names, "label2id": {label: n for n, label in names.items()}, "num_labels": len(labels)}
+    with torch.random.fork_rng():  # a new head has the same weights on every rank
+        torch.manual_seed(arguments.seed)
+        try:
+            model: Any = kinds[task].from_pretrained(
+                source.folder, local_files_only=True, ignore_mismatched_sizes=bool(head), **head
+            )
+        except (OSError, KeyError) as error:
+            raise ValueError(f"{source.folder} holds no model that transformers loads: {error}") from None
+    if source.adapter is not None:
+        from .lora import import_peft
+
+        import_peft()
+        model.load_adapter(str(source.adapter), is_trainable=True)
+    return model
+
+
+def positions_of(model: nn.Module, source: Source) -> int | None:
+    """How many tokens the model reads at most; None where positions are relative."""
+    config: Any = model.config
+    if source.shape == "encoder-decoder":
+        return None
+    if source.native:
+        return config.max_sequence_length
+    longest = getattr(config, "max_position_embeddings", None)
+    offset = config.pad_token_id + 1 if source.model_type in ("roberta", "xlm-roberta", "camembert") else 0
+    return None if longest is None else longest - offset

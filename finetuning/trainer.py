@@ -1,0 +1,295 @@
+"""`Trainer`: a model, its texts, and everything that is done with them, by t2t-tuner's names."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..generation.text import load_text_tokenizer
+from ..mpu import ParallelMesh
+from ..trainer.batches.training_data import check_size
+from ..trainer.launch.coordination import on_first_rank
+from ..trainer.run_folder import RunFolder
+from .arguments import TrainerArguments
+from .data import TuningData
+from .decoding import TextGenerator
+from .engine import TuningTrainer
+from .export import save_whole
+from .loading import find_source, load_model, positions_of
+from .lora import add_lora
+from .metrics import class_accuracy, next_token_accuracy, text_value_names, text_values
+from .parts import input_embedding, part_parameters
+from .run import check_run, open_run, tokenizer_folder, write_companions
+from .samples import Collate, TextTokenizer
+from .soft_prompt import add_prompt, initial_rows, load_prompt, save_prompt, without_prompt
+from .summary import ModelSummary, summarize
+from .tasks import choose_task
+
+
+class Trainer:
+    """Fine-tunes the model that the arguments name, of the zoo or of transformers.
+
+        trainer = Trainer(TrainerArguments(model_name_or_path=folder, train_file="pairs.json"))
+        trainer.train(valid=False)
+
+    Made from `TrainerArguments` or from their names as keywords; `ValueError` for what does not fit together. Where
+    processes are missing it starts them and ends this one, as `shardzoo.trainer.Trainer` does. Every rank makes the
+    same calls.
+
+    model, tokenizer: the model, this rank's part of it, and transformers' tokenizer. mesh: one that was made before.
+    """
+
+    def __init__(
+        self, arguments: TrainerArguments | None = None, *, mesh: ParallelMesh | None = None, **keywords: Any
+    ) -> None:
+        if arguments is not None and keywords:
+            raise ValueError(f"pass TrainerArguments or keywords ({', '.join(keywords)}), not both")
+        if not isinstance(arguments, TrainerArguments | None):
+            raise ValueError(
+                f"pass TrainerArguments, or keywords as in Trainer(lr=1e-3), not a {type(arguments).__name__}"
+            )
+        self.arguments = arguments = (arguments or TrainerArguments(**keywords)).resolved()
+        arguments.check_files()
+        self._trainer = TuningTrainer(arguments, mesh)
+        self.ranks, self.mesh, self.console = self._trainer.ranks, self._trainer.mesh, self._trainer.console
+        self.source = find_source(arguments)
+        self.task = choose_task(arguments, self.source)
+        stored_with = self.source.adapter or self.source.folder
+        self.tokenizer: Any = load_text_tokenizer(stored_with)
+        self._texts = TextTokenizer(self.tokenizer)
+        self._data = TuningData(arguments, self.task, self.source, self._texts)
+        self._trainer.is_language_model = self._data.labels is None
+        self.model: Any = load_model(
+            self.source, self.task, arguments, self.mesh, self._trainer.device, self._data.new_labels
+        )
+        self.model.to(self._trainer.device)
+        self._complete_padding()
+        self.positions = positions_of(self.model, self.source)
+        self._data.check_lengths(self.positions)
+        self._prompt: Any = None
+        if (prompt := load_prompt(self.source.folder)) is not None:
+            self._add_prompt(*prompt)
+        self.run_folder: RunFolder | None = None
+        self._generator = TextGenerator(
+            self.source,
+            self._texts,
+            positions=self.positions,
+            max_source_length=arguments.max_source_length,
+            max_new_tokens=arguments.generation_max_length or arguments.max_target_length,
+            num_beams=arguments.generation_num_beams,
+            batch_size=arguments.micro_batch_size,
+        )
+
+    # What is trained
+
+    def freeze(self, encoder: bool | None = None, decoder: bool | None = None, embeddings: bool | None = None) -> None:
+        """True freezes a part, False lets it be trained again, None leaves it as it is.
+
+        Embeddings are the tables of tokens, positions and segments; a head that is tied to the token table is frozen
+        with it. ValueError for a part that the model has not.
+        """
+        for part, frozen in (("encoder", encoder), ("decoder", decoder), ("embeddings", embeddings)):
+            if frozen is None:
+                continue
+            for parameter in part_parameters(self.model, self.source, part).values():
+                parameter.requires_grad = not frozen
+
+    def convert_to_prompt_tuning(self, prompt_list: Sequence[str]) -> None:
+        """Freezes the model, and learns an input vector for each of these new tokens, such as ["<p0>", "<p1>"].
+
+        They are put before every source that has none of them, so that `prefix` or the data may place them instead.
+        ValueError for tokens that the tokenizer has, and for plain text, which has no sources.
+        """
+        tokens = [prompt_list] if isinstance(prompt_list, str) else list(dict.fromkeys(prompt_list))
+        known = self.tokenizer.get_vocab()
+        if not tokens or "" in tokens:
+            raise ValueError('prompt_list must name new tokens, such as ["<prompt0>", "<prompt1>"]')
+        if old := [token for token in tokens if token in known]:
+            raise ValueError(f"the tokenizer has the token {old[0]!r} already; name new ones in prompt_list")
+        if self.task == "text-generation":
+            raise ValueError("prompt tuning puts tokens before sources, which plain text has not; use pairs")
+        if self._prompt is not None:
+            raise ValueError(f"the model has a soft prompt already: {', '.join(self._data.prompt)}")
+        embedding = input_embedding(self.model)
+        first_id = max(len(self.tokenizer), max(known.values()) + 1)
+        vocab_size = min(self.model.config.vocab_size, len(self.tokenizer))
+        self._add_prompt(tokens, first_id, initial_rows(embedding, len(tokens), vocab_size, self.arguments.seed))
+
+    def convert_to_lora(self, **settings: Any) -> None:
+        """Freezes the model and adds LoRA weights. settings: of peft's LoraConfig (r, lora_alpha, target_modules, …).
+
+        ValueError for a model of the zoo; take transformers' by native=False.
+        """
+        add_lora(self.model, self.source, self.arguments.seed, settings)
+
+    def model_summary(self) -> ModelSummary:
+        """How many parameters the whole model has and trains; printed too."""
+        summary = summarize(self.model, self.source)
+        self.console.print(summary.table())
+        return summary
+
+    # Training and evaluation
+
+    def load_data(self, valid: bool = True) -> None:
+        """Reads the files that `train` needs and makes its checks, so that mistakes show before it. Collective."""
+        if self.arguments.train_file is None:
+            raise ValueError("train_file is missing: name a file to train on")
+        train = self._data.train(valid)
+        check_size(len(train), self.arguments.global_batch(self.ranks.dp_size))
+        self._trainer.measured = text_value_names(self.arguments.metric) if self._measures_texts() else ()
+        self._trainer.check(valid and self._data.validation() is not None, self._metrics())
+        on_first_rank(lambda: check_run(self.arguments))
+
+    def train(self, valid: bool = True) -> dict[str, float]:
+        """Trains the model in place and returns the last validation values, with `step`.
+
+        valid: whether to evaluate every `eval_interval` steps and at the end, on validation_file, or on
+        validation_split percent of the training file, which are then not trained on.
+        """
+        self.load_data(valid)
+        arguments, trainer, collate = self.arguments, self._trainer, self._collate()
+        self.run_folder = trainer.run_folder = on_first_rank(lambda: open_run(arguments, self._write_companions))
+        if arguments.torch_compile:
+            self.model.compile(backend=arguments.torch_compile_backend)
+        records = self._data.validation() if valid else None
+        trainer.measure = None if records is None else lambda module: self._generated_values(module, records)
+        return trainer.train(
+            self.model,
+            train_dataset=self._data.samples(self._data.train(valid)),
+            valid_dataset=None if records is None else self._data.samples(records),
+            metric_methods=self._metrics(),
+            collate_fn=collate,
+            extra_files=tokenizer_folder(self.run_folder),
+        )
+
+    def evaluate(self, file: str | None = None) -> dict[str, float]:
+        """Loss, perplexity or accuracy, and with predict_with_generate the metric; by default of what validates."""
+        records = self._data.read(file, self.arguments.max_eval_samples) if file else self._data.validation()
+        if records is None:
+            raise ValueError("nothing validates: name a validation_file, or a validation_split above 0")
+        trainer = self._trainer
+        trainer.measure = lambda module: self._generated_values(module, records)
+        return trainer.evaluate(self.model, self._data.samples(records), self._metrics(), self._collate())
+
+    def test(self) -> dict[str, float]:
+        """`evaluate` of the test_file."""
+        if self.arguments.test_file is None:
+            raise ValueError("test_file is missing: name a file to test on")
+        return self.evaluate(self.arguments.test_file)
+
+    # Texts
+
+    def generate_single(self, text: str, **settings: Any) -> str:
+        """The answer to a text, or its continuation; prefix and soft prompt are put before it, as in training.
+
+        settings: of `generate`, by transformers' names; by default beam search with generation_num_beams.
+        """
+        return self._generate(text, settings)[0]
+
+    def generate_diverse(
+        self,
+        text: str,
+        output_count: int = 8,
+        beam_width: int = 4,
+        num_beam_groups: int = 2,
+        diversity_penalty: float = 0.5,
+        **settings: Any,
+    ) -> list[str]:
+        """`output_count` answers by diverse beam search, of beam_width · output_count beams in groups that avoid each
+        other's tokens."""
+        chosen = {
+            "num_return_sequences": output_count,
+            "num_beams": beam_width * output_count,
+            "num_beam_groups": num_beam_groups,
+            "diversity_penalty": diversity_penalty,
+        }
+        return self._generate(text, {**chosen, **settings})
+
+    def save_model(self, folder: str | Path | None = None) -> Path:
+        """Writes a Hugging Face folder with the tokenizer, by default `hf` in the run's folder, and returns it.
+
+        Of LoRA only the added weights are written; a soft prompt lies beside the unchanged weights. This class reads
+        both again as model_name_or_path.
+        """
+        if folder is None and self.run_folder is None:
+            raise ValueError("nothing is trained yet: name the folder to save the model in")
+        path = Path(folder) if folder is not None else self.run_folder.hf  # type: ignore[union-attr]
+        scratch = path.with_name(f".{path.name}.tokenizer")
+        on_first_rank(lambda: self._write_companions(scratch))
+        with without_prompt(self.model):
+            save_whole(self.model, self.source, scratch, path, self.ranks)
+
+        def finish() -> None:
+            shutil.rmtree(scratch)
+            if self._prompt is not None:
+                tokens = self._data.prompt
+                save_prompt(self._prompt, tokens, self.tokenizer.convert_tokens_to_ids(tokens[0]), path)
+
+        on_first_rank(finish)
+        return path
+
+    def _add_prompt(self, tokens: list[str], first_id: int, rows: Any) -> None:
+        self.tokenizer.add_tokens(tokens, special_tokens=True)
+        ids = self.tokenizer.convert_tokens_to_ids(tokens)
+        if ids != list(range(first_id, first_id + len(tokens))):
+            raise ValueError(f"the soft prompt's tokens have the ids {ids}, not those from {first_id} on")
+        embedding: Any = input_embedding(self.model)
+        rows = rows.to(embedding.weight.device, embedding.weight.dtype)
+        self._prompt = add_prompt(self.model, embedding, first_id, rows)
+        self._data.prompt = tokens
+
+    def _complete_padding(self) -> None:
+        """A transformers decoder that classifies finds a row's end by its padding."""
+        config = self.model.config
+        if self.source.native or getattr(config, "pad_token_id", None) is not None:
+            return
+        config.pad_token_id = self.tokenizer.pad_token_id
+        if config.pad_token_id is None:
+            config.pad_token_id = self.tokenizer.eos_token_id
+
+    def _as_in_training(self, text: str) -> str:
+        text = self._data.prepare_source(self.arguments.prefix + text)
+        return text + self.arguments.separator if self._learns_continuations() else text
+
+    def _learns_continuations(self) -> bool:
+        return self.source.shape == "decoder" and self.task == "text2text-generation"
+
+    def _collate(self) -> Collate:
+        pad = getattr(self.model.config, "pad_token_id", None)
+        learns = not self.arguments.ignore_pad_token_for_loss
+        if learns and (self.task != "text2text-generation" or self.source.shape != "encoder-decoder"):
+            raise ValueError("ignore_pad_token_for_loss=False is for the targets of encoder-decoders")
+        return Collate(0 if pad is None else pad, learn_padding=learns)
+
+    def _metrics(self) -> dict[str, Any]:
+        if self._data.labels is not None:
+            return {"accuracy": class_accuracy}
+        if self.task == "text-generation" and self.arguments.metric == "accuracy":
+            return {"accuracy": next_token_accuracy}
+        return {}
+
+    def _measures_texts(self) -> bool:
+        return self.arguments.predict_with_generate and self.task == "text2text-generation"
+
+    def _generated_values(self, module: Any, records: Any) -> dict[str, float]:
+        """The metric of what is generated for the records, each by one data-parallel rank."""
+        if not self._measures_texts():
+            return {}
+        mine = range(self.ranks.dp_rank, len(records), self.ranks.dp_size)
+        pairs = [records[number] for number in mine]
+        end = self.arguments.separator if self._learns_continuations() else ""
+        texts = self._generator(module, [self._data.prepare_source(source) + end for source, _ in pairs])
+        every = self.ranks.gather(list(zip(mine, texts, strict=True)) if self.ranks.tp_rank == 0 else [])
+        found = dict(pair for part in every for pair in part)
+        targets = [records[number][1] for number in range(len(records))]
+        return text_values(self.arguments.metric, [found[number] for number in range(len(records))], targets)
+
+    def _generate(self, text: str, settings: dict[str, Any]) -> list[str]:
+        if self._data.labels is not None:
+            raise ValueError("a classifier generates no text")
+        return self._generator(self.model, [self._as_in_training(text)], **settings)
+
+    def _write_companions(self, folder: Path) -> None:
+        write_companions(self.tokenizer, self.source, folder)

@@ -1,0 +1,1 @@
+"""Pretraining: from arguments and text to a trained, exported, checked model."""

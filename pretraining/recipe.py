@@ -1,0 +1,190 @@
+"""One pretraining run, from the corpus to the Hugging Face folder."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import fields, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from ..convert.merge import merge
+from ..data import Corpus, GPTDataset, IndexedDataset, prepare_corpus, unigram_entropy
+from ..models import Execution, from_config
+from ..models.common.causal_lm import CausalLM
+from ..models.common.config import ModelConfig
+from ..trainer.launch.coordination import on_first_rank
+from ..trainer.launch.rank_info import Launch
+from ..trainer.logging.loss_plot import plot_loss
+from ..trainer.run_folder import RunFolder, make_run_folder
+from ..trainer.trainer import Trainer
+from .hf_check import held_out_loss, sample_continuation
+from .tables import corpus_progress, run_results, run_summary
+
+if TYPE_CHECKING:
+    from ..cli.pretrain import PretrainArguments
+
+
+class HeldOut:
+    """The samples of one pass over the held-out text, shuffled, so that the first few stand for all."""
+
+    def __init__(self, dataset: GPTDataset) -> None:
+        self._dataset = dataset
+        samples = max(1, int(dataset.samples_per_epoch))
+        self._order = np.random.default_rng(0).permutation(samples).tolist()
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self._dataset[self._order[index]]
+
+
+class FirstOf:
+    """The first samples of a dataset, or all."""
+
+    def __init__(self, samples: HeldOut, count: int | None) -> None:
+        self._samples, self._size = samples, len(range(len(samples))[:count])
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self._samples[index]
+
+
+class Pretraining:
+    """A checked run on this rank. Making it joins the processes and prepares folder, corpus and model.
+
+    Raises `ValueError` on every rank for what is wrong with the output folder or the data.
+    """
+
+    def __init__(self, arguments: PretrainArguments, config: ModelConfig, launch: Launch) -> None:
+        self.arguments = arguments
+        self.console = Console(quiet=not launch.is_first)
+        self.trainer = Trainer(arguments)
+        self.run_folder, self.first_step, self.corpus = on_first_rank(self._prepare_folder)
+        self.trainer.run_folder = self.run_folder
+        self.config = config.with_changes(
+            vocab_size=self.corpus.vocab_size,
+            bos_token_id=self.corpus.eos_token_id,
+            eos_token_id=self.corpus.eos_token_id,
+        )
+        self.sequence_length = arguments.sequence_length or config.max_sequence_length
+        self.valid = IndexedDataset(self.corpus.valid_prefix)
+        self.train = GPTDataset(IndexedDataset(self.corpus.train_prefix), self.sequence_length, arguments.seed)
+        self.held_out = HeldOut(GPTDataset(self.valid, self.sequence_length, seed=0))
+        self.model = self._build_model()
+        self.unigram_entropy = unigram_entropy(self.valid)
+        self.console.print(self._summary())
+
+    def run(self) -> None:
+        """Trains, evaluates, exports, and shows the results."""
+        started = time.monotonic()
+        arguments, trainer = self.arguments, self.trainer
+        with trainer.make_reporter(self.first_step, arguments.train_steps) as reporter:
+            step = trainer.train(
+                self.model,
+                train_dataset=self.train,
+                valid_dataset=FirstOf(self.held_out, arguments.eval_sequences),
+                extra_files=self.corpus.tokenizer_dir,
+                reporter=reporter,
+            )["step"]
+            if arguments.precision != "fp32":
+                self.model.float()  # the exported weights are compared in fp32, whatever they were trained in
+            values = trainer.evaluate(self.model, FirstOf(self.held_out, arguments.final_eval_sequences))
+            reporter.evaluation(int(step), values)
+        on_first_rank(lambda: self._finish(int(step), values["loss"], (time.monotonic() - started) / 60))
+
+    def _prepare_folder(self) -> tuple[RunFolder, int, Corpus]:
+        """The run's folder with its corpus. A mistake in either leaves what was in the folder as it was."""
+        arguments = self.arguments
+        folder = RunFolder(Path(arguments.output_dir)) if arguments.output_dir else None
+        first_step = folder.first_step(resume=arguments.resume, overwrite=arguments.overwrite) if folder else 0
+        if folder and first_step:
+            folder.go_on(arguments.of_the_run())
+            return folder, first_step, self._prepare_corpus(folder.data)
+        goal = folder.path if folder else Path("runs", "new")
+        nearest = next(parent for parent in goal.absolute().parents if parent.is_dir())
+        with TemporaryDirectory(dir=nearest, prefix=f".{goal.name}-") as aside:
+            prepared = Path(aside) / "data"
+            prepared.mkdir()
+            corpus = self._prepare_corpus(prepared)
+            folder = folder or RunFolder(make_run_folder(arguments.model))
+            folder.begin(arguments.of_the_run(), prepared)
+        moved = {
+            field.name: folder.data / path.relative_to(prepared)
+            for field in fields(corpus)
+            if isinstance(path := getattr(corpus, field.name), Path) and path.is_relative_to(prepared)
+        }
+        return folder, first_step, replace(corpus, **moved)
+
+    def _prepare_corpus(self, folder: Path) -> Corpus:
+        arguments = self.arguments
+        with corpus_progress(self.console) as progress:
+            return prepare_corpus(
+                arguments.data,
+                folder,
+                vocab_size=arguments.vocab_size,
+                held_out_fraction=arguments.held_out_fraction,
+                seed=arguments.seed,
+                progress=progress,
+            )
+
+    def _build_model(self) -> CausalLM:
+        arguments, trainer = self.arguments, self.trainer
+        dtype = torch.bfloat16 if arguments.precision == "bf16" else torch.float32
+        execution = Execution(arguments.sequence_parallel, arguments.recompute)
+        model = from_config(
+            self.config, trainer.mesh, device=trainer.device, dtype=dtype, seed=arguments.seed, execution=execution
+        )
+        assert isinstance(model, CausalLM)
+        return model
+
+    def _summary(self) -> Table:
+        return run_summary(
+            model_name=self.arguments.model,
+            model=self.model,
+            ranks=self.trainer.ranks,
+            arguments=self.arguments,
+            train_tokens=self.train.tokens_per_epoch,
+            valid_tokens=self.valid.num_tokens,
+            sequence_length=self.sequence_length,
+            unigram_entropy=self.unigram_entropy,
+            first_step=self.first_step,
+        )
+
+    def _finish(self, step: int, loss: float, minutes: float) -> None:
+        folder, arguments, ranks = self.run_folder, self.arguments, self.trainer.ranks
+        plot_loss(
+            folder.metrics(),
+            folder.loss_plot,
+            tokens_per_step=arguments.global_batch(ranks.dp_size) * (self.sequence_length - 1),
+            unigram_entropy=self.unigram_entropy,
+            title=f"{arguments.model} on {ranks.tp_size} tensor-parallel processes",
+        )
+        shutil.rmtree(folder.hf, ignore_errors=True)
+        merge(folder.checkpoint(step), folder.hf)
+        self.console.print("loading the exported folder with transformers …")
+        evaluated = range(len(self.held_out))[: arguments.final_eval_sequences]
+        hf_loss = held_out_loss(folder.hf, [self.held_out[i] for i in evaluated])
+        self.console.print(
+            run_results(
+                folder=folder.path,
+                loss=loss,
+                unigram_entropy=self.unigram_entropy,
+                hf_loss=hf_loss,
+                tensor_parallel_size=ranks.tp_size,
+                minutes=minutes,
+            )
+        )
+        text = sample_continuation(folder.hf, arguments.sample_prompt)
+        self.console.print(Panel(Text(text), title="the exported model continues", title_align="left"))

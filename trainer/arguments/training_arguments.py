@@ -1,0 +1,225 @@
+"""What a training run is told: one dataclass for `Trainer`, its keywords, and the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import PurePath
+from typing import Literal
+
+from .aliases import with_familiar_names
+from .types import check_types
+
+EnvType = Literal["pytorch", "pytorchDDP", "deepspeed", "deepspeed+mpu"]
+Optimizer = Literal["adamw", "adam", "adafactor", "lion", "lamb"]
+Schedule = Literal[
+    "warmup_cosine", "cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt", "polynomial",
+    "cosine_with_restarts",
+]  # fmt: skip
+
+# Their update of an element depends on that element alone, so that they may work on any part of a parameter.
+ELEMENTWISE = ("adamw", "adam", "lion")
+
+
+@with_familiar_names
+@dataclass(frozen=True)
+class TrainingArguments:
+    """How a model is trained. All values are checked when it is made: `ValueError` says what would work.
+
+    FlagAI's names are taken too: batch_size, warm_up, optimizer_type, fp16, bf16, checkpoint_activations.
+    """
+
+    env_type: EnvType = "pytorch"
+    """pytorch: one process. pytorchDDP: data-parallel replicas. deepspeed: data-parallel with ZeRO. deepspeed+mpu: also
+    tensor-parallel, each layer split over `model_parallel_size` processes."""
+    pytorch_device: str = "cpu"
+    """Where `env_type="pytorch"` computes: "cpu", "cuda:0"."""
+    model_parallel_size: int = 1
+    """Tensor-parallel size: over how many processes each layer is split."""
+    sequence_parallel: bool = False
+    """Also split norms, dropouts and residuals along the sequence (when the model is built)."""
+    num_nodes: int = 1
+    num_gpus: int = 1
+    """Processes on each node, where the trainer starts them itself."""
+    hostfile: str | None = None
+    """Lines of `host slots=n`, for more than one node."""
+    master_ip: str = "localhost"
+    master_port: int = 17750
+    training_script: str | None = None
+    """What the processes run; by default this very command."""
+    dry_run: bool = False
+    """Print the commands that would start the processes, and start none."""
+
+    epochs: int = 0
+    """Passes over the training data, if `train_steps` does not say how long to train."""
+    train_steps: int | None = None
+    """Optimizer steps."""
+    micro_batch_size: int = 1
+    """Samples in one forward pass of one data-parallel rank."""
+    gradient_accumulation_steps: int | None = None
+    """Micro-batches that each rank accumulates for one optimizer step; by default 1."""
+    global_batch_size: int | None = None
+    """Samples in one optimizer step over all ranks; instead of `gradient_accumulation_steps`."""
+    num_workers: int = 0
+    """Processes that prepare batches, for each rank; 0 prepares them between the steps."""
+
+    optimizer: Optimizer = "adamw"
+    lr: float = 1e-3
+    """Peak learning rate."""
+    lr_schedule: Schedule = "warmup_cosine"
+    """warmup_cosine: linear warm-up, then a cosine down to a tenth. The others are transformers' of that name."""
+    warmup_ratio: float = 0.1
+    """Share of the steps that warm up."""
+    warmup_steps: int | None = None
+    """Instead of `warmup_ratio`."""
+    weight_decay: float = 0.1
+    """On matrices only, never on biases and norms."""
+    beta1: float = 0.9
+    beta2: float = 0.999
+    adam_eps: float = 1e-8
+    relative_step: bool = False
+    """Adafactor chooses its own learning rate from the step and each parameter's scale, as published; `lr` and its
+    schedule are then unused. Off: the fixed-rate parametrisation, without parameter scaling."""
+    clip_grad: float = 1.0
+    """Largest gradient norm; 0 turns clipping off."""
+
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Of the parameters in the forward pass; the optimizer keeps fp32 copies. fp16 scales the loss."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Recompute activations in the backward pass: those of attention, or of whole blocks."""
+    zero_stage: Literal[0, 1, 2, 3] | None = None
+    """DeepSpeed ZeRO: 1 splits the optimizer's state over data-parallel ranks, 2 the gradients too, 3 the parameters
+    too. By default what `deepspeed_config` says, else 1, or 0 where the optimizer needs whole parameters."""
+    offload_optimizer: bool = False
+    """DeepSpeed keeps the optimizer's state in CPU memory and updates there."""
+    deepspeed_config: str | None = None
+    """A DeepSpeed JSON file whose keys are added; what the arguments above decide may not be contradicted."""
+
+    eval_interval: int = 100
+    """Steps between evaluations."""
+    log_interval: int = 100
+    """Steps between points in the logs."""
+    save_interval: int = 1000
+    """Steps between checkpoints; the last step is always saved."""
+    save_dir: str = "checkpoints"
+    """Folder of runs; `save_dir/experiment_name` is this run's, or `save_dir` itself without a name."""
+    experiment_name: str | None = None
+    tensorboard_dir: str | None = None
+    """By default `tensorboard` in the run's folder."""
+    save_total_limit: int | None = None
+    """Checkpoints that are kept, besides the best one; by default all."""
+    save_best: str | None = None
+    """A validation value such as "loss": the checkpoint where it was best is saved, kept, and named `best`. The best
+    loss or perplexity is the lowest one; of every other value the highest."""
+    save_optim: bool = True
+    save_rng: bool = True
+    load_dir: str | None = None
+    """A run's folder or a checkpoint to go on from."""
+    load_type: Literal["latest", "best"] = "latest"
+    load_optim: bool = True
+    """False takes only the weights and begins at step 0."""
+    load_rng: bool = True
+    resume: bool = False
+    """Go on with the run in its folder if that holds a checkpoint, else begin it."""
+
+    seed: int = 1234
+    wandb: bool = False
+    """Also log to Weights & Biases, which must be installed."""
+    profile_steps: int = 0
+    """Record so many steps, after the first two, with torch's profiler, as a Chrome trace in the run's folder."""
+
+    def __post_init__(self) -> None:
+        if type(self.pytorch_device).__name__ == "device":  # torch's, which takes seconds to import
+            object.__setattr__(self, "pytorch_device", str(self.pytorch_device))
+        check_types(self)
+        self._check_ranges()
+        if self.global_batch_size is not None and self.gradient_accumulation_steps is not None:
+            raise ValueError("global_batch_size and gradient_accumulation_steps say the same; give one of them")
+        if self.warmup_steps is not None and self.warmup_ratio != type(self).warmup_ratio:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} and warm_up={self.warmup_ratio} (warmup_ratio) say the same; leave "
+                "warm_up out, or set warmup_steps to None"
+            )
+        name = PurePath(self.experiment_name or "")
+        if name.is_absolute() or ".." in name.parts:
+            raise ValueError(f"experiment_name is a folder within save_dir, and cannot be {self.experiment_name!r}")
+        package = find_spec("wandb") if self.wandb else None
+        if self.wandb and (package is None or package.origin is None):  # a folder of that name is found too
+            raise ValueError("wandb=True needs the package wandb: pip install wandb")
+        self._check_environment()
+
+    def _check_ranges(self) -> None:
+        at_least_one = ("model_parallel_size", "train_steps", "micro_batch_size", "global_batch_size",
+                        "gradient_accumulation_steps", "eval_interval", "save_interval", "log_interval",
+                        "save_total_limit", "num_nodes", "num_gpus")  # fmt: skip
+        for name in at_least_one:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        for name in ("epochs", "num_workers", "weight_decay", "clip_grad", "profile_steps", "warmup_steps", "adam_eps"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name} cannot be negative, and is {value}")
+        if not self.lr > 0:
+            raise ValueError(f"lr must be above 0, not {self.lr}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be from 0 to below 1, not {getattr(self, name)}")
+        if not 0 <= self.warmup_ratio <= 1:
+            raise ValueError(f"warm_up is the share of steps that warm up, from 0 to 1, and not {self.warmup_ratio}")
+        if not 0 < self.master_port < 1 << 16:
+            raise ValueError(f"master_port must be from 1 to {(1 << 16) - 1}, not {self.master_port}")
+        if not 0 <= self.seed < 1 << 32:
+            raise ValueError(f"seed must be from 0 to {(1 << 32) - 1}, not {self.seed}")
+
+    def _check_environment(self) -> None:
+        split, stage = self.model_parallel_size > 1, self.zero_stage
+        if split and self.env_type != "deepspeed+mpu":
+            raise ValueError(
+                f"model_parallel_size={self.model_parallel_size} splits layers, which env_type={self.env_type!r} does "
+                "not; use env_type='deepspeed+mpu'"
+            )
+        if self.env_type == "deepspeed+mpu" and stage == 3:
+            raise ValueError(
+                "ZeRO stage 3 splits parameters that deepspeed+mpu has already split; use zero_stage 0, 1 or 2, or "
+                "env_type='deepspeed'"
+            )
+        if self.env_type == "pytorch" and max(self.num_gpus, self.num_nodes) > 1:
+            raise ValueError(
+                f"env_type='pytorch' is one process, and num_gpus={self.num_gpus} and num_nodes={self.num_nodes} ask "
+                "for more; use 'pytorchDDP', 'deepspeed' or 'deepspeed+mpu'"
+            )
+        if not self.env_type.startswith("deepspeed"):
+            for name in ("zero_stage", "offload_optimizer", "deepspeed_config"):
+                if getattr(self, name):
+                    raise ValueError(f"{name} needs env_type 'deepspeed' or 'deepspeed+mpu', not {self.env_type!r}")
+        if self.optimizer not in ELEMENTWISE:
+            if split:
+                raise ValueError(
+                    f"{self.optimizer} needs whole parameters, which model_parallel_size={self.model_parallel_size} "
+                    f"splits; use {', '.join(ELEMENTWISE)}, or model_parallel_size=1"
+                )
+            if stage or self.offload_optimizer:
+                raise ValueError(
+                    f"{self.optimizer} needs whole parameters, which ZeRO splits; use zero_stage=0, or "
+                    f"{', '.join(ELEMENTWISE)}"
+                )
+        if self.relative_step and self.optimizer != "adafactor":
+            raise ValueError(f"relative_step belongs to optimizer='adafactor', not to {self.optimizer!r}")
+
+    def accumulation_steps(self, data_parallel_size: int) -> int:
+        """Micro-batches that each rank accumulates for one optimizer step."""
+        if self.global_batch_size is None:
+            return self.gradient_accumulation_steps or 1
+        per_pass = self.micro_batch_size * data_parallel_size
+        if self.global_batch_size % per_pass:
+            raise ValueError(
+                f"global_batch_size={self.global_batch_size} is not a multiple of "
+                f"micro_batch_size={self.micro_batch_size} x {data_parallel_size} data-parallel ranks; "
+                f"use a multiple of {per_pass}"
+            )
+        return self.global_batch_size // per_pass
+
+    def global_batch(self, data_parallel_size: int) -> int:
+        """Samples in one optimizer step over all ranks."""
+        return self.micro_batch_size * self.accumulation_steps(data_parallel_size) * data_parallel_size

@@ -1,0 +1,72 @@
+"""Samples into batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...data import PadBatch
+from ...data.loading.collate import check_names, common_dtype
+
+Batch = dict[str, Tensor]
+
+
+def collate(samples: Sequence[Batch], device: torch.device) -> Batch:
+    """Samples of equal length -> one batch, [B, …] for each of their tensors, on the device."""
+    return {name: torch.stack([sample[name] for sample in samples]).to(device) for name in samples[0]}
+
+
+class DefaultCollate:
+    """Stacks samples of equal lengths as they are; pads others on the right, labels with -100, and adds a mask.
+
+    Integers of any size become int64, as embeddings and losses need them; Python's floats float32.
+    """
+
+    def __init__(self, pad_token_id: int) -> None:
+        self._pad = PadBatch(pad_token_id)
+
+    def __call__(self, samples: Sequence[Any]) -> Batch:
+        for sample in samples:
+            if not isinstance(sample, Mapping):
+                raise ValueError(f"a sample must be a dict of arrays, not a {type(sample).__name__}; pass a collate_fn")
+        check_names(samples)
+        rows = {name: _of_one_dtype([_array(name, sample[name]) for sample in samples]) for name in samples[0]}
+        if any(value.shape != values[0].shape for values in rows.values() for value in values):
+            return self._pad([dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)])
+        return {name: torch.from_numpy(np.stack(values)) for name, values in rows.items()}
+
+
+def is_table(value: Any) -> bool:
+    """Whether it is a data frame, whose length is its rows' and whose items are its columns."""
+    return type(value).__module__.split(".")[0] in ("pandas", "polars", "pyarrow")
+
+
+def _array(name: str, value: Any) -> np.ndarray:
+    """What one sample has under a name. ValueError unless it is numbers."""
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()
+        value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()  # NumPy has no bfloat16
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise ValueError(
+            f"the samples' {name!r} holds lists of unequal lengths: {value!r:.60}; pad them, or pass a collate_fn"
+        ) from None
+    if array.dtype.kind not in "biuf":
+        raise ValueError(f"the samples' {name!r} holds no numbers but {value!r:.60}; drop it, or pass a collate_fn")
+    if array.dtype.kind in "iu":
+        return array.astype(np.int64, copy=False)
+    if array.dtype == np.float64 and not isinstance(value, (np.ndarray, np.generic)):
+        return array.astype(np.float32)
+    return array
+
+
+def _of_one_dtype(values: list[np.ndarray]) -> list[np.ndarray]:
+    dtype = common_dtype(values)
+    if dtype == np.float64 and all(value.dtype != dtype for value in values):
+        dtype = np.dtype(np.float32)  # as torch's own promotion of integers and float32
+    return [value.astype(dtype, copy=False) for value in values]

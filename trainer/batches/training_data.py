@@ -1,0 +1,146 @@
+"""Training batches from whatever holds samples, resumable where the last step ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from ...data import EpochShuffle, IterableRecords, ResumableLoader, ResumableStream, Share
+from ..arguments.training_arguments import TrainingArguments
+from ..launch.ranks import Ranks
+from .collate import DefaultCollate, is_table
+
+Collate = Callable[[Sequence[Any]], Any]
+
+
+class Batches(Protocol):
+    """Micro-batches of one data-parallel rank; `state_dict()` says how far they were handed out."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass
+class TrainingData:
+    """steps: optimizer steps that the data is enough for; None if unknown or endless."""
+
+    batches: Batches
+    steps: int | None
+
+
+def make_training_data(
+    dataset: Any, arguments: TrainingArguments, ranks: Ranks, collate: Collate | None, pad_token_id: int = 0
+) -> TrainingData:
+    """Batches of a map-style dataset, an iterable of samples, or a resumable loader or stream of batches.
+
+    A dataset of known length is shuffled in each epoch; one without a length is taken in its own order, without end.
+    ValueError for an empty dataset, one with fewer samples than a global batch, something else than these, or epochs
+    of what has none.
+    """
+    share = Share(arguments.micro_batch_size, ranks.dp_rank, ranks.dp_size)
+    check_kind(dataset)
+    if hasattr(dataset, "load_state_dict") and not hasattr(dataset, "__getitem__"):
+        _check_batches(dataset, share, collate, arguments)
+        return TrainingData(dataset, _steps_of_loader(dataset, arguments, ranks))
+    collate = collate or DefaultCollate(pad_token_id)
+    workers, seed = arguments.num_workers, arguments.seed
+    epochs = None if arguments.train_steps else arguments.epochs
+    global_batch, size = arguments.global_batch(ranks.dp_size), _length(dataset)
+    if size is not None:
+        check_size(size, global_batch)
+    total = None if size is None or epochs is None else size * epochs
+    steps = None if total is None else total // global_batch
+    if _is_stream(dataset):
+        records = IterableRecords(lambda epoch: _epoch_of(dataset, epoch))
+        stream = ResumableStream(
+            records, lambda record, generator: record, share, epochs=epochs, num_workers=workers, collate=collate
+        )
+        return TrainingData(stream, steps)
+    if size is None and epochs is not None:
+        raise ValueError(
+            f"train_dataset is a {type(dataset).__name__} without a length, so that epochs={epochs} never end; set "
+            "train_steps, or give it a __len__"
+        )
+    order = None if size is None else EpochShuffle(size, seed)
+    loader = ResumableLoader(dataset, share, total=total, order=order, collate=collate, num_workers=workers, seed=seed)
+    return TrainingData(loader, steps)
+
+
+def check_kind(dataset: Any) -> None:
+    """ValueError for what holds no samples, or cannot be read again."""
+    if isinstance(dataset, Iterator):
+        raise ValueError(
+            f"train_dataset is a {type(dataset).__name__}, which can be read only once; pass an object whose __iter__ "
+            "begins anew, such as datasets.IterableDataset.from_generator(function)"
+        )
+    if isinstance(dataset, DataLoader) and not hasattr(dataset, "load_state_dict"):
+        raise ValueError(
+            "train_dataset is a DataLoader, which cannot go on where a run was stopped; pass its dataset, and its "
+            "collate_fn to train"
+        )
+    readable = (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")) and not is_table(dataset)
+    if not readable or isinstance(dataset, (type, str, bytes, Mapping)):
+        kind = f"the class {dataset.__name__}" if isinstance(dataset, type) else f"a {type(dataset).__name__}"
+        raise ValueError(
+            f"train_dataset is {kind}; use a dataset with __getitem__, an iterable of samples, or a resumable loader "
+            "or stream of batches"
+        )
+
+
+def _is_stream(dataset: Any) -> bool:
+    # torch's class, which datasets' is one of, has a __getitem__ that only raises.
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        return True
+    return hasattr(dataset, "__iter__") and not hasattr(dataset, "__len__")
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset) if hasattr(dataset, "__len__") else None
+    except TypeError:  # of torch's ChainDataset over streams without a length
+        return None
+
+
+def check_size(size: int, global_batch: int) -> None:
+    if size == 0:
+        raise ValueError("train_dataset is empty")
+    if size < global_batch:
+        raise ValueError(
+            f"train_dataset has {size} samples, fewer than the {global_batch} of one optimizer step over all ranks; "
+            "use a smaller micro_batch_size, fewer gradient_accumulation_steps or fewer processes"
+        )
+
+
+def _check_batches(batches: Any, share: Share, collate: Collate | None, arguments: TrainingArguments) -> None:
+    if collate is not None:
+        raise ValueError("train_dataset yields batches already; give collate_fn to the loader or stream instead")
+    other = getattr(batches, "share", share)
+    if other != share:
+        raise ValueError(f"train_dataset was made for {other}, but this rank needs {share}: make it with trainer.share")
+    epochs = arguments.epochs
+    if not arguments.train_steps and epochs > 1 and getattr(batches, "epochs", 1) != epochs:
+        raise ValueError(
+            f"train_dataset decides its passes over the data itself, and epochs={epochs} would not change them; give "
+            f"their number to the {type(batches).__name__}, and leave epochs at 1 or set train_steps"
+        )
+
+
+def _steps_of_loader(batches: Any, arguments: TrainingArguments, ranks: Ranks) -> int | None:
+    total = getattr(batches, "total", None)
+    return None if total is None else total // arguments.global_batch(ranks.dp_size)
+
+
+def _epoch_of(dataset: Any, epoch: int) -> Iterable[Any]:
+    number = getattr(dataset, "_epoch", None)
+    if isinstance(number, Tensor) and number.is_shared():  # by datasets, between workers that are in different epochs
+        dataset._epoch = number.clone()
+    if hasattr(dataset, "set_epoch"):
+        dataset.set_epoch(epoch)
+    return dataset

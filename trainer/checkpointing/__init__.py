@@ -1,0 +1,1 @@
+"""Training checkpoints: saving while training goes on, and resuming."""

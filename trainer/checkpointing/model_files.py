@@ -1,0 +1,183 @@
+"""A model's weights in a checkpoint: shards that the converter reads, or a folder that transformers reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from ...checkpoint.manifest import Manifest, TensorRecord
+from ...checkpoint.rank_files import ShardedReader, rank_file
+from ...models.common.config import ModelConfig
+from ..launch.ranks import Ranks
+
+WEIGHTS = "rank"
+OPTIMIZER = "optimizer"
+MODEL_FILE = "model.safetensors"
+
+Hashes = Mapping[str, str]
+
+
+class ModelFiles(Protocol):
+    """How one kind of model is stored."""
+
+    def weights_file(self, ranks: Ranks) -> str:
+        """The name of this rank's file; data-parallel rank 0 writes it."""
+        ...
+
+    def describe(self, hashes: Sequence[Hashes]) -> Callable[[Path], None]:
+        """Writes what belongs beside the weights, whose tensors' hashes came from each tensor-parallel rank."""
+        ...
+
+    def load_weights(self, folder: Path, ranks: Ranks) -> None:
+        """Reads a checkpoint's weights into the model. ValueError where it holds another model."""
+        ...
+
+
+def model_files(model: nn.Module) -> ModelFiles:
+    if isinstance(getattr(model, "config", None), ModelConfig):
+        return ShardedFiles(model)
+    return WholeFiles(model)
+
+
+class ShardedFiles:
+    """A model of the zoo: the converter's folder."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model: Any = model
+
+    def weights_file(self, ranks: Ranks) -> str:
+        return rank_file(Path(), WEIGHTS, ranks.tp_rank).name
+
+    def describe(self, hashes: Sequence[Hashes]) -> Callable[[Path], None]:
+        config = self.model.config
+        manifest = make_manifest(self.model, config, hashes)
+
+        def write(folder: Path) -> None:
+            config.save(folder)
+            manifest.write(folder)
+
+        return write
+
+    @torch.no_grad()
+    def load_weights(self, folder: Path, ranks: Ranks) -> None:
+        parameters = dict(self.model.named_parameters())
+        shards = {name: getattr(parameter, "shard", None) for name, parameter in parameters.items()}
+        reader = ShardedReader(folder, WEIGHTS, Manifest.read(folder).tensor_parallel_size, shards)
+        check_names(folder, set(reader.names()), set(parameters))
+        for name, parameter in parameters.items():
+            copy_checked(folder, name, reader.local(name, ranks.tp_rank, ranks.tp_size), parameter)
+
+
+class WholeFiles:
+    """Any other model: one file with its parameters and persistent buffers, and transformers' configuration."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model: Any = model
+
+    def weights_file(self, ranks: Ranks) -> str:
+        return MODEL_FILE
+
+    def describe(self, hashes: Sequence[Hashes]) -> Callable[[Path], None]:
+        config = getattr(self.model, "config", None)
+        generation = getattr(self.model, "generation_config", None)
+        texts = {}
+        if hasattr(config, "to_dict"):
+            values = {**config.to_dict(), "architectures": [type(self.model).__name__]}  # type: ignore[union-attr]
+            texts["config.json"] = json.dumps(values, indent=2, sort_keys=True, default=str) + "\n"
+        if hasattr(generation, "to_json_string"):
+            texts["generation_config.json"] = generation.to_json_string()  # type: ignore[union-attr]
+
+        def write(folder: Path) -> None:
+            for name, text in texts.items():
+                (folder / name).write_text(text)
+
+        return write
+
+    @torch.no_grad()
+    def load_weights(self, folder: Path, ranks: Ranks) -> None:
+        wanted = dict(self.model.named_parameters()) | persistent_buffers(self.model)
+        path = folder / MODEL_FILE
+        if not path.exists():
+            raise ValueError(f"{folder} has no {MODEL_FILE}: it holds a model of another kind")
+        with safe_open(path, framework="pt") as file:
+            check_names(folder, set(file.keys()), set(wanted))
+            for name, value in wanted.items():
+                copy_checked(folder, name, file.get_tensor(name), value)
+
+
+def model_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters, shared ones once, and copies of the persistent buffers, which a forward pass may change."""
+    tensors = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    return tensors | {name: value.detach().clone() for name, value in persistent_buffers(module).items()}
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a module's state that are not parameters."""
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    state = module.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if name not in parameters and isinstance(value, Tensor)}
+
+
+def make_manifest(model: nn.Module, config: ModelConfig, hashes_by_rank: Sequence[Hashes]) -> Manifest:
+    """The manifest of this run's shards."""
+    records = {}
+    padded_vocab_size = config.vocab_size
+    for name, parameter in model.named_parameters():
+        shard = getattr(parameter, "shard", None)
+        if shard is not None and shard.pad_multiple and shard.shape[shard.dim] == config.vocab_size:
+            padded_vocab_size = len(hashes_by_rank) * shard.local_shape(len(hashes_by_rank))[shard.dim]
+        records[name] = TensorRecord(
+            shape=tuple(shard.shape if shard else parameter.shape),
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            shard=asdict(shard) if shard else None,
+            sha256=tuple(hashes[name] for hashes in hashes_by_rank),
+        )
+    return Manifest(
+        model_type=config.model_type,
+        tensor_parallel_size=len(hashes_by_rank),
+        vocab_size=config.vocab_size,
+        padded_vocab_size=padded_vocab_size,
+        tensors=records,
+    )
+
+
+def check_names(folder: Path, stored: set[str], wanted: set[str]) -> None:
+    """ValueError unless a checkpoint has exactly the tensors that the model wants."""
+    for kind, names in (("lacks", wanted - stored), ("has beside the model's", stored - wanted)):
+        if names:
+            few = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise ValueError(f"{folder} {kind}: {few}; it holds another model")
+
+
+def copy_checked(folder: Path, name: str, value: Tensor, into: Tensor) -> None:
+    if value.shape != into.shape:
+        raise ValueError(
+            f"{folder}: {name} has shape {list(value.shape)}, but the model wants {list(into.shape)}; it holds another "
+            "model"
+        )
+    into.copy_(value)
+
+
+def read_optimizer(folder: Path, model: nn.Module, ranks: Ranks) -> dict[str, Tensor]:
+    """The optimizer's tensors for this rank, from a checkpoint of any tensor-parallel size. ValueError if there are
+    none."""
+    size = len(list(folder.glob(f"{OPTIMIZER}_*.safetensors")))
+    if not size:
+        raise ValueError(
+            f"{folder} was saved without the optimizer's state (save_optim=False), and a run cannot go on from it; "
+            "begin another one with its weights, by load_dir, load_optim=False and another save_dir"
+        )
+    stored = ShardedReader(folder, OPTIMIZER, size, {})
+    parameters, shards = dict(model.named_parameters()), {}
+    for name in stored.names():
+        if not stored.is_scalar(name):  # such as a count of steps
+            shards[name] = getattr(parameters.get(name.split("/", 1)[1]), "shard", None)
+    reader = ShardedReader(folder, OPTIMIZER, size, shards)
+    return {name: reader.local(name, ranks.tp_rank, ranks.tp_size) for name in stored.names()}

@@ -1,0 +1,103 @@
+"""Saving while training goes on."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ..launch.coordination import on_first_rank
+from ..launch.ranks import Ranks
+from ..run_folder import RunFolder
+from .snapshot import Snapshot, amend_state, write_snapshot
+from .staging_buffers import HostBuffers
+
+WRITING_TIMEOUT = timedelta(hours=1)  # one rank's disk may be much slower than the others'
+
+
+class BackgroundSaver:
+    """Copies and writes snapshots in a thread, one at a time. All ranks save the same steps.
+
+    The copy is made while the next forward and backward passes run, which change neither parameters nor the optimizer's
+    state; an update must wait for it. The ranks' threads meet in a process group of their own, so that they never stand
+    between the collectives of training. A failure is raised by the next call.
+    """
+
+    def __init__(self, run_folder: RunFolder, ranks: Ranks, keep: int | None) -> None:
+        self.run_folder, self._ranks, self._keep = run_folder, ranks, keep
+        self._group: Any = dist.new_group(backend="gloo", timeout=WRITING_TIMEOUT) if ranks.world_size > 1 else None
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._buffers = HostBuffers()
+        self._copied = threading.Event()
+        self._copied.set()
+
+    def save(self, snapshot: Snapshot) -> Path:
+        """Waits for the last save, then begins this one; the folder where it will be."""
+        self.wait()
+        folder = self.run_folder.checkpoint(snapshot.state.step)
+        self._copied.clear()
+        self._thread = threading.Thread(target=self._write, args=(snapshot, folder), name="checkpoint")
+        self._thread.start()
+        return folder
+
+    def amend(self, step: int, *, validation: dict[str, float], best: dict[str, Any]) -> None:
+        """Writes into the complete checkpoint of `step` what its evaluation has found. Collective."""
+        self.wait()
+
+        def amend() -> None:
+            amend_state(self.run_folder.checkpoint(step), validation=validation, best=best)
+            self._name_best(step, best)
+
+        on_first_rank(amend)
+
+    def wait_for_copy(self) -> None:
+        """Until parameters and the optimizer's state may change."""
+        self._copied.wait()
+
+    def wait(self) -> None:
+        """Until everything is on the disk. OSError if it could not be written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Waits, and gives the process group back."""
+        try:
+            self.wait()
+        finally:
+            if self._group is not None and dist.is_initialized():
+                dist.destroy_process_group(self._group)
+                self._group = None
+
+    def _write(self, snapshot: Snapshot, folder: Path) -> None:
+        try:
+            try:
+                snapshot.copy(self._buffers)
+            finally:
+                self._copied.set()
+            _yield_the_processor()
+            write_snapshot(snapshot, folder, self._ranks, self._group)
+            if self._ranks.rank == 0:
+                self._name_best(snapshot.state.step, snapshot.state.best)
+        except BaseException as error:  # raised where the loop waits
+            self._failure = error
+
+    def _name_best(self, step: int, best: dict[str, Any]) -> None:
+        if best.get("step") == step:
+            self.run_folder.name_best(self.run_folder.checkpoint(step))
+        self.run_folder.prune(self._keep)
+
+
+def _yield_the_processor() -> None:
+    """Hashing and writing take what the threads of training leave."""
+    if sys.platform == "linux":  # where a thread has a priority of its own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

@@ -1,0 +1,207 @@
+"""A checkpoint on its way to disk: copied to CPU memory before the next update, written as slowly as disks are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ...checkpoint.dtypes import from_torch_name
+from ...checkpoint.rank_files import rank_file, tensor_bytes
+from ...checkpoint.safetensors_header import make_header
+from ..engines.engine import Engine
+from ..launch.ranks import Ranks
+from .model_files import OPTIMIZER, ModelFiles
+from .random_state import random_state_tensors
+from .staging_buffers import HostBuffers
+
+STATE = "trainer_state.json"
+RANDOM = "random"
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """What a checkpoint says of the run.
+
+    step: optimizer steps done. consumed_samples: trained on, over all ranks. data, schedule, counters: what the data,
+    a learning-rate scheduler and the engine go on from. optimizer: its class. groups: what has changed in its parameter
+    groups. world_size: how many random states there are. validation: the last values, and their step. best: the best
+    validation value so far, if one is tracked, its name and its step.
+    """
+
+    step: int
+    consumed_samples: int
+    data: dict[str, Any] = field(default_factory=dict)
+    schedule: dict[str, Any] = field(default_factory=dict)
+    counters: dict[str, float] = field(default_factory=dict)
+    optimizer: str = ""
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    world_size: int = 1
+    validation: dict[str, float] = field(default_factory=dict)
+    best: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Snapshot:
+    """files: of this rank, by name; before `copy` their tensors are the model's and the optimizer's own. weights: which
+    of them holds the model's parameters, on the ranks that write it."""
+
+    state: TrainerState
+    files: dict[str, dict[str, Tensor]]
+    weights: str | None
+    model_files: ModelFiles
+    extra_files: Path | None
+
+    def copy(self, buffers: HostBuffers) -> None:
+        """Frees the snapshot of what the next update changes. The snapshot before must have left the buffers."""
+        self.files = {name: buffers.copy(name, tensors) for name, tensors in self.files.items()}
+
+
+def take_snapshot(
+    engine: Engine,
+    files: ModelFiles,
+    ranks: Ranks,
+    state: TrainerState,
+    *,
+    optimizer: bool,
+    random: bool,
+    extra_files: Path | None,
+) -> Snapshot:
+    """Everything that the checkpoint of this moment needs, to be copied before the next update. Collective.
+
+    extra_files: a folder, such as a tokenizer's, whose files the checkpoint gets too.
+    """
+    weights, moments = engine.model_tensors(), engine.optimizer_tensors() if optimizer else {}
+    mine: dict[str, dict[str, Tensor]] = {}
+    if ranks.dp_rank == 0:
+        mine[files.weights_file(ranks)] = weights
+        if optimizer:
+            mine[rank_file(Path(), OPTIMIZER, ranks.tp_rank).name] = moments
+    if random:
+        mine[rank_file(Path(), RANDOM, ranks.rank).name] = random_state_tensors()
+    return Snapshot(state, mine, files.weights_file(ranks) if ranks.dp_rank == 0 else None, files, extra_files)
+
+
+def write_snapshot(snapshot: Snapshot, folder: Path, ranks: Ranks, group: dist.ProcessGroup | None) -> None:
+    """Writes beside `folder` and renames when everything is on the disk. Collective over `group`.
+
+    OSError on every rank if one could not write; nothing is left then, and what was there before is as it was.
+    """
+    partial = folder.with_name(f".{folder.name}.partial")
+    _agree(ranks, group, lambda: _make_empty(partial) if ranks.rank == 0 else None)
+    written = _agree(ranks, group, lambda: _write_files(snapshot, partial), undo=partial)
+    digests = {name: digest for files, _ in written for name, digest in files.items()}
+    hashes = [tensors for _, tensors in written if tensors is not None]
+
+    def complete() -> None:
+        if ranks.rank == 0:
+            _complete(snapshot, partial, folder, digests, hashes)
+
+    _agree(ranks, group, complete, undo=partial)
+
+
+def _agree(
+    ranks: Ranks, group: dist.ProcessGroup | None, work: Callable[[], Any], undo: Path | None = None
+) -> list[Any]:
+    """What `work` gave on each rank; OSError on all of them if it failed on one."""
+    result, problem = None, ""
+    try:
+        result = work()
+    except OSError as error:
+        problem = f"rank {ranks.rank} could not write a checkpoint: {error.strerror or error}"
+    outcomes = ranks.gather((result, problem), group)
+    problems = [problem for _, problem in outcomes if problem]
+    if problems:
+        if undo is not None and ranks.rank == 0:
+            shutil.rmtree(undo, ignore_errors=True)
+        raise OSError(problems[0])
+    return [result for result, _ in outcomes]
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _write_files(snapshot: Snapshot, folder: Path) -> tuple[dict[str, str], dict[str, str] | None]:
+    """The sha256 of each file, and of each tensor of the weights."""
+    digests = {name: write_tensors(folder / name, tensors) for name, tensors in snapshot.files.items()}
+    if snapshot.weights is None:
+        return digests, None
+    tensors = snapshot.files[snapshot.weights]
+    return digests, {name: hashlib.sha256(tensor_bytes(tensor)).hexdigest() for name, tensor in tensors.items()}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Writes a safetensors file durably and returns its sha256. The bytes do not depend on the order of the tensors,
+    and other threads run meanwhile."""
+    layout = {name: (from_torch_name(str(tensors[name].dtype)), tuple(tensors[name].shape)) for name in sorted(tensors)}
+    header, offsets = make_header(layout, {"format": "pt"})
+    digest = hashlib.sha256(header)
+    with path.open("wb", buffering=0) as file:
+        _write_all(file, memoryview(header))
+        for name in sorted(tensors, key=offsets.__getitem__):
+            data = tensor_bytes(tensors[name])
+            digest.update(data)
+            _write_all(file, data)
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def _write_all(file: Any, data: memoryview) -> None:
+    while len(data):
+        data = data[file.write(data) :]
+
+
+def _complete(
+    snapshot: Snapshot, partial: Path, folder: Path, digests: dict[str, str], hashes: list[dict[str, str]]
+) -> None:
+    snapshot.model_files.describe(hashes)(partial)
+    if snapshot.extra_files is not None:
+        for file in snapshot.extra_files.iterdir():
+            if file.is_file():
+                shutil.copy2(file, partial)
+    write_state(partial / STATE, snapshot.state, digests)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+    sync_folder(folder.parent)
+
+
+def write_state(path: Path, state: TrainerState, digests: Mapping[str, str]) -> None:
+    _write_content(path, {**asdict(state), "files": dict(sorted(digests.items()))})
+
+
+def amend_state(folder: Path, **values: Any) -> None:
+    """Changes fields of the `TrainerState` of a complete checkpoint: all of them, or none if it fails."""
+    content = json.loads((folder / STATE).read_text())
+    del content["sha256"]
+    partial = folder / f".{STATE}.partial"
+    _write_content(partial, {**content, **values})
+    partial.replace(folder / STATE)
+    sync_folder(folder)
+
+
+def _write_content(path: Path, values: Mapping[str, Any]) -> None:
+    content = json.loads(json.dumps(values))
+    with path.open("w") as file:
+        json.dump({**content, "sha256": content_digest(content)}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def content_digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)

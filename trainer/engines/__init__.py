@@ -1,0 +1,1 @@
+"""What drives a model through a step: PyTorch, DDP, DeepSpeed; optimizers, schedules, precision."""

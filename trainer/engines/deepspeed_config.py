@@ -1,0 +1,107 @@
+"""DeepSpeed's configuration, made from the arguments and the user's file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..arguments.training_arguments import ELEMENTWISE, TrainingArguments
+
+UPDATES = ("optimizer", "scheduler")  # which the trainer makes, as its own arguments or those of `train` say
+
+
+def deepspeed_config(arguments: TrainingArguments, data_parallel_size: int) -> dict[str, Any]:
+    """The DeepSpeed configuration of a run: what the arguments decide, and the keys of the user's file."""
+    accumulation_steps = arguments.accumulation_steps(data_parallel_size)
+    decided: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": arguments.micro_batch_size,
+        "gradient_accumulation_steps": accumulation_steps,
+        "train_batch_size": arguments.micro_batch_size * accumulation_steps * data_parallel_size,
+        "gradient_clipping": arguments.clip_grad,
+        "bf16": {"enabled": arguments.precision == "bf16"},
+        "fp16": {"enabled": arguments.precision == "fp16"},
+    }
+    stage = zero_stage(arguments)
+    zero: dict[str, Any] = {"stage": stage}
+    if stage:
+        decided |= {"zero_optimization": zero, "zero_allow_untested_optimizer": True}  # only elementwise ones come here
+    if arguments.offload_optimizer:
+        # Any torch optimizer updates on the CPU; DeepSpeed's own one would be compiled at run time.
+        zero["offload_optimizer"] = {"device": "cpu"}
+        decided["zero_force_ds_cpu_optimizer"] = False
+    elif stage:
+        zero["offload_optimizer"] = {"device": "none"}
+    if arguments.precision == "bf16":
+        decided["data_types"] = {"grad_accum_dtype": "fp32"}
+    config = _merge(decided, read_deepspeed_file(arguments.deepspeed_config))
+    config.setdefault("steps_per_print", 2**31)  # our own progress is shown instead
+    return {name: value for name, value in config.items() if name not in UPDATES}
+
+
+def zero_stage(arguments: TrainingArguments) -> int:
+    """The ZeRO stage of a run. ValueError for one that the arguments or the user's file make impossible."""
+    of_file = read_deepspeed_file(arguments.deepspeed_config).get("zero_optimization", {}).get("stage", "auto")
+    elementwise = arguments.optimizer in ELEMENTWISE
+    stage = arguments.zero_stage
+    if stage is None:
+        stage = of_file if of_file != "auto" else int(elementwise)
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"deepspeed_config: there is no ZeRO stage {stage!r}; use 0, 1, 2 or 3")
+    if stage == 3 and arguments.env_type == "deepspeed+mpu":
+        raise ValueError(
+            f"deepspeed_config {arguments.deepspeed_config} asks for ZeRO stage 3, which splits parameters that "
+            "deepspeed+mpu has already split; use stage 0, 1 or 2, or env_type='deepspeed'"
+        )
+    if stage and not elementwise:
+        raise ValueError(f"{arguments.optimizer} needs whole parameters, which ZeRO stage {stage} splits; use stage 0")
+    if not stage and arguments.precision != "fp32":
+        raise ValueError(
+            f"{arguments.precision} keeps its fp32 master weights in the ZeRO optimizer: zero_stage=0 has none; "
+            "use 1 or 2"
+        )
+    if not stage and arguments.offload_optimizer:
+        raise ValueError("offload_optimizer is done by ZeRO: zero_stage=0 has none; use 1, 2 or 3")
+    return stage
+
+
+def read_deepspeed_file(path: str | None) -> dict[str, Any]:
+    """The user's configuration; ValueError if it is not there, or no JSON object."""
+    if path is None:
+        return {}
+    try:
+        config = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise ValueError(f"deepspeed_config: {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # not JSON, or not even text
+        raise ValueError(f"deepspeed_config: {path} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"deepspeed_config: {path} must hold a JSON object, not a {type(config).__name__}")
+    if not isinstance(config.get("zero_optimization", {}), dict):
+        raise ValueError(
+            f'deepspeed_config: zero_optimization must be an object such as {{"stage": 2}}, and not '
+            f"{config['zero_optimization']!r}"
+        )
+    for part in UPDATES:
+        chosen = {name: value for name, value in config.get(part, {}).get("params", {}).items() if value != "auto"}
+        if chosen:
+            raise ValueError(
+                f"deepspeed_config: {path} sets the {part}'s {', '.join(chosen)}, which the trainer's arguments (lr, "
+                'weight_decay, lr_schedule, …) decide; leave the part out, or set them to "auto"'
+            )
+    return config
+
+
+def _merge(decided: dict[str, Any], added: dict[str, Any], where: str = "") -> dict[str, Any]:
+    merged = dict(decided)
+    for key, value in added.items():
+        if key not in decided or decided[key] == value or value == "auto":
+            merged.setdefault(key, value)
+        elif isinstance(decided[key], dict) and isinstance(value, dict):
+            merged[key] = _merge(decided[key], value, f"{where}{key}.")
+        else:
+            raise ValueError(
+                f"deepspeed_config sets {where}{key} to {value!r}, but the arguments decide it to be "
+                f'{decided[key]!r}; leave the key out or set it to "auto"'
+            )
+    return merged

@@ -1,0 +1,300 @@
+"""DeepSpeed behind the training loop, and its state as plain tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime import compiler
+from deepspeed.utils import (
+    groups,
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+)
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ...models.common.outputs import ModelOutput
+from ...mpu import grad_norm
+from ..arguments.training_arguments import TrainingArguments
+from ..checkpointing.model_files import model_tensors, persistent_buffers
+from ..checkpointing.optimizer_state import MASTER_WEIGHT, load_state_tensors, state_tensors
+from ..launch.ranks import Ranks
+from .deepspeed_config import deepspeed_config, zero_stage
+from .engine import StepOutcome
+from .optimizers import ELEMENT_STATES
+
+
+class DeepSpeedEngine:
+    """See `Engine`. ZeRO's partitions are flat: those of stages 1 and 2 are gathered whole, those of stage 3 by
+    DeepSpeed's own calls, which also set the states of all three."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, arguments: TrainingArguments, ranks: Ranks
+    ) -> None:
+        self.module = model
+        self.optimizer = optimizer
+        self.applied_steps = 0
+        self._replicas, self._mesh = ranks.dp_size, ranks.mesh
+        self._rank = ranks.dp_rank
+        self._stage, self._saves = zero_stage(arguments), arguments.save_optim
+        self._keeps_master_weights = arguments.precision != "fp32"
+        self._states = ELEMENT_STATES.get(type(optimizer).__name__, ())
+        _check_device(arguments)
+        if self._stage and not self._states:
+            raise ValueError(
+                f"ZeRO stage {self._stage} splits parameters within, and {type(optimizer).__name__} may need them "
+                f"whole; use zero_stage=0, or {', '.join(ELEMENT_STATES)}"
+            )
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._owners = {parameter: name for parameter, name in self._names.items() if parameter.requires_grad}
+        if self._stage:
+            _check_groups(optimizer, self._stage, set(self._owners))
+        self._linear = functional.linear  # which DeepSpeed replaces under stage 3
+        self._hooks = [model.register_forward_hook(_as_dict)] if self._stage == 3 else []
+        # DeepSpeed would compile this CPU collective at run time, with a lock file that a killed run leaves behind.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        _import_muon()
+        self.model: Any = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            config=deepspeed_config(arguments, ranks.dp_size),
+            mpu=ranks.mesh if arguments.env_type == "deepspeed+mpu" else None,
+        )[0]
+        # Forward passes change them by each replica's own samples. As in DDP, the first replica's count.
+        self._buffers = list(persistent_buffers(model).values()) if ranks.dp_size > 1 else []
+        self._replica_group = ranks.mesh.dp_group if ranks.mesh else None
+        if self._stage:
+            self._create_element_states()
+        if self._stage == 3:
+            self._hooks.append(model.register_forward_hook(_as_output))
+
+    @property
+    def loss_scale(self) -> float | None:
+        scaler = getattr(self.model.optimizer, "loss_scaler", None)
+        return float(scaler.cur_scale) if scaler is not None and self.model.fp16_enabled() else None
+
+    def begin_micro_batch(self, *, is_last: bool) -> None:
+        pass  # DeepSpeed counts for itself
+
+    def backward(self, loss: Tensor) -> None:
+        # DeepSpeed averages gradients over the data-parallel ranks; the shares already add up to the mean.
+        self.model.backward(loss * self._replicas, scale_wrt_gas=False)
+
+    def end_micro_batch(self) -> StepOutcome | None:
+        is_last = self.model.is_gradient_accumulation_boundary()
+        skipped = self.model.skipped_steps
+        # Without ZeRO, DeepSpeed clips by the norm and forgets it.
+        norm = grad_norm(list(self._owners), self._mesh) if is_last and not self._stage else None
+        self.model.step()
+        if not is_last:
+            return None
+        for buffer in self._buffers:
+            dist.broadcast(buffer, group=self._replica_group, group_src=0)
+        applied = self.model.skipped_steps == skipped
+        self.applied_steps += applied
+        if self.applied_steps == 1 and self._saves and not self._stage:
+            state_tensors(self.optimizer, self._names)  # what cannot be saved is refused before more is trained
+        norm = self.model.get_global_grad_norm() if norm is None else norm
+        return StepOutcome(float(norm) if norm is not None else None, applied)
+
+    def model_tensors(self) -> dict[str, Tensor]:
+        with self._whole_parameters():
+            tensors = model_tensors(self.module)
+            return {name: tensor.clone() for name, tensor in tensors.items()} if self._stage == 3 else tensors
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        if not self._stage:
+            return state_tensors(self.optimizer, self._names)
+        if self._stage == 3:
+            return self._tensors_split_by_parameter()
+        tensors, zero = {}, self.model.optimizer
+        groups_of_parameters = zero.bf16_groups if hasattr(zero, "bf16_groups") else zero.bit16_groups
+        zipped = zip(self.optimizer.param_groups, groups_of_parameters, zero.real_dp_process_group, strict=True)
+        for group, parameters, ranks in zipped:
+            [own] = group["params"]  # this rank's share of all the group's parameters, one behind the other
+            parts = {state: self.optimizer.state[own][state] for state in self._states}
+            if self._keeps_master_weights:
+                parts[MASTER_WEIGHT] = own.detach()
+            for state, part in parts.items():
+                whole = _gathered(part, parameters[0].device, ranks)
+                if whole is None:
+                    continue
+                for parameter in parameters:
+                    # The parameters themselves have been made views of one tensor, laid out alike.
+                    value = whole.narrow(0, parameter.storage_offset(), parameter.numel()).view(parameter.shape)
+                    tensors[f"{state}/{self._owners[parameter]}"] = value
+        return tensors
+
+    def _tensors_split_by_parameter(self) -> dict[str, Tensor]:
+        tensors = {}
+        for parameter, name in self._owners.items():
+            for state in self._states:
+                tensors[f"{state}/{name}"] = _present(safe_get_full_optimizer_state(parameter, state))
+            if self._keeps_master_weights:
+                tensors[f"{MASTER_WEIGHT}/{name}"] = _present(safe_get_full_fp32_param(parameter))
+        return tensors
+
+    def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
+        if not self._stage:
+            load_state_tensors(self.optimizer, self._names, tensors, self.applied_steps)
+            return
+        for parameter, name in self._owners.items():
+            for state in self._states:
+                if f"{state}/{name}" in tensors:
+                    self._set(parameter, tensors[f"{state}/{name}"], state)
+            if f"{MASTER_WEIGHT}/{name}" in tensors and self._keeps_master_weights:
+                self._set(parameter, tensors[f"{MASTER_WEIGHT}/{name}"])
+        self._set_steps(self.applied_steps)
+
+    def counters(self) -> dict[str, float]:
+        counters: dict[str, float] = {"applied_steps": self.applied_steps}
+        if self.loss_scale is not None:
+            scaler = self.model.optimizer.loss_scaler
+            counters |= {name: float(getattr(scaler, name)) for name in SCALER_FIELDS}
+        return counters
+
+    def load_counters(self, counters: dict[str, float]) -> None:
+        self.applied_steps = int(counters["applied_steps"])
+        if self.loss_scale is not None and all(name in counters for name in SCALER_FIELDS):
+            for name in SCALER_FIELDS:
+                kind = type(getattr(self.model.optimizer.loss_scaler, name))
+                setattr(self.model.optimizer.loss_scaler, name, kind(counters[name]))
+
+    def close(self, *, whole: bool) -> None:
+        parameters: dict[str, Tensor] = {}
+        if whole and self._stage == 3:
+            with self._whole_parameters():
+                parameters = {name: value.detach().clone() for name, value in self.module.named_parameters()}
+        self.model.destroy()
+        for hook in self._hooks:
+            hook.remove()
+        functional.linear, groups.mpu = self._linear, None  # so that the next engine of this process finds neither
+        for name, value in parameters.items():
+            self.module.get_parameter(name).data = value
+
+    def _whole_parameters(self) -> contextlib.AbstractContextManager[Any]:
+        if self._stage < 3:
+            return contextlib.nullcontext()
+        return deepspeed.zero.GatheredParameters(list(self.module.parameters()))
+
+    def _set(self, parameter: Any, value: Tensor, state: str | None = None) -> None:
+        """Sets a parameter's state, or without one its fp32 value."""
+        if self._stage == 3:
+            # DeepSpeed 0.19 sets whole tensors only where their elements divide evenly; partitions are padded.
+            size = parameter.ds_tensor.numel()
+            padded = torch.zeros(size * self._replicas, dtype=value.dtype)
+            padded[: value.numel()] = value.flatten()
+            own = padded.narrow(0, size * self._rank, size)
+            if state is None:
+                safe_set_local_fp32_param(parameter, own)
+            else:
+                safe_set_local_optimizer_state(parameter, own, state)
+        elif state is None:
+            safe_set_full_fp32_param(parameter, value)
+        else:
+            safe_set_full_optimizer_state(parameter, value, state)
+
+    def _set_steps(self, step: int) -> None:
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                state["step"].fill_(step)
+        for group in self.optimizer.param_groups:
+            if "step" in group:
+                group["step"] = step
+
+    def _create_element_states(self) -> None:
+        # An optimizer would make its state in the first step; DeepSpeed 0.19 then links only the first parameter
+        # group's to the parameters. ZeRO has put its flat partitions into the parameter groups by now.
+        groups = self.optimizer.param_groups
+        counts_by_group = type(self.optimizer).__module__.startswith("pytorch_optimizer")
+        if self._stage == 3:
+            partitions = self.model.optimizer.fp32_partitioned_groups_flat
+        else:
+            partitions = [partition for group in groups for partition in group["params"]]
+        for partition in partitions:
+            state: dict[str, Any] = {name: torch.zeros_like(partition) for name in self._states}
+            self.optimizer.state[partition] = state if counts_by_group else {**state, "step": torch.tensor(0.0)}
+        for group in groups if counts_by_group else []:
+            group["step"] = 0
+        if self._stage < 3:
+            self.model.optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def _as_dict(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """DeepSpeed gathers what a model uses outside its layers when a gradient of the model's results arrives, and looks
+    for those in tensors, tuples and dicts."""
+    if not isinstance(output, ModelOutput):
+        return None
+    return {"output": output, **{name: value for name, value in vars(output).items() if isinstance(value, Tensor)}}
+
+
+def _as_output(module: nn.Module, inputs: Any, results: Any) -> Any:
+    if not isinstance(results, dict) or not isinstance(results.get("output"), ModelOutput):
+        return None
+    output = results.pop("output")
+    vars(output).update(results)
+    return output
+
+
+SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def _check_device(arguments: TrainingArguments) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator: Any = get_accelerator()
+    if arguments.precision == "fp16" and not accelerator.is_fp16_supported():
+        raise ValueError(
+            f"precision='fp16': DeepSpeed does not compute in fp16 on this {accelerator.device_name()}; use "
+            "'bf16' or 'fp32'"
+        )
+
+
+def _check_groups(optimizer: torch.optim.Optimizer, stage: int, trained: set[nn.Parameter]) -> None:
+    """ValueError for what DeepSpeed 0.19 cannot split."""
+    groups = [set(group["params"]) for group in optimizer.param_groups]
+    if any(group.get("amsgrad") for group in optimizer.param_groups):
+        raise ValueError(f"amsgrad keeps a state that ZeRO stage {stage} does not split; use zero_stage=0")
+    if any(not group & trained for group in groups):
+        raise ValueError(
+            f"a parameter group of the optimizer trains nothing, which ZeRO stage {stage} needs; leave it out"
+        )
+    if stage == 3 and trained - set().union(*groups):
+        raise ValueError(
+            "ZeRO stage 3 updates all parameters that require gradients; freeze those not in the optimizer"
+        )
+
+
+def _import_muon() -> None:
+    """DeepSpeed imports its Muon with any optimizer, and torch's compiler for it: a second of every start."""
+    original, compiler.compile = compiler.compile, lambda: compiler.dummy_decorator
+    try:
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    finally:
+        compiler.compile = original
+
+
+def _gathered(part: Tensor, device: torch.device, group: dist.ProcessGroup) -> Tensor | None:
+    """The group's equal flat parts as one, on its first rank: DeepSpeed's own call would sum each parameter on all.
+
+    device: where the group communicates; the parts may be kept elsewhere.
+    """
+    if group.size() == 1:
+        return part
+    sent = part.to(device)
+    whole = sent.new_empty(group.size(), part.numel()) if group.rank() == 0 else None
+    dist.gather(sent, None if whole is None else list(whole), group=group, group_dst=0)
+    return None if whole is None else whole.view(-1).to(part.device)
+
+
+def _present(value: Tensor | None) -> Tensor:
+    assert value is not None
+    return value

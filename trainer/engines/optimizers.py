@@ -1,0 +1,89 @@
+"""Optimizers by name, from libraries that keep them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn, optim
+from torch.optim import Optimizer
+
+from ..arguments.training_arguments import TrainingArguments
+
+# Whose update of an element depends on that element alone.
+WORK_ON_ELEMENTS = (
+    optim.Adam, optim.AdamW, optim.SGD, optim.RMSprop, optim.Adagrad, optim.Adadelta, optim.Adamax, optim.NAdam,
+    optim.RAdam, optim.Rprop, optim.ASGD,
+)  # fmt: skip
+# The states of each element that ZeRO splits along with it.
+ELEMENT_STATES = {"AdamW": ("exp_avg", "exp_avg_sq"), "Adam": ("exp_avg", "exp_avg_sq"), "Lion": ("exp_avg",)}
+
+
+def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> torch.optim.Optimizer:
+    """The optimizer that `arguments` name, over the parameters that require gradients.
+
+    "adam" is FlagAI's name of AdamW: the decay is decoupled (Loshchilov & Hutter 2019). "adafactor" (Shazeer & Stern
+    2018) is transformers', "lion" (Chen et al. 2023) and "lamb" (You et al. 2020) are pytorch_optimizer's.
+    """
+    groups = weight_decay_groups(model, arguments.weight_decay)
+    betas = (arguments.beta1, arguments.beta2)
+    if arguments.optimizer in ("adamw", "adam"):
+        return torch.optim.AdamW(groups, lr=arguments.lr, betas=betas, eps=arguments.adam_eps, fused=True)
+    if arguments.optimizer == "adafactor":
+        from transformers.optimization import Adafactor
+
+        relative = arguments.relative_step
+        return Adafactor(
+            groups,
+            lr=None if relative else arguments.lr,
+            relative_step=relative,
+            scale_parameter=relative,
+            warmup_init=relative,
+        )
+    import pytorch_optimizer
+
+    kind: Any = pytorch_optimizer.Lion if arguments.optimizer == "lion" else pytorch_optimizer.Lamb
+    return kind(groups, lr=arguments.lr, betas=betas)
+
+
+def check_optimizer(optimizer: Any, model: nn.Module, tensor_parallel_size: int = 1) -> None:
+    """ValueError for what the training loop cannot step or save, or what would train something else than `model`."""
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(f"optimizer must be a torch.optim.Optimizer over the model's parameters, not {optimizer!r}")
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("LBFGS computes losses anew within a step, which the trainer does not; use another optimizer")
+    if callable(getattr(optimizer, "train", None)):
+        raise ValueError(
+            f"{kind} keeps other weights for evaluation than for training, between which the trainer does not switch; "
+            "use another optimizer"
+        )
+    if type(optimizer).state_dict is not Optimizer.state_dict or isinstance(
+        vars(optimizer).get("optimizer"), Optimizer
+    ):
+        raise ValueError(
+            f"{kind} keeps state besides that of its parameters, which is not saved; use another optimizer"
+        )
+    if tensor_parallel_size > 1 and not isinstance(optimizer, WORK_ON_ELEMENTS) and kind not in ELEMENT_STATES:
+        raise ValueError(
+            f"{kind} may need whole parameters, which model_parallel_size={tensor_parallel_size} splits; use "
+            f"{', '.join(known.__name__ for known in WORK_ON_ELEMENTS)} or Lion, or model_parallel_size=1"
+        )
+    own = set(model.parameters())
+    foreign = sum(p not in own for group in optimizer.param_groups for p in group["params"])
+    if foreign:
+        raise ValueError(f"{foreign} parameters of the optimizer are not the model's; make it from model.parameters()")
+
+
+def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay; biases and norms (fewer than two dimensions) do not. ValueError if nothing is to be trained."""
+    matrices = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if not groups:
+        raise ValueError("no parameter of the model requires gradients, so there is nothing to train")
+    return groups

@@ -1,0 +1,62 @@
+"""A model made ready: on its device, in its precision, and fit for its environment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...models.common.config import ModelConfig
+from ...mpu import tp_size
+from ..arguments.training_arguments import TrainingArguments
+from ..launch.ranks import Ranks
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def prepare_model(model: nn.Module, device: torch.device, arguments: TrainingArguments, ranks: Ranks) -> None:
+    """Moves and casts the model in place, and turns recomputation on. ValueError if it is no model, is split in another
+    way than `arguments` say, or cannot be."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, as shardzoo.from_pretrained(path) gives, and not {model!r}")
+    wrapper = type(model).__name__
+    if wrapper in ("OptimizedModule", "DataParallel", "DistributedDataParallel"):
+        raise ValueError(
+            f"the model is wrapped in a {wrapper}, and its checkpoints would not be the model's; pass the model itself"
+            + (", compiled in place by model.compile()" if wrapper == "OptimizedModule" else "")
+        )
+    native = isinstance(getattr(model, "config", None), ModelConfig)
+    size = tp_size(getattr(model, "mesh", None))
+    if ranks.tp_size > 1 and not native:
+        raise ValueError(
+            f"a {type(model).__name__} cannot be split over {ranks.tp_size} processes; build a model of the zoo by "
+            "shardzoo.from_pretrained(path, mesh=trainer.mesh)"
+        )
+    if native and size != ranks.tp_size:
+        raise ValueError(
+            f"the model is split over {size} processes, but model_parallel_size is {ranks.tp_size}; build it with "
+            "mesh=trainer.mesh"
+        )
+    model.to(device, DTYPES[arguments.precision])
+    if arguments.recompute != "none":
+        _recompute(model, arguments.recompute)
+
+
+def _recompute(model: Any, mode: str) -> None:
+    if isinstance(getattr(model, "config", None), ModelConfig):
+        set_recompute(model, mode)
+    elif hasattr(model, "gradient_checkpointing_enable"):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    else:
+        raise ValueError(f"recompute={mode!r}: a {type(model).__name__} does not know how to recompute activations")
+
+
+def set_recompute(model: nn.Module, mode: str) -> None:
+    """Sets what a model of the zoo recomputes."""
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "recompute_blocks"):
+            module.recompute_blocks = mode == "full"
+        if isinstance(getattr(module, "recompute", None), bool):
+            module.recompute = mode == "selective"

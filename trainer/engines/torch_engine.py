@@ -1,0 +1,93 @@
+"""PyTorch alone: one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...mpu import clip_grad_norm_, grad_norm
+from ..arguments.training_arguments import TrainingArguments
+from ..checkpointing.model_files import model_tensors
+from ..checkpointing.optimizer_state import MASTER_WEIGHT, load_state_tensors, state_tensors
+from .engine import StepOutcome
+from .master_weights import MasterWeights
+
+
+class TorchEngine:
+    """See `Engine`. Also what the data-parallel engine is made of."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, arguments: TrainingArguments) -> None:
+        self.module = model
+        self.model: Any = model
+        self.optimizer = optimizer
+        self.applied_steps = 0
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        self._masters = MasterWeights(optimizer)
+        self._master_names = {master: names[parameter] for parameter, master in self._masters.pairs}
+        updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._owners = {p: self._master_names.get(p) or names[p] for p in updated}
+        self._clip_grad = arguments.clip_grad
+        device = next(model.parameters()).device.type
+        self._scaler = torch.amp.GradScaler(device) if arguments.precision == "fp16" else None
+        self._is_last, self._saves = True, arguments.save_optim
+
+    @property
+    def loss_scale(self) -> float | None:
+        return self._scaler.get_scale() if self._scaler else None
+
+    def begin_micro_batch(self, *, is_last: bool) -> None:
+        self._is_last = is_last
+
+    def backward(self, loss: Tensor) -> None:
+        loss = self._scaler.scale(loss) if self._scaler else loss
+        loss.backward()
+        self._masters.take_gradients()
+
+    def end_micro_batch(self) -> StepOutcome | None:
+        if not self._is_last:
+            return None
+        scale = self.loss_scale
+        if self._scaler:
+            self._scaler.unscale_(self.optimizer)
+        parameters = list(self._owners)
+        norm = clip_grad_norm_(parameters, self._clip_grad) if self._clip_grad else grad_norm(parameters)
+        if self._scaler:
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+        else:
+            self.optimizer.step()
+        applied = scale is None or self.loss_scale >= scale  # type: ignore[operator]
+        self.applied_steps += applied
+        if self.applied_steps == 1 and self._saves:
+            state_tensors(self.optimizer, self._owners)  # what cannot be saved is refused before more is trained
+        self._masters.publish()
+        self.optimizer.zero_grad(set_to_none=True)
+        return StepOutcome(float(norm), applied)
+
+    def model_tensors(self) -> dict[str, Tensor]:
+        return model_tensors(self.module)
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        masters = {f"{MASTER_WEIGHT}/{name}": master.detach() for master, name in self._master_names.items()}
+        return {**state_tensors(self.optimizer, self._owners), **masters}
+
+    @torch.no_grad()
+    def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
+        load_state_tensors(self.optimizer, self._owners, tensors, self.applied_steps)
+        for master, name in self._master_names.items():
+            if f"{MASTER_WEIGHT}/{name}" in tensors:  # not there if the run was in fp32 so far
+                master.copy_(tensors[f"{MASTER_WEIGHT}/{name}"])
+
+    def counters(self) -> dict[str, float]:
+        scaling = self._scaler.state_dict() if self._scaler else {}
+        return {"applied_steps": self.applied_steps, **scaling}
+
+    def load_counters(self, counters: dict[str, float]) -> None:
+        self.applied_steps = int(counters["applied_steps"])
+        if self._scaler and "scale" in counters:
+            self._scaler.load_state_dict({name: value for name, value in counters.items() if name != "applied_steps"})
+
+    def close(self, *, whole: bool) -> None:
+        pass

@@ -1,0 +1,91 @@
+"""Joining the other processes of a run, and leaving them."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import sys
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from .rank_info import Launch, cpu_environment, free_port
+from .rank_process import join_job
+
+if not torch.accelerator.is_available():
+    # Read when DeepSpeed is imported; it would warn on every rank that it had found no other.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+PROCESS_GROUP_TIMEOUT = timedelta(minutes=30)  # preparing a corpus on the first rank may take a while
+
+
+def initialize_distributed(launch: Launch) -> torch.device:
+    """Joins the process group (NCCL with GPUs, else gloo) and returns this process's device."""
+    launch.export()
+    join_job()
+    if not dist.is_initialized():
+        if launch.world_size == 1:
+            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+            os.environ.setdefault("MASTER_PORT", str(free_port()))
+            os.environ.setdefault("RANK", "0")
+            os.environ.setdefault("WORLD_SIZE", "1")
+            os.environ.setdefault("LOCAL_RANK", "0")
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, timeout=PROCESS_GROUP_TIMEOUT)
+        atexit.register(leave_distributed)
+    if torch.cuda.is_available():
+        index = launch.local_rank % torch.cuda.device_count()  # srun may show each task its own GPU alone
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
+    torch.set_num_threads(int(cpu_environment(launch.local_world_size)["OMP_NUM_THREADS"]))
+    return torch.device("cpu")
+
+
+def single_device(name: str) -> torch.device:
+    """The device of a run in one process. ValueError for one that is not here."""
+    try:
+        device = torch.device(name)
+        usable = device.type != "meta" and torch.empty(1, device=device) is not None
+    except (RuntimeError, AssertionError):  # torch's for an unknown name, and for a device that it was not built for
+        usable = False
+    if not usable:
+        found = torch.accelerator.current_accelerator()
+        known = f"'cpu' or '{found.type}:0'" if found and torch.accelerator.is_available() else "'cpu'"
+        raise ValueError(f"pytorch_device {name!r} is no device of this machine; use {known}")
+    return device
+
+
+def end_process(code: int) -> NoReturn:
+    """Ends a rank at once, its output written: threads of the process group could abort an orderly end."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def leave_distributed() -> None:
+    """Ends the process group, if there is one: its threads would abort the interpreter's end."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
+SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
+
+
+def keep_freed_memory() -> None:
+    """Lets glibc keep what is freed in blocks of up to 32 MiB, its most, for the next step, which needs as much again.
+
+    With torch's huge pages it would give much of it back after each step, and fault it in again in the next. What the
+    user has set in the environment stays.
+    """
+    if any(name in os.environ for name in SETTINGS):
+        return
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):  # another C library
+        return
+    mallopt(M_MMAP_THRESHOLD, 32 << 20)
+    mallopt(M_TRIM_THRESHOLD, 2**31 - 1)

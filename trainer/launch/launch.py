@@ -1,0 +1,152 @@
+"""Starting the processes of a run that are missing."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..arguments.training_arguments import TrainingArguments
+from .local import run_ranks
+from .nodes import LOCAL_NAMES, Nodes, check_launcher, deepspeed_command, launcher_command, rank_commands
+from .rank_info import Launch
+from .rank_process import join_job
+
+THIS_MACHINE = Nodes()
+GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
+
+
+def ensure_processes(
+    world_size: int, nodes: Nodes = THIS_MACHINE, *, script: str | None = None, dry_run: bool = False
+) -> Launch:
+    """This process's place among the run's, which are started first if nobody has.
+
+    Under `torchrun`, `deepspeed` or `srun`, and in the processes that this function has started itself, it returns
+    at once; the number of processes is then the launcher's. Otherwise (a launcher that has started one process counts
+    as none) it runs this process's own command line again as each of `world_size` processes of this machine, or as
+    each process of `nodes`, waits, and raises `SystemExit` with the job's exit code: what follows runs in those alone.
+
+    script: a file that the processes run with this one's arguments; by default what this process runs.
+    dry_run: prints the commands of the job and starts nothing; raises `SystemExit(0)`.
+    Raises `ValueError` if the machines or their GPUs are fewer than asked for, or the script cannot be run again.
+    """
+    launch = Launch.from_environment()
+    if launch.world_size > 1:
+        if dry_run:
+            raise SystemExit(0)
+        launch.export()
+        join_job()
+        return launch
+    if world_size == 1 and not nodes.slots():
+        if dry_run:
+            print(shlex.join([sys.executable, *own_command(script)]))
+            raise SystemExit(0)
+        return launch
+    raise SystemExit(start_processes(world_size, nodes, script=script, dry_run=dry_run))
+
+
+def ensure_processes_of(arguments: TrainingArguments) -> Launch:
+    """`ensure_processes` for what training arguments ask for."""
+    several = arguments.num_nodes > 1
+    nodes = Nodes(
+        hostfile=arguments.hostfile,
+        num_nodes=arguments.num_nodes if several else 0,
+        num_gpus=arguments.num_gpus if several else 0,
+        master_addr=None if arguments.master_ip in LOCAL_NAMES else arguments.master_ip,
+        master_port=arguments.master_port,
+    )
+    if arguments.env_type == "pytorch":
+        nodes = THIS_MACHINE
+    script, dry_run = arguments.training_script, arguments.dry_run
+    return ensure_processes(processes_of(arguments), nodes, script=script, dry_run=dry_run)
+
+
+def processes_of(arguments: TrainingArguments) -> int:
+    """How many processes of this machine the arguments ask for."""
+    if arguments.env_type == "pytorch":
+        return 1
+    return max(arguments.num_gpus, arguments.model_parallel_size)
+
+
+def start_processes(
+    world_size: int, nodes: Nodes = THIS_MACHINE, *, script: str | None = None, dry_run: bool = False
+) -> int:
+    """Runs this process's command line as a job of several processes; returns the job's exit code.
+
+    Arguments and errors as for `ensure_processes`.
+    """
+    slots = nodes.slots()
+    if not slots:
+        _check_gpus(world_size)
+        command = [sys.executable, *own_command(script)]
+        if not dry_run:
+            return run_ranks(command, world_size)
+        for rank in range(world_size):
+            print(f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE={world_size} {shlex.join(command)}")
+        return 0
+    words = own_script(script)
+    command = deepspeed_command(nodes, words)
+    if dry_run:
+        print("\n".join(_describe(nodes, command, words)))
+        return 0
+    check_launcher(nodes.launcher)
+    return _run(command)
+
+
+def own_command(script: str | None = None) -> list[str]:
+    """The arguments of this Python, or `script` with those of this process. ValueError if there is no file to run."""
+    if script is not None:
+        if not Path(script).is_file():
+            raise ValueError(f"training_script {script} is no file; leave it out to run this very command")
+        return [script, *sys.argv[1:]]
+    arguments = sys.orig_argv[1:]
+    if hasattr(sys, "ps1") or "ipykernel" in sys.modules or not arguments or arguments[-1] == "-":
+        raise ValueError(
+            "several processes can only run a script that is a file: save this one, or use one process here"
+        )
+    return arguments
+
+
+def own_script(script: str | None = None) -> list[str]:
+    """The script and its arguments, or "-m", the module and its."""
+    command = own_command(script)
+    if script is not None:
+        return command
+    main = sys.modules["__main__"]
+    if main.__spec__ is not None:
+        return ["-m", main.__spec__.name.removesuffix(".__main__"), *sys.argv[1:]]
+    return list(sys.argv)
+
+
+def _check_gpus(world_size: int) -> None:
+    if not any(path for pattern in GPU_DEVICES for path in Path("/dev").glob(pattern)):
+        return  # to count none, torch would be loaded for seconds
+    import torch
+
+    if 0 < torch.cuda.device_count() < world_size:
+        raise ValueError(f"{world_size} processes need as many GPUs; this machine has {torch.cuda.device_count()}")
+
+
+def _describe(nodes: Nodes, command: Sequence[str], script: Sequence[str]) -> list[str]:
+    lines = ["# on this machine", shlex.join(command), "", f"# DeepSpeed then reaches the machines by {nodes.launcher}"]
+    lines.append(" ".join(launcher_command(nodes, script)))
+    for name, commands in rank_commands(nodes, script).items():
+        lines += ["", f"# on {name}", *commands]
+    return lines
+
+
+def _run(command: Sequence[str]) -> int:
+    """DeepSpeed's launcher, which passes SIGTERM and SIGINT on to the machines itself."""
+    process = subprocess.Popen(command, env=dict(os.environ))
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.signal(number, lambda got, _: process.send_signal(got)) for number in numbers}
+    try:
+        code = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else 128 - code

@@ -1,0 +1,126 @@
+"""This process's place among a run's, from the variables of whoever started it. Needs no torch: starting is quick."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process's place in the run, from the variables that torchrun, deepspeed, srun and our own start set.
+
+    variables: torchrun's for this place, where the starter has set others.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    variables: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Launch:
+        own = {} if "RANK" in environ or not started_by_srun(environ) else torch_variables(environ)
+        found = {**environ, **own}
+        world_size = int(found.get("WORLD_SIZE", 1))
+        return cls(
+            rank=int(found.get("RANK", 0)),
+            world_size=world_size,
+            local_rank=int(found.get("LOCAL_RANK", 0)),
+            local_world_size=int(found.get("LOCAL_WORLD_SIZE", found.get("LOCAL_SIZE", world_size))),
+            variables=own,
+        )
+
+    def export(self) -> None:
+        """Sets the variables that `torch.distributed` and DeepSpeed read."""
+        os.environ.update(self.variables)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def cpu_environment(local_world_size: int) -> dict[str, str]:
+    """Variables that make several CPU processes of one machine fast; those already set are kept.
+
+    Huge pages for tensors: touching fresh small pages costs eager PyTorch most of its memory bandwidth.
+    LOCAL_SIZE: how many devices DeepSpeed's CPU accelerator may count on, one for each process.
+    """
+    threads = max(1, (os.cpu_count() or 1) // local_world_size)
+    wanted = {
+        "OMP_NUM_THREADS": str(threads),
+        "THP_MEM_ALLOC_ENABLE": "1",
+        "LOCAL_SIZE": str(local_world_size),
+    }
+    return {name: os.environ.get(name, value) for name, value in wanted.items()}
+
+
+FIRST_PORT, PORTS = 15000, 10000
+BATCH_STEP = "4294967291"  # the step number SLURM gives to a batch script itself (SLURM_BATCH_SCRIPT in slurm.h)
+
+
+def started_by_srun(environ: Mapping[str, str]) -> bool:
+    """Whether this process is a task of an `srun` step.
+
+    The batch script of a job has a SLURM_PROCID of 0 as well and inherits the job's number of tasks, but `srun` has
+    not started the others: taking it for a task would wait for them for ever. It has no step of its own.
+    """
+    if "SLURM_PROCID" not in environ or tasks(environ) is None:
+        return False
+    inside_a_job = "SLURM_JOB_ID" in environ
+    in_a_step = environ.get("SLURM_STEP_ID", BATCH_STEP) != BATCH_STEP
+    return in_a_step or not inside_a_job or int(environ["SLURM_PROCID"]) > 0
+
+
+def tasks(environ: Mapping[str, str]) -> int | None:
+    """Of this step: the job may have been given more."""
+    value = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS")
+    return int(value) if value else None
+
+
+def torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that torchrun would have set for this task; MASTER_ADDR and MASTER_PORT are kept where given."""
+    world_size = tasks(environ)
+    assert world_size is not None
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or environ.get("SLURM_JOB_NODELIST")
+    port = FIRST_PORT + int(environ.get("SLURM_JOB_ID", 0)) % PORTS  # jobs that share a node differ
+    return {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
+        "LOCAL_WORLD_SIZE": str(tasks_on_this_node(environ, world_size)),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or (first_host(nodes) if nodes else "127.0.0.1"),
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(port),
+    }
+
+
+def tasks_on_this_node(environ: Mapping[str, str], world_size: int) -> int:
+    """From `SLURM_STEP_TASKS_PER_NODE`, such as `2(x3),1`: two on each of three nodes, one on the last."""
+    counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
+    if counts is None:
+        return world_size // int(environ.get("SLURM_NNODES", 1)) or 1
+    by_node: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
+        by_node += [int(count)] * int(times or 1)
+    return by_node[min(int(environ.get("SLURM_NODEID", 0)), len(by_node) - 1)]
+
+
+def first_host(nodes: str) -> str:
+    """`rack[1-2]n[04-07,9],other` -> `rack1n04`"""
+    depth = 0
+    for end, letter in enumerate(nodes):
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and depth == 0:
+            nodes = nodes[:end]
+            break
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", nodes)

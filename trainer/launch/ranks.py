@@ -1,0 +1,69 @@
+"""Where this process stands among the others, and what they tell one another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...mpu import ParallelMesh
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One process (`mesh=None`), or a place in a mesh; the same questions for both."""
+
+    mesh: ParallelMesh | None
+
+    @property
+    def rank(self) -> int:
+        return self.mesh.rank if self.mesh else 0
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.world_size if self.mesh else 1
+
+    @property
+    def dp_rank(self) -> int:
+        return self.mesh.dp_rank if self.mesh else 0
+
+    @property
+    def dp_size(self) -> int:
+        return self.mesh.dp_size if self.mesh else 1
+
+    @property
+    def tp_rank(self) -> int:
+        return self.mesh.tp_rank if self.mesh else 0
+
+    @property
+    def tp_size(self) -> int:
+        return self.mesh.tp_size if self.mesh else 1
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """All processes; None where there is one."""
+        return dist.group.WORLD if self.world_size > 1 else None
+
+    def sum_replicas(self, *values: float) -> list[float]:
+        """Sums over the data-parallel ranks, in fp64, the same on every rank; tensor-parallel ranks count once."""
+        return self.sum(*(value if self.tp_rank == 0 else 0.0 for value in values))
+
+    def sum(self, *values: float) -> list[float]:
+        """Sums over all processes, in fp64."""
+        if self.world_size == 1:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64)
+        # NCCL moves only GPU tensors.
+        total = total.cuda() if dist.get_backend() == "nccl" else total
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+        """What every process passed, by rank; it travels by pickle between the processes of this run."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=group)
+        return values
