@@ -30,7 +30,7 @@ def shuffled(shards: int = 2, size: int = SIZE):
 
 def training_data(dataset, batch: int = 10, **arguments):
     from shardzoo.trainer import TrainingArguments
-    from shardzoo.trainer.batches.collate.training_data import make_training_data
+    from shardzoo.trainer.batches.training_data import make_training_data
     from shardzoo.trainer.launch.ranks import Ranks
 
     return make_training_data(dataset, TrainingArguments(micro_batch_size=batch, **arguments), Ranks(None), None)
@@ -85,7 +85,7 @@ def test_streams_that_know_their_length_know_the_steps():
 
 
 def test_samples_may_hold_any_numbers():
-    from shardzoo.trainer.batches.collate.collate import DefaultCollate
+    from shardzoo.trainer.batches.collate import DefaultCollate
 
     sample = {
         "input_ids": np.array([1, 65535], np.uint16),
@@ -105,7 +105,7 @@ def test_samples_may_hold_any_numbers():
 
 
 def test_rows_of_different_types_keep_their_values():
-    from shardzoo.trainer.batches.collate.collate import DefaultCollate
+    from shardzoo.trainer.batches.collate import DefaultCollate
 
     batch = DefaultCollate(0)([{"x": [1, 2], "labels": []}, {"x": [0.5, 0.75, 1.5], "labels": [3]}])
     assert batch["x"].tolist() == [[1, 2, 0], [0.5, 0.75, 1.5]]
@@ -141,7 +141,7 @@ LABELS = [
 
 @pytest.mark.parametrize(("kind", "config", "labels", "message"), LABELS)
 def test_labels_are_limited_where_the_classes_are_known(kind, config, labels, message):
-    from shardzoo.trainer.batches.collate.loss_normalization import label_problem
+    from shardzoo.trainer.batches.loss_normalization import label_problem
 
     problem = label_problem({"labels": torch.tensor(labels)}, bert(kind, **config), 0)
     assert bool(problem) == bool(message)
@@ -149,13 +149,13 @@ def test_labels_are_limited_where_the_classes_are_known(kind, config, labels, me
 
 
 def test_labels_of_an_own_head_are_not_limited():
-    from shardzoo.trainer.batches.collate.loss_normalization import label_problem
+    from shardzoo.trainer.batches.loss_normalization import label_problem
 
     assert not label_problem({"labels": torch.tensor([4, 0])}, FiveClasses(), 0)
 
 
 def test_labels_that_are_no_tensors_count_as_rows():
-    from shardzoo.trainer.batches.collate.loss_normalization import Targets
+    from shardzoo.trainer.batches.loss_normalization import Targets
 
     targets = Targets(FiveClasses(), mean_losses=True)
     for labels in ([{"boxes": 1}] * 3, np.arange(3)):
@@ -163,7 +163,7 @@ def test_labels_that_are_no_tensors_count_as_rows():
 
 
 def test_batches_that_are_no_dicts_are_refused():
-    from shardzoo.trainer.batches.collate.loss_normalization import label_problem, to_device
+    from shardzoo.trainer.batches.loss_normalization import label_problem, to_device
 
     batch = (torch.zeros(2), torch.zeros(2))
     with pytest.raises(ValueError, match="collate_fn must give a dict of tensors, not a tuple"):
@@ -177,7 +177,7 @@ def test_batches_that_are_no_dicts_are_refused():
     [(0.5, "not a float"), (torch.ones(2), r"not one of shape \(2,\)"), (torch.ones(()), "not one without a gradient")],
 )
 def test_losses_that_cannot_be_trained_on_are_refused(loss, message):
-    from shardzoo.trainer.batches.collate.loss_normalization import Targets
+    from shardzoo.trainer.batches.loss_normalization import Targets
     from shardzoo.trainer.evaluation import loss_of
 
     with pytest.raises(ValueError, match=f"forward_step must return a scalar tensor as loss, {message}"):

@@ -17,7 +17,7 @@ class Endless:
 
 
 def collate(samples):
-    from shardzoo.trainer.batches.collate.collate import DefaultCollate
+    from shardzoo.trainer.batches.collate import DefaultCollate
 
     return DefaultCollate(0)(samples)
 
