@@ -215,7 +215,7 @@ def measure(case: Case) -> None:
 
     from shardzoo.models import Execution, from_config
     from shardzoo.mpu import ParallelMesh
-    from shardzoo.trainer.arguments.training_arguments.training_arguments import TrainingArguments
+    from shardzoo.trainer.arguments.training_arguments import TrainingArguments
     from shardzoo.trainer.engines.engine import make_engine
     from shardzoo.trainer.engines.optimizers import make_optimizer
     from shardzoo.trainer.launch.environment import initialize_distributed

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 import shardzoo
 from shardzoo.models import find_config
 from shardzoo.trainer import Trainer
-from shardzoo.trainer.arguments.training_arguments.training_arguments import EnvType
+from shardzoo.trainer.arguments.training_arguments import EnvType
 
 
 def read(path: Path | None) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ import shardzoo
 from shardzoo.data import DocumentRecords, ResumableStream, load_tokenizer
 from shardzoo.data.pairs.datasets import closed
 from shardzoo.trainer import Trainer
-from shardzoo.trainer.arguments.training_arguments.training_arguments import EnvType
+from shardzoo.trainer.arguments.training_arguments import EnvType
 
 
 def strip_diacritics(text: str) -> str:

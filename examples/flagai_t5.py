@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, T5ForConditionalGeneration
 import shardzoo
 from shardzoo.data import load_pairs
 from shardzoo.trainer import Trainer
-from shardzoo.trainer.arguments.training_arguments.training_arguments import EnvType
+from shardzoo.trainer.arguments.training_arguments import EnvType
 
 
 class MyTrainer(Trainer):
