@@ -15,7 +15,7 @@ from .stored_tensor import StoredTensor
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorSlice:
     """ranges: [start, stop) along the parameter's `dim`, in the order in which `tensor` holds them, ascending.
 
     transposed: the tensor is stored with its two dimensions swapped.
@@ -40,15 +40,15 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Placement:
+class ParameterPlacement:
     """One side of one parameter. copies: each holds the whole parameter, in one or more parts."""
 
     name: str
     shape: tuple[int, ...]
     dim: int
-    copies: tuple[tuple[Part, ...], ...]
+    copies: tuple[tuple[TensorSlice, ...], ...]
 
-    def parts(self) -> Iterable[Part]:
+    def parts(self) -> Iterable[TensorSlice]:
         for copy in self.copies:
             yield from copy
 
@@ -81,10 +81,10 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Layout:
+class CheckpointLayout:
     """One folder's placements by native name, and `extras`: tensors that are no parameters, kept as they are."""
 
-    placements: Mapping[str, Placement]
+    placements: Mapping[str, ParameterPlacement]
     extras: Mapping[str, StoredTensor] = field(default_factory=dict)
 
     def check(self) -> None:
@@ -106,7 +106,7 @@ def check_no_overlap(tensors: Sequence[StoredTensor]) -> None:
             raise ValueError(f"tensors {name} and {next_name} of {file} would overlap")
 
 
-def whole(name: str, tensor: StoredTensor) -> Placement:
+def whole(name: str, tensor: StoredTensor) -> ParameterPlacement:
     """A tensor that is stored once and as it is: one row of elements."""
     flat = replace(tensor, shape=(prod(tensor.shape),))
-    return Placement(name, flat.shape, 0, ((Part(flat, ((0, flat.shape[0]),)),),))
+    return ParameterPlacement(name, flat.shape, 0, ((TensorSlice(flat, ((0, flat.shape[0]),)),),))

@@ -10,14 +10,14 @@ import pickle
 import re
 import struct
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .dtypes import from_torch_name
-from .safe_unpickle import inert_types_alone
 from .stored_tensor import StoredTensor
 
 _LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip record: lengths of its name and extra field
@@ -32,7 +32,7 @@ def load_without_storage(path: Path) -> Any:
         )
     Records(path)  # before torch.load, which crashes on tensors of the other byte order
     try:
-        with inert_types_alone():
+        with only_placeholder_types():
             return torch.load(path, map_location="meta", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         foreign = re.search(r"GLOBAL (\S+)", str(error))
@@ -87,3 +87,47 @@ class Records:
     def contain(self, start: int, stop: int) -> bool:
         position = bisect.bisect_right(self._starts, start) - 1
         return position >= 0 and self._starts[position] == start and stop <= self._stops[start]
+
+
+# Arguments, random states, loss scalers: what lies beside the weights.
+PLACEHOLDER_TYPES = (
+    "argparse.Namespace",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    "fp16.loss_scaler.DynamicLossScaler",
+    "fp16.loss_scaler.LossScaler",
+    "numpy._core.multiarray._reconstruct",
+    "numpy._core.multiarray.scalar",
+    "numpy.core.multiarray._reconstruct",
+    "numpy.core.multiarray.scalar",
+    "numpy.dtype",
+    "numpy.ndarray",
+)
+
+
+class PlaceholderObject:
+    """Stands for an object that is of no interest here; takes and forgets what the original takes."""
+
+    def __new__(cls, *args: object, **kwargs: object) -> PlaceholderObject:
+        return super().__new__(cls)
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
+@contextmanager
+def only_placeholder_types() -> Iterator[None]:
+    """Lets `torch.load` take those types as `PlaceholderObject` and no others, whatever libraries have allowed."""
+    allowed_by_others = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals([(PlaceholderObject, name) for name in PLACEHOLDER_TYPES])
+    try:
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(allowed_by_others)

@@ -20,13 +20,13 @@ INTERRUPTED = 130
 
 
 def run_conversion(command: Split | Merge | Reshard) -> int:
-    from ..checkpoint.source import open_source
+    from ..checkpoint.checkpoint import open_checkpoint
     from ..convert import operations
     from .convert import Merge, Reshard
 
     options = _options(command)
     if isinstance(command, Reshard):
-        source = open_source(command.source, command.config)
+        source = open_checkpoint(command.source, command.config)
         if source.kind == "huggingface":
             raise ValueError(f"{command.source} is a {source.description}; `split` it")
     started = time.monotonic()
@@ -75,9 +75,9 @@ def _print_outcome(command: Converting, outcome: Outcome, seconds: float) -> Non
 
 
 def run_plan(command: Plan) -> int:
-    from ..convert.forecast import forecast
+    from ..convert.plan import dry_run
 
-    planned = forecast(command.source, command.tp, command.config)
+    planned = dry_run(command.source, command.tp, command.config)
     if command.json:
         print(json.dumps(planned))
         return 0
@@ -107,7 +107,7 @@ def run_inspect(command: Inspect) -> int:
 
 
 def run_diff(command: Diff) -> int:
-    from ..convert.difference import comparable, diff, open_both
+    from ..convert.inspection import comparable, diff, open_both
     from .convert import DIFFERENT
 
     first, second = open_both(command.first, command.second)

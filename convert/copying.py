@@ -8,18 +8,17 @@ read in columns; its tiles are turned in memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
 import numpy as np
 
-from ..checkpoint.dtypes import item_size
-from ..checkpoint.file_io import Files, Input, Output
-from ..checkpoint.layout import Part, Placement
+from ..checkpoint.dtypes import item_size, torch_name
+from ..checkpoint.file_io import Files, Input, Output, check_hash, hash_stored, read_into
+from ..checkpoint.layout import ParameterPlacement, TensorSlice
 from ..checkpoint.stored_tensor import StoredTensor
-from .cast import cast
-from .transposing import copy_transposed
 
 OutputFactory = Callable[[Sequence[StoredTensor]], Output]
 
@@ -29,8 +28,8 @@ class Copy:
     """name: the parameter, or the tensor that is none. Both sides place the same full tensor."""
 
     name: str
-    source: Placement
-    target: Placement
+    source: ParameterPlacement
+    target: ParameterPlacement
 
     @property
     def nbytes(self) -> int:
@@ -49,7 +48,7 @@ def run_copy(
     source, target = copy.source, copy.target
     if all(part.transposed for part in target.parts()):
         source, target = _turned(source), _turned(target)
-    groups: dict[tuple, list[Part]] = {}
+    groups: dict[tuple, list[TensorSlice]] = {}
     for part in target.parts():
         groups.setdefault((part.ranges, part.tensor.shape), []).append(part)
     outputs = [(parts[0], make_output([part.tensor for part in parts])) for parts in groups.values()]
@@ -64,10 +63,10 @@ def run_copy(
     return digests
 
 
-def _turned(placement: Placement) -> Placement:
+def _turned(placement: ParameterPlacement) -> ParameterPlacement:
     """The same placement, of the transposed parameter."""
     copies = tuple(tuple(replace(part, transposed=not part.transposed) for part in copy) for copy in placement.copies)
-    return Placement(placement.name, placement.shape[::-1], 1 - placement.dim, copies)
+    return ParameterPlacement(placement.name, placement.shape[::-1], 1 - placement.dim, copies)
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class _Rows:
     inner: int  # elements for each index along the parameter's dim
 
     @classmethod
-    def of(cls, placement: Placement) -> _Rows:
+    def of(cls, placement: ParameterPlacement) -> _Rows:
         before, behind = placement.shape[: placement.dim], placement.shape[placement.dim + 1 :]
         return cls(prod(before), placement.shape[placement.dim] * prod(behind), prod(behind))
 
@@ -106,7 +105,7 @@ class _Slots:
     width: int
 
     @classmethod
-    def of(cls, part: Part, rows: _Rows, dim: int) -> _Slots:
+    def of(cls, part: TensorSlice, rows: _Rows, dim: int) -> _Slots:
         length = rows.length // rows.inner if rows.inner else 0
         pieces = tuple((a * rows.inner, b * rows.inner, c * rows.inner) for a, b, c in part.local(0, length))
         return cls(pieces, part.shape()[dim] * rows.inner)
@@ -122,9 +121,9 @@ class _Slots:
 
 
 def _copy_straight(
-    source: Placement,
-    target: Placement,
-    outputs: list[tuple[Part, Output]],
+    source: ParameterPlacement,
+    target: ParameterPlacement,
+    outputs: list[tuple[TensorSlice, Output]],
     files: Files,
     hashes: Mapping[tuple[Path, str], str],
     chunk: int,
@@ -194,3 +193,158 @@ def _scatter(
             for low, high, position in slots.pieces:
                 band[:, position : position + high - low] = full[:, low:high]
             output.write(origin * itemsize, band)
+
+
+def cast(block: np.ndarray, source: str, target: str, name: str) -> np.ndarray:
+    """Converts elements, kept as unsigned integers of their size, from one float type to another.
+
+    Rounds to nearest, ties to even, as torch does. ValueError, naming the parameter, if a finite value
+    would become infinite or NaN.
+    """
+    import torch
+
+    values = torch.from_numpy(block.view(f"i{item_size(source)}")).view(getattr(torch, torch_name(source)))
+    converted = values.to(getattr(torch, torch_name(target)))
+    if not bool((torch.isfinite(converted.float()) | ~torch.isfinite(values.float())).all()):
+        largest = values[torch.isfinite(values.float())].double().abs().max().item()
+        raise ValueError(f"{name} has a value of {largest:.6g}, which does not fit {torch_name(target)}")
+    size = item_size(target)
+    signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
+    return converted.view(signed).numpy().view(f"u{size}")
+
+
+MEMORY = 40 << 20  # bytes of all threads' blocks together
+BLOCKS_PER_THREAD = 5  # a block as read, assembled, turned or cast, and as cut up for the targets
+SMALLEST_BLOCK = 64 << 10
+
+Digests = dict[tuple[Path, str], str]
+Progress = Callable[[int], None]  # is told the bytes that were just finished
+
+
+def block_size(jobs: int) -> int:
+    """Bytes of the largest block that one of `jobs` threads may hold."""
+    return max(SMALLEST_BLOCK, MEMORY // (BLOCKS_PER_THREAD * jobs))
+
+
+def run_copies(
+    copies: Sequence[Copy],
+    files: Files,
+    hashes: Mapping[tuple[Path, str], str],
+    make_output: OutputFactory,
+    jobs: int,
+) -> Iterator[tuple[int, Digests]]:
+    """Yields each copy's index and its targets' hashes as it is finished. The first error ends all of them."""
+    chunk = block_size(jobs)
+    with ThreadPoolExecutor(jobs) as pool:
+        todo = iter(enumerate(copies))
+        running = {}
+        try:
+            while True:
+                # Few are handed out ahead, so that an error leaves little to wait for.
+                while len(running) < 2 * jobs and (entry := next(todo, None)) is not None:
+                    index, copy = entry
+                    running[pool.submit(run_copy, copy, files, hashes, make_output, chunk)] = index
+                if not running:
+                    return
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    yield running.pop(future), future.result()
+        finally:
+            for future in running:
+                future.cancel()
+
+
+def copy_transposed(
+    source: ParameterPlacement,
+    target: ParameterPlacement,
+    outputs: list[tuple[TensorSlice, Output]],
+    files: Files,
+    hashes: Mapping[tuple[Path, str], str],
+    chunk: int,
+) -> None:
+    """Fills the outputs, which are stored as `target.shape` has it, from 2-D parts stored the other way round.
+
+    Targets are written in bands of rows, for each of which the source's columns are read. That passes no source
+    in the order of its bytes, so recorded hashes are checked beforehand.
+    """
+    for part in source.copies[0]:
+        if recorded := hashes.get((part.tensor.file, part.tensor.name)):
+            check_hash(part.tensor, hash_stored(part.tensor, files[part.tensor.file], chunk), recorded)
+    itemsize = item_size(target.dtype)
+    for part, output in outputs:
+        height, width = part.tensor.shape if not part.transposed else part.tensor.shape[::-1]
+        step = max(1, chunk // max(1, width * max(itemsize, item_size(source.dtype))))
+        for top in range(0, height, step):
+            bottom = min(top + step, height)
+            band = _band(source.copies[0], part, target.dim, (top, bottom, width), source.dtype, files, chunk)
+            for copy in source.copies[1:]:
+                other = _band(copy, part, target.dim, (top, bottom, width), source.dtype, files, chunk)
+                if not np.array_equal(band, other):
+                    first = source.copies[0][0].tensor
+                    raise ValueError(f"{copy[0].tensor} differs from {first}, which it must repeat")
+            if source.dtype != target.dtype:
+                band = cast(band, source.dtype, target.dtype, source.name)
+            output.write(top * width * itemsize, band)
+
+
+def _band(
+    parts: tuple[TensorSlice, ...],
+    target: TensorSlice,
+    dim: int,
+    extent: tuple[int, int, int],
+    dtype: str,
+    files: Files,
+    chunk: int,
+) -> np.ndarray:
+    """Rows [top, bottom) of the target's tensor; padding is zero."""
+    top, bottom, width = extent
+    band = np.zeros((bottom - top, width), f"u{item_size(dtype)}")
+    for part in parts:
+        descriptor = files[part.tensor.file]
+        for count, here, there in _shared(target, part):
+            if dim == 0:
+                low, high = max(here, top), min(here + count, bottom)
+                if low < high:
+                    columns = (there + low - here, there + high - here)
+                    tile = _read_tile(part.tensor, descriptor, (0, width), columns, chunk)
+                    _transpose_into(band[low - top : high - top], tile)
+            else:
+                tile = _read_tile(part.tensor, descriptor, (there, there + count), (top, bottom), chunk)
+                _transpose_into(band[:, here : here + count], tile)
+    return band
+
+
+def _shared(target: TensorSlice, source: TensorSlice) -> Iterator[tuple[int, int, int]]:
+    """(count, position in the target, position in the source) of each range that both hold."""
+    position = 0
+    for start, stop in target.ranges:
+        for low, high, there in source.local(start, stop):
+            yield high - low, position + low - start, there
+        position += stop - start
+
+
+def _read_tile(
+    tensor: StoredTensor, descriptor: int, rows: tuple[int, int], columns: tuple[int, int], chunk: int
+) -> np.ndarray:
+    """tensor[rows, columns]: one contiguous read where whole rows fit into `chunk`, else one for each row."""
+    itemsize, width = item_size(tensor.dtype), tensor.shape[1]
+    count, first = rows[1] - rows[0], columns[0]
+    if count * width * itemsize <= chunk or columns == (0, width):
+        lines = np.empty((count, width), f"u{itemsize}")
+        read_into(tensor, descriptor, rows[0] * width * itemsize, lines)
+        return lines[:, columns[0] : columns[1]]
+    tile = np.empty((count, columns[1] - columns[0]), f"u{itemsize}")
+    for index in range(count):
+        read_into(tensor, descriptor, ((rows[0] + index) * width + first) * itemsize, tile[index])
+    return tile
+
+
+def _transpose_into(out: np.ndarray, tile: np.ndarray) -> None:
+    """out = tileᵀ; torch's transposing copy of dense matrices is several times faster than numpy's."""
+    import torch
+
+    signed = f"i{out.itemsize}"
+    dense = torch.from_numpy(np.ascontiguousarray(tile).view(signed))
+    if out.flags.c_contiguous:
+        torch.from_numpy(out.view(signed)).copy_(dense.t())
+    else:
+        out[...] = torch.empty(dense.shape[::-1], dtype=dense.dtype).copy_(dense.t()).numpy().view(out.dtype)

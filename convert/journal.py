@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
-from .engine import Digests
+from .copying import Digests
 
 JOURNAL = ".journal.jsonl"
 SYNC_SECONDS = 1.0

@@ -22,9 +22,9 @@ import torch
 from torch._utils import _rebuild_tensor_v2
 
 from ..checkpoint.dtypes import item_size
-from ..checkpoint.layout import Layout
+from ..checkpoint.layout import CheckpointLayout
 from ..checkpoint.stored_tensor import StoredTensor
-from .source_layout import MappedSource, entries, rank_placements
+from ..models.mapping import MappedCheckpoint, entries, rank_placements
 from .target import NewFile, Target, new_dtypes
 
 FOLDER = "release"
@@ -50,7 +50,7 @@ END = struct.Struct("<4s4H2LH")
 FAR = 0xFFFFFFFF  # says that the zip64 field has the number
 
 
-def legacy_target(mapped: MappedSource, size: int, dtype: str | None = None) -> Target:
+def legacy_target(mapped: MappedCheckpoint, size: int, dtype: str | None = None) -> Target:
     """`size` files under the names of the original GLM, or under shardzoo's own where a family has no such files.
 
     The vocabulary is not padded under the original names. ValueError if a size does not divide, or a type has no
@@ -72,7 +72,9 @@ def legacy_target(mapped: MappedSource, size: int, dtype: str | None = None) -> 
         file = new_torch_file(f"{FOLDER}/mp_rank_{rank:02d}_model_states.pt", shapes, {"mp_world_size": size})
         files.append(file)
         ranks.append({name: file.tensors[names[name]] for name in parameters})
-    return Target("legacy", size, Layout(rank_placements(parameters, ranks)), tuple(files), {"latest": FOLDER + "\n"})
+    return Target(
+        "legacy", size, CheckpointLayout(rank_placements(parameters, ranks)), tuple(files), {"latest": FOLDER + "\n"}
+    )
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
-from ..checkpoint.source import open_source
+from ..checkpoint.checkpoint import open_checkpoint
 from ..models import from_pretrained
+from ..models.mapping import MappedCheckpoint, map_checkpoint
 from ..mpu import ParallelMesh
 from .operations import Options, merge, split
-from .source_layout import MappedSource, map_source
 from .verification import smallest_size
 
 TOLERANCE = 1e-5
@@ -52,8 +52,8 @@ def compare_logits(folder: Path, size: int | None, config_file: Path | None = No
     The shards, and for transformers a Hugging Face folder, are made in a temporary folder where `folder` is not one.
     A family that transformers does not have is compared with the unsplit model.
     """
-    source = open_source(folder, config_file)
-    mapped = map_source(source)
+    source = open_checkpoint(folder, config_file)
+    mapped = map_checkpoint(source)
     if size is None:
         size = len(source.ranks) if source.kind != "huggingface" else smallest_size(mapped)
     mapped.model.check_size(size)
@@ -77,7 +77,7 @@ def compare_logits(folder: Path, size: int | None, config_file: Path | None = No
     return LogitsDifference(size, reference, largest, theirs.abs().max().item())
 
 
-def example_inputs(mapped: MappedSource) -> dict[str, Tensor]:
+def example_inputs(mapped: MappedCheckpoint) -> dict[str, Tensor]:
     """The same random tokens [B, S] at every call."""
     config = mapped.model.config
     generator = torch.Generator().manual_seed(SEED)
@@ -133,7 +133,7 @@ def transformers_class(folder: Path, config: Mapping[str, Any]) -> Any:
 
 
 @torch.no_grad()
-def _reference_logits(kind: Any, folder: Path, inputs: Mapping[str, Tensor], mapped: MappedSource) -> Tensor:
+def _reference_logits(kind: Any, folder: Path, inputs: Mapping[str, Tensor], mapped: MappedCheckpoint) -> Tensor:
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -10,17 +10,17 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from ..checkpoint.checkpoint import EXTRAS, open_checkpoint
 from ..checkpoint.dtypes import torch_name
 from ..checkpoint.file_io import Files, Writer, hash_stored, open_for_reading
 from ..checkpoint.folder_files import companion_files
 from ..checkpoint.manifest import ExtraRecord, Manifest, TensorRecord
-from ..checkpoint.source import EXTRAS, open_source
 from ..checkpoint.stored_tensor import StoredTensor
+from ..models.mapping import MappedCheckpoint, entries
+from .copying import Digests, run_copies
 from .destination import Destination
-from .engine import Digests, run_copies
 from .journal import Journal
-from .plan import Plan, make_plan, source_state
-from .source_layout import MappedSource, entries, map_source
+from .plan import ConversionPlan, plan_conversion, source_state
 from .target import LARGEST_FILE, Target, huggingface_target, shards_target
 
 ProgressReport = Callable[[int, int], None]  # bytes done, bytes in all
@@ -91,24 +91,18 @@ def merge(
     )
 
 
-def plan(source: Path, make_target: Callable[[MappedSource], Target], config_file: Path | None = None) -> Plan:
-    """What a conversion would do, after all the checks that need no tensor's bytes."""
-    mapped = map_source(open_source(source, config_file))
-    return make_plan(mapped, make_target(mapped))
-
-
 def _convert(
     source: Path,
     destination: Path,
     options: Options | None,
     report: ProgressReport | None,
-    make_target: Callable[[MappedSource, str | None], Target],
+    make_target: Callable[[MappedCheckpoint, str | None], Target],
 ) -> Outcome:
     options = options or Options()
     threads = options.threads
     place = Destination(destination)
     place.check(source, overwrite=options.overwrite, resume=options.resume)
-    todo = plan(source, lambda mapped: make_target(mapped, options.dtype), options.config_file)
+    todo = plan_conversion(source, lambda mapped: make_target(mapped, options.dtype), options.config_file)
     if options.resume and place.is_complete():
         _check_complete(todo, destination)
         place.tidy()
@@ -129,7 +123,7 @@ def _convert(
 
 
 def _run(
-    todo: Plan,
+    todo: ConversionPlan,
     place: Destination,
     journal: Journal,
     texts: Mapping[str, bytes | Path],
@@ -165,7 +159,7 @@ def _open_for_writing(place: Destination, path: Path) -> int:
     return os.open(place.partial(str(path)), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
-def _intact(todo: Plan, finished: Mapping[int, Digests], outputs: Files) -> set[int]:
+def _intact(todo: ConversionPlan, finished: Mapping[int, Digests], outputs: Files) -> set[int]:
     """The copies that an interrupted run finished and whose bytes still have the hashes it noted."""
     kept = set()
     for index, digests in finished.items():
@@ -179,7 +173,7 @@ def _intact(todo: Plan, finished: Mapping[int, Digests], outputs: Files) -> set[
     return kept
 
 
-def _companions(todo: Plan, options: Options) -> dict[str, bytes | Path]:
+def _companions(todo: ConversionPlan, options: Options) -> dict[str, bytes | Path]:
     """Small files by name, as contents or to be copied: the source's own, config.json, and what the target needs."""
     texts: dict[str, bytes | Path] = {path.name: path for path in companion_files(todo.mapped.source.folder)}
     config = dict(todo.mapped.source.config)
@@ -191,7 +185,7 @@ def _companions(todo: Plan, options: Options) -> dict[str, bytes | Path]:
     return texts | {name: text.encode() for name, text in todo.target.texts.items()}
 
 
-def _manifest(todo: Plan, digests: Digests) -> Manifest:
+def _manifest(todo: ConversionPlan, digests: Digests) -> Manifest:
     model, target, names = todo.mapped.model, todo.target, todo.mapped.names
     canonical = {name: entry.stored_names() for name, entry in entries(model).items()}
     records = {}
@@ -219,9 +213,9 @@ def _manifest(todo: Plan, digests: Digests) -> Manifest:
     )
 
 
-def _check_complete(todo: Plan, destination: Path) -> None:
+def _check_complete(todo: ConversionPlan, destination: Path) -> None:
     """ValueError unless the folder already holds what the plan would write, by its headers."""
-    found = open_source(destination, destination)
+    found = open_checkpoint(destination, destination)
     there = {_where(tensor) for rank in (*found.ranks, found.extras) for tensor in rank.values()}
     if there != {_where(tensor) for tensor in todo.target.layout.tensors()}:
         raise ValueError(f"{destination} is complete, but of other work; replace it with --overwrite")

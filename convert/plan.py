@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import os
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
+from typing import Any
 
-from ..checkpoint.layout import Layout, check_no_overlap, whole
+from ..checkpoint.checkpoint import open_checkpoint
+from ..checkpoint.file_io import Files, open_for_reading
+from ..checkpoint.layout import CheckpointLayout, check_no_overlap, whole
+from ..models.mapping import MappedCheckpoint, Parameter, entries, map_checkpoint
 from .copying import Copy
-from .source_layout import MappedSource
-from .target import Target
+from .target import Target, huggingface_target, shards_target
 
 
 @dataclass(frozen=True)
-class Plan:
+class ConversionPlan:
     """copies: one for each parameter and extra tensor, in the order of the source's bytes."""
 
-    mapped: MappedSource
+    mapped: MappedCheckpoint
     target: Target
     copies: tuple[Copy, ...]
 
@@ -34,14 +40,21 @@ class Plan:
         return digest.hexdigest()
 
 
-def make_plan(mapped: MappedSource, target: Target) -> Plan:
-    """ValueError if the two sides do not hold the same tensors, each of them exactly once."""
+def plan_conversion(
+    source: Path, make_target: Callable[[MappedCheckpoint], Target], config_file: Path | None = None
+) -> ConversionPlan:
+    """What a conversion would do, after all the checks that need no tensor's bytes.
+
+    ValueError if source and target do not hold the same tensors, each of them exactly once.
+    """
+    mapped = map_checkpoint(open_checkpoint(source, config_file))
+    target = make_target(mapped)
     copies = compose(mapped.layout, target.layout)
     check_no_overlap(target.layout.tensors())
-    return Plan(mapped, target, copies)
+    return ConversionPlan(mapped, target, copies)
 
 
-def compose(source: Layout, target: Layout) -> tuple[Copy, ...]:
+def compose(source: CheckpointLayout, target: CheckpointLayout) -> tuple[Copy, ...]:
     """A copy for every tensor of two layouts, which must place the same ones."""
     source.check()
     target.check()
@@ -73,3 +86,69 @@ def _first_byte(copy: Copy) -> tuple[str, int]:
 def source_state(files: list[Path]) -> Mapping[Path, tuple[int, int]]:
     """Size and time of change in nanoseconds of each file, by which a change is noticed."""
     return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
+
+
+SAMPLE = 4 << 20  # bytes that are read and hashed to learn how fast this machine is
+
+
+def dry_run(source: Path, size: int | None, config_file: Path | None = None) -> dict[str, Any]:
+    """A split over `size` ranks, or a merge for None: every tensor, and totals. Writes nothing.
+
+    ValueError for everything that would stop the conversion before it copies.
+    """
+    todo = plan_conversion(
+        source, lambda m: huggingface_target(m) if size is None else shards_target(m, size), config_file
+    )
+    known = entries(todo.mapped.model)
+    tensors = []
+    for name, parameter in todo.mapped.model.parameters.items():
+        placement = todo.target.layout.placements[name]
+        part = placement.copies[0][0]
+        tensors.append(
+            {
+                "name": name,
+                "stored": list(todo.mapped.names.by_parameter[name]),
+                "dtype": placement.dtype,
+                "shape": list(parameter.shape),
+                "split": _describe(parameter),
+                "transposed": known[name].transpose,
+                "shape_per_rank": list(part.tensor.shape),
+                "bytes_per_rank": part.tensor.nbytes,
+            }
+        )
+    for name, tensor in todo.target.layout.extras.items():
+        shape = list(tensor.shape)
+        row = {"name": name, "stored": [name], "dtype": tensor.dtype, "shape": shape, "split": "kept as it is"}
+        tensors.append({**row, "transposed": False, "shape_per_rank": shape, "bytes_per_rank": tensor.nbytes})
+    model = todo.mapped.model
+    return {
+        "tensors": tensors,
+        "source": f"{todo.mapped.source.description}, {model.config.model_type}",
+        "target": "Hugging Face folder" if size is None else f"shardzoo folder of {size} ranks",
+        "parameters": sum(prod(parameter.shape) for parameter in model.parameters.values()),
+        "vocabulary": f"{model.vocab_size}, padded to {model.padded_vocab_size(size or 1)}",
+        "bytes_to_read": todo.mapped.source.nbytes,
+        "bytes_to_write": todo.target.nbytes,
+        "files": len(todo.target.files),
+        "estimated_seconds": round(_seconds(todo), 1),
+    }
+
+
+def _describe(parameter: Parameter) -> str:
+    if parameter.shard is None:
+        return "replicated"
+    blocks = f" in blocks {'+'.join(map(str, parameter.shard.groups))}" if len(parameter.shard.groups) > 1 else ""
+    return f"dim {parameter.dim}{blocks}{', padded' if parameter.shard.pad_multiple else ''}"
+
+
+def _seconds(todo: ConversionPlan) -> float:
+    """By the time that reading and hashing a little takes; writing is taken to be as fast as reading and hashing."""
+    with Files(open_for_reading) as files:
+        largest = max(todo.mapped.source.files, key=lambda path: path.stat().st_size)
+        files.open([largest])
+        started = time.perf_counter()
+        sample = os.pread(files[largest], SAMPLE, 0)
+        hashlib.sha256(sample).digest()
+        elapsed = time.perf_counter() - started
+    threads = min(4, os.cpu_count() or 1)
+    return 2 * elapsed / max(len(sample), 1) * todo.target.nbytes / threads

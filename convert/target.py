@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
+from ..checkpoint.checkpoint import EXTRAS
 from ..checkpoint.dtypes import FLOATS, item_size
-from ..checkpoint.layout import Layout, Part, Placement
+from ..checkpoint.layout import CheckpointLayout, ParameterPlacement, TensorSlice
 from ..checkpoint.safetensors_header import make_header
-from ..checkpoint.source import EXTRAS
 from ..checkpoint.stored_tensor import StoredTensor
-from .source_layout import MappedSource, entries, rank_placements, stacked_ranges, stored_shape
+from ..models.mapping import MappedCheckpoint, entries, rank_placements, stacked_ranges, stored_shape
 
 METADATA = {"format": "pt"}
 LARGEST_FILE = 5 * 10**9  # of a Hugging Face folder, before it is divided into several
@@ -47,7 +47,7 @@ class Target:
 
     kind: str
     size: int
-    layout: Layout
+    layout: CheckpointLayout
     files: tuple[NewFile, ...]
     texts: Mapping[str, str] = field(default_factory=dict)
 
@@ -56,7 +56,7 @@ class Target:
         return sum(file.size for file in self.files)
 
 
-def shards_target(mapped: MappedSource, size: int, dtype: str | None = None) -> Target:
+def shards_target(mapped: MappedCheckpoint, size: int, dtype: str | None = None) -> Target:
     """A shardzoo folder of `size` ranks. ValueError, naming the sizes that work, if the model cannot be split so."""
     mapped.model.check_size(size)
     dtypes = new_dtypes(mapped, dtype)
@@ -72,10 +72,10 @@ def shards_target(mapped: MappedSource, size: int, dtype: str | None = None) -> 
         extra_shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in mapped.layout.extras.items()}
         file, extras = _new_file(EXTRAS, extra_shapes)
         files.append(file)
-    return Target("shards", size, Layout(placements, extras), tuple(files))
+    return Target("shards", size, CheckpointLayout(placements, extras), tuple(files))
 
 
-def huggingface_target(mapped: MappedSource, dtype: str | None = None, largest_file: int = LARGEST_FILE) -> Target:
+def huggingface_target(mapped: MappedCheckpoint, dtype: str | None = None, largest_file: int = LARGEST_FILE) -> Target:
     """A Hugging Face folder with the names that the weights had in the one they came from, else today's."""
     dtypes = new_dtypes(mapped, dtype)
     known = entries(mapped.model)
@@ -99,14 +99,14 @@ def huggingface_target(mapped: MappedSource, dtype: str | None = None, largest_f
         spans, transpose = stacked_ranges(parameter, known[name]), known[name].transpose
         parts = (
             tuple(
-                Part(tensors[stored].at_least_1d(), (span,), transpose)
+                TensorSlice(tensors[stored].at_least_1d(), (span,), transpose)
                 for stored, span in zip(copy, spans, strict=True)
             )
             for copy in mapped.names.copies(name)
         )
-        placements[name] = Placement(name, parameter.shape or (1,), parameter.dim, tuple(parts))
+        placements[name] = ParameterPlacement(name, parameter.shape or (1,), parameter.dim, tuple(parts))
     extras = {name: tensors[name] for name in mapped.layout.extras}
-    return Target("huggingface", 1, Layout(placements, extras), files, texts)
+    return Target("huggingface", 1, CheckpointLayout(placements, extras), files, texts)
 
 
 def _divide(
@@ -145,7 +145,7 @@ def _new_file(name: str, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> t
     return NewFile(name, header, size), tensors
 
 
-def new_dtypes(mapped: MappedSource, dtype: str | None) -> dict[str, str]:
+def new_dtypes(mapped: MappedCheckpoint, dtype: str | None) -> dict[str, str]:
     """Each parameter's type in the destination: its own, or for floats the one that was asked for."""
     if dtype is not None and dtype not in FLOATS:
         raise ValueError(f"cannot convert to {dtype}; use one of {', '.join(FLOATS)}")

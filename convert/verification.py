@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..checkpoint.checkpoint import open_checkpoint
 from ..checkpoint.file_io import Comparer, Files, check_hash, hash_stored, open_for_reading
-from ..checkpoint.source import open_source
 from ..checkpoint.stored_tensor import StoredTensor
-from .engine import block_size, run_copies
+from ..models.mapping import MappedCheckpoint, map_checkpoint
+from .copying import block_size, run_copies
 from .operations import Options, merge, split
 from .plan import compose
-from .source_layout import MappedSource, map_source
 from .target import huggingface_target
 
 
@@ -32,7 +32,7 @@ def verify_folder(folder: Path, options: Options) -> Verdict:
 
     ValueError at what is structurally wrong; what merely differs is in the verdict.
     """
-    mapped = map_source(open_source(folder, options.config_file))
+    mapped = map_checkpoint(open_checkpoint(folder, options.config_file))
     tensors = mapped.layout.tensors()
     with Files(open_for_reading) as files, ThreadPoolExecutor(options.threads) as pool:
         files.open(mapped.source.files)
@@ -52,7 +52,7 @@ def verify_folder(folder: Path, options: Options) -> Verdict:
     return Verdict(tuple(problems), len(tensors), sum(tensor.nbytes for tensor in tensors))
 
 
-def _differing_copies(mapped: MappedSource, digests: dict[tuple[Path, str], str]) -> list[str]:
+def _differing_copies(mapped: MappedCheckpoint, digests: dict[tuple[Path, str], str]) -> list[str]:
     problems = []
     for placement in mapped.layout.placements.values():
         first = placement.copies[0]
@@ -64,7 +64,7 @@ def _differing_copies(mapped: MappedSource, digests: dict[tuple[Path, str], str]
     return problems
 
 
-def _repeated_ranks(mapped: MappedSource, digests: dict[tuple[Path, str], str]) -> list[str]:
+def _repeated_ranks(mapped: MappedCheckpoint, digests: dict[tuple[Path, str], str]) -> list[str]:
     """Rank files without recorded hashes that are copies of one another."""
     if mapped.source.kind != "legacy":
         return []
@@ -80,7 +80,7 @@ def _repeated_ranks(mapped: MappedSource, digests: dict[tuple[Path, str], str]) 
 
 def verify_equal(first: Path, second: Path, options: Options, report: Callable[[int, int], None]) -> Verdict:
     """Compares all weights of two folders of any formats, byte by byte; padding is left aside."""
-    ours, theirs = (map_source(open_source(folder, options.config_file)) for folder in (first, second))
+    ours, theirs = (map_checkpoint(open_checkpoint(folder, options.config_file)) for folder in (first, second))
     return _compare(ours, theirs, options, report)
 
 
@@ -90,14 +90,14 @@ def verify_round_trip(folder: Path, size: int | None, options: Options, report: 
     A Hugging Face folder is split `size` ways (by default the smallest legal number above one), another one merged,
     into a temporary folder beside it.
     """
-    mapped = map_source(open_source(folder, options.config_file))
+    mapped = map_checkpoint(open_checkpoint(folder, options.config_file))
     with tempfile.TemporaryDirectory(prefix=".round-trip-", dir=folder.resolve().parent) as temporary:
         there = Path(temporary) / "converted"
         if mapped.source.kind == "huggingface":
             split(folder, there, size or smallest_size(mapped), options, report)
         else:
             merge(folder, there, replace(options, largest_file=1 << 62), report)
-        back = map_source(open_source(there))
+        back = map_checkpoint(open_checkpoint(there))
         verdict = _compare(back, mapped, options, report)
         problems = list(verdict.differences)
         if mapped.source.kind == "huggingface":
@@ -108,7 +108,7 @@ def verify_round_trip(folder: Path, size: int | None, options: Options, report: 
     return Verdict(tuple(problems), verdict.tensors, verdict.nbytes)
 
 
-def smallest_size(mapped: MappedSource) -> int:
+def smallest_size(mapped: MappedCheckpoint) -> int:
     """The smallest legal number of ranks above one; ValueError if there is none."""
     for size in range(2, 65):
         if all(p.shard is None or size in p.shard.legal_sizes(size) for p in mapped.model.parameters.values()):
@@ -117,7 +117,7 @@ def smallest_size(mapped: MappedSource) -> int:
 
 
 def _compare(
-    source: MappedSource, target: MappedSource, options: Options, report: Callable[[int, int], None]
+    source: MappedCheckpoint, target: MappedCheckpoint, options: Options, report: Callable[[int, int], None]
 ) -> Verdict:
     copies = compose(source.layout, target.layout)
     comparers: list[Comparer] = []

@@ -1,12 +1,12 @@
 """The model families."""
 
 from .auto import FAMILIES, config_from_dict, family, find_config, from_config, presets
-from .common.parallel_config import ParallelConfig
+from .common.execution import Execution
 from .loading import from_pretrained
 
 __all__ = [
     "FAMILIES",
-    "ParallelConfig",
+    "Execution",
     "config_from_dict",
     "family",
     "find_config",

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .common.attention import MAX_EAGER_SCORES
+from .common.attention import MOST_SCORES_OF_PRODUCTS
 from .common.config import ModelConfig
-from .common.parallel_config import ParallelConfig
+from .common.execution import Execution
 
 FP32 = 4
 INT64 = 8
-NOTHING_SPECIAL = ParallelConfig()
+NOTHING_SPECIAL = Execution()
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Layout:
 
     itemsize: int
     tensor_parallel_size: int = 1
-    parallel_config: ParallelConfig = NOTHING_SPECIAL
+    execution: Execution = NOTHING_SPECIAL
     device: str = "cpu"
 
     @property
     def sequence_split(self) -> int:
         """Over how many ranks norms, residuals and dropouts are split."""
-        return self.tensor_parallel_size if self.parallel_config.sequence_parallel else 1
+        return self.tensor_parallel_size if self.execution.sequence_parallel else 1
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,10 @@ class BlockBytes:
 def block_bytes(stack: Stack, batch: Batch, layout: Layout) -> BlockBytes:
     """Of one block of a stack."""
     everything = _kept(stack, batch, layout, without_core=False)
-    if layout.parallel_config.recompute == "full":
+    if layout.execution.recompute == "full":
         kept = _stream(stack, batch, layout)
         return BlockBytes(kept, everything - kept + _working(stack, batch, layout))
-    if layout.parallel_config.recompute == "selective":
+    if layout.execution.recompute == "selective":
         kept = _kept(stack, batch, layout, without_core=True)
         return BlockBytes(kept, _working(stack, batch, layout, recomputed=everything - kept))
     return BlockBytes(everything, _working(stack, batch, layout))
@@ -179,7 +179,7 @@ def _core(stack: Stack, batch: Batch, layout: Layout, keys: int, *, crosses: boo
 
 
 def _weights_are_written(block: Block, layout: Layout, queries: int, keys: int, crosses: bool) -> bool:
-    by_products = layout.device == "cpu" and layout.itemsize == 2 and queries * keys <= MAX_EAGER_SCORES
+    by_products = layout.device == "cpu" and layout.itemsize == 2 and queries * keys <= MOST_SCORES_OF_PRODUCTS
     return block.attention_dropout or (block.bias and not crosses) or by_products
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..mpu import ParallelMesh, initialize, materialize
 from .common.config import ModelConfig
-from .common.parallel_config import ParallelConfig
+from .common.execution import Execution
 
 # A family is a folder beside this file, named after its `model_type`.
 FAMILIES = tuple(
@@ -92,12 +92,10 @@ def model_class(config: ModelConfig) -> type[nn.Module]:
     return getattr(package, "MODELS", {}).get(config.architecture, package.Model)
 
 
-def build_on_meta(
-    config: ModelConfig, mesh: ParallelMesh | None, parallel_config: ParallelConfig | None = None
-) -> nn.Module:
+def build_on_meta(config: ModelConfig, mesh: ParallelMesh | None, execution: Execution | None = None) -> nn.Module:
     """This rank's part of the model as shapes alone: each parameter has its `.shard`, none has storage."""
     with torch.device("meta"):
-        return model_class(config)(config, mesh=mesh, parallel_config=parallel_config or ParallelConfig())
+        return model_class(config)(config, mesh=mesh, execution=execution or Execution())
 
 
 def from_config(
@@ -107,7 +105,7 @@ def from_config(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     seed: int = 1234,
-    parallel_config: ParallelConfig | None = None,
+    execution: Execution | None = None,
 ) -> nn.Module:
     """A new model with freshly drawn weights, this rank's part of it under a mesh.
 
@@ -115,8 +113,8 @@ def from_config(
     device: "meta" gives the whole layout (each parameter's `.shard`) and no storage.
     seed: with the parameters' names it decides the weights, whatever the mesh.
     """
-    model: Any = build_on_meta(as_config(config), mesh, parallel_config)
+    model: Any = build_on_meta(as_config(config), mesh, execution)
     if torch.device(device).type != "meta":
         materialize(model, device, dtype)
-        initialize(model, model.init_weights, seed, mesh)
+        initialize(model, model.initial_value, seed, mesh)
     return model

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ..convert.merge import merge
 from ..data import Corpus, GPTDataset, IndexedDataset, prepare_corpus, unigram_entropy
-from ..models import ParallelConfig, from_config
+from ..models import Execution, from_config
 from ..models.common.causal_lm import CausalLM
 from ..models.common.config import ModelConfig
 from ..trainer.launch.coordination import on_first_rank
@@ -142,14 +142,9 @@ class Pretraining:
     def _build_model(self) -> CausalLM:
         arguments, trainer = self.arguments, self.trainer
         dtype = torch.bfloat16 if arguments.precision == "bf16" else torch.float32
-        parallel_config = ParallelConfig(arguments.sequence_parallel, arguments.recompute)
+        execution = Execution(arguments.sequence_parallel, arguments.recompute)
         model = from_config(
-            self.config,
-            trainer.mesh,
-            device=trainer.device,
-            dtype=dtype,
-            seed=arguments.seed,
-            parallel_config=parallel_config,
+            self.config, trainer.mesh, device=trainer.device, dtype=dtype, seed=arguments.seed, execution=execution
         )
         assert isinstance(model, CausalLM)
         return model

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...checkpoint.safe_unpickle import inert_types_alone
+from ...checkpoint.torch_file import only_placeholder_types
 from ..auto import read_config
 from ..files import StoredTensor, located_tensors
 from ..placement import Part, Placement, check_shape, parameter_layout
@@ -131,7 +131,7 @@ def _read(path: Path, ranks: int) -> dict[str, StoredTensor]:
     try:
         with path.open("rb") as file:
             zipped = file.read(4) == b"PK\x03\x04"
-        with inert_types_alone():
+        with only_placeholder_types():
             state = torch.load(path, map_location="meta" if zipped else "cpu", mmap=zipped, weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         if foreign := re.search(r"GLOBAL (\S+)", str(error)):

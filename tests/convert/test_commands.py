@@ -168,7 +168,7 @@ def test_diff(run, gpt2_folder, gpt2_shards, zoo, tmp_path):
 
 
 def test_diff_of_shards_reads_no_tensor_whose_hash_is_recorded(run, gpt2_shards, monkeypatch):
-    from shardzoo.convert import difference
+    from shardzoo.convert import inspection as difference
 
     monkeypatch.setattr(difference, "read_into", None)
     assert run("diff", gpt2_shards, gpt2_shards)[0] == 0

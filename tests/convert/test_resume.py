@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from shardzoo.checkpoint.source import open_source
-from shardzoo.convert import engine
-from shardzoo.convert.operations import Options, merge, plan, split
+from shardzoo.checkpoint.checkpoint import open_checkpoint
+from shardzoo.convert import copying
+from shardzoo.convert.operations import Options, merge, split
+from shardzoo.convert.plan import plan_conversion
 from shardzoo.convert.target import huggingface_target, shards_target
 
 ATTEMPTS = 9  # of each kind, killed one, two or three times before they are resumed: 54 kills in all
@@ -21,7 +22,7 @@ ATTEMPTS = 9  # of each kind, killed one, two or three times before they are res
 
 def convert(kind: str, source: Path, destination: Path, resume: bool) -> None:
     """Runs in a process of its own, in small blocks, so that there is something to interrupt."""
-    engine.MEMORY = 1 << 20
+    copying.MEMORY = 1 << 20
     options = Options(resume=resume, jobs=2, largest_file=500_000)
     if kind == "merge":
         merge(source, destination, options)
@@ -99,7 +100,9 @@ def wait_for(chosen: random.Random, process, journal: Path, lines: int) -> None:
 
 def wanted_copies(source: Path, kind: str) -> tuple:
     """The copies of the conversion, each of which is a line of the journal."""
-    return plan(source, huggingface_target if kind == "merge" else lambda mapped: shards_target(mapped, 4)).copies
+    return plan_conversion(
+        source, huggingface_target if kind == "merge" else lambda mapped: shards_target(mapped, 4)
+    ).copies
 
 
 def assert_nothing_incomplete_loads(destination: Path, wanted: dict, file_tree) -> None:
@@ -108,7 +111,7 @@ def assert_nothing_incomplete_loads(destination: Path, wanted: dict, file_tree) 
         if not folder.exists():
             continue
         try:
-            open_source(folder)
+            open_checkpoint(folder)
         except ValueError:
             continue
         complete = {name: digest for name, digest in file_tree(folder).items() if name != ".journal.jsonl"}

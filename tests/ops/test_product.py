@@ -22,13 +22,13 @@ def in_pool(monkeypatch):
     """The sizes of the results that were written into the pool's memory, oneDNN's being none of them."""
     monkeypatch.setattr(onednn, "is_quicker", lambda: False)
     products = sys.modules[product.__module__]
-    seen, empty_pooled = [], products.empty_pooled
+    seen, unwritten = [], products.unwritten
 
     def remember(like, *size):
         seen.append(size)
-        return empty_pooled(like, *size)
+        return unwritten(like, *size)
 
-    monkeypatch.setattr(products, "empty_pooled", remember)
+    monkeypatch.setattr(products, "unwritten", remember)
     return seen
 
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from shardzoo.convert import destination, engine, operations
+from shardzoo.convert import copying, destination, operations
 from shardzoo.convert.journal import Journal
 
 
@@ -145,13 +145,13 @@ def test_both_at_once(arena, gpt2_folder):
 def test_a_source_that_changes_meanwhile(arena, gpt2_folder, monkeypatch):
     source = arena.copy(gpt2_folder)
     path = source / "model.safetensors"
-    original = engine.run_copy
+    original = copying.run_copy
 
     def touch_after(*arguments):
         os.utime(path, ns=(1, 1))
         return original(*arguments)
 
-    monkeypatch.setattr(engine, "run_copy", touch_after)
+    monkeypatch.setattr(copying, "run_copy", touch_after)
     assert "changed while it was read" in arena.refused_split(source)
 
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from torch.overrides import TorchFunctionMode
+
+from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.dtypes import torch_name
-from ..checkpoint.layout import Layout, Part, Placement
+from ..checkpoint.file_io import open_for_reading, read_into
+from ..checkpoint.layout import CheckpointLayout, ParameterPlacement, TensorSlice
 from ..checkpoint.manifest import Manifest
-from ..checkpoint.source import Source
 from ..checkpoint.stored_tensor import StoredTensor
-from ..models.common.name_map import Entry
-from .native import NativeModel, Parameter, native_model
-from .tying import beginning, is_tied
+from ..mpu import Shard
+from .auto import config_from_dict, family, from_config
+from .common.config import ModelConfig
+from .common.name_map import Entry, NameMap
 
 
 @dataclass(frozen=True)
@@ -35,17 +42,17 @@ class StoredNames:
 
 
 @dataclass(frozen=True)
-class MappedSource:
+class MappedCheckpoint:
     """A source together with its model and where that model's parameters lie."""
 
-    source: Source
+    source: Checkpoint
     model: NativeModel
-    layout: Layout
+    layout: CheckpointLayout
     names: StoredNames
     hashes: Mapping[tuple[Path, str], str]  # (file, tensor) -> sha256, as far as the source records them
 
 
-def map_source(source: Source) -> MappedSource:
+def map_checkpoint(source: Checkpoint) -> MappedCheckpoint:
     """ValueError, naming tensor and file, for what is missing, unknown, mis-shaped or stored twice."""
     count = sum(map(len, source.ranks)) + len(source.extras)
     try:
@@ -84,7 +91,7 @@ def stored_shape(parameter: Parameter, span: tuple[int, int], entry: Entry) -> t
     return tuple(shape[::-1] if entry.transpose else shape)
 
 
-def _map_huggingface(source: Source, model: NativeModel) -> MappedSource:
+def _map_huggingface(source: Checkpoint, model: NativeModel) -> MappedCheckpoint:
     tensors = source.ranks[0]
     match = model.name_map.match(model.parameters, tensors)
     stored = {
@@ -103,18 +110,20 @@ def _map_huggingface(source: Source, model: NativeModel) -> MappedSource:
                 expected = stored_shape(parameter, (start, stop), entry)
                 if tensor.shape != expected:
                     raise ValueError(f"{tensor} has shape {list(tensor.shape)}, but config.json means {list(expected)}")
-                parts.append(Part(tensor.at_least_1d(), ((start, stop),), entry.transpose))
+                parts.append(TensorSlice(tensor.at_least_1d(), ((start, stop),), entry.transpose))
             copies.append(tuple(parts))
-        placements[name] = Placement(name, parameter.shape or (1,), parameter.dim, tuple(copies))
+        placements[name] = ParameterPlacement(name, parameter.shape or (1,), parameter.dim, tuple(copies))
     extras = {name: tensor for name, tensor in tensors.items() if name not in used}
-    return MappedSource(source, model, Layout(placements, extras), names, {})
+    return MappedCheckpoint(source, model, CheckpointLayout(placements, extras), names, {})
 
 
-def _map_shards(source: Source, model: NativeModel) -> MappedSource:
+def _map_shards(source: Checkpoint, model: NativeModel) -> MappedCheckpoint:
     manifest = source.manifest
     assert manifest is not None  # every source of this kind has one
     _check_manifest(manifest, model)
-    layout = Layout(_by_rank(source, model.parameters, {name: name for name in model.parameters}), source.extras)
+    layout = CheckpointLayout(
+        _by_rank(source, model.parameters, {name: name for name in model.parameters}), source.extras
+    )
     for name, placement in layout.placements.items():
         for part in placement.parts():
             if torch_name(part.tensor.dtype) != manifest.tensors[name].dtype:
@@ -137,7 +146,7 @@ def _map_shards(source: Source, model: NativeModel) -> MappedSource:
             raise ValueError(f"the manifest stores {name} as {', '.join(names)}")
     if unknown := sorted(set(manifest.ties.values()) - {name for names in stored.values() for name in names}):
         raise ValueError(f"the manifest ties a tensor to {unknown[0]}, which the model does not have")
-    return MappedSource(source, model, layout, StoredNames(stored, manifest.ties), hashes)
+    return MappedCheckpoint(source, model, layout, StoredNames(stored, manifest.ties), hashes)
 
 
 def _check_manifest(manifest: Manifest, model: NativeModel) -> None:
@@ -161,7 +170,7 @@ def _check_manifest(manifest: Manifest, model: NativeModel) -> None:
             raise ValueError(f"{name} is split as {theirs} in the manifest, but as {mine} by this model")
 
 
-def _map_legacy(source: Source, model: NativeModel) -> MappedSource:
+def _map_legacy(source: Checkpoint, model: NativeModel) -> MappedCheckpoint:
     tensors = source.ranks[0]
     if model.parameters.keys() <= tensors.keys():
         names = {name: name for name in model.parameters}
@@ -177,10 +186,12 @@ def _map_legacy(source: Source, model: NativeModel) -> MappedSource:
     padded = {name for name in names if _is_padded(model.parameters[name], source, names[name])}
     parameters |= {name: model.parameters[name] for name in padded}
     stored = {name: entry.stored_names() for name, entry in entries(model).items()}
-    return MappedSource(source, model, Layout(_by_rank(source, parameters, names)), StoredNames(stored, {}), {})
+    return MappedCheckpoint(
+        source, model, CheckpointLayout(_by_rank(source, parameters, names)), StoredNames(stored, {}), {}
+    )
 
 
-def _check_ranks_differ(source: Source, model: NativeModel, names: Mapping[str, str]) -> None:
+def _check_ranks_differ(source: Checkpoint, model: NativeModel, names: Mapping[str, str]) -> None:
     """ValueError if two files, which have no hashes, begin alike in every split matrix."""
     split = [names[p.name] for p in model.parameters.values() if p.shard is not None and len(p.shape) > 1]
     seen: dict[tuple[bytes, ...], int] = {}
@@ -192,14 +203,16 @@ def _check_ranks_differ(source: Source, model: NativeModel, names: Mapping[str, 
         seen[beginnings] = rank
 
 
-def _is_padded(parameter: Parameter, source: Source, name: str) -> bool:
+def _is_padded(parameter: Parameter, source: Checkpoint, name: str) -> bool:
     """Whether the files pad the vocabulary as this package's layers do."""
     return bool(parameter.shard and parameter.shard.pad_multiple) and source.ranks[0][name].shape == (
         parameter.local_shape(len(source.ranks))
     )
 
 
-def _by_rank(source: Source, parameters: Mapping[str, Parameter], names: Mapping[str, str]) -> dict[str, Placement]:
+def _by_rank(
+    source: Checkpoint, parameters: Mapping[str, Parameter], names: Mapping[str, str]
+) -> dict[str, ParameterPlacement]:
     size = len(source.ranks)
     for name, parameter in parameters.items():
         expected = parameter.local_shape(size)
@@ -216,11 +229,148 @@ def _by_rank(source: Source, parameters: Mapping[str, Parameter], names: Mapping
 
 def rank_placements(
     parameters: Mapping[str, Parameter], ranks: Sequence[Mapping[str, StoredTensor]]
-) -> dict[str, Placement]:
+) -> dict[str, ParameterPlacement]:
     """By native name, from each rank's tensors under native names."""
     size, placements = len(ranks), {}
     for name, parameter in parameters.items():
-        parts = [Part(ranks[rank][name].at_least_1d(), parameter.ranges(rank, size)) for rank in range(size)]
+        parts = [TensorSlice(ranks[rank][name].at_least_1d(), parameter.ranges(rank, size)) for rank in range(size)]
         copies = (tuple(parts),) if parameter.shard else tuple((part,) for part in parts)
-        placements[name] = Placement(name, parameter.shape or (1,), parameter.dim, copies)
+        placements[name] = ParameterPlacement(name, parameter.shape or (1,), parameter.dim, copies)
     return placements
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """shape: full and unpadded. shard: None for a replicated parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    shard: Shard | None
+
+    @property
+    def dim(self) -> int:
+        return self.shard.dim if self.shard else 0
+
+    def ranges(self, rank: int, size: int) -> tuple[tuple[int, int], ...]:
+        """What `rank` of `size` holds along `dim`; all of it where the parameter is replicated."""
+        return tuple(self.shard.ranges(rank, size)) if self.shard else ((0, (self.shape or (1,))[0]),)
+
+    def local_shape(self, size: int) -> tuple[int, ...]:
+        """ValueError, naming the parameter and the sizes that work, if it cannot be split `size` ways."""
+        try:
+            return self.shard.local_shape(size) if self.shard else self.shape
+        except ValueError as error:
+            raise ValueError(f"parameter {self.name}: {error}") from None
+
+    def without_padding(self) -> Parameter:
+        """As formats store it that know no padded vocabulary."""
+        return replace(self, shard=replace(self.shard, pad_multiple=0)) if self.shard else self
+
+
+@dataclass(frozen=True)
+class NativeModel:
+    config: ModelConfig
+    name_map: NameMap
+    parameters: Mapping[str, Parameter]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    def padded_vocab_size(self, size: int) -> int:
+        """Rows of the vocabulary over all of `size` ranks."""
+        for parameter in self.parameters.values():
+            if parameter.shard is not None and parameter.shard.pad_multiple:
+                return size * parameter.local_shape(size)[parameter.dim]
+        return self.vocab_size
+
+    def check_size(self, size: int) -> None:
+        """ValueError if some parameter cannot be split `size` ways."""
+        if size < 1:
+            raise ValueError(f"a tensor-parallel size of {size} is none; use 1 or more")
+        for parameter in self.parameters.values():
+            parameter.local_shape(size)
+
+
+def native_model(
+    values: Mapping[str, Any], *, most_layers: int, is_tied: Callable[[ModelConfig, NameMap], bool | None]
+) -> NativeModel:
+    """The parameters of the model that the contents of a `config.json` describe.
+
+    most_layers: more than the checkpoint can hold; a config that claims more is refused before it is built.
+    is_tied: whether the checkpoint's output head is the embedding, which files know better than `config.json`
+        (see `models.t5.config`); None leaves it to the config.
+    """
+    try:
+        config = config_from_dict(dict(values))
+        layers = _number_of_layers(config)
+        if not 0 < layers <= most_layers:
+            raise ValueError(f"it claims {layers:,} layers, but there are {most_layers:,} tensors in all")
+        name_map = family(config.model_type).NAME_MAP
+        tied = is_tied(config, name_map)
+        if tied is not None:
+            config = config.with_changes(tie_word_embeddings=tied)
+        with _NoInitialValues():
+            model = from_config(config, device="meta")
+    except (TypeError, AttributeError, KeyError, OverflowError, ArithmeticError, RuntimeError, ValueError) as error:
+        # Whatever a wrong value in config.json leads to while the model is built is the file's mistake.
+        raise ValueError(f"config.json: {error}") from None
+    parameters = {}
+    for name, parameter in model.named_parameters():
+        shard = getattr(parameter, "shard", None)
+        shape = tuple(shard.shape if shard else parameter.shape)
+        parameters[name] = Parameter(name, shape, shard)
+    return NativeModel(config, name_map, parameters)
+
+
+def _number_of_layers(config: ModelConfig) -> int:
+    return getattr(config, config.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
+
+
+class _NoInitialValues(TorchFunctionMode):
+    """Parameters without storage have no values to draw, and drawing them imports half of torch's compiler."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__module__", None) == "torch.nn.init":
+            return args[0] if args else (kwargs or {})["tensor"]
+        return function(*args, **(kwargs or {}))
+
+
+COMPARED = 1 << 20  # bytes; equal beginnings are taken for equal tensors, and compared in full while copying
+
+
+def is_tied(source: Checkpoint, name_map: NameMap) -> bool | None:
+    """None for families whose models are always tied, or never.
+
+    A head of its own that is stored next to the embedding is a tied one's copy if both hold the same bytes.
+    """
+    untied = set(name_map.untied_names())
+    if not untied:
+        return None
+    if source.kind != "huggingface":
+        own = {entry.native for entry in name_map.entries if untied & set(entry.stored_names())}
+        return not own & source.ranks[0].keys()
+    tensors = {name_map.todays_name(name, _known(name_map)): tensor for name, tensor in source.ranks[0].items()}
+    stored = [(name, kept) for name, kept in name_map.aliases if name in untied and name in tensors]
+    if not stored:
+        return source.config.get("tie_word_embeddings") is not False
+    return all(kept not in tensors or _begin_equal(tensors[name], tensors[kept]) for name, kept in stored)
+
+
+def _known(name_map: NameMap) -> set[str]:
+    return {name for entry in name_map.entries for name in entry.stored_names()}
+
+
+def _begin_equal(first: StoredTensor, second: StoredTensor) -> bool:
+    return (first.shape, first.dtype) == (second.shape, second.dtype) and beginning(first) == beginning(second)
+
+
+def beginning(tensor: StoredTensor, most: int = COMPARED) -> bytes:
+    """The tensor's first bytes."""
+    descriptor = open_for_reading(tensor.file)
+    try:
+        content = np.empty(min(tensor.nbytes, most), np.uint8)
+        read_into(tensor, descriptor, 0, content)
+    finally:
+        os.close(descriptor)
+    return content.tobytes()

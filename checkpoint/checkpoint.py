@@ -28,7 +28,7 @@ WEIGHT_FILES = (
 
 
 @dataclass(frozen=True)
-class Source:
+class Checkpoint:
     """kind: "huggingface"; "shards", shardzoo's folders and training checkpoints; "legacy", mp_rank_XX files.
 
     config: the contents of `config.json`. ranks: each tensor-parallel rank's tensors by name; one rank for
@@ -61,7 +61,7 @@ class Source:
         }[self.kind]
 
 
-def open_source(folder: Path, config_file: Path | None = None) -> Source:
+def open_checkpoint(folder: Path, config_file: Path | None = None) -> Checkpoint:
     """Finds out a folder's format and reads its headers.
 
     config_file: a `config.json` for folders that have none. ValueError for anything amiss, naming file and tensor.
@@ -87,15 +87,15 @@ def _config(folder: Path, config_file: Path | None) -> dict[str, Any]:
     return read_json_object(checked_file(folder, "config.json"))
 
 
-def _open_huggingface(folder: Path, config_file: Path | None) -> Source:
+def _open_huggingface(folder: Path, config_file: Path | None) -> Checkpoint:
     config = _config(folder, config_file)
     for single, index in (WEIGHT_FILES[:2], WEIGHT_FILES[2:]):
         if (folder / single).exists():
             tensors = only_names_once(_read_weights(checked_file(folder, single)))
-            return Source("huggingface", folder, config, (tensors,))
+            return Checkpoint("huggingface", folder, config, (tensors,))
         if (folder / index).exists():
-            return Source("huggingface", folder, config, (_read_indexed(folder, checked_file(folder, index)),))
-    raise AssertionError("open_source saw one of the files")
+            return Checkpoint("huggingface", folder, config, (_read_indexed(folder, checked_file(folder, index)),))
+    raise AssertionError("open_checkpoint saw one of the files")
 
 
 def _read_weights(path: Path, ranks: int | None = None) -> list[StoredTensor]:
@@ -136,7 +136,7 @@ def _read_indexed(folder: Path, index: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def _open_shards(folder: Path, config_file: Path | None) -> Source:
+def _open_shards(folder: Path, config_file: Path | None) -> Checkpoint:
     checked_file(folder, MANIFEST)
     manifest = Manifest.read(folder)
     ranks = []
@@ -154,7 +154,7 @@ def _open_shards(folder: Path, config_file: Path | None) -> Source:
         extras = only_names_once(read_header(path)[0])
         if extras.keys() != manifest.extras.keys():
             raise ValueError(f"{path} does not hold the tensors that the manifest lists")
-    return Source("shards", folder, _config(folder, config_file), tuple(ranks), extras, manifest)
+    return Checkpoint("shards", folder, _config(folder, config_file), tuple(ranks), extras, manifest)
 
 
 def _legacy_folder(folder: Path) -> Path | None:
@@ -173,7 +173,7 @@ def _legacy_folder(folder: Path) -> Path | None:
     return None
 
 
-def _open_legacy(folder: Path, files_in: Path, config_file: Path | None) -> Source:
+def _open_legacy(folder: Path, files_in: Path, config_file: Path | None) -> Checkpoint:
     matches = [LEGACY_FILE.fullmatch(entry.name) for entry in files_in.iterdir()]
     by_rank = {int(match[1]): match.string for match in matches if match}
     size = len(by_rank)
@@ -190,7 +190,7 @@ def _open_legacy(folder: Path, files_in: Path, config_file: Path | None) -> Sour
         config = _original_glm_config(ranks)
     else:
         config = _config(home or folder, config_file)
-    return Source("legacy", folder, config, tuple(ranks))
+    return Checkpoint("legacy", folder, config, tuple(ranks))
 
 
 def _original_glm_config(ranks: list[Mapping[str, StoredTensor]]) -> dict[str, Any]:
