@@ -7,7 +7,22 @@ from typing import Any, ClassVar, Literal
 
 from typing_extensions import Self
 
-from ..common.config import ModelConfig
+from ..common.config import (
+    Activation,
+    ClassCount,
+    HeadCount,
+    HiddenSize,
+    InitializerScale,
+    InnerSize,
+    LayerCount,
+    ModelConfig,
+    NormEpsilon,
+    PositionCount,
+    Probability,
+    TokenId,
+    VocabSize,
+    shown,
+)
 
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 
@@ -28,45 +43,38 @@ class BertConfig(ModelConfig):
         "BertForSequenceClassification",
     )
 
-    vocab_size: int = 30522
-    hidden_size: int = 768
-    num_hidden_layers: int = 12
-    num_attention_heads: int = 12  # type: ignore[assignment] - a property of the base
-    intermediate_size: int = 3072
-    hidden_act: str = "gelu"
-    hidden_dropout_prob: float = 0.1
-    attention_probs_dropout_prob: float = 0.1
-    max_position_embeddings: int = 512
-    type_vocab_size: int = 2
-    initializer_range: float = 0.02
-    layer_norm_eps: float = 1e-12
-    pad_token_id: int | None = 0
-    bos_token_id: int | None = None
-    eos_token_id: int | None = None
-    classifier_dropout: float | None = None
+    vocab_size: VocabSize = 30522
+    hidden_size: HiddenSize = 768
+    num_hidden_layers: LayerCount = 12
+    num_attention_heads: HeadCount = 12  # type: ignore[assignment] - a property of the base
+    intermediate_size: InnerSize = 3072
+    hidden_act: Activation = "gelu"
+    hidden_dropout_prob: Probability = 0.1
+    attention_probs_dropout_prob: Probability = 0.1
+    max_position_embeddings: PositionCount = 512
+    type_vocab_size: ClassCount = 2
+    initializer_range: InitializerScale = 0.02
+    layer_norm_eps: NormEpsilon = 1e-12
+    pad_token_id: TokenId | None = 0
+    bos_token_id: TokenId | None = None
+    eos_token_id: TokenId | list[TokenId] | None = None
+    classifier_dropout: Probability | None = None
     is_decoder: bool = False
     add_cross_attention: bool = False
     tie_word_embeddings: bool = True
     position_embedding_type: str = "absolute"
     architecture: str = "BertForMaskedLM"  # type: ignore[misc] - a class variable of the families with one head
-    num_labels: int = 2
+    num_labels: ClassCount = 2
     problem_type: ProblemType | None = None
-    id2label: dict[str, str] | None = None
+    id2label: dict[str, str] | dict[int, str] | None = None
     label2id: dict[str, int] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_labels"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.hidden_size % self.num_attention_heads:
-            fitting = [n for n in range(1, 4 * self.num_attention_heads + 1) if self.hidden_size % n == 0]
-            raise ValueError(
-                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads="
-                f"{self.num_attention_heads}; use num_attention_heads from {fitting}"
-            )
+        super().__post_init__()
+        self.check_heads(self.hidden_size, self.num_attention_heads)
         if self.architecture not in self.architectures:
             raise ValueError(
-                f"architecture {self.architecture!r} is not in the zoo; use one of {', '.join(self.architectures)}"
+                f"architecture {shown(self.architecture)} is not in the zoo; use one of {', '.join(self.architectures)}"
             )
         if self.is_decoder or self.add_cross_attention:
             raise ValueError(f"{self.model_type} is an encoder here: is_decoder and add_cross_attention must be false")
@@ -82,6 +90,10 @@ class BertConfig(ModelConfig):
             raise ValueError(
                 f"id2label names {len(self.id2label)} labels, but num_labels is {self.num_labels}; "
                 "change both, or set id2label and label2id to None"
+            )
+        if self.id2label is not None and set(map(str, self.id2label)) != set(map(str, range(self.num_labels))):
+            raise ValueError(
+                f"id2label must name the labels 0 to {self.num_labels - 1}, not {shown(list(self.id2label))}"
             )
 
     @property
@@ -106,10 +118,12 @@ class BertConfig(ModelConfig):
     def from_dict(cls, values: dict[str, Any]) -> Self:
         values = dict(values)
         if architectures := values.get("architectures"):
+            if not isinstance(architectures, list):
+                raise ValueError(f"architectures must be a list of class names, not {shown(architectures)}")
             values["architecture"] = architectures[0]
-        if (names := values.get("id2label")) is not None:
+        if isinstance(names := values.get("id2label"), dict):
             values["num_labels"] = len(names)
-            if set(names.values()) == {f"LABEL_{i}" for i in range(len(names))}:
+            if set(map(str, names.values())) == {f"LABEL_{i}" for i in range(len(names))}:
                 values["id2label"] = values["label2id"] = None  # transformers' names for labels without one
         return super().from_dict(values)
 

@@ -1,25 +1,90 @@
-"""What every family's configuration can do: be read from and written as Hugging Face's `config.json`."""
+"""The base of the families' configurations: validated when made, read from and written as HF's `config.json`.
+
+A family annotates each field with its type and range, with the types below; `ModelConfig` checks them all.
+"""
 
 from __future__ import annotations
 
 import json
+import types
 from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from typing_extensions import Self
+
+from .mlp import ACTIVATIONS
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values that a number may have. above: `low` itself is excluded. below: `high` itself is."""
+
+    low: float
+    high: float
+    above: bool = False
+    below: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        """Whether a number lies in the range. NaN lies in none."""
+        return (self.low < value if self.above else self.low <= value) and (
+            value < self.high if self.below else value <= self.high
+        )
+
+    def __str__(self) -> str:
+        low, high = ("above" if self.above else "at least"), ("below" if self.below else "at most")
+        return f"{low} {self.low:,} and {high} {self.high:,}"
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """The strings that a field may have."""
+
+    choices: tuple[str, ...]
+
+    def __contains__(self, value: str) -> bool:
+        return value in self.choices
+
+    def __str__(self) -> str:
+        return f"one of {', '.join(self.choices)}"
+
+
+# Upper bounds are far above any published model. They stop a damaged file before it makes millions of modules.
+LayerCount = Annotated[int, Range(1, 512)]
+HeadCount = Annotated[int, Range(1, 2**16)]
+HiddenSize = Annotated[int, Range(1, 2**20)]
+InnerSize = Annotated[int, Range(1, 2**24)]
+VocabSize = Annotated[int, Range(1, 2**31 - 1)]
+PositionCount = Annotated[int, Range(1, 2**31 - 1)]
+ClassCount = Annotated[int, Range(1, 2**20)]
+TokenId = Annotated[int, Range(0, 2**31 - 1)]
+Probability = Annotated[float, Range(0, 1, below=True)]
+NormEpsilon = Annotated[float, Range(0, 1, above=True)]
+InitializerScale = Annotated[float, Range(0, 1000)]
+Activation = Annotated[str, OneOf(tuple(ACTIVATIONS))]
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Base of the families' frozen configurations."""
+    """Base of the families' frozen configurations.
+
+    Raises:
+        ValueError: a value that its field's annotation does not allow, or values that do not fit one another.
+    """
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
     attribute_map: ClassVar[dict[str, str]] = {}
     """Common name (`hidden_size`) -> this family's key (`n_embd`), as transformers' attribute of that name."""
 
-    vocab_size: int
+    vocab_size: VocabSize
+
+    def __post_init__(self) -> None:
+        for name, annotation in _annotations(type(self)).items():
+            value = getattr(self, name)
+            if allowed := _mismatch(annotation, value):
+                raise ValueError(f"{name} must be {allowed}, not {shown(value)}")
 
     @property
     def num_attention_heads(self) -> int:
@@ -46,4 +111,64 @@ class ModelConfig:
 
     def with_changes(self, **changes: Any) -> Self:
         """A copy with other values, given by this family's keys or by the common names."""
-        return replace(self, **{self.attribute_map.get(name, name): value for name, value in changes.items()})
+        own = {self.attribute_map.get(name, name): value for name, value in changes.items()}
+        known = [field.name for field in fields(self)]
+        if unknown := [name for name in own if name not in known]:
+            raise ValueError(f"{self.model_type} has no setting {unknown[0]!r}; use one of {', '.join(known)}")
+        return replace(self, **own)
+
+    def check_heads(self, hidden_size: int, heads: int) -> None:
+        """Raises ValueError if the heads do not divide the hidden size evenly; names both by the family's keys."""
+        if hidden_size % heads:
+            width, number = (self.attribute_map.get(key, key) for key in ("hidden_size", "num_attention_heads"))
+            fitting = [n for n in range(1, min(hidden_size, 4 * heads) + 1) if hidden_size % n == 0]
+            raise ValueError(
+                f"{width}={hidden_size} is not a multiple of {number}={heads}; use {number} from {fitting}"
+            )
+
+
+@lru_cache
+def _annotations(config_class: type[ModelConfig]) -> dict[str, Any]:
+    hints = get_type_hints(config_class, include_extras=True)
+    return {field.name: hints[field.name] for field in fields(config_class)}
+
+
+_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string", types.NoneType: "null"}
+
+
+def _mismatch(annotation: Any, value: Any) -> str | None:
+    """What a value must be, if the annotation does not allow it; None if it does."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        kind, constraint = arguments
+        return _mismatch(kind, value) or (None if value in constraint else str(constraint))
+    if origin in (Union, types.UnionType):
+        wanted = [_mismatch(option, value) for option in arguments]
+        return None if None in wanted else " or ".join(map(str, wanted))
+    if origin is Literal:
+        return None if value in arguments else " or ".join(map(repr, arguments))
+    if origin in (list, dict):
+        return _mismatched_items(origin, arguments, value)
+    kinds = (int, float) if annotation is float else annotation
+    is_flag = isinstance(value, bool) and annotation is not bool  # a bool is an int to Python
+    return None if isinstance(value, kinds) and not is_flag else _NAMES[annotation]
+
+
+def _mismatched_items(kind: type, annotations: tuple[Any, ...], value: Any) -> str | None:
+    """As `_mismatch`, for a list or a dictionary."""
+    name = "a list" if kind is list else "an object"
+    if not isinstance(value, kind):
+        return name
+    for annotation, items in zip(annotations, [value] if kind is list else [value.keys(), value.values()], strict=True):
+        for item in items:
+            if wanted := _mismatch(annotation, item):
+                return f"{name} with each item {wanted}"
+    return None
+
+
+def shown(value: Any) -> str:
+    """A user's value in one short line of an error."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}…"

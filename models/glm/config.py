@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from typing_extensions import Self
 
-from ..common.config import ModelConfig
+from ..common.config import (
+    Activation,
+    HeadCount,
+    HiddenSize,
+    InitializerScale,
+    LayerCount,
+    ModelConfig,
+    PositionCount,
+    Probability,
+    Range,
+    VocabSize,
+)
 
 _ORIGINAL_KEYS = ("num_layers", "block_position_encoding")
 
@@ -32,31 +43,24 @@ class GLMConfig(ModelConfig):
     }
     layer_norm_eps: ClassVar[float] = 1e-5
 
-    vocab_size: int = 30592
-    num_layers: int = 24
-    hidden_size: int = 1024
-    num_attention_heads: int = 16  # type: ignore[assignment] - a property of the base
-    embedding_dropout_prob: float = 0.1
-    attention_dropout_prob: float = 0.1
-    output_dropout_prob: float = 0.1
-    max_sequence_length: int = 512  # type: ignore[assignment] - a property of the base
-    initializer_range: float = 0.02
-    attention_scale: float = 1.0
-    hidden_act: str = "gelu_new"
+    vocab_size: VocabSize = 30592
+    num_layers: LayerCount = 24
+    hidden_size: HiddenSize = 1024
+    num_attention_heads: HeadCount = 16  # type: ignore[assignment] - a property of the base
+    embedding_dropout_prob: Probability = 0.1
+    attention_dropout_prob: Probability = 0.1
+    output_dropout_prob: Probability = 0.1
+    max_sequence_length: PositionCount = 512  # type: ignore[assignment] - a property of the base
+    initializer_range: InitializerScale = 0.02
+    attention_scale: Annotated[float, Range(0, 1e6, above=True)] = 1.0
+    hidden_act: Activation = "gelu_new"
     relative_encoding: bool = False
     block_position_encoding: bool = True
     spell_length: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "num_layers", "hidden_size", "num_attention_heads", "max_sequence_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.hidden_size % self.num_attention_heads:
-            fitting = [n for n in range(1, 4 * self.num_attention_heads + 1) if self.hidden_size % n == 0]
-            raise ValueError(
-                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads="
-                f"{self.num_attention_heads}; use num_attention_heads from {fitting}"
-            )
+        super().__post_init__()
+        self.check_heads(self.hidden_size, self.num_attention_heads)
         if self.relative_encoding or not self.block_position_encoding:
             raise ValueError(
                 "only GLM's two-dimensional positions are supported: relative_encoding must be false and "

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import Self
 
+from ..common.config import HeadCount, InnerSize, LayerCount, VocabSize
 from ..t5.config import T5Config
 
 
@@ -17,10 +18,10 @@ class MT5Config(T5Config):
     model_type: ClassVar[str] = "mt5"
     architecture: ClassVar[str] = "MT5ForConditionalGeneration"
 
-    vocab_size: int = 250112
-    d_ff: int = 1024
-    num_layers: int = 8
-    num_heads: int = 6
+    vocab_size: VocabSize = 250112
+    d_ff: InnerSize = 1024
+    num_layers: LayerCount = 8
+    num_heads: HeadCount = 6
     feed_forward_proj: str = "gated-gelu"
     tie_word_embeddings: bool = False
 

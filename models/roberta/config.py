@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..bert.config import BertConfig
+from ..common.config import TokenId, VocabSize
 
 
 @dataclass(frozen=True)
@@ -15,16 +16,21 @@ class RobertaConfig(BertConfig):
     model_type: ClassVar[str] = "roberta"
     architectures: ClassVar[tuple[str, ...]] = ("RobertaForMaskedLM", "RobertaForSequenceClassification")
 
-    vocab_size: int = 50265
-    pad_token_id: int | None = 1
-    bos_token_id: int | None = 0
-    eos_token_id: int | None = 2
+    vocab_size: VocabSize = 50265
+    pad_token_id: TokenId | None = 1
+    bos_token_id: TokenId | None = 0
+    eos_token_id: TokenId | list[TokenId] | None = 2
     architecture: str = "RobertaForMaskedLM"  # type: ignore[misc] - as in BertConfig
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.pad_token_id is None:
             raise ValueError("RoBERTa counts positions from its padding token: pad_token_id must be given")
+        if self.max_sequence_length < 1:
+            raise ValueError(
+                f"max_position_embeddings={self.max_position_embeddings} leaves no position behind the padding's, "
+                f"{self.pad_token_id}; use at least {self.pad_token_id + 2}"
+            )
 
     @property
     def max_sequence_length(self) -> int:

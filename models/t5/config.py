@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from typing_extensions import Self
 
-from ..common.config import ModelConfig
-from ..common.mlp import find_activation
+from ..common.config import (
+    HeadCount,
+    HiddenSize,
+    InitializerScale,
+    InnerSize,
+    LayerCount,
+    ModelConfig,
+    NormEpsilon,
+    Probability,
+    Range,
+    TokenId,
+    VocabSize,
+    shown,
+)
+from ..common.mlp import ACTIVATIONS
 
 PRETRAINED_LENGTH = 512  # positions are relative, so longer sequences work too
 
@@ -31,40 +44,39 @@ class T5Config(ModelConfig):
         "head_dim": "d_kv",
     }
 
-    vocab_size: int = 32128
-    d_model: int = 512
-    d_kv: int = 64
-    d_ff: int = 2048
-    num_layers: int = 6
-    num_decoder_layers: int | None = None
-    num_heads: int = 8
-    relative_attention_num_buckets: int = 32
-    relative_attention_max_distance: int = 128
-    dropout_rate: float = 0.1
-    layer_norm_epsilon: float = 1e-6
-    initializer_factor: float = 1.0
+    vocab_size: VocabSize = 32128
+    d_model: HiddenSize = 512
+    d_kv: HiddenSize = 64
+    d_ff: InnerSize = 2048
+    num_layers: LayerCount = 6
+    num_decoder_layers: LayerCount | None = None
+    num_heads: HeadCount = 8
+    relative_attention_num_buckets: Annotated[int, Range(4, 2**16)] = 32
+    relative_attention_max_distance: Annotated[int, Range(3, 2**31 - 1)] = 128
+    dropout_rate: Probability = 0.1
+    layer_norm_epsilon: NormEpsilon = 1e-6
+    initializer_factor: InitializerScale = 1.0
     feed_forward_proj: str = "relu"
     tie_word_embeddings: bool = True
     scale_decoder_outputs: bool | None = None
     is_encoder_decoder: bool = True
-    pad_token_id: int = 0
-    eos_token_id: int | None = 1
-    decoder_start_token_id: int = 0
+    pad_token_id: TokenId = 0
+    eos_token_id: TokenId | list[TokenId] | None = 1
+    decoder_start_token_id: TokenId = 0
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "decoder_layers", "num_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        super().__post_init__()
         exact = self.relative_attention_num_buckets // 4  # of the encoder, which uses half of them in each direction
-        if exact < 1 or self.relative_attention_max_distance <= 2 * exact:
+        if self.relative_attention_max_distance <= 2 * exact:
             raise ValueError(
-                f"relative_attention_num_buckets={self.relative_attention_num_buckets} must be at least 4, and "
-                f"relative_attention_max_distance={self.relative_attention_max_distance} more than half of it"
+                f"relative_attention_max_distance={self.relative_attention_max_distance} must be more than half of "
+                f"relative_attention_num_buckets={self.relative_attention_num_buckets}; use at least {2 * exact + 1}"
             )
-        parts = self.feed_forward_proj.split("-")
-        if len(parts) > 2 or (len(parts) == 2 and parts[0] != "gated"):
-            raise ValueError(f"feed_forward_proj={self.feed_forward_proj!r} must be ACTIVATION or gated-ACTIVATION")
-        find_activation(self.activation)
+        if self.feed_forward_proj.removeprefix("gated-") not in ACTIVATIONS:
+            raise ValueError(
+                f"feed_forward_proj={shown(self.feed_forward_proj)} must be ACTIVATION or gated-ACTIVATION, "
+                f"of {', '.join(ACTIVATIONS)}"
+            )
         if self.scale_decoder_outputs is None:
             object.__setattr__(self, "scale_decoder_outputs", self.scales_by_default())
 
