@@ -15,7 +15,7 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
-from ..trainer.arguments.aliases import RENAMED, SWITCHES, canonical, familiar_names
+from ..trainer.arguments.aliases import ALIASES, SWITCHES, argument_aliases, resolve_aliases
 
 Arguments = TypeVar("Arguments")
 
@@ -54,12 +54,12 @@ def parse(
     default = kind(**read_yaml(kind, config)) if config else kind()
     if overrides:
         argv = [text for argument in argv for text in _as_option(argument)]
-    argv = familiar_options(argv, default)
+    argv = resolve_alias_options(argv, default)
     return tyro.cli(kind, prog=program, args=argv, default=default, description=description, console_outputs=not quiet)
 
 
 def read_yaml(kind: type, path: Path) -> dict[str, Any]:
-    """The values of a YAML file whose keys are `kind`'s fields, or familiar names of them; a field that is a dataclass
+    """The values of a YAML file whose keys are `kind`'s fields, or aliases of them; a field that is a dataclass
     has keys of its own."""
     try:
         values = yaml.load(path.read_text(), ConfigLoader) or {}  # a SafeLoader
@@ -78,7 +78,7 @@ def _checked(kind: type, values: Any, path: Path, part: str) -> dict[str, Any]:
         where = f"{part.rstrip('.')} in {path}" if part else path
         raise ValueError(f"--config: {where} must hold `name: value` lines, not a {type(values).__name__}")
     known = [field.name for field in fields(kind)]
-    taken = [*known, *familiar_names(known)]
+    taken = [*known, *argument_aliases(known)]
     named = {str(given).replace("-", "_"): value for given, value in values.items()}
     for name in named:
         if name not in taken:
@@ -86,7 +86,7 @@ def _checked(kind: type, values: Any, path: Path, part: str) -> dict[str, Any]:
             hint = f"; did you mean {part}{close[0]}?" if close else ""
             raise ValueError(f"--config: {path} sets {part}{name}, which is no argument{hint}")
     try:
-        named = canonical(named, known)
+        named = resolve_aliases(named, known)
     except ValueError as error:
         raise ValueError(f"--config: {path}: {error}") from None
     kinds = get_type_hints(kind)
@@ -132,14 +132,14 @@ def _config_file(argv: Sequence[str]) -> Path | None:
 VALUES = {"True": True, "true": True, "False": False, "false": False, "None": None}
 
 
-def familiar_options(argv: Sequence[str], default: Any) -> list[str]:
+def resolve_alias_options(argv: Sequence[str], default: Any) -> list[str]:
     """The options of the dataclass `default`, whose values they replace, in the one form that tyro reads.
 
     Besides our names they may have FlagAI's or transformers', as in `--learning_rate` and `--bf16`; a boolean may have
     a value, as in `--bf16=False` or `--bf16 False`. ValueError for a boolean with another value.
     """
     kinds = get_type_hints(type(default), include_extras=True)
-    familiar = familiar_names(kinds)
+    aliases = argument_aliases(kinds)
     options: list[str] = []
     words = deque(argv)
     while words:
@@ -147,7 +147,7 @@ def familiar_options(argv: Sequence[str], default: Any) -> list[str]:
         option, equals, value = word.partition("=")
         name = option[2:].replace("-", "_") if option.startswith("--") else ""
         optional = kinds.get(name.removeprefix("no_")) == bool | None
-        switch = name in familiar and name in SWITCHES
+        switch = name in aliases and name in SWITCHES
         if switch or kinds.get(name) is bool or (optional and name in kinds):
             if not equals:
                 value = words.popleft() if words and words[0] in VALUES else "True"
@@ -158,8 +158,8 @@ def familiar_options(argv: Sequence[str], default: Any) -> list[str]:
                 options.append(f"--{name}={on}" if optional else f"--{'' if on else 'no_'}{name}")
         elif optional and not equals:
             options.append(f"--{name.removeprefix('no_')}=False")
-        elif name in familiar:
-            options.append(f"--{RENAMED[name]}{equals}{value}")
+        elif name in aliases:
+            options.append(f"--{ALIASES[name]}{equals}{value}")
         else:
             options.append(word)
     return options

@@ -19,7 +19,7 @@ import tyro
 from rich.text import Text
 
 from ..finetuning.arguments import TrainerArguments
-from ..trainer.launch.rank_info import Launch
+from ..trainer.launch.rank_info import RankInfo
 from .arguments import parse
 from .rank_errors import exit_code_of_rank
 
@@ -66,7 +66,7 @@ def texts(name: str, given: Any) -> tuple[str, ...]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0: done. 2: refused, after a message on stderr. Else the exit code of the process that failed first."""
-    launch = Launch.from_environment()
+    launch = RankInfo.from_environment()
     given = sys.argv[1:] if argv is None else argv
 
     def work() -> int:

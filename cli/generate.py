@@ -17,7 +17,7 @@ from .arguments import exit_code_of, parse, read_yaml
 
 if TYPE_CHECKING:
     from ..generation.pipeline import TextGenerationPipeline
-    from ..trainer.launch.rank_info import Launch
+    from ..trainer.launch.rank_info import RankInfo
 
 DTYPES = Literal["float32", "bfloat16", "float16"]
 
@@ -64,14 +64,14 @@ def given_settings(arguments: GenerateArguments, argv: Sequence[str]) -> dict[st
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0: done. 2: refused, after a message on stderr. Else the exit code of the process that failed first."""
-    from ..trainer.launch.rank_info import Launch
+    from ..trainer.launch.rank_info import RankInfo
 
-    launch = Launch.from_environment()
+    launch = RankInfo.from_environment()
     quiet = not launch.is_first
     return exit_code_of(lambda: start(argv, launch, quiet), quiet=quiet)
 
 
-def start(argv: Sequence[str] | None, launch: Launch, quiet: bool) -> int:
+def start(argv: Sequence[str] | None, launch: RankInfo, quiet: bool) -> int:
     from ..models import find_config
     from ..models.common.attention import check_heads
     from ..trainer.launch.launch import start_processes
@@ -97,13 +97,13 @@ def start(argv: Sequence[str] | None, launch: Launch, quiet: bool) -> int:
     return run(arguments, given_settings(arguments, given), launch)
 
 
-def run(arguments: GenerateArguments, settings: dict[str, Any], launch: Launch) -> int:
+def run(arguments: GenerateArguments, settings: dict[str, Any], launch: RankInfo) -> int:
     import torch
 
     from ..generation.pipeline import TextGenerationPipeline
     from ..mpu import ParallelMesh
-    from ..trainer.launch.coordination import on_first_rank
     from ..trainer.launch.environment import initialize_distributed
+    from ..trainer.launch.ranks import on_first_rank
 
     mesh, device = None, torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if arguments.tp > 1:

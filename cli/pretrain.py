@@ -26,7 +26,7 @@ from ..trainer.arguments.training_arguments import EnvType, TrainingArguments
 from ..trainer.engines.deepspeed_config import zero_stage
 from ..trainer.launch.environment import end_process
 from ..trainer.launch.launch import ensure_processes_of, processes_of
-from ..trainer.launch.rank_info import Launch
+from ..trainer.launch.rank_info import RankInfo
 from ..trainer.run_folder import RunFolder
 from .arguments import parse, read_yaml
 from .rank_errors import exit_code_of_rank
@@ -118,7 +118,7 @@ FIXED = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0: done. 2: refused, after a message on stderr. Else the exit code of the process that failed first."""
-    launch = Launch.from_environment()
+    launch = RankInfo.from_environment()
 
     def work() -> int:
         arguments = read_arguments(sys.argv[1:] if argv is None else argv, quiet=not launch.is_first)
@@ -161,7 +161,7 @@ def read_arguments(argv: Sequence[str], *, quiet: bool) -> PretrainArguments:
     return arguments
 
 
-def check(arguments: PretrainArguments, launch: Launch) -> ModelConfig:
+def check(arguments: PretrainArguments, launch: RankInfo) -> ModelConfig:
     """The model's configuration, if everything that can be known before the processes meet is in order."""
     config = find_config(arguments.model)
     if not issubclass(model_class(config), CausalLM):

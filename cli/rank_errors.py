@@ -6,14 +6,14 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 
-from ..trainer.launch.rank_info import Launch
+from ..trainer.launch.rank_info import RankInfo
 from .arguments import USAGE_ERROR, print_mistake
 
 PACKAGE = __name__.partition(".")[0]
 PATIENCE = timedelta(seconds=5)  # ranks that make the same mistake make it at nearly the same time
 
 
-def exit_code_of_rank(work: Callable[[], int], launch: Launch) -> int:
+def exit_code_of_rank(work: Callable[[], int], launch: RankInfo) -> int:
     """Runs `work` on this rank; a user's mistake (`ValueError`) becomes exit code 2 and a message on stderr.
 
     A mistake that all ranks make is told by the first one alone, one that only others make by those.
@@ -28,7 +28,7 @@ def exit_code_of_rank(work: Callable[[], int], launch: Launch) -> int:
         return USAGE_ERROR
 
 
-def _tell_once(error: ValueError, launch: Launch) -> None:
+def _tell_once(error: ValueError, launch: RankInfo) -> None:
     import torch.distributed as dist  # takes seconds
 
     if not dist.is_initialized():

@@ -23,7 +23,7 @@ from shardzoo.data.tokenizers.glm_tokens import Family
 from shardzoo.generation import TextGenerationPipeline
 from shardzoo.trainer import Trainer
 from shardzoo.trainer.arguments.training_arguments import EnvType
-from shardzoo.trainer.launch.coordination import on_first_rank
+from shardzoo.trainer.launch.ranks import on_first_rank
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_sequence_length": 128}
 

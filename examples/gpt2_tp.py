@@ -15,7 +15,7 @@ import shardzoo
 from shardzoo.convert.operations import Options, merge
 from shardzoo.data import BlockDataset, iter_documents, load_tokenizer
 from shardzoo.trainer import Trainer
-from shardzoo.trainer.launch.coordination import on_first_rank
+from shardzoo.trainer.launch.ranks import on_first_rank
 
 
 def main(

@@ -20,8 +20,8 @@ from shardzoo.data import LIBAI_MT5, IndexedDataset, PretrainingData, build_data
 from shardzoo.data.tokenizers.tokenizer import T5_SENTINELS, load_tokenizer
 from shardzoo.models.mt5 import Config as MT5Config
 from shardzoo.trainer import Trainer, TrainingArguments
-from shardzoo.trainer.launch.coordination import on_first_rank
-from shardzoo.trainer.launch.rank_info import Launch
+from shardzoo.trainer.launch.rank_info import RankInfo
+from shardzoo.trainer.launch.ranks import on_first_rank
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Benchmark:
 def main() -> int:
     config = parse(
         Benchmark, sys.argv[1:], program="libai_mt5.py", description=__doc__ or "",
-        quiet=not Launch.from_environment().is_first, defaults=Path(__file__).with_suffix(".yaml"), overrides=True,
+        quiet=not RankInfo.from_environment().is_first, defaults=Path(__file__).with_suffix(".yaml"), overrides=True,
     )  # fmt: skip
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     train = replace(config.train, resume=config.resume or config.train.resume)
@@ -85,4 +85,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code_of(main, quiet=not Launch.from_environment().is_first))
+    sys.exit(exit_code_of(main, quiet=not RankInfo.from_environment().is_first))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardzoo.data import python_stdlib, train_byte_level_bpe, train_sentencepiece, train_wordpiece
-from shardzoo.trainer.launch.coordination import on_first_rank
+from shardzoo.trainer.launch.ranks import on_first_rank
 
 PACKAGES = ("asyncio", "email", "importlib", "logging")
 T5 = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}

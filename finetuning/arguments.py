@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ..trainer.arguments.aliases import with_familiar_names
+from ..trainer.arguments.aliases import with_argument_aliases
 from ..trainer.arguments.training_arguments import EnvType, Schedule, TrainingArguments
-from ..trainer.launch.rank_info import Launch
+from ..trainer.launch.rank_info import RankInfo
 
 Task = Literal["text2text-generation", "text-generation", "text-classification"]
 MetricName = Literal["sacrebleu", "rouge", "accuracy"]
 
 
-@with_familiar_names
+@with_argument_aliases
 @dataclass(frozen=True)
 class TrainerArguments(TrainingArguments):
     """How a model is fine-tuned. Takes FlagAI's and transformers' names of the training arguments too.
@@ -131,7 +131,9 @@ class TrainerArguments(TrainingArguments):
     def _environment(self) -> EnvType:
         if self.env_type is not None:
             return self.env_type
-        several = max(self.num_gpus, self.model_parallel_size, self.num_nodes, Launch.from_environment().world_size) > 1
+        several = (
+            max(self.num_gpus, self.model_parallel_size, self.num_nodes, RankInfo.from_environment().world_size) > 1
+        )
         if self.zero_stage == 3:
             return "deepspeed"
         zero = self.zero_stage is not None or self.offload_optimizer or self.deepspeed_config is not None

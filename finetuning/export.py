@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ..convert.operations import Options, merge
-from ..trainer.checkpointing.model_files import model_files, model_tensors
+from ..trainer.checkpointing.model_files import model_files
 from ..trainer.checkpointing.snapshot import Snapshot, TrainerState, write_snapshot
-from ..trainer.launch.coordination import on_first_rank
-from ..trainer.launch.ranks import Ranks
+from ..trainer.engines.state import model_tensors
+from ..trainer.launch.ranks import Ranks, on_first_rank
 from .loading import Source
 
 

@@ -15,7 +15,7 @@ from ..models.auto import read_config
 from ..models.files import MANIFEST, huggingface_tensors, native_tensors
 from ..mpu import ParallelMesh
 from ..trainer.engines.precision import DTYPES
-from ..trainer.launch.coordination import on_first_rank
+from ..trainer.launch.ranks import on_first_rank
 from .arguments import TrainerArguments
 
 ADAPTER = "adapter_config.json"

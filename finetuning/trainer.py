@@ -10,7 +10,7 @@ from typing import Any
 from ..generation.text import load_text_tokenizer
 from ..mpu import ParallelMesh
 from ..trainer.batches.training_data import check_size
-from ..trainer.launch.coordination import on_first_rank
+from ..trainer.launch.ranks import on_first_rank
 from ..trainer.run_folder import RunFolder
 from .arguments import TrainerArguments
 from .data import TuningData

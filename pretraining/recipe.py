@@ -21,9 +21,9 @@ from ..data import Corpus, GPTDataset, IndexedDataset, prepare_corpus, unigram_e
 from ..models import Execution, from_config
 from ..models.common.causal_lm import CausalLM
 from ..models.common.config import ModelConfig
-from ..trainer.launch.coordination import on_first_rank
-from ..trainer.launch.rank_info import Launch
-from ..trainer.logging.loss_plot import plot_loss
+from ..trainer.launch.rank_info import RankInfo
+from ..trainer.launch.ranks import on_first_rank
+from ..trainer.logging.report import plot_loss
 from ..trainer.run_folder import RunFolder, make_run_folder
 from ..trainer.trainer import Trainer
 from .hf_check import held_out_loss, sample_continuation
@@ -67,7 +67,7 @@ class Pretraining:
     Raises `ValueError` on every rank for what is wrong with the output folder or the data.
     """
 
-    def __init__(self, arguments: PretrainArguments, config: ModelConfig, launch: Launch) -> None:
+    def __init__(self, arguments: PretrainArguments, config: ModelConfig, launch: RankInfo) -> None:
         self.arguments = arguments
         self.console = Console(quiet=not launch.is_first)
         self.trainer = Trainer(arguments)

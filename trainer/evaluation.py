@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from .batches.collate import Batch, is_table
-from .batches.loss_normalization import Targets, to_device
+from .batches.loss_normalization import LossNormalizer, loss_of, output_field, to_device
+from .engines.engine import ForwardStep
 from .launch.ranks import Ranks
 
 # (logits, labels) of a micro-batch -> its mean over the rows, or [sum, count]. logits are whole.
 Metric = Callable[[Tensor, Tensor], Any]
-ForwardStep = Callable[[dict[str, Any], Any, Any], Any]
 
 
 def metric_functions(metrics: Mapping[str, Metric] | Iterable[Sequence[Any]] | None) -> dict[str, Metric]:
@@ -64,7 +64,7 @@ def evaluate(
     was_training = module.training
     module.eval()
     device = next(module.parameters()).device
-    targets = Targets(module, mean_losses=True)
+    normalizer = LossNormalizer(module, mean_losses=True)
     sums = {name: [0.0, 0.0] for name in ("loss", *(metrics or {}))}
     per_round = batch_size * ranks.dp_size
     for start in range(0, len(samples), per_round):
@@ -72,10 +72,10 @@ def evaluate(
         rows = range(first, min(first + batch_size, len(samples)))
         batch = to_device(collate([samples[i] for i in rows or range(min(batch_size, len(samples)))]), device)
         output = forward_step(batch, model, None)
-        logits = _field(output, "logits") if metrics else None  # calculating them may be a collective too
+        logits = output_field(output, "logits") if metrics else None  # calculating them may be a collective too
         if not rows:
             continue
-        count = targets.count(batch)[0]
+        count = normalizer.count(batch)[0]
         if count:
             _add(sums["loss"], float(loss_of(output)) * count, count)
         for name, metric in (metrics or {}).items():
@@ -104,22 +104,3 @@ def _sum_and_count(name: str, value: Any, rows: int) -> tuple[float, float]:
     except (TypeError, ValueError, RuntimeError) as error:
         found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.60}"
         raise ValueError(f"the metric {name} must return a number or [sum, count], not {found}") from error
-
-
-def loss_of(output: Any) -> Tensor:
-    """The loss in what a forward step returned. ValueError if there is none, or it is no scalar tensor."""
-    loss = _field(output, "loss")
-    if loss is None:
-        raise ValueError(
-            "forward_step returned no loss: return a dict or ModelOutput with one, and put labels in the data"
-        )
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        found = f"one of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise ValueError(f"forward_step must return a scalar tensor as loss, not {found}")
-    return loss
-
-
-def _field(output: Any, name: str) -> Any:
-    if isinstance(output, Mapping):
-        return output.get(name)
-    return getattr(output, name, None)

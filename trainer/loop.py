@@ -12,22 +12,20 @@ from typing import Any, Protocol
 
 from ..mpu import dropout_state
 from .arguments.training_arguments import TrainingArguments
-from .batches.loss_normalization import Targets, label_problem, to_device
+from .batches.loss_normalization import LossNormalizer, label_problem, loss_of, to_device
 from .batches.training_data import Batches
 from .checkpointing.model_files import ModelFiles, read_optimizer
-from .checkpointing.optimizer_state import changed_values, group_values, load_group_values
 from .checkpointing.random_state import random_state_tensors, restore_random_state
-from .checkpointing.resume import Start
+from .checkpointing.resume import ResumePoint
 from .checkpointing.saver import BackgroundSaver
 from .checkpointing.snapshot import TrainerState, take_snapshot
-from .engines.engine import Engine, StepOutcome
+from .engines.engine import Engine, ForwardStep, StepOutcome
 from .engines.schedule import LearningRate
-from .evaluation import ForwardStep, loss_of
+from .engines.state import group_changes, group_values, load_group_changes
+from .launch.rank_process import StopSignal
 from .launch.ranks import Ranks
-from .launch.signals import StopSignal
-from .logging.nan_diagnosis import describe_non_finite
-from .logging.profiling import StepProfiler
-from .logging.throughput import Throughput
+from .logging.nan_diagnosis import diagnose_non_finite
+from .logging.performance import StepProfiler, Throughput
 
 
 class Reporter(Protocol):
@@ -55,7 +53,7 @@ class Parts:
     batches: Batches
     learning_rate: LearningRate
     forward_step: ForwardStep
-    targets: Targets
+    normalizer: LossNormalizer
     evaluate: Callable[[], dict[str, float]] | None
     model_files: ModelFiles
     saver: BackgroundSaver
@@ -89,7 +87,7 @@ class TrainingLoop:
         self._iterator: Any = None
         self._position: dict[str, Any] = {}  # of the data, behind the last whole step
 
-    def resume(self, start: Start) -> None:
+    def resume(self, start: ResumePoint) -> None:
         """Goes on from a checkpoint whose weights the model already has.
 
         ValueError if the global batch has another size now, since the data's position counts in batches, or if the
@@ -114,7 +112,7 @@ class TrainingLoop:
         self.engine.load_counters(state.counters)
         self.engine.load_optimizer_tensors(read_optimizer(folder, self.engine.module, self.ranks))
         self.parts.learning_rate.load_state_dict(state.schedule)
-        load_group_values(self.engine.optimizer, state.groups)
+        load_group_changes(self.engine.optimizer, state.groups)
         self.parts.batches.load_state_dict(state.data)
 
     def run(self) -> None:
@@ -170,7 +168,7 @@ class TrainingLoop:
             schedule=parts.learning_rate.state_dict(),
             counters=self.engine.counters(),
             optimizer=type(self.engine.optimizer).__name__,
-            groups=changed_values(self._first_groups, group_values(self.engine.optimizer)),
+            groups=group_changes(self._first_groups, group_values(self.engine.optimizer)),
             world_size=self.ranks.world_size,
             validation=self.validation,
             best=self.best,
@@ -239,8 +237,8 @@ class TrainingLoop:
             engine.begin_micro_batch(is_last=is_last)
             batch = to_device(batch, self.device)
             with self.throughput.counting(batch):
-                output = parts.forward_step({**batch, **parts.targets.arguments(totals)}, engine.model, None)
-            loss = parts.targets.share(loss_of(output), batch, totals)
+                output = parts.forward_step({**batch, **parts.normalizer.model_arguments(totals)}, engine.model, None)
+            loss = parts.normalizer.normalize(loss_of(output), batch, totals)
             del output  # what else it holds is freed as the backward pass goes
             engine.backward(loss)
             value = loss.item()
@@ -271,10 +269,10 @@ class TrainingLoop:
         ValueError on every rank if one has labels that the model cannot have.
         """
         ended = len(micro_batches) < self.accumulation_steps
-        problem, counts = "", [0.0] * max(1, len(self.parts.targets.normalizers))
+        problem, counts = "", [0.0] * max(1, len(self.parts.normalizer.arguments))
         for k, batch in enumerate(micro_batches):
             problem = problem or label_problem(batch, self.engine.module, self.first_sample(k))
-            counts = [a + b for a, b in zip(counts, self.parts.targets.count(batch), strict=True)]
+            counts = [a + b for a, b in zip(counts, self.parts.normalizer.count(batch), strict=True)]
         *totals, ends, problems = self.ranks.sum_replicas(*counts, float(ended), float(bool(problem)))
         if problems:
             raise ValueError(problem or "another rank's labels are out of range")
@@ -288,8 +286,8 @@ class TrainingLoop:
         """Ends training before the parameters are touched; every rank runs one micro-batch again to say where."""
         k = bad or 0
         dropout_state.set(self.arguments.seed, self.first_sample(k))
-        batch = {**to_device(micro_batches[k], self.device), **self.parts.targets.arguments(totals)}
-        where = describe_non_finite(self.engine, self.parts.forward_step, batch)
+        batch = {**to_device(micro_batches[k], self.device), **self.parts.normalizer.model_arguments(totals)}
+        where = diagnose_non_finite(self.engine, self.parts.forward_step, batch)
         first = self.first_sample(k)
         text = (
             f"training samples {first} to {first + self.arguments.micro_batch_size - 1} on rank {self.ranks.rank}: "

@@ -18,24 +18,23 @@ from ..data import Share
 from ..mpu import ParallelMesh
 from .arguments.training_arguments import TrainingArguments
 from .batches.collate import DefaultCollate
-from .batches.loss_normalization import Targets
+from .batches.loss_normalization import LossNormalizer
 from .batches.training_data import make_training_data
 from .checkpointing.checkpoint import restore_random
 from .checkpointing.model_files import model_files
 from .checkpointing.random_state import seed_everything
-from .checkpointing.resume import Start, open_run
+from .checkpointing.resume import ResumePoint, open_run
 from .checkpointing.saver import BackgroundSaver
 from .engines.deepspeed_config import zero_stage
-from .engines.engine import make_engine
+from .engines.engine import Engine
 from .engines.optimizers import check_optimizer, make_optimizer
 from .engines.precision import prepare_model
 from .engines.schedule import make_schedule
 from .evaluation import Metric, check_samples, evaluate, metric_functions
-from .launch.coordination import on_first_rank
 from .launch.environment import initialize_distributed, keep_freed_memory, single_device
 from .launch.launch import ensure_processes_of
-from .launch.ranks import Ranks
-from .logging.profiling import StepProfiler
+from .launch.ranks import Ranks, on_first_rank
+from .logging.performance import StepProfiler
 from .logging.report import write_report
 from .logging.reporter import MetricsFile, RunReporter, SilentReporter, TensorBoard, WeightsAndBiases
 from .loop import Parts, Reporter, TrainingLoop
@@ -135,7 +134,7 @@ class Trainer:
             batches=data.batches,
             learning_rate=schedule,
             forward_step=self.forward_step,
-            targets=Targets(model, mean_losses=type(self).forward_step is not Trainer.forward_step),
+            normalizer=LossNormalizer(model, mean_losses=type(self).forward_step is not Trainer.forward_step),
             evaluate=validate if valid_dataset is not None else None,
             model_files=files,
             saver=BackgroundSaver(self.run_folder, ranks, arguments.save_total_limit),
@@ -219,7 +218,7 @@ class Trainer:
         device = initialize_distributed(launch)
         return mesh or ParallelMesh(arguments.model_parallel_size), device
 
-    def _resume(self, loop: TrainingLoop, reporter: Reporter, start: Start) -> None:
+    def _resume(self, loop: TrainingLoop, reporter: Reporter, start: ResumePoint) -> None:
         """Takes up what the checkpoint holds besides the weights, as far as the arguments say so."""
         if not start.optimizer:
             return
@@ -248,3 +247,20 @@ class Trainer:
 def _pad_token_id(model: nn.Module) -> int:
     config: Any = getattr(model, "config", None)
     return getattr(config, "pad_token_id", None) or 0
+
+
+def make_engine(
+    model: nn.Module, optimizer: torch.optim.Optimizer, arguments: TrainingArguments, ranks: Ranks
+) -> Engine:
+    """The engine of `arguments.env_type` around a model that is on its device and in its precision."""
+    if arguments.env_type == "pytorch":
+        from .engines.torch_engine import TorchEngine
+
+        return TorchEngine(model, optimizer, arguments)
+    if arguments.env_type == "pytorchDDP":
+        from .engines.ddp_engine import DDPEngine
+
+        return DDPEngine(model, optimizer, arguments, ranks)
+    from .engines.deepspeed_engine import DeepSpeedEngine  # takes seconds to import
+
+    return DeepSpeedEngine(model, optimizer, arguments, ranks)

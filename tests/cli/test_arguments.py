@@ -10,7 +10,7 @@ import pytest
 from shardzoo.cli.arguments import exit_code_of, parse
 from shardzoo.cli.rank_errors import exit_code_of_rank
 from shardzoo.data import Share
-from shardzoo.trainer.launch.rank_info import Launch
+from shardzoo.trainer.launch.rank_info import RankInfo
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def read_training(*argv: str) -> Training:
         (["--native", "None"], Training()),
     ],
 )
-def test_familiar_options_and_booleans_with_a_value(argv, expected):
+def test_alias_options_and_booleans_with_a_value(argv, expected):
     assert read_training(*argv) == expected
 
 
@@ -178,7 +178,7 @@ def test_a_boolean_with_another_value_is_refused():
         read_training("--bf16=maybe")
 
 
-def test_familiar_names_in_yaml(tmp_path):
+def test_aliases_in_yaml(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("learning-rate: 1e-3\nbatch_size: 4\nbf16: true\ncheckpoint_activations: false\n")
     assert read_training("--config", str(file)) == Training(1e-3, 4, "bf16", config=file)
@@ -216,7 +216,7 @@ def mistaken(makers: tuple[int, ...]) -> tuple[int, str]:
 
     rank, size = dist.get_rank(), dist.get_world_size()
     with contextlib.redirect_stderr(io.StringIO()) as shown:
-        code = exit_code_of_rank(work, Launch(rank, size, rank, size))
+        code = exit_code_of_rank(work, RankInfo(rank, size, rank, size))
     return code, shown.getvalue().strip()
 
 
@@ -229,12 +229,12 @@ def test_a_mistake_of_any_rank_is_told_once(run_ranks, makers):
 
 @pytest.mark.parametrize(("rank", "told"), [(0, True), (1, False), (2, True), (3, False)])
 def test_before_the_ranks_meet_each_machine_tells_its_mistakes(rank, told, capsys):
-    assert exit_code_of_rank(lambda: Share(0), Launch(rank, 4, rank % 2, 2)) == 2
+    assert exit_code_of_rank(lambda: Share(0), RankInfo(rank, 4, rank % 2, 2)) == 2
     assert (capsys.readouterr().err.strip() == f"error: {MISTAKE}") is told
 
 
 def test_what_others_call_a_value_error_is_told_with_its_place(capsys):
-    assert exit_code_of_rank(lambda: int("x"), Launch(0, 1, 0, 1)) == 2
+    assert exit_code_of_rank(lambda: int("x"), RankInfo(0, 1, 0, 1)) == 2
     message, place, *_ = capsys.readouterr().err.splitlines()
     assert (message, place) == (
         "error: invalid literal for int() with base 10: 'x'",
@@ -244,4 +244,4 @@ def test_what_others_call_a_value_error_is_told_with_its_place(capsys):
 
 def test_errors_that_are_no_mistakes_keep_their_traceback():
     with pytest.raises(ZeroDivisionError):
-        exit_code_of_rank(lambda: 1 // 0, Launch(0, 1, 0, 1))
+        exit_code_of_rank(lambda: 1 // 0, RankInfo(0, 1, 0, 1))

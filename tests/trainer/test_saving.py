@@ -60,13 +60,13 @@ def files(folder: Path) -> dict[str, bytes]:
 def test_checkpoints_are_of_their_steps_while_training_goes_on(tmp_path, monkeypatch, late):
     import shardzoo.trainer.checkpointing.snapshot as snapshot
     from shardzoo.trainer.checkpointing.saver import BackgroundSaver
-    from shardzoo.trainer.checkpointing.staging_buffers import HostBuffers
+    from shardzoo.trainer.checkpointing.staging_buffers import StagingBuffers
 
     with monkeypatch.context() as patch:
         save = BackgroundSaver.save
         patch.setattr(BackgroundSaver, "save", lambda self, taken: (save(self, taken), self.wait())[0])
         train(tmp_path / "in turn")
-    owner, name = (HostBuffers, "copy") if late == "copying" else (snapshot, "write_tensors")
+    owner, name = (StagingBuffers, "copy") if late == "copying" else (snapshot, "write_tensors")
     monkeypatch.setattr(owner, name, slowly(getattr(owner, name)))
     states = train(tmp_path / "meanwhile")
     assert not torch.equal(states[1]["norm.running_mean"], states[2]["norm.running_mean"])

@@ -155,11 +155,11 @@ def test_labels_of_an_own_head_are_not_limited():
 
 
 def test_labels_that_are_no_tensors_count_as_rows():
-    from shardzoo.trainer.batches.loss_normalization import Targets
+    from shardzoo.trainer.batches.loss_normalization import LossNormalizer
 
-    targets = Targets(FiveClasses(), mean_losses=True)
+    normalizer = LossNormalizer(FiveClasses(), mean_losses=True)
     for labels in ([{"boxes": 1}] * 3, np.arange(3)):
-        assert targets.count({"pixel_values": torch.zeros(3, 2), "labels": labels}) == [3.0]
+        assert normalizer.count({"pixel_values": torch.zeros(3, 2), "labels": labels}) == [3.0]
 
 
 def test_batches_that_are_no_dicts_are_refused():
@@ -177,11 +177,10 @@ def test_batches_that_are_no_dicts_are_refused():
     [(0.5, "not a float"), (torch.ones(2), r"not one of shape \(2,\)"), (torch.ones(()), "not one without a gradient")],
 )
 def test_losses_that_cannot_be_trained_on_are_refused(loss, message):
-    from shardzoo.trainer.batches.loss_normalization import Targets
-    from shardzoo.trainer.evaluation import loss_of
+    from shardzoo.trainer.batches.loss_normalization import LossNormalizer, loss_of
 
     with pytest.raises(ValueError, match=f"forward_step must return a scalar tensor as loss, {message}"):
-        Targets(FiveClasses(), mean_losses=True).share(loss_of({"loss": loss}), {}, [1.0])
+        LossNormalizer(FiveClasses(), mean_losses=True).normalize(loss_of({"loss": loss}), {}, [1.0])
 
 
 def test_metrics_may_give_a_list_and_must_give_a_number(tmp_path):

@@ -1,4 +1,4 @@
-"""Names of arguments: the familiar ones of other trainers, and the right one for a misspelt one."""
+"""Aliases of arguments: the names that FlagAI and transformers use, and suggestions for misspelled names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 Arguments = TypeVar("Arguments")
 
 # FlagAI's or transformers' name -> ours, where only the name differs.
-RENAMED = {
+ALIASES = {
     "batch_size": "micro_batch_size",
     "warm_up": "warmup_ratio",
     "optimizer_type": "optimizer",
@@ -36,39 +36,41 @@ SWITCHES = {
 }
 
 
-def with_familiar_names(kind: type[Arguments]) -> type[Arguments]:
-    """A dataclass whose constructor also takes the names above, and says of an unknown one which was meant."""
+def with_argument_aliases(kind: type[Arguments]) -> type[Arguments]:
+    """Class decorator: the dataclass's constructor also accepts the aliases above, and suggests a name for an unknown
+    one."""
     plain = kind.__init__
 
     @functools.wraps(plain)
     def __init__(self: Any, **keywords: Any) -> None:
-        plain(self, **canonical(keywords, [field.name for field in fields(kind)]))  # type: ignore[arg-type]
+        plain(self, **resolve_aliases(keywords, [field.name for field in fields(kind)]))  # type: ignore[arg-type]
 
     kind.__init__ = __init__
     return kind
 
 
-def familiar_names(known: Collection[str]) -> list[str]:
-    """Those of the names above that stand for one of `known`, and are none of them."""
-    targets = {**RENAMED, **{name: target for name, (target, _) in SWITCHES.items()}}
+def argument_aliases(known: Collection[str]) -> list[str]:
+    """Returns the aliases of the arguments `known`, without those that are arguments themselves."""
+    targets = {**ALIASES, **{name: target for name, (target, _) in SWITCHES.items()}}
     return [name for name, target in targets.items() if target in known and name not in known]
 
 
-def canonical(keywords: Mapping[str, Any], known: list[str]) -> dict[str, Any]:
-    """Keywords by their names in `known`. ValueError for an unknown one, or for two that set the same."""
-    familiar = familiar_names(known)
+def resolve_aliases(keywords: Mapping[str, Any], known: list[str]) -> dict[str, Any]:
+    """Returns the keywords under their names in `known`. Raises ValueError for an unknown keyword, or two that set the
+    same argument."""
+    aliases = argument_aliases(known)
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for name, value in keywords.items():
-        target, set_to = RENAMED.get(name, name) if name in familiar else name, value
-        if name in familiar and name in SWITCHES:
+        target, set_to = ALIASES.get(name, name) if name in aliases else name, value
+        if name in aliases and name in SWITCHES:
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, not {value!r}")
             if not value:
                 continue
             target, set_to = SWITCHES[name]
         elif target not in known:
-            raise ValueError(f"there is no argument {name!r}{_meant(name, [*known, *familiar])}")
+            raise ValueError(f"there is no argument {name!r}{_meant(name, [*known, *aliases])}")
         if target in values:
             raise ValueError(f"{origin[target]} and {name} both set {target}; give one of them")
         values[target], origin[target] = set_to, name

@@ -1,14 +1,17 @@
-"""What a training run is told: one dataclass for `Trainer`, its keywords, and the command line."""
+"""The arguments of a training run: one dataclass for `Trainer`, its keywords, and the command line."""
 
 from __future__ import annotations
 
+import math
+import os
 from dataclasses import dataclass
 from importlib.util import find_spec
+from numbers import Real
 from pathlib import PurePath
-from typing import Literal
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from .aliases import with_familiar_names
-from .types import check_types
+from .aliases import with_argument_aliases
 
 EnvType = Literal["pytorch", "pytorchDDP", "deepspeed", "deepspeed+mpu"]
 Optimizer = Literal["adamw", "adam", "adafactor", "lion", "lamb"]
@@ -21,7 +24,7 @@ Schedule = Literal[
 ELEMENTWISE = ("adamw", "adam", "lion")
 
 
-@with_familiar_names
+@with_argument_aliases
 @dataclass(frozen=True)
 class TrainingArguments:
     """How a model is trained. All values are checked when it is made: `ValueError` says what would work.
@@ -223,3 +226,53 @@ class TrainingArguments:
     def global_batch(self, data_parallel_size: int) -> int:
         """Samples in one optimizer step over all ranks."""
         return self.micro_batch_size * self.accumulation_steps(data_parallel_size) * data_parallel_size
+
+
+NAMES = {int: "an integer", float: "a finite number", bool: "True or False", str: "a text"}
+NO_MATCH = object()
+
+
+def check_types(arguments: Any) -> None:
+    """Converts every value to the declared type of its field. Raises ValueError if one has another type.
+
+    An integer may be given as a float without a fraction, a number as NumPy's, and a string as a path. A boolean is
+    not a number, and a number must be finite. Fields of other types, and those that a user's subclass adds, are not
+    checked.
+    """
+    package = __name__.partition(".")[0]
+    declared = next(kind for kind in type(arguments).__mro__ if kind.__module__.partition(".")[0] == package)
+    for name, hint in get_type_hints(declared).items():
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        value = getattr(arguments, name)
+        converted = next((c for kind in kinds if (c := _as(kind, value)) is not NO_MATCH), NO_MATCH)
+        if converted is NO_MATCH:
+            raise ValueError(_problem(name, value, kinds))
+        object.__setattr__(arguments, name, converted)
+
+
+def _as(kind: Any, value: Any) -> Any:
+    """Returns `value` as a `kind`, or NO_MATCH."""
+    if get_origin(kind) is Literal:
+        same = (c for c in get_args(kind) if value == c and not isinstance(value, bool))
+        return next(same, NO_MATCH)
+    if kind is NoneType or kind is bool:
+        return value if isinstance(value, kind) else NO_MATCH
+    if kind is int:
+        return int(value) if _is_number(value) and value == int(value) else NO_MATCH
+    if kind is float:
+        return float(value) if _is_number(value) else NO_MATCH
+    if kind is str:
+        return os.fspath(value) if isinstance(value, (str, os.PathLike)) else NO_MATCH
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _problem(name: str, value: Any, kinds: tuple[Any, ...]) -> str:
+    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+    if choices:
+        return f"{name} {value!r} is none of {', '.join(map(str, choices))}"
+    wanted = " or ".join([NAMES[kind] for kind in kinds if kind in NAMES] + ["None"] * (NoneType in kinds))
+    return f"{name} must be {wanted}, not {value!r}"

@@ -1,4 +1,7 @@
-"""What the loss of a step is divided by, so that it is the mean over the targets of the global batch."""
+"""The loss of a step is the mean over the target tokens of the global batch: counting targets, and normalizing by them.
+
+Labels of -100 are ignored. Labels and token ids are checked before the first forward pass.
+"""
 
 from __future__ import annotations
 
@@ -12,45 +15,57 @@ from torch import Tensor, nn
 from ...models.common.config import ModelConfig
 
 IGNORED = -100
-# A model's argument -> the labels it counts.
-NORMALIZERS = {"num_items_in_batch": "labels", "num_sequences_in_batch": "next_sentence_label"}
+# An argument of a model's forward pass -> the labels that it counts.
+COUNTED_LABELS = {"num_items_in_batch": "labels", "num_sequences_in_batch": "next_sentence_label"}
 
 
-class Targets:
-    """Counts a model's targets, and turns a micro-batch's loss into its share of the step's.
+class LossNormalizer:
+    """Counts a model's targets, and turns the loss of a micro-batch into its share of the step's loss.
 
-    A model of the zoo takes the numbers as arguments of its forward pass. Every other loss is a mean over the
-    micro-batch's targets, of which the share follows: transformers' models take any keyword, but do not all use it.
+    A model of the zoo takes the counts of the global batch as arguments of its forward pass, and returns its share. Any
+    other loss is a mean over the targets of the micro-batch, and is rescaled here: a model of transformers accepts the
+    same arguments, but not every one uses them.
+
+    Args:
+        model: the model itself, without an engine around it.
+        mean_losses: the losses are means, because `forward_step` is the user's own.
     """
 
     def __init__(self, model: nn.Module, *, mean_losses: bool) -> None:
-        """mean_losses: `forward_step` is the user's own, whose loss is a mean."""
         self._model: Any = model
         parameters = inspect.signature(model.forward).parameters
-        self.normalizers = () if mean_losses else tuple(name for name in NORMALIZERS if name in parameters)
-        self._shifted = getattr(model, "loss_type", None) == "ForCausalLM"
+        self.arguments = () if mean_losses else tuple(name for name in COUNTED_LABELS if name in parameters)
+        self._shifts_labels = getattr(model, "loss_type", None) == "ForCausalLM"  # transformers shifts them inside
 
     def count(self, batch: Mapping[str, Any]) -> list[float]:
-        """How many targets of each kind a micro-batch has: one number for each of `normalizers`, or one."""
-        if self.normalizers:
-            return [float(self._count(batch, NORMALIZERS[name])) for name in self.normalizers]
+        """Returns the number of targets in a micro-batch: one count for each of `arguments`, or one in all."""
+        if self.arguments:
+            return [float(self._count(batch, COUNTED_LABELS[name])) for name in self.arguments]
         return [float(self._count(batch, "labels"))]
 
-    def arguments(self, totals: list[float]) -> dict[str, float]:
-        """What the forward pass is told of the global batch."""
-        return {name: max(total, 1.0) for name, total in zip(self.normalizers, totals, strict=False)}
+    def model_arguments(self, totals: list[float]) -> dict[str, float]:
+        """Returns the keywords that tell the forward pass the counts of the global batch."""
+        return {name: max(total, 1.0) for name, total in zip(self.arguments, totals, strict=False)}
 
-    def share(self, loss: Tensor, batch: Mapping[str, Any], totals: list[float]) -> Tensor:
-        """The micro-batch's share of the step's loss. ValueError for a loss without a gradient."""
+    def normalize(self, loss: Tensor, batch: Mapping[str, Any], totals: list[float]) -> Tensor:
+        """Returns the micro-batch's share of the step's loss.
+
+        Args:
+            loss: what the forward pass returned; a scalar.
+            totals: the counts of the global batch.
+
+        Raises:
+            ValueError: the loss has no gradient.
+        """
         if not loss.requires_grad:
             raise ValueError(
                 "forward_step must return a scalar tensor as loss, not one without a gradient: do not detach it, nor "
                 "compute it under torch.no_grad()"
             )
-        if self.normalizers:
+        if self.arguments:
             return loss
         own = self._count(batch, "labels")
-        if not own:  # the mean over nothing is not a number, and must reach no gradient
+        if not own:  # the mean over no targets is NaN, which must not reach a gradient
             return loss.nan_to_num() * 0.0
         return loss * (own / totals[0])
 
@@ -58,17 +73,44 @@ class Targets:
         values = batch.get(labels)
         if not isinstance(values, Tensor):
             return _rows(batch)
-        if labels != "labels" or values.is_floating_point():
-            return int((values != IGNORED).sum()) if labels != "labels" else _rows(batch)
+        if labels != "labels":
+            return int((values != IGNORED).sum())
+        if values.is_floating_point():
+            return _rows(batch)
         if hasattr(self._model, "count_targets"):
             return int(self._model.count_targets(values))
-        return int(((values[:, 1:] if self._shifted else values) != IGNORED).sum())
+        return int(((values[:, 1:] if self._shifts_labels else values) != IGNORED).sum())
+
+
+def loss_of(output: Any) -> Tensor:
+    """Returns the loss in the output of a forward step. Raises ValueError if it has none, or no scalar tensor."""
+    loss = output_field(output, "loss")
+    if loss is None:
+        raise ValueError(
+            "forward_step returned no loss: return a dict or ModelOutput with one, and put labels in the data"
+        )
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = f"one of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ValueError(f"forward_step must return a scalar tensor as loss, not {found}")
+    return loss
+
+
+def output_field(output: Any, name: str) -> Any:
+    """Returns a field of a dict or a ModelOutput, or None."""
+    if isinstance(output, Mapping):
+        return output.get(name)
+    return getattr(output, name, None)
 
 
 def label_problem(batch: Mapping[str, Any], model: nn.Module, first_sample: int) -> str:
-    """What is wrong with a micro-batch's labels or token ids, which lie in CPU memory; nothing if nothing is.
+    """Returns what is wrong with the labels or token ids of a micro-batch, or an empty string.
 
-    ValueError for a micro-batch that is no dict.
+    Args:
+        batch: in CPU memory.
+        first_sample: the number of its first sample, for the message.
+
+    Raises:
+        ValueError: the micro-batch is not a dict.
     """
     _check_batch(batch)
     config: Any = getattr(model, "config", None)
@@ -97,7 +139,7 @@ def label_problem(batch: Mapping[str, Any], model: nn.Module, first_sample: int)
 
 
 def _label_limit(labels: Tensor, model: nn.Module) -> int | None:
-    """How many classes integer labels are of; None if unknown, for other models' configurations may not tell."""
+    """Returns the number of classes of integer labels, or None where the model's configuration may not tell."""
     config: Any = getattr(model, "config", None)
     of_sequences, of_tokens = isinstance(config, ModelConfig), False
     for kind in type(model).__mro__:
@@ -106,7 +148,7 @@ def _label_limit(labels: Tensor, model: nn.Module) -> int | None:
             of_tokens |= kind.__name__.endswith("ForTokenClassification")
     if (labels.dim() == 1) if of_sequences else of_tokens:
         classes = getattr(config, "num_labels", None)
-        return None if classes == 1 else classes  # one is a regression, whose labels may be any number
+        return None if classes == 1 else classes  # one class is a regression, whose labels may be any number
     return None if labels.dim() == 1 else getattr(config, "vocab_size", None)
 
 
@@ -120,6 +162,6 @@ def _rows(batch: Mapping[str, Any]) -> int:
 
 
 def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """ValueError for a batch that is no dict."""
+    """Returns the batch with its tensors on `device`. Raises ValueError if it is not a dict."""
     _check_batch(batch)
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}

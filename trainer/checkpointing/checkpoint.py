@@ -38,7 +38,7 @@ def find_checkpoint(
         candidates = [run.checkpoint(step) for step in reversed(run.steps())]
     problems = []
     for folder in candidates:
-        problem = next(filter(None, ranks.gather(damage(folder, ranks.rank, ranks.world_size))), "")
+        problem = next(filter(None, ranks.gather(verify_checkpoint(folder, ranks.rank, ranks.world_size))), "")
         if not problem:
             for earlier in problems:
                 tell(f"{earlier}; going on from {folder.name} instead")
@@ -49,8 +49,8 @@ def find_checkpoint(
     return None
 
 
-def damage(folder: Path, share: int, shares: int) -> str:
-    """What is wrong with this rank's share of a checkpoint's files; nothing if nothing is."""
+def verify_checkpoint(folder: Path, share: int, shares: int) -> str:
+    """Compares this rank's share of a checkpoint's files with their digests; returns the problem, or ""."""
     try:
         digests = _read(folder)["files"]
         for name in sorted(digests)[share::shares]:

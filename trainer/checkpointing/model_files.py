@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ...checkpoint.manifest import Manifest, TensorRecord
 from ...checkpoint.rank_files import ShardedReader, rank_file
 from ...models.common.config import ModelConfig
+from ..engines.state import persistent_buffers
 from ..launch.ranks import Ranks
 
 WEIGHTS = "rank"
@@ -110,19 +111,6 @@ class WholeFiles:
             check_names(folder, set(file.keys()), set(wanted))
             for name, value in wanted.items():
                 copy_checked(folder, name, file.get_tensor(name), value)
-
-
-def model_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters, shared ones once, and copies of the persistent buffers, which a forward pass may change."""
-    tensors = {name: parameter.detach() for name, parameter in module.named_parameters()}
-    return tensors | {name: value.detach().clone() for name, value in persistent_buffers(module).items()}
-
-
-def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a module's state that are not parameters."""
-    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    state = module.state_dict(keep_vars=True)
-    return {name: value for name, value in state.items() if name not in parameters and isinstance(value, Tensor)}
 
 
 def make_manifest(model: nn.Module, config: ModelConfig, hashes_by_rank: Sequence[Hashes]) -> Manifest:

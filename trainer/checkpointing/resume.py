@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..arguments.training_arguments import TrainingArguments
-from ..launch.coordination import on_first_rank
-from ..launch.ranks import Ranks
+from ..launch.ranks import Ranks, on_first_rank
 from ..run_folder import RunFolder
 from .checkpoint import find_checkpoint
 from .snapshot import TrainerState
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumePoint:
     """A checkpoint that gives a run its weights.
 
     optimizer: it also gives all the rest but the random states, which `random` is about; else the run begins at step 0.
@@ -35,7 +34,7 @@ class Start:
 
 def open_run(
     run_folder: RunFolder, arguments: TrainingArguments, ranks: Ranks, tell: Callable[[str], None]
-) -> Start | None:
+) -> ResumePoint | None:
     """Finds the checkpoint that `arguments` ask for, if any, and makes the run's folder. Collective.
 
     `resume` comes before a `load_dir` elsewhere, so that a command that has both can be given again after each kill.
@@ -48,7 +47,7 @@ def open_run(
 
 def _find(
     run_folder: RunFolder, arguments: TrainingArguments, ranks: Ranks, tell: Callable[[str], None]
-) -> Start | None:
+) -> ResumePoint | None:
     load_dir = arguments.load_dir
     loads_own = load_dir is not None and run_folder.owns(Path(load_dir))
     if arguments.resume and loads_own:
@@ -60,16 +59,18 @@ def _find(
         found = find_checkpoint(run_folder.path, "latest", ranks, tell)
         if found:
             # What is to be loaded of `load_dir` was loaded when the run began.
-            return Start(*found, arguments.load_optim or bool(load_dir), arguments.load_rng or bool(load_dir), own=True)
+            return ResumePoint(
+                *found, arguments.load_optim or bool(load_dir), arguments.load_rng or bool(load_dir), own=True
+            )
     if load_dir is None:
         return None
     found = find_checkpoint(Path(load_dir), arguments.load_type, ranks, tell)
     if found is None:
         raise ValueError(f"load_dir {load_dir} holds no checkpoint")
-    return Start(*found, arguments.load_optim, arguments.load_rng, own=loads_own)
+    return ResumePoint(*found, arguments.load_optim, arguments.load_rng, own=loads_own)
 
 
-def _open_folder(folder: RunFolder, start: Start | None, arguments: TrainingArguments) -> None:
+def _open_folder(folder: RunFolder, start: ResumePoint | None, arguments: TrainingArguments) -> None:
     step = folder.latest_step()
     own = start if start and start.own else None
     if own and not own.optimizer:

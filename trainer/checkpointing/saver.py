@@ -11,11 +11,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..launch.coordination import on_first_rank
-from ..launch.ranks import Ranks
+from ..launch.ranks import Ranks, on_first_rank
 from ..run_folder import RunFolder
 from .snapshot import Snapshot, amend_state, write_snapshot
-from .staging_buffers import HostBuffers
+from .staging_buffers import StagingBuffers
 
 WRITING_TIMEOUT = timedelta(hours=1)  # one rank's disk may be much slower than the others'
 
@@ -33,7 +32,7 @@ class BackgroundSaver:
         self._group: Any = dist.new_group(backend="gloo", timeout=WRITING_TIMEOUT) if ranks.world_size > 1 else None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._buffers = HostBuffers()
+        self._buffers = StagingBuffers()
         self._copied = threading.Event()
         self._copied.set()
 

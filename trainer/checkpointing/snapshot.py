@@ -21,7 +21,7 @@ from ..engines.engine import Engine
 from ..launch.ranks import Ranks
 from .model_files import OPTIMIZER, ModelFiles
 from .random_state import random_state_tensors
-from .staging_buffers import HostBuffers
+from .staging_buffers import StagingBuffers
 
 STATE = "trainer_state.json"
 RANDOM = "random"
@@ -60,7 +60,7 @@ class Snapshot:
     model_files: ModelFiles
     extra_files: Path | None
 
-    def copy(self, buffers: HostBuffers) -> None:
+    def copy(self, buffers: StagingBuffers) -> None:
         """Frees the snapshot of what the next update changes. The snapshot before must have left the buffers."""
         self.files = {name: buffers.copy(name, tensors) for name, tensors in self.files.items()}
 

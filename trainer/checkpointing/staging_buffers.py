@@ -11,7 +11,7 @@ from torch import Tensor
 from ...checkpoint.rank_files import tensor_bytes
 
 
-class HostBuffers:
+class StagingBuffers:
     """A tensor for each name, made when it is first needed: fresh memory costs more than copying into it.
 
     Beside a GPU it is pinned, so that all copies run at the bus's speed and are waited for once.

@@ -24,12 +24,11 @@ from torch.nn import functional
 from ...models.common.outputs import ModelOutput
 from ...mpu import grad_norm
 from ..arguments.training_arguments import TrainingArguments
-from ..checkpointing.model_files import model_tensors, persistent_buffers
-from ..checkpointing.optimizer_state import MASTER_WEIGHT, load_state_tensors, state_tensors
 from ..launch.ranks import Ranks
 from .deepspeed_config import deepspeed_config, zero_stage
 from .engine import StepOutcome
 from .optimizers import ELEMENT_STATES
+from .state import MASTER_WEIGHT, load_state_tensors, model_tensors, persistent_buffers, state_tensors
 
 
 class DeepSpeedEngine:

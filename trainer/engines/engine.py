@@ -1,15 +1,16 @@
-"""What the training loop asks of an engine, and which engine an environment has."""
+"""The protocol between the training loop and its engines."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ..arguments.training_arguments import TrainingArguments
-from ..launch.ranks import Ranks
+# A batch, what a forward pass is called on, and GLM's memory -> a dict or ModelOutput with `loss`.
+ForwardStep = Callable[[dict[str, Any], Any, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -71,20 +72,3 @@ class Engine(Protocol):
         """Leaves the model as a plain module, without the engine's hooks. whole: with all its parameters, which is
         collective, and so not for after an error, which other ranks may not have had."""
         ...
-
-
-def make_engine(
-    model: nn.Module, optimizer: torch.optim.Optimizer, arguments: TrainingArguments, ranks: Ranks
-) -> Engine:
-    """The engine of `arguments.env_type` around a model that is on its device and in its precision."""
-    if arguments.env_type == "pytorch":
-        from .torch_engine import TorchEngine
-
-        return TorchEngine(model, optimizer, arguments)
-    if arguments.env_type == "pytorchDDP":
-        from .ddp_engine import DDPEngine
-
-        return DDPEngine(model, optimizer, arguments, ranks)
-    from .deepspeed_engine import DeepSpeedEngine  # takes seconds to import
-
-    return DeepSpeedEngine(model, optimizer, arguments, ranks)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..arguments.training_arguments import TrainingArguments
-from ..checkpointing.json_state import changed, plain, put_over
+from .state import apply_changes, json_changes, to_json
 
 Multiplier = Callable[[int], float]
 OPEN_ENDED = ("constant", "constant_with_warmup", "inverse_sqrt")
@@ -56,7 +56,7 @@ class TorchSchedule:
 
     def __init__(self, scheduler: LRScheduler) -> None:
         self._scheduler = scheduler
-        self._first = plain(scheduler.state_dict())
+        self._first = to_json(scheduler.state_dict())
 
     def before_step(self, step: int) -> None:
         pass
@@ -65,14 +65,15 @@ class TorchSchedule:
         self._scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """What has changed since it was made: the rest is the user's choice, as in parameter groups."""
-        return changed(self._first, plain(self._scheduler.state_dict()))
+        """Returns what has changed since the scheduler was made. The rest is the user's choice, as in parameter
+        groups."""
+        return json_changes(self._first, to_json(self._scheduler.state_dict()))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """ValueError if the run had no scheduler of its own, so that this one does not know its step."""
         if not state:
             raise ValueError("the run was trained without an lr_scheduler of its own, and cannot go on with one")
-        self._scheduler.load_state_dict(put_over(self._scheduler.state_dict(), state))
+        self._scheduler.load_state_dict(apply_changes(self._scheduler.state_dict(), state))
 
 
 def make_schedule(

@@ -1,13 +1,14 @@
-"""What an engine keeps of parameters and gradients, in bytes, given how many elements a rank has and trains."""
+"""The bytes that an engine and its optimizer keep, from the number of elements that a rank has and trains."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from ...models.sizes import ParameterSize
 from .job import Job
 from .model import ModelMemory
-from .optimizers import FP32, state_bytes, step_bytes
 
 ZERO_BUCKET = 500_000_000  # elements: DeepSpeed's reduce_bucket_size
 ZERO_3_GATHERED = 50_000_000  # elements: DeepSpeed's prefetch_bucket_size
@@ -103,3 +104,36 @@ def _groups(model: ModelMemory) -> list[list[ParameterSize]]:
     matrices = [size for size in model.trained if len(size.shape) > 1]
     vectors = [size for size in model.trained if len(size.shape) < 2]
     return [group for group in (matrices, vectors) if group]
+
+
+STATE_BYTES = {"adamw": 8, "lamb": 8, "lion": 4}
+"""For each element, in fp32: two moments (Loshchilov & Hutter 2019; You et al. 2020), or one (Chen et al. 2023)."""
+FP32 = 4
+
+
+def state_bytes(optimizer: str, shapes: Sequence[tuple[int, ...]]) -> int:
+    """Of parameters of these shapes.
+
+    Adafactor (Shazeer & Stern 2018, section 3) keeps a row's and a column's mean of each matrix's squared gradients,
+    and those of a vector whole.
+    """
+    if optimizer == "adafactor":
+        return FP32 * sum(map(_factored, shapes))
+    return STATE_BYTES[optimizer] * sum(map(prod, shapes))
+
+
+def step_bytes(optimizer: str, groups: Sequence[Sequence[int]]) -> int:
+    """Temporary fp32 tensors while parameters of so many elements, group by group, are updated.
+
+    AdamW is fused and needs none. transformers' Adafactor needs two of a parameter's size at once, pytorch_optimizer's
+    Lion and LAMB one for each parameter of a group, which they update together.
+    """
+    if optimizer == "adafactor":
+        return 2 * FP32 * max((size for group in groups for size in group), default=0)
+    return FP32 * max(map(sum, groups), default=0) if optimizer in ("lion", "lamb") else 0
+
+
+def _factored(shape: tuple[int, ...]) -> int:
+    if len(shape) < 2:
+        return prod(shape)
+    return prod(shape[:-1]) + prod(shape[:-2]) * shape[-1]

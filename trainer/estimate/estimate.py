@@ -9,9 +9,8 @@ from typing import Any
 from ...models.common.config import ModelConfig
 from ...models.sizes import ParameterSize
 from .engines import EngineMemory, engine_memory
-from .hf import hf_model_memory
 from .job import Job
-from .model import ModelMemory, model_memory
+from .model import ModelMemory, hf_model_memory, model_memory
 
 MIB = 1 << 20
 FRAMEWORK = {"cuda": 600 * MIB, "cpu": 400 * MIB}

@@ -1,12 +1,23 @@
-"""A model as the estimate sees it: parameters, and what its parts keep, whether the family is the zoo's or not."""
+"""The memory of a model: its parameters and activations, for a family of the zoo and for other transformers models.
+
+A model of the zoo has its own table of what a block keeps for backward. Any other is measured without weights, on the
+meta device: what autograd keeps is counted with saved-tensor hooks, once for the whole model and once without its
+blocks. Its attention is transformers' "eager" one, all of whose matmuls are visible; a fused one keeps less.
+"""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
+from typing import Any
 
-from ...models.activations import BlockBytes, block_bytes, end_bytes, logit_bytes, stacks
+import torch
+from torch import Tensor, nn
+
+from ...models.activations import FP32, BlockBytes, block_bytes, end_bytes, logit_bytes, stacks
 from ...models.common.config import ModelConfig
-from ...models.sizes import ParameterSize, parameter_sizes
+from ...models.sizes import ParameterSize, is_embedding, parameter_sizes
+from ..engines.precision import DTYPES
 from .job import Job
 
 
@@ -78,3 +89,110 @@ def is_frozen(size: ParameterSize, job: Job) -> bool:
     if any(part in job.frozen and size.name.startswith(prefix) for part, prefix in parts.items()):
         return True
     return "embeddings" in job.frozen and size.is_embedding
+
+
+def hf_model_memory(config: Any, job: Job) -> ModelMemory:
+    """Of a causal language model from transformers' configuration.
+
+    ValueError for what a model of transformers cannot do here: tensor and sequence parallelism, selective
+    recomputation; and for models that are no decoders.
+    """
+    _check(config, job)
+    config = copy.deepcopy(config)
+    config._attn_implementation = "eager"
+    model = _build(config, job)
+    name, blocks = _blocks(model, config.num_hidden_layers)
+    sizes = _sizes(model)
+    trained = tuple(size for size in sizes if not is_frozen(size, job))
+    whole, largest = _kept(model, job)
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, nn.ModuleList())
+    ends, _ = _kept(model, job)
+
+    kept = (whole - ends) // len(blocks)
+    tokens = job.micro_batch_size * job.length
+    stream = tokens * config.hidden_size * job.itemsize
+    full = job.recompute == "full"
+    working = 2 * stream + 2 * largest
+    block = BlockBytes(stream, kept - stream + working) if full else BlockBytes(kept, working)
+    in_blocks = tuple(size for size in trained if size.name.startswith(f"{name}."))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    head, table = (
+        next((size for size in trained if size.name == names[module.weight]), None)
+        for module in (model.get_output_embeddings(), model.get_input_embeddings())
+    )
+    # The loss is computed from a copy of the logits in fp32; its log-softmax is kept, and has a gradient.
+    wide = tokens * config.vocab_size * FP32
+    return ModelMemory(
+        parameters=tuple(sizes),
+        trained=trained,
+        parts=(Part(len(blocks), block, in_blocks),),
+        logits=tokens * config.vocab_size * job.itemsize,
+        loss=2 * wide,
+        ends=ends - wide,
+        head=head,
+        table=table,
+        stream=stream,
+        pieces=2 if table is not None and table is head else 0,
+    )
+
+
+def _check(config: Any, job: Job) -> None:
+    kind = config.model_type
+    if job.tensor_parallel_size > 1 or job.sequence_parallel:
+        raise ValueError(
+            f"{kind} is no family of the zoo, so that its layers cannot be split: use one tensor-parallel rank, and no "
+            "sequence parallelism"
+        )
+    if job.recompute == "selective":
+        raise ValueError(f"{kind} is no family of the zoo: its activations can be recomputed in full or not at all")
+    if config.is_encoder_decoder:
+        raise ValueError(f"{kind} is no family of the zoo, and among the others only decoders can be estimated")
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and job.length > longest:
+        raise ValueError(f"length {job.length} is more than the model's {longest} positions")
+
+
+def _build(config: Any, job: Job) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        try:
+            return AutoModelForCausalLM.from_config(config).to(DTYPES[job.precision]).train()
+        except ValueError:
+            raise ValueError(f"transformers has no causal language model of type {config.model_type!r}") from None
+
+
+def _blocks(model: nn.Module, layers: int) -> tuple[str, nn.ModuleList]:
+    """The list of the model's blocks, and its name."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == layers:
+            return name, module
+    raise ValueError(f"{type(model).__name__} has no list of {layers} blocks, so its blocks cannot be told apart")
+
+
+def _sizes(model: nn.Module) -> list[ParameterSize]:
+    tables = {parameter for module in model.modules() if is_embedding(module) for parameter in module.parameters()}
+    return [
+        ParameterSize(name, tuple(parameter.shape), tuple(parameter.shape), parameter in tables)
+        for name, parameter in model.named_parameters()
+    ]
+
+
+def _kept(model: Any, job: Job) -> tuple[int, int]:
+    """Bytes of all storages that a forward pass keeps for backward, and of the largest; without the model's own."""
+    storages: dict[int, Any] = {}
+    own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            storages[storage._cdata] = storage
+        return tensor
+
+    ids = torch.zeros(job.micro_batch_size, job.length, dtype=torch.long, device="meta")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, use_cache=False).loss
+    del loss
+    sizes = [storage.nbytes() for storage in storages.values()]
+    return sum(sizes), max(sizes)

@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from .rank_info import Launch, cpu_environment, free_port
+from .rank_info import RankInfo, cpu_environment, free_port
 from .rank_process import join_job
 
 if not torch.accelerator.is_available():
@@ -22,7 +22,7 @@ if not torch.accelerator.is_available():
 PROCESS_GROUP_TIMEOUT = timedelta(minutes=30)  # preparing a corpus on the first rank may take a while
 
 
-def initialize_distributed(launch: Launch) -> torch.device:
+def initialize_distributed(launch: RankInfo) -> torch.device:
     """Joins the process group (NCCL with GPUs, else gloo) and returns this process's device."""
     launch.export()
     join_job()

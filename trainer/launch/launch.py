@@ -13,7 +13,7 @@ from pathlib import Path
 from ..arguments.training_arguments import TrainingArguments
 from .local import run_ranks
 from .nodes import LOCAL_NAMES, Nodes, check_launcher, deepspeed_command, launcher_command, rank_commands
-from .rank_info import Launch
+from .rank_info import RankInfo
 from .rank_process import join_job
 
 THIS_MACHINE = Nodes()
@@ -22,7 +22,7 @@ GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
 
 def ensure_processes(
     world_size: int, nodes: Nodes = THIS_MACHINE, *, script: str | None = None, dry_run: bool = False
-) -> Launch:
+) -> RankInfo:
     """This process's place among the run's, which are started first if nobody has.
 
     Under `torchrun`, `deepspeed` or `srun`, and in the processes that this function has started itself, it returns
@@ -34,7 +34,7 @@ def ensure_processes(
     dry_run: prints the commands of the job and starts nothing; raises `SystemExit(0)`.
     Raises `ValueError` if the machines or their GPUs are fewer than asked for, or the script cannot be run again.
     """
-    launch = Launch.from_environment()
+    launch = RankInfo.from_environment()
     if launch.world_size > 1:
         if dry_run:
             raise SystemExit(0)
@@ -49,7 +49,7 @@ def ensure_processes(
     raise SystemExit(start_processes(world_size, nodes, script=script, dry_run=dry_run))
 
 
-def ensure_processes_of(arguments: TrainingArguments) -> Launch:
+def ensure_processes_of(arguments: TrainingArguments) -> RankInfo:
     """`ensure_processes` for what training arguments ask for."""
     several = arguments.num_nodes > 1
     nodes = Nodes(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Launch:
+class RankInfo:
     """This process's place in the run, from the variables that torchrun, deepspeed, srun and our own start set.
 
     variables: torchrun's for this place, where the starter has set others.
@@ -23,7 +23,7 @@ class Launch:
     variables: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Launch:
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> RankInfo:
         own = {} if "RANK" in environ or not started_by_srun(environ) else torch_variables(environ)
         found = {**environ, **own}
         world_size = int(found.get("WORLD_SIZE", 1))

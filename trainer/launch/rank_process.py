@@ -1,4 +1,4 @@
-"""What a rank owes to whoever started it: the traceback it fails with, and to end when the starter does.
+"""What a rank process owes its launcher: its traceback, ending with the launcher, and stopping on SIGTERM.
 
 The traceback is left in a file whose name and form are torchrun's (`torch.distributed.elastic.multiprocessing.errors`),
 so that torchrun shows it in its summary; our own launcher reads the same file.
@@ -11,11 +11,13 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 STARTER = "SHARDZOO_STARTER"  # process id of our launcher
@@ -106,3 +108,23 @@ def read(path: Path) -> RankError | None:
         return RankError(message["message"], message["extraInfo"]["py_callstack"], path.stat().st_mtime)
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+class StopSignal:
+    """While open, SIGTERM sets `is_set` and no more; the loop ends after its step."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._previous: Any = None
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is threading.main_thread():  # only there Python takes handlers
+            self._previous = signal.signal(signal.SIGTERM, self._set)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGTERM, self._previous)
+
+    def _set(self, number: int, frame: object) -> None:
+        self.is_set = True

@@ -1,9 +1,10 @@
-"""Where this process stands among the others, and what they tell one another."""
+"""The place of this process among the ranks of a run, and the collectives of the trainer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -67,3 +68,29 @@ class Ranks:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=group)
         return values
+
+
+Result = TypeVar("Result")
+
+
+def is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def on_first_rank(work: Callable[[], Result]) -> Result:
+    """Runs `work` on rank 0 and gives its result, or raises its `ValueError` or `OSError`, on every rank.
+
+    The result travels by pickle between the processes of this run.
+    """
+    if not dist.is_initialized():
+        return work()
+    outcome: list = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = work()
+        except (ValueError, OSError) as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]

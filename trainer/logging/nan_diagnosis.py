@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engines.engine import Engine
-from ..evaluation import ForwardStep
+from ..engines.engine import Engine, ForwardStep
 
 
 @torch.no_grad()
-def describe_non_finite(engine: Engine, forward_step: ForwardStep, batch: dict[str, Any]) -> str:
+def diagnose_non_finite(engine: Engine, forward_step: ForwardStep, batch: dict[str, Any]) -> str:
     """Names the parameter that is not finite, or the first module whose output is not, in another forward pass."""
     for name, parameter in engine.module.named_parameters():
         if not torch.isfinite(parameter).all():

@@ -1,4 +1,4 @@
-"""How much of the machine a step uses: arithmetic against the device's peak, and memory."""
+"""How fast a step is: FLOPs utilization, peak memory, and a profiler's trace."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import resource
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,3 +87,36 @@ def _seconds(a: Tensor) -> float:
 def _elements(batch: Mapping[str, Any]) -> int:
     ids = batch.get("input_ids")
     return ids.numel() if isinstance(ids, Tensor) else 0
+
+
+WAITED = 2  # the first steps allocate and choose kernels
+
+
+class StepProfiler:
+    """Records `steps` steps after the first two with torch's profiler into a Chrome trace; with 0 it does nothing."""
+
+    def __init__(self, steps: int, path: Path) -> None:
+        self._steps, self._path = steps, path
+        self._profile: Any = None
+
+    def __enter__(self) -> StepProfiler:
+        if self._steps:
+            from torch.profiler import profile, schedule
+
+            self._profile = profile(
+                schedule=schedule(wait=WAITED - 1, warmup=1, active=self._steps, repeat=1),
+                on_trace_ready=lambda done: done.export_chrome_trace(str(self._path)),
+                profile_memory=True,
+            )
+            self._profile.__enter__()
+        return self
+
+    def step(self) -> None:
+        """After each training step."""
+        if self._profile is not None:
+            self._profile.step()
+
+    def __exit__(self, *exception: object) -> None:
+        if self._profile is not None:
+            self._profile.__exit__(None, None, None)
+            self._profile = None

@@ -1,0 +1,202 @@
+"""The state of a model and its optimizer: as named tensors for safetensors, and as values for JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+MASTER_WEIGHT = "master_weight"
+# Python's own numbers. Their width tells them from an optimizer's fp32 scalars.
+NUMBERS = {int: torch.int64, float: torch.float64}
+UNSUPPORTED = object()  # stands for what JSON cannot hold, such as a function
+
+
+def model_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the parameters, shared ones once, and copies of the persistent buffers, which a forward pass may
+    change."""
+    tensors = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    return tensors | {name: value.detach().clone() for name, value in persistent_buffers(module).items()}
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the tensors of a module's state that are not parameters."""
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    state = module.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if name not in parameters and isinstance(value, Tensor)}
+
+
+def state_tensors(optimizer: torch.optim.Optimizer, owners: Mapping[Any, str]) -> dict[str, Tensor]:
+    """Returns `<state>/<parameter>` -> the state itself.
+
+    Numbers become tensors without dimensions, and None becomes an empty tensor.
+
+    Args:
+        owners: what the optimizer updates -> the parameter's name.
+
+    Raises:
+        ValueError: the optimizer keeps states of other kinds.
+    """
+    tensors = {}
+    for parameter, state in optimizer.state.items():
+        if parameter not in owners or not isinstance(state, Mapping):
+            raise ValueError(f"{type(optimizer).__name__} keeps {parameter!r:.40} as state, which cannot be saved")
+        for key, value in state.items():
+            tensors[f"{key}/{owners[parameter]}"] = _as_tensor(f"{type(optimizer).__name__}'s {key}", value)
+    return tensors
+
+
+def _as_tensor(described: str, value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    if value is None:
+        return torch.empty(0, dtype=torch.bool)
+    if type(value) not in NUMBERS:
+        raise ValueError(f"{described} is a {type(value).__name__}, which cannot be saved; use another optimizer")
+    return torch.tensor(value, dtype=NUMBERS[type(value)])
+
+
+def load_state_tensors(
+    optimizer: torch.optim.Optimizer, owners: Mapping[Any, str], tensors: Mapping[str, Tensor], step: int
+) -> None:
+    """Loads what `state_tensors` returned after `step` steps.
+
+    Another engine may keep one count of steps for all parameters together; Adam's counts then follow from `step`.
+    """
+    by_name = {name: parameter for parameter, name in owners.items()}
+    on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    optimizer.state.clear()
+    for key, value in tensors.items():
+        state, name = key.split("/", 1)
+        if state != MASTER_WEIGHT and name in by_name:
+            parameter = by_name[name]
+            optimizer.state[parameter][state] = _from_tensor(value, parameter.device, on_device)
+    if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+        for parameter, state in optimizer.state.items():
+            if "step" not in state:
+                state["step"] = _from_tensor(torch.tensor(float(step)), parameter.device, on_device)
+
+
+def _from_tensor(value: Tensor, device: torch.device, on_device: bool) -> Any:
+    """Reverses `_as_tensor`. on_device: whether scalars lie beside the parameters, or in CPU memory."""
+    if value.dim() == 0:
+        is_number = value.dtype in NUMBERS.values()
+        return value.item() if is_number else value.to(device if on_device else "cpu").clone()
+    if value.dtype == torch.bool and not value.numel():
+        return None
+    return value.to(device).clone()
+
+
+def group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Returns the values of each parameter group, for JSON."""
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    return to_json(groups)
+
+
+def group_changes(first: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns what schedulers, or an optimizer that keeps state in its groups, have changed.
+
+    The rest is the user's choice, which may differ when the run resumes.
+    """
+    return [dict(sorted(json_changes(*pair).items())) for pair in zip(first, now, strict=True)]
+
+
+def load_group_changes(optimizer: torch.optim.Optimizer, changes: list[dict[str, Any]]) -> None:
+    """Loads what `group_changes` returned. Raises ValueError for an optimizer with other groups."""
+    groups = optimizer.param_groups
+    if changes and len(changes) != len(groups):
+        raise ValueError(
+            f"the run's optimizer had {len(changes)} parameter groups, and this one has {len(groups)}; make it as it "
+            "was"
+        )
+    for group, change in zip(groups, changes, strict=False):
+        for name, value in change.items():
+            new = apply_changes(group.get(name), value)
+            on_device = isinstance(new, Tensor) and group["params"]  # ZeRO 3 leaves none of them in the group
+            group[name] = new.to(group["params"][0].device) if on_device else new
+
+
+def to_json(value: Any) -> Any:
+    """Returns `value` for JSON, or UNSUPPORTED.
+
+    What JSON lacks becomes a dict with the one key `tuple`, `tensor`, `counter` or `pairs`. An unsupported entry is
+    left out of its dict; a list with an unsupported item is unsupported itself.
+    """
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, Real):  # NumPy's too
+        return int(value) if isinstance(value, Integral) else float(value)
+    if isinstance(value, Tensor):
+        return {"tensor": [str(value.dtype).removeprefix("torch."), value.tolist()]}
+    if isinstance(value, (list, tuple)):
+        items = [to_json(item) for item in value]
+        if any(item is UNSUPPORTED for item in items):
+            return UNSUPPORTED
+        return items if isinstance(value, list) else {"tuple": items}
+    if isinstance(value, dict):
+        entries = {key: item for key, entry in value.items() if (item := to_json(entry)) is not UNSUPPORTED}
+        if isinstance(value, Counter):
+            return {"counter": [list(entry) for entry in entries.items()]}
+        if all(isinstance(key, str) for key in entries):
+            return entries
+        return {"pairs": [list(entry) for entry in entries.items()]}
+    return UNSUPPORTED
+
+
+DECODERS = {
+    "tuple": lambda items: tuple(from_json(item) for item in items),
+    "tensor": lambda content: torch.tensor(content[1], dtype=getattr(torch, content[0])),
+    "counter": lambda pairs: Counter({key: from_json(value) for key, value in pairs}),
+    "pairs": lambda pairs: {key: from_json(value) for key, value in pairs},
+}
+
+
+def from_json(value: Any) -> Any:
+    """Reverses `to_json`."""
+    if isinstance(value, list):
+        return [from_json(item) for item in value]
+    if _is_encoded(value):
+        [(kind, content)] = value.items()
+        return DECODERS[kind](content)
+    return {name: from_json(item) for name, item in value.items()} if isinstance(value, dict) else value
+
+
+def json_changes(first: Any, now: Any) -> Any:
+    """Returns what `apply_changes` needs to turn `first` into `now`. Both are results of `to_json`."""
+    if _are_dicts(first, now):
+        return {
+            name: json_changes(first[name], value) if name in first else value
+            for name, value in now.items()
+            if name not in first or first[name] != value
+        }
+    if _are_lists(first, now):
+        return [json_changes(a, b) for a, b in zip(first, now, strict=True)]
+    return now
+
+
+def apply_changes(current: Any, change: Any) -> Any:
+    """Returns `current`, which is not in JSON form, with what `json_changes` returned."""
+    if _are_dicts(current, change):
+        return {**current, **{name: apply_changes(current.get(name), value) for name, value in change.items()}}
+    if _are_lists(current, change):
+        return [apply_changes(a, b) for a, b in zip(current, change, strict=True)]
+    return from_json(change)
+
+
+def _are_dicts(a: Any, b: Any) -> bool:
+    return isinstance(a, dict) and isinstance(b, dict) and not _is_encoded(a) and not _is_encoded(b)
+
+
+def _are_lists(a: Any, b: Any) -> bool:
+    """Whether both are lists of dicts of one length, such as a scheduler's list of its parts' states. Other lists
+    change as a whole."""
+    both = isinstance(a, list) and isinstance(b, list) and len(a) == len(b)
+    return both and all(_are_dicts(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _is_encoded(value: Any) -> bool:
+    return isinstance(value, dict) and len(value) == 1 and next(iter(value)) in DECODERS
