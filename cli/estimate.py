@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..models import find_config
-from ..models.auto import FAMILIES, read_config
+from ..models import FAMILIES, find_config
+from ..models.auto import read_config
 from ..trainer.estimate import Estimate, Job, estimate, largest_micro_batch
 from .arguments import exit_code_of
 

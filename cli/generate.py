@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from ..data.tokenizers.glm_tokens import GLMVocabulary
 from ..generation.settings import GenerationSettings
 from .arguments import exit_code_of, parse, read_yaml
 
@@ -43,7 +44,7 @@ class GenerateArguments(GenerationSettings):
     """Prompts that are decoded together."""
     dtype: DTYPES | None = None
     """Of the weights; by default as stored."""
-    glm_vocabulary: Literal["bert", "gpt2", "roberta", "chinese", "chinese-10b"] | None = None
+    glm_vocabulary: GLMVocabulary | None = None
     """Which vocabulary a GLM extends, where its size does not tell."""
     config: Path | None = None
     """YAML file with values for these arguments; the command line wins."""

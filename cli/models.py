@@ -12,8 +12,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..models import family, find_config, presets
-from ..models.auto import FAMILIES, build_on_meta
+from ..models import FAMILIES, family, find_config, presets
+from ..models.auto import build_on_meta
 from ..models.common.config import ModelConfig
 from ..models.sizes import legal_sizes, sizes_of
 from ..trainer.estimate.job import ITEMSIZE
@@ -71,7 +71,7 @@ def select(names: Sequence[str]) -> list[tuple[str, ModelConfig]]:
         return list(presets())
     found = []
     for name in names:
-        found += family(name).PRESETS.items() if name in FAMILIES else [(name, find_config(name))]
+        found += family(name).presets.items() if name in FAMILIES else [(name, find_config(name))]
     return found
 
 

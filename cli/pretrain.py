@@ -17,10 +17,8 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import tyro
 
-from ..models import find_config, presets
-from ..models.auto import model_class
+from ..models import family, find_config, presets
 from ..models.common.attention import check_heads
-from ..models.common.causal_lm import CausalLM
 from ..mpu import validate_layout
 from ..trainer.arguments.training_arguments import EnvType, TrainingArguments
 from ..trainer.engines.deepspeed_config import zero_stage
@@ -101,6 +99,7 @@ class PretrainArguments(TrainingArguments):
         return {name: value for name, value in asdict(self).items() if name not in INVOCATION}
 
 
+OBJECTIVE = "gpt"
 INVOCATION = ("resume", "overwrite", "config", "local_rank")
 # What a run keeps for its whole life.
 FIXED = (
@@ -164,10 +163,11 @@ def read_arguments(argv: Sequence[str], *, quiet: bool) -> PretrainArguments:
 def check(arguments: PretrainArguments, launch: RankInfo) -> ModelConfig:
     """The model's configuration, if everything that can be known before the processes meet is in order."""
     config = find_config(arguments.model)
-    if not issubclass(model_class(config), CausalLM):
+    if family(config.model_type).objective != OBJECTIVE:
+        able = [name for name, other in presets() if family(other.model_type).objective == OBJECTIVE]
         raise ValueError(
             f"model {arguments.model} is a {config.architecture}, and pretrain.py trains causal language models; "
-            f"use a preset such as {', '.join(name for name, other in presets() if other.model_type == 'gpt2')}"
+            f"use a preset such as {', '.join(able)}"
         )
     changes = {name: getattr(arguments, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
     config = config.with_changes(**{name: value for name, value in changes.items() if value is not None})

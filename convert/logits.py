@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
 from ..checkpoint.checkpoint import open_checkpoint
-from ..models import from_pretrained
+from ..models import family, from_pretrained
 from ..models.mapping import MappedCheckpoint, map_checkpoint
 from ..mpu import ParallelMesh
 from .operations import Options, merge, split
@@ -86,8 +86,8 @@ def example_inputs(mapped: MappedCheckpoint) -> dict[str, Tensor]:
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if getattr(config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = torch.randint(mapped.model.vocab_size, (BATCH, length), generator=generator)
-    if config.model_type == "glm":
-        del inputs["attention_mask"]  # the original GLM's has another meaning; without it, it is causal
+    if not family(config.model_type).masks_padding:
+        del inputs["attention_mask"]  # it has another meaning
     return inputs
 
 
@@ -129,7 +129,7 @@ def transformers_class(folder: Path, config: Mapping[str, Any]) -> Any:
 
     names = config.get("architectures") or [None]
     found = getattr(transformers, str(names[0]), None)
-    return None if config.get("model_type") == "glm" else found
+    return found if family(str(config.get("model_type"))).in_transformers else None
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from shardzoo.data import (
     prepare_dataset,
     train_byte_level_bpe,
 )
-from shardzoo.data.tokenizers.glm_tokens import Family
+from shardzoo.data.tokenizers.glm_tokens import GLMVocabulary
 from shardzoo.generation import TextGenerationPipeline
 from shardzoo.trainer import Trainer
 from shardzoo.trainer.arguments.training_arguments import EnvType
@@ -32,7 +32,7 @@ def main(
     model: Path | None = None,
     data: Path | None = None,
     text: str = "Return the [MASK] of the message.",
-    glm_vocabulary: Family = "gpt2",
+    glm_vocabulary: GLMVocabulary = "gpt2",
     env_type: EnvType = "pytorch",
     num_gpus: int = 1,
     model_parallel_size: int = 1,

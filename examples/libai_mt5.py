@@ -18,7 +18,7 @@ import shardzoo
 from shardzoo.cli.arguments import exit_code_of, parse
 from shardzoo.data import LIBAI_MT5, IndexedDataset, PretrainingData, build_dataset, build_loader, prepare_corpus
 from shardzoo.data.tokenizers.tokenizer import T5_SENTINELS, load_tokenizer
-from shardzoo.models.mt5 import Config as MT5Config
+from shardzoo.models.mt5 import MT5Config
 from shardzoo.trainer import Trainer, TrainingArguments
 from shardzoo.trainer.launch.rank_info import RankInfo
 from shardzoo.trainer.launch.ranks import on_first_rank

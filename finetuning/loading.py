@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..models import FAMILIES, Execution, config_from_dict, from_pretrained
+from ..models import FAMILIES, Execution, config_from_dict, family, from_pretrained
 from ..models.auto import read_config
 from ..models.files import MANIFEST, huggingface_tensors, native_tensors
 from ..mpu import ParallelMesh
@@ -84,11 +84,9 @@ def find_source(arguments: TrainerArguments) -> Source:
         raise ValueError(
             f"{folder} holds shards, which only the zoo's models read; merge it by `shardzoo convert merge`"
         )
-    if native and model_type == "glm":
-        raise ValueError(
-            "a GLM learns by filling blanks, for which shardzoo.data.GLMDataset makes samples for "
-            "shardzoo.trainer.Trainer; models fine-tuned here are T5, mT5, GPT-2, BERT, RoBERTa and transformers'"
-        )
+    if native and not family(model_type).tasks:
+        able = ", ".join(name for name in FAMILIES if family(name).tasks)
+        raise ValueError(f"{family(model_type).no_tasks}; models fine-tuned here are {able} and transformers'")
     if arguments.model_parallel_size > 1 and not native:
         raise ValueError(
             f"model_parallel_size={arguments.model_parallel_size} splits layers, which transformers' {model_type} does "
@@ -98,10 +96,8 @@ def find_source(arguments: TrainerArguments) -> Source:
 
 
 def _shape(folder: Path, values: dict[str, Any]) -> str:
-    known = {"t5": "encoder-decoder", "mt5": "encoder-decoder", "gpt2": "decoder", "bert": "encoder",
-             "roberta": "encoder", "glm": "decoder"}  # fmt: skip
-    if values["model_type"] in known:
-        return known[values["model_type"]]
+    if values["model_type"] in FAMILIES:
+        return family(values["model_type"]).kind
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
@@ -140,8 +136,8 @@ def _native(
     made["execution"] = Execution(arguments.sequence_parallel, arguments.recompute)
     if task != "text-classification" or labels is None:
         return from_pretrained(source.folder, mesh, **made)
-    classifier = {"bert": "BertForSequenceClassification", "roberta": "RobertaForSequenceClassification"}
-    config = config_from_dict({**source.values, "architectures": [classifier[source.model_type]]}).with_changes(
+    classifier = family(source.model_type).tasks[task]
+    config = config_from_dict({**source.values, "architectures": [classifier]}).with_changes(
         num_labels=len(labels),
         id2label={str(number): label for number, label in enumerate(labels)},
         label2id={label: number for number, label in enumerate(labels)},
@@ -155,13 +151,19 @@ def _native(
 
 
 def _new_modules(source: Source) -> list[str]:
-    """The classifier, and BERT's pooler where the language model was stored without it."""
+    """The classifier, and what else of a classifier's modules the folder was stored without."""
     if (source.folder / MANIFEST).exists():
         stored = native_tensors(source.folder)[0]
     else:
         stored = huggingface_tensors(source.folder)
-    has_pooler = source.model_type != "bert" or any("pooler." in tensor.name for tensor in stored)
-    return ["classifier"] if has_pooler else ["pooler", "classifier"]
+    facts = family(source.model_type)
+
+    def is_stored(module: str) -> bool:
+        entries = [entry for entry in facts.name_map.entries if entry.native.startswith(f"{module}.")]
+        names = {name for entry in entries for name in (entry.native, *entry.stored_names())}
+        return any(facts.name_map.todays_name(tensor.name, names) in names for tensor in stored)
+
+    return [name for name in facts.new_modules if name == "classifier" or not is_stored(name)]
 
 
 def _transformers(source: Source, task: str, arguments: TrainerArguments, labels: Sequence[str] | None) -> nn.Module:
@@ -202,5 +204,11 @@ def positions_of(model: nn.Module, source: Source) -> int | None:
     if source.native:
         return config.max_sequence_length
     longest = getattr(config, "max_position_embeddings", None)
-    offset = config.pad_token_id + 1 if source.model_type in ("roberta", "xlm-roberta", "camembert") else 0
-    return None if longest is None else longest - offset
+    return None if longest is None else longest - _positions_of_padding(model)
+
+
+def _positions_of_padding(model: nn.Module) -> int:
+    """How many rows of a transformers model's position table serve no token, such as RoBERTa's up to its padding."""
+    tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
+    padding = next((getattr(table, "padding_idx", None) for table in tables), None)
+    return 0 if padding is None else padding + 1

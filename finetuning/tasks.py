@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import cast
 
+from ..models import family
 from .arguments import Task, TrainerArguments
 from .loading import Source
 
 PAIR_SUFFIXES = (".source", ".target")
-FITTING: dict[str, tuple[Task, ...]] = {
+TRANSFORMERS_TASKS: dict[str, tuple[str, ...]] = {
     "encoder-decoder": ("text2text-generation", "text-classification"),
     "decoder": ("text-generation", "text2text-generation", "text-classification"),
     "encoder": ("text-classification",),
@@ -19,12 +21,10 @@ FITTING: dict[str, tuple[Task, ...]] = {
 
 def choose_task(arguments: TrainerArguments, source: Source) -> Task:
     """The task that the arguments name, or that model and training file suggest. ValueError if the model cannot."""
-    fitting = FITTING[source.shape]
-    if source.native and source.shape != "encoder":
-        fitting = fitting[:-1]
+    fitting = tuple(family(source.model_type).tasks) if source.native else TRANSFORMERS_TASKS[source.shape]
     if arguments.task is None:
         if source.shape != "decoder" or arguments.train_file is None:
-            return fitting[0]
+            return cast(Task, fitting[0])
         return "text2text-generation" if holds_pairs(Path(arguments.train_file), arguments) else "text-generation"
     if arguments.task not in fitting:
         hint = "" if source.native is False or arguments.task != "text-classification" else "; native=False does"

@@ -10,10 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..models.common.causal_lm import CausalLM
 from ..models.common.outputs import EncoderOutput, ModelOutput
-from ..models.common.seq2seq import Seq2SeqLM
-from ..models.glm.model import GLMForConditionalGeneration
 from .beams import beam_search
 from .decoders import BlankDecoder, CausalDecoder, Decoder, Seq2SeqDecoder
 from .group_beams import group_beam_search
@@ -80,7 +77,8 @@ def generate(
     extras = Extras(logits_processor or (), stopping_criteria or (), prefix_allowed_tokens_fn, streamer, tokenizer)
     # Inference mode saves a few percent of a step; what leaves it is copied into ordinary tensors.
     with evaluating(model), torch.inference_mode():
-        if isinstance(model, Seq2SeqLM):
+        kind = getattr(model, "generates", None)
+        if kind == "answer":
             found = _answer(
                 model,
                 input_ids,
@@ -91,9 +89,9 @@ def generate(
                 made,
                 extras,
             )
-        elif isinstance(model, GLMForConditionalGeneration):
+        elif kind == "blanks":
             found = _fill(model, input_ids, position_ids, generation_attention_mask, made, extras)
-        elif isinstance(model, CausalLM):
+        elif kind == "continuation":
             found = _continue(model, input_ids, attention_mask, made, extras)
         else:
             raise ValueError(f"a {type(model).__name__} generates no text; see generation.fill_mask")
@@ -158,7 +156,7 @@ def _answer(
 
 
 def _fill(
-    model: GLMForConditionalGeneration,
+    model: Any,
     ids: Tensor | None,
     positions: Tensor | None,
     visible: Tensor | None,
@@ -183,7 +181,7 @@ def _fill(
 
 
 def fill(
-    model: GLMForConditionalGeneration,
+    model: Any,
     ids: Tensor,
     positions: Tensor,
     visible: Tensor,

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..data.tokenizers.glm_tokens import GLMTokens
-from ..models.glm.model import GLMForConditionalGeneration
 from .api import Extras, check_model, device_of, evaluating, fill
 from .prompts import check_ids, check_mask
 from .settings import GenerationSettings, make_settings
@@ -30,7 +29,7 @@ class Filled:
 
 @torch.inference_mode()
 def fill_blanks(
-    model: GLMForConditionalGeneration,
+    model: Any,
     input_ids: Tensor,
     tokens: GLMTokens,
     attention_mask: Tensor | None = None,
@@ -50,6 +49,8 @@ def fill_blanks(
     never generated, for its row of the vocabulary is a copy. ValueError if no row has a blank.
     """
     check_model(model)
+    if getattr(model, "generates", None) != "blanks":
+        raise ValueError(f"a {type(model).__name__} fills no blanks; use generate, or fill_mask for masked tokens")
     ids = input_ids.to(device_of(model))
     check_ids(ids, model.config.vocab_size)
     mask = torch.ones_like(ids) if attention_mask is None else attention_mask.to(ids.device)
@@ -107,7 +108,7 @@ class _Prompt:
 
 
 def _fill_next(
-    model: GLMForConditionalGeneration,
+    model: Any,
     prompts: list[_Prompt],
     tokens: GLMTokens,
     settings: GenerationSettings,

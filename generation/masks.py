@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..models.bert.model import BertForMaskedLM, BertForPreTraining
+from ..models.registry import FAMILIES, family
 from .api import check_model, device_of, evaluating
 from .prompts import check_ids
 from .vocabulary import best, log_probabilities, without_padding
@@ -23,9 +24,14 @@ class MaskFills:
     scores: Tensor
 
 
+def fills_masks(model_class: type) -> bool:
+    """Whether models of a class predict the tokens at masked places."""
+    return getattr(model_class, "generates", None) == "masks"
+
+
 @torch.no_grad()
 def fill_mask(
-    model: nn.Module,
+    model: Any,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     token_type_ids: Tensor | None = None,
@@ -39,8 +45,9 @@ def fill_mask(
     without a mask, and for a model that fills none.
     """
     check_model(model)
-    if not isinstance(model, (BertForMaskedLM, BertForPreTraining)):
-        raise ValueError(f"a {type(model).__name__} fills no masks; load a BertForMaskedLM or RobertaForMaskedLM")
+    if not fills_masks(type(model)):
+        able = [n for name in FAMILIES for n, model in family(name).architectures.items() if fills_masks(model)]
+        raise ValueError(f"a {type(model).__name__} fills no masks; load one of {', '.join(able)}")
     vocab_size = model.config.vocab_size
     if not 1 <= top_k <= vocab_size:
         raise ValueError(f"top_k must be from 1 to the vocabulary's {vocab_size}, not {top_k}")

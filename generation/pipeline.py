@@ -9,17 +9,15 @@ from typing import Any
 
 import torch
 
-from ..data.tokenizers.glm_tokens import Family
+from ..data.tokenizers.glm_tokens import GLMVocabulary
 from ..models import from_pretrained
-from ..models.bert.model import BertModel
-from ..models.common.seq2seq import Seq2SeqLM
-from ..models.glm.model import GLMForConditionalGeneration
+from ..models.registry import BlankText, family
 from ..mpu import ParallelMesh
 from .api import generate
 from .blanks import fill_blanks
-from .masks import fill_mask
+from .masks import fill_mask, fills_masks
 from .settings import make_settings
-from .text import GLMText, load_text_tokenizer, pad_left
+from .text import load_text_tokenizer, pad_left
 
 
 class TextGenerationPipeline:
@@ -41,15 +39,16 @@ class TextGenerationPipeline:
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         batch_size: int = 8,
-        glm_vocabulary: Family | None = None,
+        glm_vocabulary: GLMVocabulary | None = None,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
         self.model: Any = from_pretrained(path, mesh, dtype, device=device)
         self.batch_size, folder = batch_size, Path(path)
         self.generation_config = _stored_settings(folder / "generation_config.json")
-        self.glm = GLMText(folder, glm_vocabulary) if isinstance(self.model, GLMForConditionalGeneration) else None
-        self.tokenizer = None if self.glm else load_text_tokenizer(folder)
+        make_blank_text = family(self.model.config.model_type).blank_text
+        self.blank_text = None if make_blank_text is None else make_blank_text(folder, glm_vocabulary)
+        self.tokenizer = None if self.blank_text else load_text_tokenizer(folder)
 
     def __call__(
         self, texts: str | Sequence[str], *, return_full_text: bool = True, streamer: Any = None, **settings: Any
@@ -65,9 +64,9 @@ class TextGenerationPipeline:
         entries: list[dict[str, Any]] = []
         for start in range(0, len(texts), self.batch_size):
             part = texts[start : start + self.batch_size]
-            if self.glm is not None:
-                entries += self._fill_blanks(part, self.glm, settings)
-            elif isinstance(self.model, BertModel):
+            if self.blank_text is not None:
+                entries += self._fill_blanks(part, self.blank_text, settings)
+            elif fills_masks(type(self.model)):
                 entries += [self._fill_masks(text, settings) for text in part]
             else:
                 entries += self._generate(part, return_full_text, streamer, settings)
@@ -76,7 +75,7 @@ class TextGenerationPipeline:
     @property
     def streams(self) -> bool:
         """Whether a streamer can show the tokens as they come."""
-        return self.glm is None and not isinstance(self.model, BertModel)
+        return self.blank_text is None and not fills_masks(type(self.model))
 
     def _generate(self, texts: list[str], full: bool, streamer: Any, given: dict[str, Any]) -> list[dict[str, Any]]:
         tokenizer: Any = self.tokenizer
@@ -94,7 +93,7 @@ class TextGenerationPipeline:
             self.model, ids, mask, generation_config=settings, tokenizer=tokenizer, streamer=streamer,
             return_dict_in_generate=True,
         )  # fmt: skip
-        answers = isinstance(self.model, Seq2SeqLM)
+        answers = self.model.generates == "answer"
         entries = []
         for number, sequence in enumerate(found.sequences.tolist()):
             text = texts[number // settings.num_return_sequences]
@@ -105,11 +104,11 @@ class TextGenerationPipeline:
             entries.append(entry)
         return entries
 
-    def _fill_blanks(self, texts: list[str], glm: GLMText, settings: dict[str, Any]) -> list[dict[str, Any]]:
-        ids, mask = pad_left([glm.encode(text) for text in texts], glm.tokens.pad)
-        found = fill_blanks(self.model, ids, glm.tokens, mask, generation_config=self.generation_config, **settings)
+    def _fill_blanks(self, texts: list[str], blanks: BlankText, settings: dict[str, Any]) -> list[dict[str, Any]]:
+        ids, mask = pad_left([blanks.encode(text) for text in texts], blanks.tokens.pad)
+        found = fill_blanks(self.model, ids, blanks.tokens, mask, generation_config=self.generation_config, **settings)
         return [
-            {"prompt": text, "generated_text": glm.decode(one.ids), "pieces": [glm.decode(p) for p in one.pieces]}
+            {"prompt": text, "generated_text": blanks.decode(one.ids), "pieces": [blanks.decode(p) for p in one.pieces]}
             for text, one in zip(texts, found, strict=True)
         ]
 

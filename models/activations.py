@@ -1,21 +1,19 @@
 """What a model keeps for its backward pass, in bytes per rank, from its configuration; see docs/estimate.md.
 
-Each family says what its blocks are made of (`STACKS`); what such a block keeps is one formula, which the tests hold
-to what autograd saves, to the byte.
+Each family says what its blocks are made of (`Family.activations`). What such a block keeps is one formula, which the
+tests compare with what autograd saves, to the byte.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from .common.attention import MOST_SCORES_OF_PRODUCTS
-from .common.config import ModelConfig
 from .common.execution import Execution
 
 FP32 = 4
 INT64 = 8
+FUSED_GATES = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu", "swish")  # activations of `GatedMLP`
 NOTHING_SPECIAL = Execution()
 
 
@@ -79,6 +77,15 @@ class Stack:
 
 
 @dataclass(frozen=True)
+class Activations:
+    """A model's stacks in the order of a forward pass. ends: how many tensors as large as the residual stream are kept
+    outside the blocks, for each of source and target: by default the input and the output of the last norm."""
+
+    stacks: tuple[Stack, ...]
+    ends: int = 2
+
+
+@dataclass(frozen=True)
 class BlockBytes:
     """kept: between forward and backward. working: what exists beyond that in the block's backward pass: what is made
     again, and gradients inside."""
@@ -99,32 +106,23 @@ def block_bytes(stack: Stack, batch: Batch, layout: Layout) -> BlockBytes:
     return BlockBytes(everything, _working(stack, batch, layout))
 
 
-def end_bytes(config: ModelConfig, batch: Batch, layout: Layout) -> int:
+def end_bytes(activations: Activations, batch: Batch, layout: Layout) -> int:
     """Embeddings, the last norm and the head, without the logits."""
-    source = batch.size * batch.length * _hidden(config) * layout.itemsize
-    target = batch.size * batch.target_length * _hidden(config) * layout.itemsize
-    if config.model_type in ("t5", "mt5"):
-        streams = 2 * source + 2 * target  # both final norms' inputs and outputs
-    elif config.model_type in ("bert", "roberta"):
-        streams = 5 * source  # the embeddings' norm; the last block's output, dense, activation, norm
-    else:
-        streams = 2 * source
-    return streams // layout.sequence_split
+    hidden = activations.stacks[0].block.hidden
+    return (
+        activations.ends
+        * batch.size
+        * (batch.length + batch.target_length)
+        * hidden
+        * layout.itemsize
+        // (layout.sequence_split)
+    )
 
 
-def logit_bytes(config: ModelConfig, columns: int, batch: Batch, layout: Layout) -> int:
+def logit_bytes(columns: int, batch: Batch, layout: Layout) -> int:
     """The logits, of which a rank has `columns`; their gradient is as large."""
     length = batch.target_length or batch.length
     return batch.size * length * columns * layout.itemsize
-
-
-def stacks(config: ModelConfig) -> list[Stack]:
-    """In the order of a forward pass. ValueError for a family without formulas."""
-    if config.model_type not in STACKS:
-        raise ValueError(
-            f"there is no activation formula for {config.model_type!r}; there is one for {', '.join(STACKS)}"
-        )
-    return STACKS[config.model_type](config)
 
 
 def _stream(stack: Stack, batch: Batch, layout: Layout) -> int:
@@ -200,83 +198,3 @@ def _working(stack: Stack, batch: Batch, layout: Layout, recomputed: int = 0) ->
         attention = max(batch.size * block.heads * length**2 * e // t + 2 * inner, attention)
     attention += recomputed - block.mlp_kept * wide - 2 * _stream(stack, batch, layout)  # its norm's input and output
     return 2 * tokens * block.hidden * e + max(wide * (2 if block.gated else 1), attention)
-
-
-def _hidden(config: Any) -> int:
-    return getattr(config, config.attribute_map.get("hidden_size", "hidden_size"))
-
-
-def _gpt2(config: Any) -> list[Stack]:
-    block = Block(
-        hidden=config.n_embd,
-        heads=config.n_head,
-        head_size=config.n_embd // config.n_head,
-        feed_forward=config.inner_size,
-        mlp_kept=1 if config.activation_function == "relu" else 2,
-        attention_dropout=config.attn_pdrop > 0,
-        dropouts=2 if config.resid_pdrop else 0,
-        statistics=2,
-        causal=True,
-    )
-    return [Stack("blocks.", config.n_layer, block)]
-
-
-def _bert(config: Any) -> list[Stack]:
-    block = Block(
-        hidden=config.hidden_size,
-        heads=config.num_attention_heads,
-        head_size=config.hidden_size // config.num_attention_heads,
-        feed_forward=config.intermediate_size,
-        mlp_kept=1 if config.hidden_act == "relu" else 2,
-        attention_dropout=config.attention_probs_dropout_prob > 0,
-        dropouts=2 if config.hidden_dropout_prob else 0,
-        statistics=2,
-    )
-    return [Stack("encoder.blocks.", config.num_hidden_layers, block)]
-
-
-def _glm(config: Any) -> list[Stack]:
-    block = Block(
-        hidden=config.hidden_size,
-        heads=config.num_attention_heads,
-        head_size=config.hidden_size // config.num_attention_heads,
-        feed_forward=4 * config.hidden_size,
-        mlp_kept=1 if config.hidden_act == "relu" else 2,
-        attention_dropout=config.attention_dropout_prob > 0,
-        dropouts=2 if config.output_dropout_prob else 0,
-        statistics=2,
-        causal=True,
-    )
-    return [Stack("blocks.", config.num_layers, block)]
-
-
-def _t5(config: Any) -> list[Stack]:
-    drops = config.dropout_rate > 0
-    if config.is_gated:
-        # Both products' outputs and what the last product takes; an activation without a fused gate keeps its output.
-        kept = 3 if config.activation in FUSED_GATES else 4 + (config.activation != "relu") - (not drops)
-    else:
-        kept = (1 if config.activation == "relu" else 2) + (drops and config.activation == "relu")
-    block = {
-        "hidden": config.d_model,
-        "heads": config.num_heads,
-        "head_size": config.d_kv,
-        "feed_forward": config.d_ff,
-        "mlp_kept": kept,
-        "gated": config.is_gated,
-        "attention_dropout": drops,
-        "bias": True,
-        "statistics": 1,
-    }
-    encoder = Block(**block, dropouts=3 if drops else 0)
-    decoder = Block(**block, dropouts=4 if drops else 0, causal=True, cross=True)
-    return [
-        Stack("encoder.blocks.", config.num_layers, encoder),
-        Stack("decoder.blocks.", config.decoder_layers, decoder, is_decoder=True),
-    ]
-
-
-FUSED_GATES = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu", "swish")
-STACKS: dict[str, Callable[[Any], list[Stack]]] = {
-    "gpt2": _gpt2, "bert": _bert, "roberta": _bert, "glm": _glm, "t5": _t5, "mt5": _t5
-}  # fmt: skip

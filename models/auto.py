@@ -1,13 +1,9 @@
-"""Finds a family by its name and builds its models."""
+"""Configurations and models by name."""
 
 from __future__ import annotations
 
-import importlib
 import json
-import pkgutil
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,30 +12,7 @@ from torch import nn
 from ..mpu import ParallelMesh, initialize, materialize
 from .common.config import ModelConfig
 from .common.execution import Execution
-
-# A family is a folder beside this file, named after its `model_type`.
-FAMILIES = tuple(
-    sorted(
-        module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])
-        if module.ispkg and module.name != "common"
-    )
-)  # fmt: skip
-
-
-def family(model_type: str) -> ModuleType:
-    """The family's package, which has `Config`, `Model`, `NAME_MAP` and `PRESETS`.
-
-    A family with several heads also has `MODELS`: the architecture's name, as in `config.architecture` -> its class.
-    """
-    if model_type not in FAMILIES:
-        raise ValueError(f"there is no model family {model_type!r}; use one of {', '.join(FAMILIES)}")
-    return importlib.import_module(f".{model_type}", __package__)
-
-
-def presets() -> Iterator[tuple[str, ModelConfig]]:
-    """All presets by name, family by family."""
-    for model_type in FAMILIES:
-        yield from family(model_type).PRESETS.items()
+from .registry import family, presets
 
 
 def find_config(name: str) -> ModelConfig:
@@ -69,7 +42,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def config_from_dict(values: dict[str, Any]) -> ModelConfig:
     if "model_type" not in values:
         raise ValueError("the configuration has no model_type, so its family is unknown")
-    return family(values["model_type"]).Config.from_dict(values)
+    return family(values["model_type"]).config.from_dict(values)
 
 
 def as_config(config: ModelConfig | dict[str, Any] | str | Any) -> ModelConfig:
@@ -88,8 +61,7 @@ def as_config(config: ModelConfig | dict[str, Any] | str | Any) -> ModelConfig:
 
 def model_class(config: ModelConfig) -> type[nn.Module]:
     """The class that `config.architecture` names."""
-    package = family(config.model_type)
-    return getattr(package, "MODELS", {}).get(config.architecture, package.Model)
+    return family(config.model_type).architectures[config.architecture]
 
 
 def build_on_meta(config: ModelConfig, mesh: ParallelMesh | None, execution: Execution | None = None) -> nn.Module:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..mpu import ParallelMesh, gather_from_tp, initialize, materialize, tp_rank, tp_size
-from .auto import as_config, build_on_meta, config_from_dict, family, read_config
+from .auto import as_config, build_on_meta, config_from_dict, read_config
 from .common.config import ModelConfig
 from .common.execution import Execution
 from .common.name_map import NameMap
@@ -19,6 +19,7 @@ from .files import MANIFEST, StoredTensor, huggingface_tensors, native_tensors
 from .glm.legacy import legacy_config, legacy_files, place_legacy, read_ranks
 from .placement import Placement, place_huggingface, place_native
 from .reading import TensorReader
+from .registry import family
 
 
 def from_pretrained(
@@ -92,7 +93,7 @@ def _native(folder: Path, config: ModelConfig, mesh, execution, new) -> tuple[nn
     model = build_on_meta(config, mesh, execution)
     absent = _names_of(model, new)
     if new:
-        name_map: NameMap = family(config.model_type).NAME_MAP
+        name_map: NameMap = family(config.model_type).name_map
         heads = {entry.native for entry in name_map.entries if "{i}" not in entry.native}
         absent |= heads - {name for name, _ in model.named_parameters()}
     return model, place_native(model, ranks, absent)
@@ -113,7 +114,7 @@ def _huggingface(
         if tensor.name in tensors:
             raise ValueError(f"{tensor} is also in {tensors[tensor.name].path}")
         tensors[tensor.name] = tensor
-    name_map: NameMap = family(config.model_type).NAME_MAP
+    name_map: NameMap = family(config.model_type).name_map
     untied = {name for entry in _untied_entries(config) for name in entry.stored_names()}
     if untied:
         # The files know better than the flag, which some writers always set; see `T5Config.from_dict`.
@@ -144,7 +145,7 @@ def _repeats(aliases, entries, tensors: Mapping[str, StoredTensor], placements: 
 
 def _untied_entries(config: ModelConfig):
     """Entries of the family for parameters that only an untied model has."""
-    name_map: NameMap = family(config.model_type).NAME_MAP
+    name_map: NameMap = family(config.model_type).name_map
     names = set(name_map.untied_names())
     return [entry for entry in name_map.entries if names & set(entry.stored_names())]
 
@@ -224,7 +225,7 @@ def _check_repeat(reader: TensorReader, placement: Placement, parameter: Tensor,
 
 def _tie_equal(model: Any, mesh: ParallelMesh | None) -> None:
     """Shares the output head's parameter with the embedding where a file stores equal tensors for both."""
-    name_map: NameMap = family(model.config.model_type).NAME_MAP
+    name_map: NameMap = family(model.config.model_type).name_map
     kept_as = dict(name_map.aliases)
     natives = {entry.stored_names(): entry.native for entry in name_map.entries}
     parameters = dict(model.named_parameters())

@@ -18,9 +18,10 @@ from ..checkpoint.layout import CheckpointLayout, ParameterPlacement, TensorSlic
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.stored_tensor import StoredTensor
 from ..mpu import Shard
-from .auto import config_from_dict, family, from_config
+from .auto import config_from_dict, from_config
 from .common.config import ModelConfig
 from .common.name_map import Entry, NameMap
+from .registry import family
 
 
 @dataclass(frozen=True)
@@ -306,7 +307,7 @@ def native_model(
         layers = _number_of_layers(config)
         if not 0 < layers <= most_layers:
             raise ValueError(f"it claims {layers:,} layers, but there are {most_layers:,} tensors in all")
-        name_map = family(config.model_type).NAME_MAP
+        name_map = family(config.model_type).name_map
         tied = is_tied(config, name_map)
         if tied is not None:
             config = config.with_changes(tie_word_embeddings=tied)

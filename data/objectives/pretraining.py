@@ -10,7 +10,7 @@ from ..indexed.dataset import IndexedDataset
 from ..loading.collate import PadBatch
 from ..loading.loader import ResumableLoader, Samples, Share
 from ..text.sentences import sentence_end_ids
-from ..tokenizers.glm_tokens import Family, glm_tokenizer
+from ..tokenizers.glm_tokens import GLMVocabulary, glm_tokenizer
 from ..tokenizers.sentinels import add_sentinels
 from ..tokenizers.tokenizer import Tokenizer
 from .blank_infilling import BlankInfilling
@@ -51,7 +51,7 @@ class PretrainingData:
     mean_span_length: float = 3.0
     whole_words: bool = False
     longest_ngram: int = 1
-    glm_vocabulary: Family = "gpt2"
+    glm_vocabulary: GLMVocabulary = "gpt2"
     glm_token: float = 0.5
     glm_sentence: float = 0.3
     glm_single_span: float = 0.0

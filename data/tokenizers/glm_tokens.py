@@ -7,7 +7,7 @@ from typing import Literal
 
 from .tokenizer import Tokenizer
 
-Family = Literal["bert", "gpt2", "roberta", "chinese", "chinese-10b"]
+GLMVocabulary = Literal["bert", "gpt2", "roberta", "chinese", "chinese-10b"]
 
 # Order in which the reference appends tokens to a base vocabulary; the last three only where they are
 # switched on.
@@ -70,7 +70,7 @@ class GLMTokens:
         return -(-self.vocab_size // multiple) * multiple
 
 
-def glm_token_ids(base_size: int, family: Family, base_ids: dict[str, int] | None = None) -> GLMTokens:
+def glm_token_ids(base_size: int, family: GLMVocabulary, base_ids: dict[str, int] | None = None) -> GLMTokens:
     """Ids for a base vocabulary of `base_size` entries, by the reference's rule for its family.
 
     `base_ids` gives the ids of the roles that the base vocabulary itself plays (see `glm_tokenizer`);
@@ -93,7 +93,7 @@ def glm_token_ids(base_size: int, family: Family, base_ids: dict[str, int] | Non
     return GLMTokens(**ids, **appended, vocab_size=base_size + len(appended))
 
 
-def glm_tokenizer(tokenizer: Tokenizer, family: Family) -> GLMTokens:
+def glm_tokenizer(tokenizer: Tokenizer, family: GLMVocabulary) -> GLMTokens:
     """Append GLM's special tokens to a base tokenizer (unless it has them) and return their ids.
 
     Raises:

@@ -1,22 +1,26 @@
 """BERT (Devlin et al., 2018)."""
 
+from ..registry import Family
 from .config import BertConfig
 from .hf import NAME_MAP
+from .memory import activations
 from .model import BertForMaskedLM, BertForPreTraining, BertForSequenceClassification
 from .presets import PRESETS
 
-Config = BertConfig
-Model = BertForMaskedLM
-MODELS = {model.__name__: model for model in (BertForMaskedLM, BertForPreTraining, BertForSequenceClassification)}
+FAMILY = Family(
+    config=BertConfig,
+    architectures={
+        "BertForMaskedLM": BertForMaskedLM,
+        "BertForPreTraining": BertForPreTraining,
+        "BertForSequenceClassification": BertForSequenceClassification,
+    },
+    name_map=NAME_MAP,
+    presets=PRESETS,
+    kind="encoder",
+    objective="bert-nsp",
+    activations=activations,
+    tasks={"text-classification": "BertForSequenceClassification"},
+    new_modules=("pooler", "classifier"),
+)
 
-__all__ = [
-    "MODELS",
-    "NAME_MAP",
-    "PRESETS",
-    "BertConfig",
-    "BertForMaskedLM",
-    "BertForPreTraining",
-    "BertForSequenceClassification",
-    "Config",
-    "Model",
-]
+__all__ = ["FAMILY", "BertConfig", "BertForMaskedLM", "BertForPreTraining", "BertForSequenceClassification"]

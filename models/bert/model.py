@@ -151,6 +151,7 @@ class BertModel(nn.Module):
 class BertForMaskedLM(BertModel, LanguageModel):
     """Predicts the masked tokens."""
 
+    generates = "masks"
     few_labels = True
 
     def __init__(
@@ -183,6 +184,7 @@ class BertForMaskedLM(BertModel, LanguageModel):
 class BertForPreTraining(BertModel, LanguageModel):
     """Predicts the masked tokens, and whether the second sentence follows the first."""
 
+    generates = "masks"
     few_labels = True
 
     def __init__(

@@ -13,6 +13,8 @@ __all__ = ["IGNORED", "VOCABULARY_MULTIPLE", "CausalLM", "PositionEmbedding"]
 class CausalLM(LanguageModel):
     """Base of the models that predict each token from those before it; their logits are vocabulary-parallel."""
 
+    generates = "continuation"
+
     def targets(self, labels: Tensor) -> Tensor:
         # Shifting the labels, not the hidden states, keeps those contiguous and uncopied.
         return F.pad(labels[:, 1:], (0, 1), value=IGNORED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
@@ -19,6 +19,8 @@ from .config import ModelConfig
 from .execution import Execution
 from .head_loss import IGNORED, head_loss
 from .outputs import Deferred
+
+Generates = Literal["continuation", "answer", "blanks", "masks"]
 
 VOCABULARY_MULTIPLE = 64  # a rank's logits are this aligned, which GPUs multiply much faster
 
@@ -55,6 +57,9 @@ class LanguageModel(nn.Module):
     config: ModelConfig
     mesh: ParallelMesh | None
     execution: Execution
+    generates: ClassVar[Generates]
+    """What `shardzoo.generation` makes with it: the continuation of a prompt, an encoder-decoder's answer to one, the
+    contents of the blanks in a text, or the tokens at masked places."""
     few_labels: ClassVar[bool] = False
     """Whether most positions have no label, as in masked language models."""
     extra_input_ids: int = 0

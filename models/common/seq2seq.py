@@ -16,6 +16,7 @@ class Seq2SeqLM(LanguageModel):
     """
 
     config: Any
+    generates = "answer"
 
     def decoder_inputs(self, decoder_input_ids: Tensor | None, labels: Tensor | None) -> Tensor:
         """The given ids, else the labels moved one to the right. ValueError with neither."""

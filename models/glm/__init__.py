@@ -1,10 +1,27 @@
 """The original GLM (Du et al., 2021), not the GLM-4 line of 2024."""
 
+from ..registry import Family
 from .config import GLMConfig
 from .hf import NAME_MAP
-from .model import GLMForConditionalGeneration as Model
+from .memory import activations
+from .model import GLMForConditionalGeneration
 from .presets import PRESETS
+from .text import GLMText
 
-Config = GLMConfig
+FAMILY = Family(
+    config=GLMConfig,
+    architectures={"GLMModel": GLMForConditionalGeneration},
+    name_map=NAME_MAP,
+    presets=PRESETS,
+    kind="decoder",
+    objective="glm",
+    activations=activations,
+    no_tasks=(
+        "a GLM learns by filling blanks, for which shardzoo.data.GLMDataset makes samples for shardzoo.trainer.Trainer"
+    ),
+    in_transformers=False,  # transformers' "glm" is the GLM-4 line
+    masks_padding=False,
+    blank_text=GLMText,
+)
 
-__all__ = ["NAME_MAP", "PRESETS", "Config", "GLMConfig", "Model"]
+__all__ = ["FAMILY", "GLMConfig", "GLMForConditionalGeneration"]

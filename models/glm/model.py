@@ -67,6 +67,7 @@ class GLMForConditionalGeneration(LanguageModel):
     """GLM with its output head: fills in blanks. `mesh=None` is the unsplit model."""
 
     config: GLMConfig
+    generates = "blanks"
 
     def __init__(self, config: GLMConfig, mesh: ParallelMesh | None = None, execution: Execution | None = None) -> None:
         super().__init__()

@@ -1,10 +1,21 @@
 """GPT-2 (Radford et al., 2019)."""
 
+from ..registry import Family
 from .config import GPT2Config
 from .hf import NAME_MAP
-from .model import GPT2LMHeadModel as Model
+from .memory import activations
+from .model import GPT2LMHeadModel
 from .presets import PRESETS
 
-Config = GPT2Config
+FAMILY = Family(
+    config=GPT2Config,
+    architectures={"GPT2LMHeadModel": GPT2LMHeadModel},
+    name_map=NAME_MAP,
+    presets=PRESETS,
+    kind="decoder",
+    objective="gpt",
+    activations=activations,
+    tasks={"text-generation": "GPT2LMHeadModel", "text2text-generation": "GPT2LMHeadModel"},
+)
 
-__all__ = ["NAME_MAP", "PRESETS", "Config", "GPT2Config", "Model"]
+__all__ = ["FAMILY", "GPT2Config", "GPT2LMHeadModel"]

@@ -1,10 +1,21 @@
 """mT5 (Xue et al., 2021): T5 v1.1 with a vocabulary for 101 languages."""
 
+from ..registry import Family
 from ..t5.hf import NAME_MAP
+from ..t5.memory import activations
 from .config import MT5Config
-from .model import MT5ForConditionalGeneration as Model
+from .model import MT5ForConditionalGeneration
 from .presets import PRESETS
 
-Config = MT5Config
+FAMILY = Family(
+    config=MT5Config,
+    architectures={"MT5ForConditionalGeneration": MT5ForConditionalGeneration},
+    name_map=NAME_MAP,
+    presets=PRESETS,
+    kind="encoder-decoder",
+    objective="t5",
+    activations=activations,
+    tasks={"text2text-generation": "MT5ForConditionalGeneration"},
+)
 
-__all__ = ["NAME_MAP", "PRESETS", "Config", "MT5Config", "Model"]
+__all__ = ["FAMILY", "MT5Config", "MT5ForConditionalGeneration"]

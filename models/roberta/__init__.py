@@ -1,21 +1,25 @@
 """RoBERTa (Liu et al., 2019)."""
 
+from ..bert.memory import activations
+from ..registry import Family
 from .config import RobertaConfig
 from .hf import NAME_MAP
 from .model import RobertaForMaskedLM, RobertaForSequenceClassification
 from .presets import PRESETS
 
-Config = RobertaConfig
-Model = RobertaForMaskedLM
-MODELS = {model.__name__: model for model in (RobertaForMaskedLM, RobertaForSequenceClassification)}
+FAMILY = Family(
+    config=RobertaConfig,
+    architectures={
+        "RobertaForMaskedLM": RobertaForMaskedLM,
+        "RobertaForSequenceClassification": RobertaForSequenceClassification,
+    },
+    name_map=NAME_MAP,
+    presets=PRESETS,
+    kind="encoder",
+    objective="roberta",
+    activations=activations,
+    tasks={"text-classification": "RobertaForSequenceClassification"},
+    new_modules=("pooler", "classifier"),
+)
 
-__all__ = [
-    "MODELS",
-    "NAME_MAP",
-    "PRESETS",
-    "Config",
-    "Model",
-    "RobertaConfig",
-    "RobertaForMaskedLM",
-    "RobertaForSequenceClassification",
-]
+__all__ = ["FAMILY", "RobertaConfig", "RobertaForMaskedLM", "RobertaForSequenceClassification"]

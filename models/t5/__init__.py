@@ -1,10 +1,21 @@
 """T5 (Raffel et al., 2020), versions 1.0 and 1.1."""
 
+from ..registry import Family
 from .config import T5Config
 from .hf import NAME_MAP
-from .model import T5ForConditionalGeneration as Model
+from .memory import activations
+from .model import T5ForConditionalGeneration
 from .presets import PRESETS
 
-Config = T5Config
+FAMILY = Family(
+    config=T5Config,
+    architectures={"T5ForConditionalGeneration": T5ForConditionalGeneration},
+    name_map=NAME_MAP,
+    presets=PRESETS,
+    kind="encoder-decoder",
+    objective="t5",
+    activations=activations,
+    tasks={"text2text-generation": "T5ForConditionalGeneration"},
+)
 
-__all__ = ["NAME_MAP", "PRESETS", "Config", "Model", "T5Config"]
+__all__ = ["FAMILY", "T5Config", "T5ForConditionalGeneration"]

@@ -141,7 +141,7 @@ def test_blanks_of_a_glm(folders, tmp_path, run_mesh):
     randomize(model, 0)
     from safetensors.torch import save_file
 
-    from shardzoo.models.glm import NAME_MAP
+    from shardzoo.models.glm.hf import NAME_MAP
 
     entries = NAME_MAP.resolve([name for name, _ in model.named_parameters()])
     stored = {e.stored_names()[0]: p.detach() for e, p in zip(entries, model.parameters(), strict=True)}

@@ -13,7 +13,7 @@ from safetensors import safe_open
 import shardzoo
 from shardzoo.data import GLMTokens
 from shardzoo.generation import fill_blanks
-from shardzoo.models.glm import NAME_MAP
+from shardzoo.models.glm.hf import NAME_MAP
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "glm_tiny.safetensors"
 VOCABULARY = 96

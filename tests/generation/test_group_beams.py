@@ -18,7 +18,7 @@ def search(mesh, config, stored, ids, mask, cases):
     from shardzoo.models import family
 
     model = shardzoo.from_config(config, mesh)
-    load_stored(model, family(config["model_type"]).NAME_MAP, stored, mesh)
+    load_stored(model, family(config["model_type"]).name_map, stored, mesh)
     return [model.generate(ids, mask, max_new_tokens=10, return_dict_in_generate=True, **case) for case in cases]
 
 

@@ -42,12 +42,12 @@ def run_modes(mesh, config: dict, stored: dict[str, Tensor], inputs: dict, modes
     from shardzoo.models.auto import build_on_meta
     from shardzoo.mpu import dropout_state, materialize
 
-    package = family(config["model_type"])
+    name_map = family(config["model_type"]).name_map
     results = []
     for sequence_parallel, recompute in modes:
         execution = Execution(sequence_parallel=sequence_parallel, recompute=recompute)
         model = materialize(build_on_meta(config_from_dict(config), mesh, execution), "cpu")
-        load_stored(model, package.NAME_MAP, stored, mesh)
+        load_stored(model, name_map, stored, mesh)
         model.train(seed is not None)
         if seed is not None:
             dropout_state.set(seed, 0)
@@ -63,7 +63,7 @@ def whole(config: dict, ranks: list, mode: int) -> Run:
     """One run from what all ranks returned. Replicated results must be the same on every rank."""
     from shardzoo.models import family
 
-    name_map = family(config["model_type"]).NAME_MAP
+    name_map = family(config["model_type"]).name_map
     first, loss, grads = ranks[0][mode]
     for logits, other_loss, _ in (rank[mode] for rank in ranks[1:]):
         assert torch.equal(logits, first)

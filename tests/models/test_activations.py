@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardzoo.models import Execution, find_config, from_config
-from shardzoo.models.activations import Batch, Layout, block_bytes, stacks
+from shardzoo.models import Execution, family, find_config, from_config
+from shardzoo.models.activations import Batch, Layout, block_bytes
 
 SIZE, SOURCE, TARGET = 2, 16, 12
 DROPOUTS = (
@@ -63,7 +63,7 @@ def kept_bytes(mesh, name: str, layers: int, drops: bool, padded: bool, itemsize
 def formula(name: str, drops: bool, padded: bool, layout: Layout) -> int:
     config = tiny(name, 1, drops)
     batch = Batch(SIZE, SOURCE, TARGET if config.model_type in ("t5", "mt5") else 0, padded)
-    return sum(block_bytes(stack, batch, layout).kept for stack in stacks(config))
+    return sum(block_bytes(stack, batch, layout).kept for stack in family(config.model_type).activations(config).stacks)
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -12,8 +12,9 @@ from parity import MODES, assert_same, load_stored, randomize, run_modes, whole
 from safetensors.torch import load_file, save_file
 
 import shardzoo
-from shardzoo.models import bert, config_from_dict, family, from_config, roberta
+from shardzoo.models import config_from_dict, family, from_config
 from shardzoo.models.auto import build_on_meta
+from shardzoo.models.bert import BertConfig, BertForMaskedLM
 from shardzoo.mpu import materialize
 
 TINY = {
@@ -36,7 +37,7 @@ def native(model):
     """The same model of the zoo."""
     config = config_from_dict(model.config.to_dict())
     ours = materialize(build_on_meta(config, None), "cpu")
-    load_stored(ours, family(config.model_type).NAME_MAP, model.state_dict(), None)
+    load_stored(ours, family(config.model_type).name_map, model.state_dict(), None)
     return ours.eval()
 
 
@@ -207,7 +208,7 @@ def test_a_pretraining_checkpoint_gives_its_masked_language_model(tmp_path):
     assert_loads(folder, model)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["BertForMaskedLM"]}))
-    assert type(shardzoo.from_pretrained(folder)) is bert.BertForMaskedLM
+    assert type(shardzoo.from_pretrained(folder)) is BertForMaskedLM
     assert_loads(folder, model)
 
 
@@ -287,6 +288,7 @@ def test_a_compiled_block_computes_the_same():
 
 
 # The releases, with the masked-language-model head, whose decoder is tied.
+PRESETS = {**family("bert").presets, **family("roberta").presets}
 PARAMETERS = {
     "bert-base-uncased": 109_514_298,
     "bert-base-cased": 108_340_804,
@@ -308,15 +310,15 @@ def count(config) -> int:
 
 
 def test_parameter_counts():
-    assert {name: count(config) for name, config in {**bert.PRESETS, **roberta.PRESETS}.items()} == PARAMETERS
-    large = bert.PRESETS["bert-large-uncased"]
+    assert {name: count(config) for name, config in PRESETS.items()} == PARAMETERS
+    large = family("bert").presets["bert-large-uncased"]
     assert count(large.with_changes(architecture="BertForPreTraining")) == 336_226_108
     assert count(large.with_changes(architecture="BertForSequenceClassification")) == 335_143_938
 
 
 @pytest.mark.parametrize("name", ["bert-base-uncased", "roberta-base"])
 def test_every_head_has_transformers_parameters(name):
-    config = {**bert.PRESETS, **roberta.PRESETS}[name]
+    config = PRESETS[name]
     for architecture in config.architectures:
         values = config.with_changes(architecture=architecture).to_dict()
         with torch.device("meta"):
@@ -326,7 +328,7 @@ def test_every_head_has_transformers_parameters(name):
 
 @pytest.mark.parametrize("name", ["bert-base-uncased", "roberta-base"])
 def test_initial_weights_are_those_of_transformers(name):
-    config = {**bert.PRESETS, **roberta.PRESETS}[name].with_changes(num_hidden_layers=1, vocab_size=1000)
+    config = PRESETS[name].with_changes(num_hidden_layers=1, vocab_size=1000)
     parameters = dict(from_config(config).named_parameters())
     for parameter, value in parameters.items():
         if parameter.endswith("bias"):
@@ -350,6 +352,6 @@ def test_refused_configurations():
     with pytest.raises(ValueError, match="use num_attention_heads from"):
         config_from_dict({"model_type": "bert", "num_attention_heads": 7})
     with pytest.raises(ValueError, match="needs num_labels of at least 2"):
-        bert.BertConfig(num_labels=1, problem_type="single_label_classification")
+        BertConfig(num_labels=1, problem_type="single_label_classification")
     with pytest.raises(ValueError, match="tie_word_embeddings must be true"):
-        bert.BertConfig(tie_word_embeddings=False)
+        BertConfig(tie_word_embeddings=False)

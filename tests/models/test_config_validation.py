@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardzoo
-from shardzoo.models.auto import FAMILIES, config_from_dict, family, presets
+from shardzoo.models import FAMILIES, config_from_dict, family, presets
 
 CONFIGS = {name: family(name).Config for name in FAMILIES}
 FIELDS = [(name, field) for name, config in CONFIGS.items() for field in fields(config)]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardzoo.models import config_from_dict, family, from_config
 from shardzoo.models.auto import build_on_meta
-from shardzoo.models.glm import PRESETS
+from shardzoo.models.glm.presets import PRESETS
 from shardzoo.mpu import gather_from_tp, materialize
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "glm_tiny.safetensors"
@@ -35,7 +35,7 @@ class Golden:
     def model(self, mesh=None, **changes):
         config = config_from_dict(self.config).with_changes(**changes)
         model = materialize(build_on_meta(config, mesh), "cpu")
-        load_stored(model, family("glm").NAME_MAP, self.weights, mesh)
+        load_stored(model, family("glm").name_map, self.weights, mesh)
         return model.eval()
 
 

@@ -166,7 +166,7 @@ def hidden_states(mesh, config, stored, inputs):
 
     model = build_on_meta(config_from_dict(config), mesh, Execution(sequence_parallel=True))
     model = materialize(model, "cpu").eval()
-    load_stored(model, family(config["model_type"]).NAME_MAP, stored, mesh)
+    load_stored(model, family(config["model_type"]).name_map, stored, mesh)
     with torch.no_grad():
         output = model(**inputs, output_hidden_states=True)
     return {name: value for name, value in vars(output).items() if name.endswith(("states", "state"))}

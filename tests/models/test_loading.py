@@ -79,7 +79,7 @@ def save_as(layout: str, model, folder) -> None:
 def expected_parameters(mesh, values: dict, stored: dict):
     """This rank's parameters, cut by `Shard` from the whole tensors."""
     model = materialize(build_on_meta(config_from_dict(values), mesh, Execution()), "cpu")
-    load_stored(model, family(values["model_type"]).NAME_MAP, stored, mesh)
+    load_stored(model, family(values["model_type"]).name_map, stored, mesh)
     return dict(model.named_parameters())
 
 

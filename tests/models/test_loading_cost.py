@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import shardzoo
 from shardzoo.models import find_config, from_config
 from shardzoo.models.placement import parameter_layout
-from shardzoo.models.t5 import NAME_MAP
+from shardzoo.models.t5.hf import NAME_MAP
 
 RANKS = 4
 MIB = 1 << 20

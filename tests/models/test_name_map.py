@@ -81,18 +81,17 @@ def test_a_parameter_without_an_entry_is_a_mistake_of_the_family():
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_map_covers_its_models_and_nothing_twice(name):
     """Each parameter has stored names of its own, from which the map leads back to it."""
-    package = family(name)
     small = next(config for _, config in presets() if config.model_type == name)
-    heads = getattr(package, "MODELS", {small.architecture: package.Model})
+    heads, name_map = family(name).architectures, family(name).name_map
     used = set()
     for architecture in heads:
         config = small.with_changes(architecture=architecture) if len(heads) > 1 else small
         assert model_class(config) is heads[architecture]
         parameters = dict(build_on_meta(config, None).named_parameters())
-        entries = list(package.NAME_MAP.resolve(parameters))
+        entries = list(name_map.resolve(parameters))
         stored = [name for entry in entries for name in entry.stored_names()]
         assert len(set(stored)) == len(stored)
-        assert list(package.NAME_MAP.match(parameters, stored).entries) == list(parameters)
+        assert list(name_map.match(parameters, stored).entries) == list(parameters)
         for entry in entries:
             shard = getattr(parameters[entry.native], "shard", None)
             if len(entry.stored_names()) > 1:

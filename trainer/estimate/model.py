@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...models.activations import FP32, BlockBytes, block_bytes, end_bytes, logit_bytes, stacks
+from ...models.activations import FP32, BlockBytes, block_bytes, end_bytes, logit_bytes
 from ...models.common.config import ModelConfig
+from ...models.registry import family
 from ...models.sizes import ParameterSize, is_embedding, parameter_sizes
 from ..engines.precision import DTYPES
 from .job import Job
@@ -56,19 +57,19 @@ class ModelMemory:
 def model_memory(config: ModelConfig, job: Job) -> ModelMemory:
     """Of one rank of a family of the zoo. ValueError for a length or a split that the model does not allow."""
     sizes = parameter_sizes(config, job.tensor_parallel_size)
-    split = stacks(config)
-    has_target = any(stack.is_decoder for stack in split)
+    activations = family(config.model_type).activations(config)
+    has_target = any(stack.is_decoder for stack in activations.stacks)
     batch, layout = job.batch(has_target=has_target), job.layout
     if not has_target and job.length > config.max_sequence_length:
         raise ValueError(f"length {job.length} is more than the model's {config.max_sequence_length} positions")
     trained = [size for size in sizes if not is_frozen(size, job)]
     parts = []
-    for stack in split:
+    for stack in activations.stacks:
         own = tuple(size for size in trained if size.name.startswith(stack.path))
         parts.append(Part(stack.layers, block_bytes(stack, batch, layout), own))
     table = next(size for size in sizes if size.name.endswith("word_embeddings.weight"))
     head = next((size for size in sizes if size.name.endswith("head.weight")), table)
-    logits = logit_bytes(config, head.local_shape[0], batch, layout)
+    logits = logit_bytes(head.local_shape[0], batch, layout)
     stream = batch.size * max(batch.length, batch.target_length) * head.local_shape[1] * job.itemsize
     return ModelMemory(
         parameters=tuple(sizes),
@@ -76,7 +77,7 @@ def model_memory(config: ModelConfig, job: Job) -> ModelMemory:
         parts=tuple(parts),
         logits=logits,
         loss=0,  # the gradient is written over the logits
-        ends=end_bytes(config, batch, layout),
+        ends=end_bytes(activations, batch, layout),
         head=head if head in trained else None,
         table=table if table in trained else None,
         stream=stream,

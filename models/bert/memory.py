@@ -1,0 +1,22 @@
+"""What BERT's blocks are made of, for the memory estimate; RoBERTa's are the same."""
+
+from __future__ import annotations
+
+from ..activations import Activations, Block, Stack
+from .config import BertConfig
+
+
+def activations(config: BertConfig) -> Activations:
+    """What a model of this configuration keeps for its backward pass."""
+    block = Block(
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        head_size=config.hidden_size // config.num_attention_heads,
+        feed_forward=config.intermediate_size,
+        mlp_kept=1 if config.hidden_act == "relu" else 2,
+        attention_dropout=config.attention_probs_dropout_prob > 0,
+        dropouts=2 if config.hidden_dropout_prob else 0,
+        statistics=2,
+    )
+    # Five outside the blocks: the embeddings' norm; in the head the block's output, dense, activation and norm.
+    return Activations((Stack("encoder.blocks.", config.num_hidden_layers, block),), ends=5)

@@ -1,0 +1,22 @@
+"""What GLM's blocks are made of, for the memory estimate."""
+
+from __future__ import annotations
+
+from ..activations import Activations, Block, Stack
+from .config import GLMConfig
+
+
+def activations(config: GLMConfig) -> Activations:
+    """What a model of this configuration keeps for its backward pass."""
+    block = Block(
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        head_size=config.hidden_size // config.num_attention_heads,
+        feed_forward=4 * config.hidden_size,
+        mlp_kept=1 if config.hidden_act == "relu" else 2,
+        attention_dropout=config.attention_dropout_prob > 0,
+        dropouts=2 if config.output_dropout_prob else 0,
+        statistics=2,
+        causal=True,
+    )
+    return Activations((Stack("blocks.", config.num_layers, block),))

@@ -1,0 +1,22 @@
+"""What GPT-2's blocks are made of, for the memory estimate."""
+
+from __future__ import annotations
+
+from ..activations import Activations, Block, Stack
+from .config import GPT2Config
+
+
+def activations(config: GPT2Config) -> Activations:
+    """What a model of this configuration keeps for its backward pass."""
+    block = Block(
+        hidden=config.n_embd,
+        heads=config.n_head,
+        head_size=config.n_embd // config.n_head,
+        feed_forward=config.inner_size,
+        mlp_kept=1 if config.activation_function == "relu" else 2,
+        attention_dropout=config.attn_pdrop > 0,
+        dropouts=2 if config.resid_pdrop else 0,
+        statistics=2,
+        causal=True,
+    )
+    return Activations((Stack("blocks.", config.n_layer, block),))

@@ -1,0 +1,90 @@
+"""The model families: what the rest of the library asks of one, and how one is found by its name."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from torch import nn
+
+from .activations import Activations
+from .common.config import ModelConfig
+from .common.name_map import NameMap
+
+# A family is a folder beside this file, named after its `model_type`.
+FAMILIES = tuple(
+    sorted(
+        module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])
+        if module.ispkg and module.name != "common"
+    )
+)  # fmt: skip
+
+Kind = Literal["decoder", "encoder", "encoder-decoder"]
+
+
+class BlankText(Protocol):
+    """Texts with blanks as tokens, for a family that fills blanks. tokens: ids of the special tokens."""
+
+    tokens: Any
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids of a text whose blanks are written as `[MASK]`, `[sMASK]` or `[gMASK]`."""
+        ...
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of token ids, without special tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class Family:
+    """The facts about a model family. The package `models/<model_type>/` exports one as `FAMILY`.
+
+    How a model generates is a fact about its class: see `LanguageModel.generates`.
+
+    Args:
+        config: The configuration class, whose `model_type` is the folder's name.
+        architectures: Name of an architecture, as in `config.json` -> its class. The first is the default.
+        name_map: Where a Hugging Face checkpoint keeps each parameter.
+        presets: Name of a preset -> its configuration.
+        kind: Which stacks of blocks the models have.
+        objective: Name of the pretraining objective in `shardzoo.data`.
+        activations: What a model of a configuration keeps for its backward pass; see docs/estimate.md.
+        tasks: Name of a fine-tuning task -> the architecture that learns it.
+        no_tasks: Why there are no fine-tuning tasks, and what to do instead.
+        new_modules: Modules of the tasks' architectures that a checkpoint with another head may lack.
+        in_transformers: Whether transformers has this family under the same `model_type`.
+        masks_padding: Whether a 0 in `attention_mask` [B, S] means padding, as in transformers.
+        blank_text: Makes the `BlankText` of a folder; its second argument names the vocabulary, None finds it.
+    """
+
+    config: type[ModelConfig]
+    architectures: Mapping[str, type[nn.Module]]
+    name_map: NameMap
+    presets: Mapping[str, Any]
+    kind: Kind
+    objective: str
+    activations: Callable[[Any], Activations]
+    tasks: Mapping[str, str] = field(default_factory=dict)
+    no_tasks: str = ""
+    new_modules: tuple[str, ...] = ()
+    in_transformers: bool = True
+    masks_padding: bool = True
+    blank_text: Callable[[Path, Any], BlankText] | None = None
+
+
+def family(model_type: str) -> Family:
+    """The facts about a family. ValueError if the zoo does not have it."""
+    if model_type not in FAMILIES:
+        raise ValueError(f"there is no model family {model_type!r}; use one of {', '.join(FAMILIES)}")
+    return importlib.import_module(f".{model_type}", __package__).FAMILY
+
+
+def presets() -> Iterator[tuple[str, ModelConfig]]:
+    """All presets by name, family by family."""
+    for model_type in FAMILIES:
+        yield from family(model_type).presets.items()

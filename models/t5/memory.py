@@ -1,0 +1,39 @@
+"""What T5's blocks are made of, for the memory estimate; mT5's are the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..activations import FUSED_GATES, Activations, Block, Stack
+from .config import T5Config
+
+
+def activations(config: T5Config) -> Activations:
+    """What a model of this configuration keeps for its backward pass."""
+    drops = config.dropout_rate > 0
+    block: dict[str, Any] = {
+        "hidden": config.d_model,
+        "heads": config.num_heads,
+        "head_size": config.d_kv,
+        "feed_forward": config.d_ff,
+        "mlp_kept": _mlp_kept(config, drops),
+        "gated": config.is_gated,
+        "attention_dropout": drops,
+        "bias": True,
+        "statistics": 1,
+    }
+    encoder = Block(**block, dropouts=3 if drops else 0)
+    decoder = Block(**block, dropouts=4 if drops else 0, causal=True, cross=True)
+    return Activations(
+        (
+            Stack("encoder.blocks.", config.num_layers, encoder),
+            Stack("decoder.blocks.", config.decoder_layers, decoder, is_decoder=True),
+        )
+    )
+
+
+def _mlp_kept(config: T5Config, drops: bool) -> int:
+    if config.is_gated:
+        # The outputs of gate and up and the input of down; an activation without a fused gate keeps its output.
+        return 3 if config.activation in FUSED_GATES else 4 + (config.activation != "relu") - (not drops)
+    return (1 if config.activation == "relu" else 2) + (drops and config.activation == "relu")
