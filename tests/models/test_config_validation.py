@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import shardzoo
 from shardzoo.models import FAMILIES, config_from_dict, family, presets
 
-CONFIGS = {name: family(name).Config for name in FAMILIES}
+CONFIGS = {name: family(name).config for name in FAMILIES}
 FIELDS = [(name, field) for name, config in CONFIGS.items() for field in fields(config)]
 IDS = [f"{name}-{field.name}" for name, field in FIELDS]
 NUMBER_TYPES = {
