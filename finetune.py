@@ -1,8 +1,7 @@
 """`python finetune.py --model-name-or-path DIR --train-file FILE`; also under `deepspeed` or `torchrun`."""
 
 from shardzoo.cli.finetune import main
-
-from .trainer.launch.environment import end_process
+from shardzoo.trainer.launch.environment import end_process
 
 if __name__ == "__main__":
     end_process(main())

@@ -213,7 +213,7 @@ def measure(case: Case) -> None:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from shardzoo.models import Execution, from_config
+    from shardzoo.models import ParallelConfig, from_config
     from shardzoo.mpu import ParallelMesh
     from shardzoo.trainer.arguments.training_arguments import TrainingArguments
     from shardzoo.trainer.engines.optimizers import make_optimizer
@@ -243,10 +243,10 @@ def measure(case: Case) -> None:
     gc.collect()
     before = status("VmRSS")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        execution = Execution(job.sequence_parallel, job.recompute)
+        parallel_config = ParallelConfig(job.sequence_parallel, job.recompute)
         dtype = torch.bfloat16 if job.precision == "bf16" else torch.float32
         model = from_config(
-            case.config(), mesh if job.tensor_parallel_size > 1 else None, dtype=dtype, execution=execution
+            case.config(), mesh if job.tensor_parallel_size > 1 else None, dtype=dtype, parallel_config=parallel_config
         )
         freeze(model, job)
         engine = make_engine(model, make_optimizer(model, arguments), arguments, Ranks(mesh))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..models import FAMILIES, Execution, config_from_dict, family, from_pretrained
+from ..models import FAMILIES, ParallelConfig, config_from_dict, family, from_pretrained
 from ..models.auto import read_config
 from ..models.files import MANIFEST, huggingface_tensors, native_tensors
 from ..mpu import ParallelMesh
@@ -133,7 +133,7 @@ def _native(
     labels: Sequence[str] | None,
 ) -> nn.Module:
     made: dict[str, Any] = {"device": device, "dtype": DTYPES[arguments.precision]}
-    made["execution"] = Execution(arguments.sequence_parallel, arguments.recompute)
+    made["parallel_config"] = ParallelConfig(arguments.sequence_parallel, arguments.recompute)
     if task != "text-classification" or labels is None:
         return from_pretrained(source.folder, mesh, **made)
     classifier = family(source.model_type).tasks[task]

@@ -41,10 +41,10 @@ class PromptedEmbedding(nn.Module):
         new = ids >= self.first_id
         return self._insert(self.base(ids.masked_fill(new, 0)), ids, new)
 
-    def look_up(self, ids: Tensor, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def embed(self, ids: Tensor, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As the zoo's embedding: the output, and the table for the next look-up or a tied head."""
         new = ids >= self.first_id
-        x, shared = self.base.look_up(ids.masked_fill(new, 0), table)
+        x, shared = self.base.embed(ids.masked_fill(new, 0), table)
         return self._insert(x, ids, new), shared
 
     def _insert(self, x: Tensor, ids: Tensor, new: Tensor) -> Tensor:

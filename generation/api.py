@@ -264,7 +264,7 @@ def fit_positions(prompt: int, limit: int, positions: int, settings: GenerationS
 
 def check_model(model: nn.Module) -> None:
     """ValueError for models whose ranks hold parts of sequences."""
-    if getattr(getattr(model, "execution", None), "sequence_parallel", False):
+    if getattr(getattr(model, "parallel_config", None), "sequence_parallel", False):
         raise ValueError("decoding needs whole sequences on a rank: load the model without sequence parallelism")
     if getattr(model, "config", None) is None:
         raise ValueError(f"a {type(model).__name__} is no model of the zoo; load one with shardzoo.from_pretrained")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..models.common.cache import Cache
 from ..models.common.causal_lm import CausalLM
-from ..models.common.masks import visible_before
+from ..models.common.masks import lower_triangular_mask
 from ..models.common.outputs import EncoderOutput
 from ..models.common.seq2seq import Seq2SeqLM
 from .vocabulary import without_padding
@@ -140,7 +140,7 @@ class BlankDecoder(Decoder):
         positions = torch.cat([self.positions, later], 2)[:, :, cached:]
         # A prompt's last token sees all of it but padding, and what follows sees the same and what precedes.
         keys = F.pad(self.visible[:, -1], (0, length - prompt), value=True)  # [B, T]
-        new = visible_before(length - prompt, length, ids.device) & keys[:, None]  # [B, T - T0, T]
+        new = lower_triangular_mask(length - prompt, length, ids.device) & keys[:, None]  # [B, T - T0, T]
         mask = torch.cat([F.pad(self.visible, (0, length - prompt)), new], 1)[:, None, cached:]  # [B, 1, S, T]
         output = self.model(ids[:, cached:], positions, mask, cache=self.cache, logits_to_keep=1, use_cache=False)
         return output.logits[:, -1]

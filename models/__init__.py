@@ -1,14 +1,14 @@
 """The model families."""
 
 from .auto import config_from_dict, find_config, from_config
-from .common.execution import Execution
+from .common.parallel_config import ParallelConfig
 from .loading import from_pretrained
 from .registry import FAMILIES, Family, family, presets
 
 __all__ = [
     "FAMILIES",
-    "Execution",
     "Family",
+    "ParallelConfig",
     "config_from_dict",
     "family",
     "find_config",

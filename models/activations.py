@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .common.attention import MOST_SCORES_OF_PRODUCTS
-from .common.execution import Execution
+from .common.attention import MAX_EAGER_SCORES
+from .common.parallel_config import ParallelConfig
 
 FP32 = 4
 INT64 = 8
 FUSED_GATES = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu", "swish")  # activations of `GatedMLP`
-NOTHING_SPECIAL = Execution()
+NOTHING_SPECIAL = ParallelConfig()
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Layout:
 
     itemsize: int
     tensor_parallel_size: int = 1
-    execution: Execution = NOTHING_SPECIAL
+    parallel_config: ParallelConfig = NOTHING_SPECIAL
     device: str = "cpu"
 
     @property
     def sequence_split(self) -> int:
         """Over how many ranks norms, residuals and dropouts are split."""
-        return self.tensor_parallel_size if self.execution.sequence_parallel else 1
+        return self.tensor_parallel_size if self.parallel_config.sequence_parallel else 1
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,10 @@ class BlockBytes:
 def block_bytes(stack: Stack, batch: Batch, layout: Layout) -> BlockBytes:
     """Of one block of a stack."""
     everything = _kept(stack, batch, layout, without_core=False)
-    if layout.execution.recompute == "full":
+    if layout.parallel_config.recompute == "full":
         kept = _stream(stack, batch, layout)
         return BlockBytes(kept, everything - kept + _working(stack, batch, layout))
-    if layout.execution.recompute == "selective":
+    if layout.parallel_config.recompute == "selective":
         kept = _kept(stack, batch, layout, without_core=True)
         return BlockBytes(kept, _working(stack, batch, layout, recomputed=everything - kept))
     return BlockBytes(everything, _working(stack, batch, layout))
@@ -177,7 +177,7 @@ def _core(stack: Stack, batch: Batch, layout: Layout, keys: int, *, crosses: boo
 
 
 def _weights_are_written(block: Block, layout: Layout, queries: int, keys: int, crosses: bool) -> bool:
-    by_products = layout.device == "cpu" and layout.itemsize == 2 and queries * keys <= MOST_SCORES_OF_PRODUCTS
+    by_products = layout.device == "cpu" and layout.itemsize == 2 and queries * keys <= MAX_EAGER_SCORES
     return block.attention_dropout or (block.bias and not crosses) or by_products
 
 

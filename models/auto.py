@@ -11,7 +11,7 @@ from torch import nn
 
 from ..mpu import ParallelMesh, initialize, materialize
 from .common.config import ModelConfig
-from .common.execution import Execution
+from .common.parallel_config import ParallelConfig
 from .registry import family, presets
 
 
@@ -64,10 +64,12 @@ def model_class(config: ModelConfig) -> type[nn.Module]:
     return family(config.model_type).architectures[config.architecture]
 
 
-def build_on_meta(config: ModelConfig, mesh: ParallelMesh | None, execution: Execution | None = None) -> nn.Module:
+def build_on_meta(
+    config: ModelConfig, mesh: ParallelMesh | None, parallel_config: ParallelConfig | None = None
+) -> nn.Module:
     """This rank's part of the model as shapes alone: each parameter has its `.shard`, none has storage."""
     with torch.device("meta"):
-        return model_class(config)(config, mesh=mesh, execution=execution or Execution())
+        return model_class(config)(config, mesh=mesh, parallel_config=parallel_config or ParallelConfig())
 
 
 def from_config(
@@ -77,7 +79,7 @@ def from_config(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     seed: int = 1234,
-    execution: Execution | None = None,
+    parallel_config: ParallelConfig | None = None,
 ) -> nn.Module:
     """A new model with freshly drawn weights, this rank's part of it under a mesh.
 
@@ -85,8 +87,8 @@ def from_config(
     device: "meta" gives the whole layout (each parameter's `.shard`) and no storage.
     seed: with the parameters' names it decides the weights, whatever the mesh.
     """
-    model: Any = build_on_meta(as_config(config), mesh, execution)
+    model: Any = build_on_meta(as_config(config), mesh, parallel_config)
     if torch.device(device).type != "meta":
         materialize(model, device, dtype)
-        initialize(model, model.initial_value, seed, mesh)
+        initialize(model, model.init_weights, seed, mesh)
     return model

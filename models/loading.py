@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ..mpu import ParallelMesh, gather_from_tp, initialize, materialize, tp_rank, tp_size
 from .auto import as_config, build_on_meta, config_from_dict, read_config
 from .common.config import ModelConfig
-from .common.execution import Execution
 from .common.name_map import NameMap
+from .common.parallel_config import ParallelConfig
 from .files import MANIFEST, StoredTensor, huggingface_tensors, native_tensors
 from .glm.legacy import legacy_config, legacy_files, place_legacy, read_ranks
 from .placement import Placement, place_huggingface, place_native
@@ -29,7 +29,7 @@ def from_pretrained(
     *,
     device: torch.device | str = "cpu",
     config: ModelConfig | dict[str, Any] | str | None = None,
-    execution: Execution | None = None,
+    parallel_config: ParallelConfig | None = None,
     new: Sequence[str] = (),
     seed: int = 1234,
 ) -> nn.Module:
@@ -54,14 +54,14 @@ def from_pretrained(
     if not (folder / MANIFEST).exists() and (files := legacy_files(folder)):
         if new:
             raise ValueError(f"{path} is a checkpoint of the original GLM, which has no other heads; leave new out")
-        model, placements = _legacy(files, None if config is None else as_config(config), mesh, execution)
+        model, placements = _legacy(files, None if config is None else as_config(config), mesh, parallel_config)
     else:
         values = read_config(folder / "config.json") if config is None else {}
         settings = config_from_dict(values) if config is None else as_config(config)
         if (folder / MANIFEST).exists():
-            model, placements = _native(folder, settings, mesh, execution, new)
+            model, placements = _native(folder, settings, mesh, parallel_config, new)
         else:
-            model, placements, repeats = _huggingface(folder, values, settings, mesh, execution, new)
+            model, placements, repeats = _huggingface(folder, values, settings, mesh, parallel_config, new)
     stored = [part.tensor.dtype for placement in placements for part in placement.parts if part.tensor.dtype]
     if dtype is None:
         dtype = stored[0]
@@ -71,7 +71,7 @@ def from_pretrained(
     _load(model, placements, repeats, mesh)
     _tie_equal(model, mesh)
     for name in new:
-        initialize(model.get_submodule(name), cast(Any, model).initial_value, seed, mesh, prefix=name)
+        initialize(model.get_submodule(name), cast(Any, model).init_weights, seed, mesh, prefix=name)
     return model.eval()
 
 
@@ -85,12 +85,12 @@ def _names_of(model: nn.Module, new: Sequence[str]) -> set[str]:
     return {f"{module}.{name}" for module in new for name, _ in modules[module].named_parameters()}
 
 
-def _native(folder: Path, config: ModelConfig, mesh, execution, new) -> tuple[nn.Module, list[Placement]]:
+def _native(folder: Path, config: ModelConfig, mesh, parallel_config, new) -> tuple[nn.Module, list[Placement]]:
     ranks = [{tensor.name: tensor for tensor in tensors} for tensors in native_tensors(folder)]
     own = {entry.native for entry in _untied_entries(config)}
     if own:
         config = config.with_changes(tie_word_embeddings=not own & ranks[0].keys())
-    model = build_on_meta(config, mesh, execution)
+    model = build_on_meta(config, mesh, parallel_config)
     absent = _names_of(model, new)
     if new:
         name_map: NameMap = family(config.model_type).name_map
@@ -99,14 +99,14 @@ def _native(folder: Path, config: ModelConfig, mesh, execution, new) -> tuple[nn
     return model, place_native(model, ranks, absent)
 
 
-def _legacy(files: list[Path], config: ModelConfig | None, mesh, execution) -> tuple[nn.Module, list[Placement]]:
+def _legacy(files: list[Path], config: ModelConfig | None, mesh, parallel_config) -> tuple[nn.Module, list[Placement]]:
     ranks = read_ranks(files)
-    model = build_on_meta(config or legacy_config(files, ranks), mesh, execution)
+    model = build_on_meta(config or legacy_config(files, ranks), mesh, parallel_config)
     return model, place_legacy(model, ranks)
 
 
 def _huggingface(
-    folder: Path, values: Mapping[str, Any], config: ModelConfig, mesh, execution, new
+    folder: Path, values: Mapping[str, Any], config: ModelConfig, mesh, parallel_config, new
 ) -> tuple[nn.Module, list[Placement], list[Placement]]:
     """The model on meta, its placements, and those of tensors that must repeat parameters."""
     tensors = {}
@@ -121,7 +121,7 @@ def _huggingface(
         is_stored = any(name_map.todays_name(name, untied) in untied for name in tensors)
         says_untied = values.get("tie_word_embeddings") is False
         config = config.with_changes(tie_word_embeddings=not (is_stored or says_untied))
-    model = build_on_meta(config, mesh, execution)
+    model = build_on_meta(config, mesh, parallel_config)
     absent = _names_of(model, new)
     match = name_map.match((name for name, _ in model.named_parameters() if name not in absent), tensors)
     placements = place_huggingface(model, match, tensors)

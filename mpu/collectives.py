@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from .communication import start_all_gather, start_all_reduce, start_reduce_scatter, take_share
+from .communication import local_slice, start_all_gather, start_all_reduce, start_reduce_scatter
 from .mesh import ParallelMesh, tp_size
 
 SEQUENCE_DIM = 1
@@ -61,14 +61,14 @@ class _Gather(Function):
     def backward(ctx, *grads: Tensor):
         if ctx.partial_grad:
             return start_reduce_scatter(grads[0], ctx.dim, ctx.group)(), None, None, None
-        return take_share(grads[0], ctx.dim, ctx.group), None, None, None
+        return local_slice(grads[0], ctx.dim, ctx.group), None, None, None
 
 
 class _Scatter(Function):
     @staticmethod
     def forward(ctx, tensor: Tensor, dim: int, group: dist.ProcessGroup, partial: bool) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return start_reduce_scatter(tensor, dim, group)() if partial else take_share(tensor, dim, group)
+        return start_reduce_scatter(tensor, dim, group)() if partial else local_slice(tensor, dim, group)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):

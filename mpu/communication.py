@@ -80,7 +80,7 @@ def start_reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> 
     return _start_exchange_and_sum(pieces, group) if tensor.numel() else lambda: pieces[0]
 
 
-def take_share(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+def local_slice(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """This rank's equal share of `dim`, as a copy so that the whole can be freed."""
     share = divide(tensor.shape[dim], group.size(), f"positions of dim {dim % tensor.dim()}")
     return tensor.narrow(dim, group.rank() * share, share).clone(memory_format=torch.contiguous_format)

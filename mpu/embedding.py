@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..ops import look_up
+from ..ops import embedding
 from .collectives import reduce_from_tp, reduce_scatter_sequence
 from .linear import column_parallel
 from .mesh import ParallelMesh, tp_rank, tp_size
@@ -54,9 +54,9 @@ class VocabParallelEmbedding(SplitLayer):
         self.weight = split_parameter(self.shard, mesh)  # [Vp, H]
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.look_up(ids)[0]
+        return self.embed(ids)[0]
 
-    def look_up(self, ids: Tensor, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def embed(self, ids: Tensor, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The output, and the table [Vp, H] to hand to the next look-up of the same forward pass or to a tied head.
 
         That is the weight; handing it on saves the next one a gradient of its own that is as large.
@@ -64,12 +64,12 @@ class VocabParallelEmbedding(SplitLayer):
         check_ids(ids, self.num_embeddings, "token id")
         table = self.weight if table is None else table
         if tp_size(self.mesh) == 1:
-            return look_up(ids, table, self.padding_idx)
+            return embedding(ids, table, self.padding_idx)
         [(start, stop)] = self.shard.ranges(tp_rank(self.mesh), tp_size(self.mesh))
         elsewhere = (ids < start) | (ids >= stop)  # [B, S]
         padding_idx = self.padding_idx
         padding_idx = padding_idx - start if padding_idx is not None and start <= padding_idx < stop else None
-        rows, table = look_up((ids - start).masked_fill(elsewhere, 0), table, padding_idx)
+        rows, table = embedding((ids - start).masked_fill(elsewhere, 0), table, padding_idx)
         rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)  # [B, S, H]
         if self.sequence_parallel:
             return reduce_scatter_sequence(rows, self.mesh), table
@@ -114,7 +114,7 @@ class VocabParallelHead(SplitLayer):
         self.bias = split_parameter(bias_shard, mesh) if bias else None  # [Vp]
 
     def forward(self, hidden: Tensor, table: Tensor | None = None) -> Tensor:
-        """table: what the tied embedding's `look_up` returned; an untied head has no use for it."""
+        """table: what the tied embedding's `embed` returned; an untied head has no use for it."""
         weight = self.shared_weight(table)
         return column_parallel(hidden, weight, self.bias, sequence_parallel=self.sequence_parallel, mesh=self.mesh)
 

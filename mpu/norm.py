@@ -13,7 +13,7 @@ from .communication import start_all_reduce
 from .mesh import ParallelMesh, tp_size
 
 
-class _NormOfPart(Function):
+class _SequenceParallelNorm(Function):
     """The operator `name` on a part of the sequence. The ranks' gradients of its parameters, weight and perhaps bias,
     are summed in fp32 (fp64 for fp64) and rounded once: rounded before as well, 16-bit gradients would lose half as
     much precision again."""
@@ -68,7 +68,9 @@ class LayerNorm(_Norm):
 
     def forward(self, tensor: Tensor) -> Tensor:
         if self.sequence_parallel and self.mesh is not None and tp_size(self.mesh) > 1:
-            return _NormOfPart.apply("layer_norm", self.mesh.tp_group, self.eps, tensor, self.weight, self.bias)
+            return _SequenceParallelNorm.apply(
+                "layer_norm", self.mesh.tp_group, self.eps, tensor, self.weight, self.bias
+            )
         return layer_norm(tensor, self.weight, self.bias, self.eps)
 
 
@@ -86,5 +88,5 @@ class RMSNorm(_Norm):
 
     def forward(self, tensor: Tensor) -> Tensor:
         if self.sequence_parallel and self.mesh is not None and tp_size(self.mesh) > 1:
-            return _NormOfPart.apply("rms_norm", self.mesh.tp_group, self.eps, tensor, self.weight)
+            return _SequenceParallelNorm.apply("rms_norm", self.mesh.tp_group, self.eps, tensor, self.weight)
         return rms_norm(tensor, self.weight, self.eps)

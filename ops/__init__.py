@@ -9,11 +9,11 @@ from .bias_gelu import bias_gelu
 from .cross_entropy import cross_entropy, cross_entropy_grad, cross_entropy_loss, cross_entropy_stats
 from .dispatch import current_choice, kernels
 from .dropout_mask import dropout_keep, dropout_keys, use_key
+from .embedding import embedding
 from .glu import geglu, swiglu
 from .inference import in_inference_mode
 from .layer_norm import add_layer_norm, layer_norm
 from .linear import linear
-from .look_up import look_up
 from .product import multiply, multiply_add, product
 from .relu import relu
 from .rms_norm import add_rms_norm, rms_norm
@@ -32,12 +32,12 @@ __all__ = [
     "dropout",
     "dropout_keep",
     "dropout_keys",
+    "embedding",
     "geglu",
     "in_inference_mode",
     "kernels",
     "layer_norm",
     "linear",
-    "look_up",
     "masked_softmax",
     "multiply",
     "multiply_add",

@@ -9,7 +9,7 @@ import torch
 
 from .dispatch import same_dtype
 from .dropout_mask import dropout_keep
-from .library import Op, compute_dtype, nothing, unwritten
+from .library import Op, compute_dtype, empty_pooled, nothing
 
 
 def _dropped(value, keys, p, first_row, first_column):
@@ -53,7 +53,7 @@ forward_op = Op(
     "bias_dropout_residual",
     "Tensor x, Tensor? bias, Tensor? residual, Tensor? keys, float p, SymInt first_row, SymInt first_column",
     ("y",),
-    allocate=lambda x, *_: (unwritten(x),),
+    allocate=lambda x, *_: (empty_pooled(x),),
     reference=reference,
     prepare=_prepare,
 )
@@ -62,7 +62,7 @@ backward_op = Op(
     "Tensor grad, Tensor? keys, float p, SymInt first_row, SymInt first_column, bool has_bias",
     ("grad_x", "grad_bias"),
     allocate=lambda grad, *rest: (
-        unwritten(grad),
+        empty_pooled(grad),
         grad.new_empty(grad.shape[-1]) if rest[-1] else nothing(grad),
     ),
     reference=backward_reference,

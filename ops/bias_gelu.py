@@ -10,7 +10,7 @@ import math
 import torch
 
 from .dispatch import same_dtype
-from .library import Op, compute_dtype, nothing, unwritten
+from .library import Op, compute_dtype, empty_pooled, nothing
 
 APPROXIMATIONS = ("none", "tanh")
 
@@ -59,7 +59,7 @@ forward_op = Op(
     "bias_gelu",
     "Tensor x, Tensor? bias, bool tanh",
     ("y",),
-    allocate=lambda x, bias, tanh: (unwritten(x),),
+    allocate=lambda x, bias, tanh: (empty_pooled(x),),
     reference=reference,
     prepare=lambda x, bias, tanh: same_dtype(x, bias) or (*_contiguous(x, bias), tanh),
 )
@@ -68,7 +68,7 @@ backward_op = Op(
     "Tensor grad, Tensor x, Tensor? bias, bool tanh",
     ("grad_x", "grad_bias"),
     allocate=lambda grad, x, bias, tanh: (
-        unwritten(x),
+        empty_pooled(x),
         nothing(x) if bias is None else torch.empty_like(bias),
     ),
     reference=backward_reference,

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 
 from .dispatch import same_dtype
-from .library import LIBRARY, Op, compute_dtype, unwritten
+from .library import LIBRARY, Op, compute_dtype, empty_pooled
 
 IGNORE_INDEX = -100
 
@@ -82,7 +82,7 @@ grad_op = Op(
     "cross_entropy_grad",
     f"Tensor logits, Tensor target, Tensor grad, Tensor log_z, {_SETTINGS}",
     ("grad_logits",),
-    allocate=lambda logits, *_: (unwritten(logits),),
+    allocate=lambda logits, *_: (empty_pooled(logits),),
     reference=grad_reference,
     prepare=_prepare_grad,
 )

@@ -9,7 +9,7 @@ import torch
 
 from .bias_gelu import APPROXIMATIONS, gelu, gelu_derivative
 from .dispatch import same_dtype
-from .library import Op, compute_dtype, unwritten
+from .library import Op, compute_dtype, empty_pooled
 
 GELU, GELU_TANH, SILU = range(3)  # the schema's activation numbers
 
@@ -54,7 +54,7 @@ forward_op = Op(
     "glu",
     "Tensor gate, Tensor up, int activation",
     ("y",),
-    allocate=lambda gate, up, activation: (unwritten(gate),),
+    allocate=lambda gate, up, activation: (empty_pooled(gate),),
     reference=reference,
     prepare=lambda gate, up, activation: same_dtype(gate, up) or (_rows(gate), _rows(up), activation),
 )
@@ -62,7 +62,7 @@ backward_op = Op(
     "glu_backward",
     "Tensor grad, Tensor gate, Tensor up, int activation",
     ("grad_gate", "grad_up"),
-    allocate=lambda grad, gate, up, activation: (unwritten(gate), unwritten(up)),
+    allocate=lambda grad, gate, up, activation: (empty_pooled(gate), empty_pooled(up)),
     reference=backward_reference,
     prepare=lambda grad, gate, up, activation: (
         same_dtype(grad, gate, up) or (_rows(grad), _rows(gate), _rows(up), activation)

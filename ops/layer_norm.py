@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from .dispatch import same_dtype
-from .library import Op, compute_dtype, nothing, unwritten
+from .library import Op, compute_dtype, empty_pooled, nothing
 
 
 def reference(x, residual, weight, bias, eps):
@@ -45,15 +45,15 @@ def backward_reference(grad, grad_summed, h, weight, mean, rstd, has_bias):
 
 
 def _allocate(x, residual, weight, bias, eps):
-    y = unwritten(x)
-    summed = nothing(x) if residual is None else unwritten(x)
+    y = empty_pooled(x)
+    summed = nothing(x) if residual is None else empty_pooled(x)
     rows = x.shape[:-1].numel()
     mean, rstd = (x.new_empty(rows, dtype=compute_dtype(x)) for _ in range(2))
     return y, summed, mean, rstd
 
 
 def _allocate_backward(grad, grad_summed, h, weight, mean, rstd, has_bias):
-    grad_x = unwritten(h)
+    grad_x = empty_pooled(h)
     grad_weight, grad_bias = (weight.new_empty(weight.shape, dtype=compute_dtype(h)) for _ in range(2))
     return grad_x, grad_weight, grad_bias if has_bias else nothing(weight)
 

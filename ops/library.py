@@ -2,7 +2,7 @@
 
 Every op is described by pure functions:
 
-    allocate(*arguments) -> tuple of fresh, unwritten outputs (it is also the fake kernel)
+    allocate(*arguments) -> tuple of fresh, empty_pooled outputs (it is also the fake kernel)
     reference(*arguments) -> tuple of outputs, in PyTorch operators, naive: the ground truth of every other
     variant prepare(*arguments) -> the arguments as the compiled kernels take them (contiguous), or a string:
     why they cannot
@@ -64,7 +64,7 @@ class Op:
 
     def __call__(self, *arguments) -> Any:
         """The operator, without PyTorch's dispatcher where nobody looks: most of a small call's time is spent there."""
-        if not runs_directly(*arguments):
+        if not can_bypass_dispatcher(*arguments):
             return self._operator(*arguments)
         if not needs_gradient(*arguments):
             return self._call(*arguments)
@@ -142,7 +142,7 @@ def needs_gradient(*arguments: Any) -> bool:
     )
 
 
-def runs_directly(*arguments: Any) -> bool:
+def can_bypass_dispatcher(*arguments: Any) -> bool:
     """Whether a call may go past the dispatcher: nothing traces, transforms or intercepts it, its tensors are no
     subclass that would want to, and the first of them holds data. Counters of arithmetic may look on: a step that is
     counted has the bits of one that is not."""
@@ -188,7 +188,7 @@ def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def unwritten(like: torch.Tensor, *size: int) -> torch.Tensor:
+def empty_pooled(like: torch.Tensor, *size: int) -> torch.Tensor:
     """A contiguous, uninitialized tensor of `size` (default: that of `like`) with the dtype and device of `like`.
 
     On the CPU the memory of a large one is that of an earlier output, where the compiled parts are there.

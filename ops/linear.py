@@ -13,7 +13,7 @@ import torch
 
 from . import dispatch, native
 from .inference import in_inference_mode
-from .library import runs_directly
+from .library import can_bypass_dispatcher
 from .product import linear_product
 
 # With more rows BLAS is as fast or faster; for 16 bits it has instructions that are not used here.
@@ -41,7 +41,7 @@ def fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bo
         and weight.is_contiguous()
         and x.dtype == weight.dtype
         and (bias is None or (bias.dtype == x.dtype and bias.shape == weight.shape[:1] and bias.is_contiguous()))
-        and runs_directly(x, weight, bias)
+        and can_bypass_dispatcher(x, weight, bias)
         and not torch.is_autocast_enabled("cpu")
         and dispatch.choose("cpu") == "cpp"
     )

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from . import onednn
-from .library import POOLED, needs_gradient, runs_directly, unwritten
+from .library import POOLED, can_bypass_dispatcher, empty_pooled, needs_gradient
 
 
 def in_pool(elements: int, first: Tensor, *others: Tensor | None) -> bool:
@@ -27,7 +27,7 @@ def in_pool(elements: int, first: Tensor, *others: Tensor | None) -> bool:
         and all(tensor is None or tensor.layout is torch.strided for tensor in (first, *others))
         and forward_ad._current_level < 0
         and not torch.is_autocast_enabled("cpu")
-        and runs_directly(first, *others)
+        and can_bypass_dispatcher(first, *others)
     )
 
 
@@ -39,7 +39,7 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
         return onednn.linear(a, b.t(), None)
     size = (*a.shape[:-1], b.shape[-1])
     if a.dim() > 2 and a.itemsize < 4:  # in 16 bits a copy is quicker than several products
-        result = unwritten(a, *size)
+        result = empty_pooled(a, *size)
         torch.bmm(_matrices(a), _matrices(b), out=result.flatten(0, -3))
     else:
         result = _laid_out_as(b, a, *size)
@@ -53,7 +53,7 @@ def multiply_add(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
     if onednn.suits(x, weight, bias):
         return onednn.linear(x, weight, bias)
-    result = unwritten(x, *x.shape[:-1], weight.shape[0])
+    result = empty_pooled(x, *x.shape[:-1], weight.shape[0])
     rows, out = x.flatten(0, -2), result.flatten(0, -2)
     if bias is None:
         torch.mm(rows, weight.t(), out=out)
@@ -91,8 +91,8 @@ def _elements(rows: Tensor, columns: int) -> int:
 def _laid_out_as(b: Tensor, like: Tensor, *size: int) -> Tensor:
     """Unwritten: [B, N, M, K] with each row's N side by side if b has them so, as heads are in a layer's features."""
     if len(size) == 4 and b.stride(-1) == 1 and b.stride(1) < b.stride(2):
-        return unwritten(like, size[0], size[2], size[1], size[3]).transpose(1, 2)
-    return unwritten(like, *size)
+        return empty_pooled(like, size[0], size[2], size[1], size[3]).transpose(1, 2)
+    return empty_pooled(like, *size)
 
 
 def _write_product(a: Tensor, b: Tensor, result: Tensor) -> None:

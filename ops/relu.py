@@ -8,14 +8,14 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from .library import needs_gradient, unwritten
+from .library import empty_pooled, needs_gradient
 from .product import in_pool
 
 
 class _ReLU(Function):
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
-        y = torch.clamp_min(x, 0, out=unwritten(x))
+        y = torch.clamp_min(x, 0, out=empty_pooled(x))
         ctx.save_for_backward(y)
         return y
 
@@ -23,7 +23,7 @@ class _ReLU(Function):
     @once_differentiable
     def backward(ctx, *grads: Tensor):
         (y,) = ctx.saved_tensors
-        return torch.ops.aten.threshold_backward.grad_input(grads[0], y, 0, grad_input=unwritten(y))
+        return torch.ops.aten.threshold_backward.grad_input(grads[0], y, 0, grad_input=empty_pooled(y))
 
 
 def relu(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from .dispatch import same_dtype
 from .layer_norm import check_norm
-from .library import Op, compute_dtype, nothing, unwritten
+from .library import Op, compute_dtype, empty_pooled, nothing
 
 
 def reference(x, residual, weight, eps):
@@ -38,13 +38,13 @@ def backward_reference(grad, grad_summed, h, weight, rstd):
 
 
 def _allocate(x, residual, weight, eps):
-    y = unwritten(x)
-    summed = nothing(x) if residual is None else unwritten(x)
+    y = empty_pooled(x)
+    summed = nothing(x) if residual is None else empty_pooled(x)
     return y, summed, x.new_empty(x.shape[:-1].numel(), dtype=compute_dtype(x))
 
 
 def _allocate_backward(grad, grad_summed, h, weight, rstd):
-    return unwritten(h), weight.new_empty(weight.shape, dtype=compute_dtype(h))
+    return empty_pooled(h), weight.new_empty(weight.shape, dtype=compute_dtype(h))
 
 
 def _prepare(x, residual, weight, eps):

@@ -14,7 +14,7 @@ import torch
 
 from .dispatch import same_dtype
 from .dropout_mask import dropout_keep
-from .library import Op, compute_dtype, nothing, unwritten
+from .library import Op, compute_dtype, empty_pooled, nothing
 
 
 def reference(scores, mask, bias, prefix, keys, scale, causal, dropout, first_row):
@@ -66,11 +66,11 @@ def backward_reference(grad, probs, keys, scale, dropout, first_row, bias_batch)
 
 
 def _allocate(scores, mask, bias, prefix, keys, scale, causal, dropout, first_row):
-    return unwritten(scores), unwritten(scores) if dropout else nothing(scores)
+    return empty_pooled(scores), empty_pooled(scores) if dropout else nothing(scores)
 
 
 def _allocate_backward(grad, probs, keys, scale, dropout, first_row, bias_batch):
-    return unwritten(probs), unwritten(probs, bias_batch, *probs.shape[1:]) if bias_batch else nothing(probs)
+    return empty_pooled(probs), empty_pooled(probs, bias_batch, *probs.shape[1:]) if bias_batch else nothing(probs)
 
 
 def _expanded(tensor, like):

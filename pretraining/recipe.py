@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ..convert.merge import merge
 from ..data import Corpus, GPTDataset, IndexedDataset, prepare_corpus, unigram_entropy
-from ..models import Execution, from_config
+from ..models import ParallelConfig, from_config
 from ..models.common.causal_lm import CausalLM
 from ..models.common.config import ModelConfig
 from ..trainer.launch.rank_info import RankInfo
@@ -142,9 +142,14 @@ class Pretraining:
     def _build_model(self) -> CausalLM:
         arguments, trainer = self.arguments, self.trainer
         dtype = torch.bfloat16 if arguments.precision == "bf16" else torch.float32
-        execution = Execution(arguments.sequence_parallel, arguments.recompute)
+        parallel_config = ParallelConfig(arguments.sequence_parallel, arguments.recompute)
         model = from_config(
-            self.config, trainer.mesh, device=trainer.device, dtype=dtype, seed=arguments.seed, execution=execution
+            self.config,
+            trainer.mesh,
+            device=trainer.device,
+            dtype=dtype,
+            seed=arguments.seed,
+            parallel_config=parallel_config,
         )
         assert isinstance(model, CausalLM)
         return model

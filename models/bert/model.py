@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from ...mpu import Dropout, LayerNorm, ParallelMesh, VocabParallelEmbedding, VocabParallelHead, checkpoint
 from ..common.attention import SelfAttention
 from ..common.dropout import residual_dropout
-from ..common.execution import Execution
 from ..common.language_model import VOCABULARY_MULTIPLE, LanguageModel, PositionEmbedding
 from ..common.masks import key_mask
 from ..common.mlp import MLP, find_activation
+from ..common.parallel_config import ParallelConfig
 from ..common.replicated import ReplicatedLinear, first_token
 from .classification import SequenceClassifier, class_loss
 from .config import BertConfig
@@ -29,22 +29,22 @@ from .positions import position_ids_of
 
 
 class BertBlock(nn.Module):
-    def __init__(self, config: BertConfig, mesh: ParallelMesh | None, execution: Execution) -> None:
+    def __init__(self, config: BertConfig, mesh: ParallelMesh | None, parallel_config: ParallelConfig) -> None:
         super().__init__()
         size, eps, heads = config.hidden_size, config.layer_norm_eps, config.num_attention_heads
-        shared = {"mesh": mesh, "sequence_parallel": execution.sequence_parallel}
+        shared = {"mesh": mesh, "sequence_parallel": parallel_config.sequence_parallel}
         self.attention = SelfAttention(
             size,
             heads,
             scale=(size // heads) ** -0.5,
             dropout=config.attention_probs_dropout_prob,
             mesh=mesh,
-            execution=execution,
+            parallel_config=parallel_config,
         )
-        self.attention_dropout = residual_dropout(config.hidden_dropout_prob, mesh, execution)
+        self.attention_dropout = residual_dropout(config.hidden_dropout_prob, mesh, parallel_config)
         self.attention_norm = LayerNorm(size, eps, **shared)
-        self.mlp = MLP(size, config.intermediate_size, config.hidden_act, mesh=mesh, execution=execution)
-        self.mlp_dropout = residual_dropout(config.hidden_dropout_prob, mesh, execution)
+        self.mlp = MLP(size, config.intermediate_size, config.hidden_act, mesh=mesh, parallel_config=parallel_config)
+        self.mlp_dropout = residual_dropout(config.hidden_dropout_prob, mesh, parallel_config)
         self.mlp_norm = LayerNorm(size, eps, **shared)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
@@ -55,13 +55,13 @@ class BertBlock(nn.Module):
 class BertEncoder(nn.Module):
     """Embeddings and blocks, without a head."""
 
-    def __init__(self, config: BertConfig, mesh: ParallelMesh | None, execution: Execution) -> None:
+    def __init__(self, config: BertConfig, mesh: ParallelMesh | None, parallel_config: ParallelConfig) -> None:
         super().__init__()
         self.config, self.mesh = config, mesh
-        self.sequence_parallel = execution.sequence_parallel
-        self.recompute_blocks = execution.recompute == "full"
+        self.sequence_parallel = parallel_config.sequence_parallel
+        self.recompute_blocks = parallel_config.recompute == "full"
         size = config.hidden_size
-        shared = {"mesh": mesh, "sequence_parallel": execution.sequence_parallel}
+        shared = {"mesh": mesh, "sequence_parallel": parallel_config.sequence_parallel}
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size, size, padding_idx=config.pad_token_id, pad_multiple=VOCABULARY_MULTIPLE, **shared
         )
@@ -70,8 +70,8 @@ class BertEncoder(nn.Module):
         )
         self.token_type_embeddings = PositionEmbedding(config.type_vocab_size, size, **shared)
         self.embedding_norm = LayerNorm(size, config.layer_norm_eps, **shared)
-        self.embedding_dropout = residual_dropout(config.hidden_dropout_prob, mesh, execution)
-        self.blocks = nn.ModuleList(BertBlock(config, mesh, execution) for _ in range(config.num_hidden_layers))
+        self.embedding_dropout = residual_dropout(config.hidden_dropout_prob, mesh, parallel_config)
+        self.blocks = nn.ModuleList(BertBlock(config, mesh, parallel_config) for _ in range(config.num_hidden_layers))
 
     def forward(
         self,
@@ -86,7 +86,7 @@ class BertEncoder(nn.Module):
             position_ids = position_ids_of(input_ids, self.config)
         if token_type_ids is None:
             token_type_ids = torch.zeros_like(input_ids[:1])
-        x, table = self.word_embeddings.look_up(input_ids)
+        x, table = self.word_embeddings.embed(input_ids)
         x = x + self.token_type_embeddings(token_type_ids)
         x = self.embedding_dropout(self.embedding_norm(x + self.position_embeddings(position_ids)))
         mask = key_mask(attention_mask)
@@ -128,13 +128,13 @@ class BertModel(nn.Module):
     config: BertConfig
 
     def __init__(
-        self, config: BertConfig, mesh: ParallelMesh | None = None, execution: Execution | None = None
+        self, config: BertConfig, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
     ) -> None:
         super().__init__()
         self.config, self.mesh = config, mesh
-        self.encoder = BertEncoder(config, mesh, execution or Execution())
+        self.encoder = BertEncoder(config, mesh, parallel_config or ParallelConfig())
 
-    def initial_value(self, name: str, full: Tensor, generator: torch.Generator) -> None:
+    def init_weights(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """Fills a parameter's unsplit value in place."""
         if name.endswith(".bias"):
             full.zero_()
@@ -152,12 +152,12 @@ class BertForMaskedLM(BertModel, LanguageModel):
     """Predicts the masked tokens."""
 
     generates = "masks"
-    few_labels = True
+    sparse_labels = True
 
     def __init__(
-        self, config: BertConfig, mesh: ParallelMesh | None = None, execution: Execution | None = None
+        self, config: BertConfig, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
     ) -> None:
-        super().__init__(config, mesh, execution)
+        super().__init__(config, mesh, parallel_config)
         self.head = MaskedLMHead(self.encoder, config.head_act)
 
     def forward(
@@ -177,7 +177,7 @@ class BertForMaskedLM(BertModel, LanguageModel):
         """
         hidden_states, table = self.encoder(input_ids, attention_mask, token_type_ids, position_ids)
         x = self.head.transform(hidden_states[-1])
-        loss, logits = self.predict(self.head.decoder, x, labels, num_items_in_batch, table)
+        loss, logits = self.loss_and_logits(self.head.decoder, x, labels, num_items_in_batch, table)
         return MaskedLMOutput(loss, logits, hidden_states if output_hidden_states else None)
 
 
@@ -185,12 +185,12 @@ class BertForPreTraining(BertModel, LanguageModel):
     """Predicts the masked tokens, and whether the second sentence follows the first."""
 
     generates = "masks"
-    few_labels = True
+    sparse_labels = True
 
     def __init__(
-        self, config: BertConfig, mesh: ParallelMesh | None = None, execution: Execution | None = None
+        self, config: BertConfig, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
     ) -> None:
-        super().__init__(config, mesh, execution)
+        super().__init__(config, mesh, parallel_config)
         self.head = MaskedLMHead(self.encoder, config.head_act)
         self.pooler = nn.Linear(config.hidden_size, config.hidden_size)
         self.next_sentence = nn.Linear(config.hidden_size, 2)
@@ -219,7 +219,7 @@ class BertForPreTraining(BertModel, LanguageModel):
         hidden_states, table = self.encoder(input_ids, attention_mask, token_type_ids, position_ids)
         x = self.head.transform(hidden_states[-1])
         scores = self.next_sentence(self.pooler(self.encoder.first_token(hidden_states[-1])).tanh())  # [B, 2]
-        loss, logits = self.predict(self.head.decoder, x, labels, num_items_in_batch, table)
+        loss, logits = self.loss_and_logits(self.head.decoder, x, labels, num_items_in_batch, table)
         if loss is not None and next_sentence_label is not None:
             loss = loss + class_loss(scores, next_sentence_label, num_sequences_in_batch)
         return PreTrainingOutput(loss, logits, scores, hidden_states if output_hidden_states else None)
@@ -229,9 +229,9 @@ class BertForSequenceClassification(BertModel, SequenceClassifier):
     """A linear classifier on the first token's pooled state."""
 
     def __init__(
-        self, config: BertConfig, mesh: ParallelMesh | None = None, execution: Execution | None = None
+        self, config: BertConfig, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
     ) -> None:
-        super().__init__(config, mesh, execution)
+        super().__init__(config, mesh, parallel_config)
         self.pooler = nn.Linear(config.hidden_size, config.hidden_size)
         self.dropout = Dropout(config.classifier_dropout_prob)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)

@@ -18,26 +18,28 @@ from ...mpu import (
     tp_size,
 )
 from ...ops import in_inference_mode, product
-from .cache import KeyValues, attend_by_source, back_to_rows
-from .execution import Execution
-from .heads import merge_heads, split_blocks, split_heads
-from .masks import visible_before
+from .cache import LayerKVCache, fold_beams, unfold_beams
+from .heads import merge_heads, split_fused_heads, split_heads
+from .masks import lower_triangular_mask
+from .parallel_config import ParallelConfig
 
-MOST_SCORES_OF_PRODUCTS = 512 * 512  # of a head, where `products_are_faster`
+MAX_EAGER_SCORES = 512 * 512  # of a head, where `eager_beats_sdpa`
 
 
-class AttentionCore(nn.Module):
+class CoreAttention(nn.Module):
     """softmax(scale · q·kᵀ + position_bias, over the keys that the mask shows)·v, of this rank's heads.
 
     A query that sees no key gets zeros, as in `scaled_dot_product_attention`. Selective recomputation keeps only q,
     k and v for the backward pass.
     """
 
-    def __init__(self, *, scale: float, dropout: float, mesh: ParallelMesh | None, execution: Execution) -> None:
+    def __init__(
+        self, *, scale: float, dropout: float, mesh: ParallelMesh | None, parallel_config: ParallelConfig
+    ) -> None:
         super().__init__()
         self.scale = scale
         self.dropout = Dropout(dropout, split_dim=1, mesh=mesh)
-        self.recompute = execution.recompute == "selective"
+        self.recompute = parallel_config.recompute == "selective"
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position_bias: Tensor | None, causal: bool
@@ -53,9 +55,9 @@ class AttentionCore(nn.Module):
         causal = causal and mask is None and q.shape[2] > 1  # the last query sees every key
         if mask is None and not causal and in_inference_mode():
             mask, position_bias = position_bias, None  # a mask of numbers is added, and no gradient is wanted
-        if position_bias is None and not self.dropout.drops and not products_are_faster(q, k):
+        if position_bias is None and not self.dropout.drops and not eager_beats_sdpa(q, k):
             if causal and q.shape[2] != k.shape[2]:
-                mask, causal = visible_before(q.shape[2], k.shape[2], q.device), False
+                mask, causal = lower_triangular_mask(q.shape[2], k.shape[2], q.device), False
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, is_causal=causal)
         # The probabilities are written out: for the gradient of a trained bias, for a dropout mask that does not
         # depend on the layout, or for speed.
@@ -67,14 +69,19 @@ class AttentionCore(nn.Module):
 
 
 class Attention(nn.Module):
-    """What both kinds share: the products that their `PRODUCTS` name, each of so many stacked blocks, the core, and an
-    output product.
+    """Base of both kinds: the input projections, the attention core and the output projection.
 
-    head_size: by default hidden_size / num_heads. bias: whether the products have biases. Heads are whole on a rank;
-    ValueError where the tensor-parallel size does not divide them.
+    A subclass lists its input projections in `projections`: name -> number of blocks that are stacked in the weight.
+
+    Args:
+        head_size: hidden_size / num_heads by default.
+        bias: whether the projections have biases.
+
+    Raises:
+        ValueError: the tensor-parallel size does not divide the number of heads; a head is never split.
     """
 
-    PRODUCTS: ClassVar[dict[str, int]]
+    projections: ClassVar[dict[str, int]]
 
     def __init__(
         self,
@@ -86,7 +93,7 @@ class Attention(nn.Module):
         scale: float,
         dropout: float = 0.0,
         mesh: ParallelMesh | None = None,
-        execution: Execution,
+        parallel_config: ParallelConfig,
     ) -> None:
         super().__init__()
         check_heads(num_heads, tp_size(mesh))
@@ -95,11 +102,11 @@ class Attention(nn.Module):
         shared = {
             "bias": bias,
             "unit": self.head_size,
-            "sequence_parallel": execution.sequence_parallel,
+            "sequence_parallel": parallel_config.sequence_parallel,
             "mesh": mesh,
         }
-        self.core = AttentionCore(scale=scale, dropout=dropout, mesh=mesh, execution=execution)
-        for name, blocks in self.PRODUCTS.items():
+        self.core = CoreAttention(scale=scale, dropout=dropout, mesh=mesh, parallel_config=parallel_config)
+        for name, blocks in self.projections.items():
             groups = (inner_size,) * blocks if blocks > 1 else None
             self.add_module(name, ColumnParallelLinear(hidden_size, blocks * inner_size, groups=groups, **shared))
         self.output = RowParallelLinear(inner_size, hidden_size, **shared)
@@ -108,7 +115,7 @@ class Attention(nn.Module):
 class SelfAttention(Attention):
     """Attention of a sequence to itself, with a fused qkv product [Q|K|V]."""
 
-    PRODUCTS: ClassVar = {"qkv": 3}
+    projections: ClassVar = {"qkv": 3}
     qkv: ColumnParallelLinear
 
     def forward(
@@ -119,7 +126,7 @@ class SelfAttention(Attention):
         *,
         causal: bool = False,
         memory: Tensor | None = None,
-        cache: KeyValues | None = None,
+        cache: LayerKVCache | None = None,
     ) -> Tensor:
         """[B, S, H] -> [B, S, H]
 
@@ -131,7 +138,7 @@ class SelfAttention(Attention):
         cache: the keys and values of M earlier positions, to which those of x are added; the keys are then M + S.
         """
         qkv = self.qkv(x if memory is None else torch.cat([memory, x], dim=1))
-        q, k, v = split_blocks(qkv, 3, self.head_size)  # [B, Np, S, D]
+        q, k, v = split_fused_heads(qkv, 3, self.head_size)  # [B, Np, S, D]
         if memory is not None:
             q = q[:, :, memory.shape[1] :]
         if cache is not None:
@@ -142,11 +149,13 @@ class SelfAttention(Attention):
 class CrossAttention(Attention):
     """Attention of one sequence to another, with a query product and a fused [K|V] product."""
 
-    PRODUCTS: ClassVar = {"query": 1, "key_value": 2}
+    projections: ClassVar = {"query": 1, "key_value": 2}
     query: ColumnParallelLinear
     key_value: ColumnParallelLinear
 
-    def forward(self, x: Tensor, source: Tensor, mask: Tensor | None = None, cache: KeyValues | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, source: Tensor, mask: Tensor | None = None, cache: LayerKVCache | None = None
+    ) -> Tensor:
         """x: [B, S, H]; source: [B, T, H], what is attended; mask: bool, broadcastable to [B, Np, S, T].
 
         cache: keeps the source's keys and values at the first call, which later ones use. Then x may have n rows for
@@ -156,20 +165,20 @@ class CrossAttention(Attention):
         if cache is not None and cache.length:
             k, v = cache.filled()
         else:
-            k, v = split_blocks(self.key_value(source), 2, self.head_size)
+            k, v = split_fused_heads(self.key_value(source), 2, self.head_size)
             if cache is not None:
                 k, v = cache.extend(k, v)
-        q, copies = attend_by_source(q, k.shape[0])
-        return self.output(merge_heads(back_to_rows(self.core(q, k, v, mask, None, False), copies)))
+        q, copies = fold_beams(q, k.shape[0])
+        return self.output(merge_heads(unfold_beams(self.core(q, k, v, mask, None, False), copies)))
 
 
-def products_are_faster(q: Tensor, k: Tensor) -> bool:
+def eager_beats_sdpa(q: Tensor, k: Tensor) -> bool:
     """Whether two matrix products and a softmax beat `scaled_dot_product_attention`, forward and backward.
 
     They do for 16-bit types on a CPU: 12 ms against 26 for 4 × 12 heads of 64 at 256 positions, 53 against 87 at 512.
     Longer rows would cost too much memory.
     """
-    short = q.shape[2] * k.shape[2] <= MOST_SCORES_OF_PRODUCTS
+    short = q.shape[2] * k.shape[2] <= MAX_EAGER_SCORES
     return q.is_cpu and q.dtype.itemsize == 2 and short and torch.is_grad_enabled() and q.requires_grad
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class KeyValues:
+class LayerKVCache:
     """Keys and values of one attention layer, in buffers that are made once for `capacity` positions.
 
     length: how many positions are filled.
@@ -66,8 +66,8 @@ class Cache:
     """
 
     def __init__(self, layers: int, capacity: int, source_length: int | None = None) -> None:
-        self.layers = [KeyValues(capacity) for _ in range(layers)]
-        self.sources = [] if source_length is None else [KeyValues(source_length) for _ in range(layers)]
+        self.layers = [LayerKVCache(capacity) for _ in range(layers)]
+        self.sources = [] if source_length is None else [LayerKVCache(source_length) for _ in range(layers)]
 
     @property
     def length(self) -> int:
@@ -90,7 +90,7 @@ class Cache:
         return sum(layer.nbytes for layer in [*self.layers, *self.sources])
 
 
-def attend_by_source(queries: Tensor, rows: int) -> tuple[Tensor, int]:
+def fold_beams(queries: Tensor, rows: int) -> tuple[Tensor, int]:
     """Queries [B·n, Np, S, D] of n sequences for each of B = `rows` sources -> ([B, Np, n·S, D], n)."""
     copies = queries.shape[0] // rows
     if copies == 1:
@@ -98,7 +98,7 @@ def attend_by_source(queries: Tensor, rows: int) -> tuple[Tensor, int]:
     return queries.unflatten(0, (rows, copies)).transpose(1, 2).flatten(2, 3), copies
 
 
-def back_to_rows(attended: Tensor, copies: int) -> Tensor:
+def unfold_beams(attended: Tensor, copies: int) -> Tensor:
     """[B, Np, n·S, D] -> [B·n, Np, S, D]"""
     if copies == 1:
         return attended

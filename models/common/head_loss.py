@@ -17,13 +17,13 @@ def head_loss(
     table: Tensor | None = None,
     *,
     num_items: Tensor | int | None = None,
-    few_labels: bool = False,
+    sparse_labels: bool = False,
 ) -> Tensor:
     """Cross-entropy of the head's logits with labels int64 [B, S], of which -100 is ignored: their mean, NaN of none,
     or their sum divided by `num_items`. fp32.
 
     hidden: [B, S, H], or [B, S/tp, H] under sequence parallelism. table: see `VocabParallelHead.forward`.
-    few_labels: look for the labelled positions on an accelerator too, where the host has to wait for the answer.
+    sparse_labels: look for the labelled positions on an accelerator too, where the host has to wait for the answer.
     ValueError for shapes that do not match and for labels outside the vocabulary.
     """
     if torch.compiler.is_compiling():  # a compiler traces neither gradients written over logits nor a number of rows
@@ -40,7 +40,7 @@ def head_loss(
     rows, target = hidden.flatten(0, -2), labels.reshape(-1)
     labelled = target != IGNORED
     count = labelled.sum() if num_items is None else num_items
-    if hidden.is_cpu or few_labels:
+    if hidden.is_cpu or sparse_labels:
         chosen = labelled.nonzero()[:, 0]
         if len(chosen) < len(target):
             chosen = chosen if len(chosen) else torch.zeros_like(target[:1])  # an ignored one, for zero gradients

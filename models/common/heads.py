@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ...ops.library import needs_gradient, runs_directly, unwritten
+from ...ops.library import can_bypass_dispatcher, empty_pooled, needs_gradient
 
 
 def split_heads(x: Tensor, head_size: int) -> Tensor:
@@ -19,8 +19,8 @@ def merge_heads(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-class _SplitBlocks(Function):
-    """See `split_blocks`. The gradients are written where they belong; a sum of slices' gradients would first pad
+class _SplitFusedHeads(Function):
+    """See `split_fused_heads`. The gradients are written where they belong; a sum of slices' gradients would first pad
     each one, and a concatenation would first merge the heads of each."""
 
     @staticmethod
@@ -31,14 +31,14 @@ class _SplitBlocks(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads: Tensor):
-        whole = unwritten(grads[0], *ctx.shape)
+        whole = empty_pooled(grads[0], *ctx.shape)
         for block, grad in zip(whole.chunk(len(grads), dim=-1), grads, strict=True):
             split_heads(block, ctx.head_size).copy_(grad)
         return whole, None, None
 
 
-def split_blocks(x: Tensor, blocks: int, head_size: int) -> tuple[Tensor, ...]:
+def split_fused_heads(x: Tensor, blocks: int, head_size: int) -> tuple[Tensor, ...]:
     """[B, S, blocks * Hp] -> for each block [B, Np, S, D]"""
-    if needs_gradient(x) and runs_directly(x):
-        return _SplitBlocks.apply(x, blocks, head_size)
+    if needs_gradient(x) and can_bypass_dispatcher(x):
+        return _SplitFusedHeads.apply(x, blocks, head_size)
     return tuple(split_heads(block, head_size) for block in x.chunk(blocks, dim=-1))

@@ -16,9 +16,9 @@ from ...mpu import (
     tp_size,
 )
 from .config import ModelConfig
-from .execution import Execution
 from .head_loss import IGNORED, head_loss
-from .outputs import Deferred
+from .outputs import LazyLogits
+from .parallel_config import ParallelConfig
 
 Generates = Literal["continuation", "answer", "blanks", "masks"]
 
@@ -56,16 +56,16 @@ class LanguageModel(nn.Module):
 
     config: ModelConfig
     mesh: ParallelMesh | None
-    execution: Execution
+    parallel_config: ParallelConfig
     generates: ClassVar[Generates]
     """What `shardzoo.generation` makes with it: the continuation of a prompt, an encoder-decoder's answer to one, the
     contents of the blanks in a text, or the tokens at masked places."""
-    few_labels: ClassVar[bool] = False
+    sparse_labels: ClassVar[bool] = False
     """Whether most positions have no label, as in masked language models."""
     extra_input_ids: int = 0
     """How many ids behind the vocabulary the input embedding knows, such as a soft prompt's."""
 
-    def predict(
+    def loss_and_logits(
         self,
         head: VocabParallelHead,
         hidden: Tensor,
@@ -76,19 +76,19 @@ class LanguageModel(nn.Module):
         """(loss, logits [B, S, Vp]) of hidden states [B, S, H], or [B, S/tp, H] under sequence parallelism.
 
         The loss is the mean over the labels int64 [B, S] that are not -100, or their sum divided by
-        `num_items_in_batch`, as in transformers; None without labels. With labels the logits are `Deferred`: the
+        `num_items_in_batch`, as in transformers; None without labels. With labels the logits are `LazyLogits`: the
         loss needs fewer of them, and none afterwards. table: see `VocabParallelHead.forward`.
         """
 
         def logits() -> Tensor:
-            return self.own_logits(head(hidden, table))
+            return self.unpad_logits(head(hidden, table))
 
         if labels is None:
             return None, logits()
         loss = head_loss(
-            head, hidden, self.targets(labels), table, num_items=num_items_in_batch, few_labels=self.few_labels
+            head, hidden, self.targets(labels), table, num_items=num_items_in_batch, sparse_labels=self.sparse_labels
         )
-        return loss, Deferred(logits, head.parameters())
+        return loss, LazyLogits(logits, head.parameters())
 
     def targets(self, labels: Tensor) -> Tensor:
         """What each position has to predict, int64 [B, S]."""
@@ -98,7 +98,7 @@ class LanguageModel(nn.Module):
         """How many predictions the loss of `labels` is made of."""
         return (self.targets(labels) != IGNORED).sum()
 
-    def own_logits(self, logits: Tensor) -> Tensor:
+    def unpad_logits(self, logits: Tensor) -> Tensor:
         """What a forward pass returns of its logits [B, S, Vp]: in one process [B, S, V], as transformers does."""
         return logits[..., : self.config.vocab_size] if tp_size(self.mesh) == 1 else logits
 
@@ -106,13 +106,13 @@ class LanguageModel(nn.Module):
         """Each rank's [B, S, Vp] -> [B, S, V]"""
         return gather_from_tp(logits, self.mesh)[..., : self.config.vocab_size]
 
-    def whole_sequence(self, x: Tensor) -> Tensor:
+    def gather_hidden_states(self, x: Tensor) -> Tensor:
         """What a caller gets to see of [B, S, H] hidden states, of which a rank may hold [B, S/tp, H]."""
-        return gather_sequence(x, self.mesh, partial_grad=False) if self.execution.sequence_parallel else x
+        return gather_sequence(x, self.mesh, partial_grad=False) if self.parallel_config.sequence_parallel else x
 
-    def whole_sequences(self, hidden_states: Iterable[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(self.whole_sequence(x) for x in hidden_states)
+    def gather_all_hidden_states(self, hidden_states: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(self.gather_hidden_states(x) for x in hidden_states)
 
-    def own_sequence(self, x: Tensor) -> Tensor:
+    def scatter_hidden_states(self, x: Tensor) -> Tensor:
         """The part of a caller's [B, S, H] that this rank's blocks work on."""
-        return scatter_sequence(x, self.mesh) if self.execution.sequence_parallel else x
+        return scatter_sequence(x, self.mesh) if self.parallel_config.sequence_parallel else x

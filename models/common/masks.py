@@ -32,9 +32,9 @@ def causal_mask(attention_mask: Tensor | None, sequence_length: int, cached: int
     keys = key_mask(attention_mask)
     if attention_mask is None or keys is None or attention_mask.dim() == 4:
         return keys
-    return visible_before(sequence_length, cached + sequence_length, keys.device) & keys
+    return lower_triangular_mask(sequence_length, cached + sequence_length, keys.device) & keys
 
 
-def visible_before(queries: int, keys: int, device: torch.device) -> Tensor:
+def lower_triangular_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     """bool [Sq, Sk]: each query sees its own position and those before it; the last query is at the last key."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ...mpu import ColumnParallelLinear, Dropout, ParallelMesh, RowParallelLinear
 from ...mpu.linear import column_parallel
 from ...ops import bias_gelu, geglu, relu, swiglu
-from .execution import Execution
 from .gated_linear import DownLinear, GateUpLinear
+from .parallel_config import ParallelConfig
 
 gelu_tanh = partial(F.gelu, approximate="tanh")
 
@@ -56,10 +56,10 @@ class MLP(nn.Module):
         bias: bool = True,
         dropout: float = 0.0,
         mesh: ParallelMesh | None = None,
-        execution: Execution,
+        parallel_config: ParallelConfig,
     ) -> None:
         super().__init__()
-        shared = {"bias": bias, "sequence_parallel": execution.sequence_parallel, "mesh": mesh}
+        shared = {"bias": bias, "sequence_parallel": parallel_config.sequence_parallel, "mesh": mesh}
         self.activation = find_activation(activation)
         self.up = ColumnParallelLinear(hidden_size, inner_size, **shared)
         self.dropout = Dropout(dropout, split_dim=-1, mesh=mesh)
@@ -88,10 +88,10 @@ class GatedMLP(nn.Module):
         *,
         dropout: float = 0.0,
         mesh: ParallelMesh | None = None,
-        execution: Execution,
+        parallel_config: ParallelConfig,
     ) -> None:
         super().__init__()
-        shared = {"sequence_parallel": execution.sequence_parallel, "mesh": mesh}
+        shared = {"sequence_parallel": parallel_config.sequence_parallel, "mesh": mesh}
         self.activation = find_activation(activation)
         self.gate_up = GateUpLinear(hidden_size, inner_size, **shared)
         self.dropout = Dropout(dropout, split_dim=-1, mesh=mesh)

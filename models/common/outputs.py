@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-class Deferred:
+class LazyLogits:
     """A result of a forward pass that is calculated if somebody reads it.
 
     That is later, so gradient mode and autocast are those of the forward pass, and `parameters` must not have changed.
@@ -42,16 +42,16 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
 class ModelOutput:
     """Base of the outputs, dataclasses whose fields that are not None can also be had by position or by name.
 
-    A field without a default may be `Deferred`; reading it calculates it, on all tensor-parallel ranks together.
+    A field without a default may be `LazyLogits`; reading it calculates it, on all tensor-parallel ranks together.
     """
 
     def __post_init__(self) -> None:
-        self._deferred = {name: value for name, value in vars(self).items() if isinstance(value, Deferred)}
-        for name in self._deferred:
+        self._lazy_logits = {name: value for name, value in vars(self).items() if isinstance(value, LazyLogits)}
+        for name in self._lazy_logits:
             delattr(self, name)
 
     def __getattr__(self, name: str) -> Any:
-        deferred = vars(self).get("_deferred", {})
+        deferred = vars(self).get("_lazy_logits", {})
         if name not in deferred:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         value = deferred[name].read(name)
@@ -60,13 +60,13 @@ class ModelOutput:
         return value
 
     def __getstate__(self) -> dict[str, Any]:
-        for name in tuple(self._deferred):
+        for name in tuple(self._lazy_logits):
             getattr(self, name)
         return vars(self)
 
     def keys(self) -> tuple[str, ...]:
         names = (field.name for field in fields(self))  # type: ignore[arg-type]
-        return tuple(name for name in names if name in self._deferred or getattr(self, name) is not None)
+        return tuple(name for name in names if name in self._lazy_logits or getattr(self, name) is not None)
 
     def to_tuple(self) -> tuple[Any, ...]:
         return tuple(getattr(self, name) for name in self.keys())

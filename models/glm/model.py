@@ -19,21 +19,21 @@ from torch import Tensor, nn
 
 from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding, VocabParallelHead, checkpoint
 from ..common.attention import SelfAttention
-from ..common.cache import Cache, KeyValues
+from ..common.cache import Cache, LayerKVCache
 from ..common.dropout import residual_dropout
-from ..common.execution import Execution
 from ..common.language_model import VOCABULARY_MULTIPLE, LanguageModel, PositionEmbedding
 from ..common.mlp import MLP
+from ..common.parallel_config import ParallelConfig
 from .config import GLMConfig
 from .masks import visible_keys
 from .outputs import GLMOutput
 
 
 class GLMBlock(nn.Module):
-    def __init__(self, config: GLMConfig, mesh: ParallelMesh | None, execution: Execution) -> None:
+    def __init__(self, config: GLMConfig, mesh: ParallelMesh | None, parallel_config: ParallelConfig) -> None:
         super().__init__()
         size, heads, eps = config.hidden_size, config.num_attention_heads, config.layer_norm_eps
-        shared = {"mesh": mesh, "sequence_parallel": execution.sequence_parallel}
+        shared = {"mesh": mesh, "sequence_parallel": parallel_config.sequence_parallel}
         self.ln_1 = LayerNorm(size, eps, **shared)
         self.attention = SelfAttention(
             size,
@@ -41,12 +41,12 @@ class GLMBlock(nn.Module):
             scale=(size // heads) ** -0.5,
             dropout=config.attention_dropout_prob,
             mesh=mesh,
-            execution=execution,
+            parallel_config=parallel_config,
         )
-        self.attention_dropout = residual_dropout(config.output_dropout_prob, mesh, execution)
+        self.attention_dropout = residual_dropout(config.output_dropout_prob, mesh, parallel_config)
         self.ln_2 = LayerNorm(size, eps, **shared)
-        self.mlp = MLP(size, 4 * size, config.hidden_act, mesh=mesh, execution=execution)
-        self.mlp_dropout = residual_dropout(config.output_dropout_prob, mesh, execution)
+        self.mlp = MLP(size, 4 * size, config.hidden_act, mesh=mesh, parallel_config=parallel_config)
+        self.mlp_dropout = residual_dropout(config.output_dropout_prob, mesh, parallel_config)
 
     def forward(
         self,
@@ -54,7 +54,7 @@ class GLMBlock(nn.Module):
         mask: Tensor | None,
         causal: bool,
         memory: Tensor | None = None,
-        cache: KeyValues | None = None,
+        cache: LayerKVCache | None = None,
     ) -> Tensor:
         """memory: [B, M, H], this block's inputs at earlier positions; or their keys and values in `cache`."""
         memory = None if memory is None else self.ln_1(memory)
@@ -69,21 +69,23 @@ class GLMForConditionalGeneration(LanguageModel):
     config: GLMConfig
     generates = "blanks"
 
-    def __init__(self, config: GLMConfig, mesh: ParallelMesh | None = None, execution: Execution | None = None) -> None:
+    def __init__(
+        self, config: GLMConfig, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
+    ) -> None:
         super().__init__()
-        execution = execution or Execution()
-        self.config, self.mesh, self.execution = config, mesh, execution
-        self.sequence_parallel = execution.sequence_parallel
-        self.recompute_blocks = execution.recompute == "full"
+        parallel_config = parallel_config or ParallelConfig()
+        self.config, self.mesh, self.parallel_config = config, mesh, parallel_config
+        self.sequence_parallel = parallel_config.sequence_parallel
+        self.recompute_blocks = parallel_config.recompute == "full"
         size, positions = config.hidden_size, config.max_sequence_length + 1
-        shared = {"mesh": mesh, "sequence_parallel": execution.sequence_parallel}
+        shared = {"mesh": mesh, "sequence_parallel": parallel_config.sequence_parallel}
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size, size, pad_multiple=VOCABULARY_MULTIPLE, **shared
         )
         self.position_embeddings = PositionEmbedding(positions, size, **shared)
         self.block_position_embeddings = PositionEmbedding(positions, size, **shared)
-        self.embedding_dropout = residual_dropout(config.embedding_dropout_prob, mesh, execution)
-        self.blocks = nn.ModuleList(GLMBlock(config, mesh, execution) for _ in range(config.num_layers))
+        self.embedding_dropout = residual_dropout(config.embedding_dropout_prob, mesh, parallel_config)
+        self.blocks = nn.ModuleList(GLMBlock(config, mesh, parallel_config) for _ in range(config.num_layers))
         self.final_norm = LayerNorm(size, config.layer_norm_eps, **shared)
         self.head = VocabParallelHead(size, config.vocab_size, tied=self.word_embeddings, **shared)
 
@@ -127,7 +129,7 @@ class GLMForConditionalGeneration(LanguageModel):
         new_mems = extend_mems(mems, hidden_states) if use_cache else None
         x = self.final_norm(x)
         hidden_states[-1] = x
-        loss, logits = self.predict(self.head, x[:, -logits_to_keep:], labels, num_items_in_batch, table)
+        loss, logits = self.loss_and_logits(self.head, x[:, -logits_to_keep:], labels, num_items_in_batch, table)
         hidden = tuple(hidden_states) if output_hidden_states else None
         return GLMOutput(loss, logits, new_mems, hidden)
 
@@ -147,7 +149,7 @@ class GLMForConditionalGeneration(LanguageModel):
                 "the text and within the span"
             )
         text, span = position_ids.unbind(1)
-        x, table = self.word_embeddings.look_up(input_ids)
+        x, table = self.word_embeddings.embed(input_ids)
         x = x + self.position_embeddings(text) + self.block_position_embeddings(span)
         return self.embedding_dropout(x), table
 
@@ -158,7 +160,7 @@ class GLMForConditionalGeneration(LanguageModel):
             raise ValueError(f"mems has {len(mems)} tensors, but {len(self.blocks)} blocks need {len(self.blocks) + 1}")
         return mems[0].shape[1]
 
-    def initial_value(self, name: str, full: Tensor, generator: torch.Generator) -> None:
+    def init_weights(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """Fills a parameter's unsplit value in place."""
         if name.endswith(".bias"):
             full.zero_()

@@ -22,35 +22,37 @@ from ...mpu import (
     checkpoint,
 )
 from ..common.attention import SelfAttention
-from ..common.cache import Cache, KeyValues
+from ..common.cache import Cache, LayerKVCache
 from ..common.causal_lm import VOCABULARY_MULTIPLE, CausalLM, PositionEmbedding
 from ..common.dropout import residual_dropout
-from ..common.execution import Execution
 from ..common.masks import causal_mask
 from ..common.mlp import MLP
 from ..common.outputs import CausalLMOutput
+from ..common.parallel_config import ParallelConfig
 from .config import GPT2Config
 
 
 class GPT2Block(nn.Module):
-    def __init__(self, config: GPT2Config, layer: int, mesh: ParallelMesh | None, execution: Execution) -> None:
+    def __init__(
+        self, config: GPT2Config, layer: int, mesh: ParallelMesh | None, parallel_config: ParallelConfig
+    ) -> None:
         super().__init__()
         size, eps = config.n_embd, config.layer_norm_epsilon
         scale = (size // config.n_head) ** -0.5 if config.scale_attn_weights else 1.0
         if config.scale_attn_by_inverse_layer_idx:
             scale /= layer + 1
-        shared = {"mesh": mesh, "sequence_parallel": execution.sequence_parallel}
+        shared = {"mesh": mesh, "sequence_parallel": parallel_config.sequence_parallel}
         self.ln_1 = LayerNorm(size, eps, **shared)
         self.attention = SelfAttention(
-            size, config.n_head, scale=scale, dropout=config.attn_pdrop, mesh=mesh, execution=execution
+            size, config.n_head, scale=scale, dropout=config.attn_pdrop, mesh=mesh, parallel_config=parallel_config
         )
         self.ln_2 = LayerNorm(size, eps, **shared)
-        self.mlp = MLP(size, config.inner_size, config.activation_function, mesh=mesh, execution=execution)
+        self.mlp = MLP(size, config.inner_size, config.activation_function, mesh=mesh, parallel_config=parallel_config)
 
-        self.attention_dropout = residual_dropout(config.resid_pdrop, mesh, execution)
-        self.mlp_dropout = residual_dropout(config.resid_pdrop, mesh, execution)
+        self.attention_dropout = residual_dropout(config.resid_pdrop, mesh, parallel_config)
+        self.mlp_dropout = residual_dropout(config.resid_pdrop, mesh, parallel_config)
 
-    def forward(self, x: Tensor, mask: Tensor | None, cache: KeyValues | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None, cache: LayerKVCache | None = None) -> Tensor:
         x = x + self.attention_dropout(self.attention(self.ln_1(x), mask, causal=True, cache=cache))
         return x + self.mlp_dropout(self.mlp(self.ln_2(x)))
 
@@ -61,19 +63,19 @@ class GPT2LMHeadModel(CausalLM):
     config: GPT2Config
 
     def __init__(
-        self, config: GPT2Config, mesh: ParallelMesh | None = None, execution: Execution | None = None
+        self, config: GPT2Config, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
     ) -> None:
         super().__init__()
-        execution = execution or Execution()
-        self.config, self.mesh, self.execution = config, mesh, execution
-        self.recompute_blocks = execution.recompute == "full"
-        shared = {"mesh": mesh, "sequence_parallel": execution.sequence_parallel}
+        parallel_config = parallel_config or ParallelConfig()
+        self.config, self.mesh, self.parallel_config = config, mesh, parallel_config
+        self.recompute_blocks = parallel_config.recompute == "full"
+        shared = {"mesh": mesh, "sequence_parallel": parallel_config.sequence_parallel}
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size, config.n_embd, pad_multiple=VOCABULARY_MULTIPLE, **shared
         )
         self.position_embeddings = PositionEmbedding(config.n_positions, config.n_embd, **shared)
-        self.embedding_dropout = residual_dropout(config.embd_pdrop, mesh, execution)
-        self.blocks = nn.ModuleList(GPT2Block(config, layer, mesh, execution) for layer in range(config.n_layer))
+        self.embedding_dropout = residual_dropout(config.embd_pdrop, mesh, parallel_config)
+        self.blocks = nn.ModuleList(GPT2Block(config, layer, mesh, parallel_config) for layer in range(config.n_layer))
         self.final_norm = LayerNorm(config.n_embd, config.layer_norm_epsilon, **shared)
         tied = self.word_embeddings if config.tie_word_embeddings else None
         self.head = VocabParallelHead(
@@ -108,10 +110,10 @@ class GPT2LMHeadModel(CausalLM):
             )
         if position_ids is None:
             position_ids = torch.arange(cached, cached + length, device=input_ids.device)[None]
-        x, table = self.word_embeddings.look_up(input_ids)
+        x, table = self.word_embeddings.embed(input_ids)
         x = x + self.position_embeddings(position_ids)
         if token_type_ids is not None:
-            types, table = self.word_embeddings.look_up(token_type_ids, table)
+            types, table = self.word_embeddings.embed(token_type_ids, table)
             x = x + types
         x = self.embedding_dropout(x)  # [B, S, H], or [B, S/tp, H] under sequence parallelism
         mask = causal_mask(attention_mask, length, cached)
@@ -122,11 +124,11 @@ class GPT2LMHeadModel(CausalLM):
             hidden_states.append(x)
         x = self.final_norm(x)
         hidden_states[-1] = x
-        loss, logits = self.predict(self.head, x[:, -logits_to_keep:], labels, num_items_in_batch, table)
-        hidden = self.whole_sequences(hidden_states) if output_hidden_states else None
+        loss, logits = self.loss_and_logits(self.head, x[:, -logits_to_keep:], labels, num_items_in_batch, table)
+        hidden = self.gather_all_hidden_states(hidden_states) if output_hidden_states else None
         return CausalLMOutput(loss, logits, hidden)
 
-    def initial_value(self, name: str, full: Tensor, generator: torch.Generator) -> None:
+    def init_weights(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """Fills a parameter's unsplit value in place."""
         if name.endswith(".bias"):
             full.zero_()

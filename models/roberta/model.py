@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...mpu import Dropout, ParallelMesh
 from ..bert.model import BertForMaskedLM, BertForSequenceClassification
-from ..common.execution import Execution
+from ..common.parallel_config import ParallelConfig
 from .config import RobertaConfig
 
 
@@ -25,9 +25,9 @@ class RobertaForSequenceClassification(BertForSequenceClassification):
     """A two-layer classifier on the first token's state."""
 
     def __init__(
-        self, config: RobertaConfig, mesh: ParallelMesh | None = None, execution: Execution | None = None
+        self, config: RobertaConfig, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
     ) -> None:
-        super().__init__(config, mesh, execution)
+        super().__init__(config, mesh, parallel_config)
         self.input_dropout = Dropout(config.classifier_dropout_prob)
 
     def classify(self, first: Tensor) -> Tensor:

@@ -7,7 +7,7 @@
 - no biases; attention scores are not scaled; the heads' inner width need not be the model's
 - v1.0: ReLU; the head is the word embedding, and its input is scaled by d_model^-0.5
 - v1.1 and mT5: gated tanh-GELU; the head is a matrix of its own, and nothing is scaled
-- initial weights as in the paper's code, see `initial_value`
+- initial weights as in the paper's code, see `init_weights`
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from ...mpu import ParallelMesh, RMSNorm, VocabParallelEmbedding, VocabParallelHead, checkpoint
 from ..common.attention import CrossAttention, SelfAttention
-from ..common.cache import Cache, KeyValues
+from ..common.cache import Cache, LayerKVCache
 from ..common.dropout import residual_dropout
-from ..common.execution import Execution
 from ..common.language_model import VOCABULARY_MULTIPLE
 from ..common.masks import causal_mask, key_mask
 from ..common.mlp import MLP, GatedMLP
 from ..common.outputs import EncoderOutput, Seq2SeqLMOutput
+from ..common.parallel_config import ParallelConfig
 from ..common.seq2seq import Seq2SeqLM
 from .config import T5Config
 from .relative_bias import RelativeBias
@@ -32,26 +32,28 @@ from .relative_bias import RelativeBias
 class T5Block(nn.Module):
     """One layer of the encoder, or of the decoder, which also attends to the encoder's output."""
 
-    def __init__(self, config: T5Config, is_decoder: bool, mesh: ParallelMesh | None, execution: Execution) -> None:
+    def __init__(
+        self, config: T5Config, is_decoder: bool, mesh: ParallelMesh | None, parallel_config: ParallelConfig
+    ) -> None:
         super().__init__()
         size, heads, rate = config.d_model, config.num_heads, config.dropout_rate
-        norm = {"eps": config.layer_norm_epsilon, "sequence_parallel": execution.sequence_parallel, "mesh": mesh}
+        norm = {"eps": config.layer_norm_epsilon, "sequence_parallel": parallel_config.sequence_parallel, "mesh": mesh}
         heads_of = {"head_size": config.d_kv, "bias": False, "scale": 1.0, "dropout": rate}
-        ways = {"mesh": mesh, "execution": execution}
+        ways = {"mesh": mesh, "parallel_config": parallel_config}
         self.attention_norm = RMSNorm(size, **norm)
         self.attention = SelfAttention(size, heads, **heads_of, **ways)
-        self.attention_dropout = residual_dropout(rate, mesh, execution)
+        self.attention_dropout = residual_dropout(rate, mesh, parallel_config)
         self.is_decoder = is_decoder
         if is_decoder:
             self.cross_attention_norm = RMSNorm(size, **norm)
             self.cross_attention = CrossAttention(size, heads, **heads_of, **ways)
-            self.cross_attention_dropout = residual_dropout(rate, mesh, execution)
+            self.cross_attention_dropout = residual_dropout(rate, mesh, parallel_config)
         self.mlp_norm = RMSNorm(size, **norm)
         if config.is_gated:
             self.mlp = GatedMLP(size, config.d_ff, config.activation, dropout=rate, **ways)
         else:
             self.mlp = MLP(size, config.d_ff, config.activation, bias=False, dropout=rate, **ways)
-        self.mlp_dropout = residual_dropout(rate, mesh, execution)
+        self.mlp_dropout = residual_dropout(rate, mesh, parallel_config)
 
     def forward(
         self,
@@ -60,27 +62,32 @@ class T5Block(nn.Module):
         position_bias: Tensor,
         source: Tensor | None = None,
         source_mask: Tensor | None = None,
-        cache: KeyValues | None = None,
-        source_cache: KeyValues | None = None,
+        cache: LayerKVCache | None = None,
+        source_cache: LayerKVCache | None = None,
     ) -> Tensor:
         """x: [B, S, H]; source: the encoder's output [B, T, H]; see `SelfAttention` for the others."""
         y = self.attention(self.attention_norm(x), mask, position_bias, causal=self.is_decoder, cache=cache)
-        x = keep_finite(x + self.attention_dropout(y))
+        x = clamp_fp16_overflow(x + self.attention_dropout(y))
         if self.is_decoder:
             assert source is not None
             y = self.cross_attention(self.cross_attention_norm(x), source, source_mask, source_cache)
-            x = keep_finite(x + self.cross_attention_dropout(y))
-        return keep_finite(x + self.mlp_dropout(self.mlp(self.mlp_norm(x))))
+            x = clamp_fp16_overflow(x + self.cross_attention_dropout(y))
+        return clamp_fp16_overflow(x + self.mlp_dropout(self.mlp(self.mlp_norm(x))))
 
 
 class T5Stack(nn.Module):
     """The encoder or the decoder: blocks that share one relative bias, and a norm."""
 
     def __init__(
-        self, config: T5Config, layers: int, is_decoder: bool, mesh: ParallelMesh | None, execution: Execution
+        self,
+        config: T5Config,
+        layers: int,
+        is_decoder: bool,
+        mesh: ParallelMesh | None,
+        parallel_config: ParallelConfig,
     ) -> None:
         super().__init__()
-        self.recompute_blocks = execution.recompute == "full"
+        self.recompute_blocks = parallel_config.recompute == "full"
         self.relative_bias = RelativeBias(
             config.relative_attention_num_buckets,
             config.num_heads,
@@ -88,12 +95,12 @@ class T5Stack(nn.Module):
             bidirectional=not is_decoder,
             mesh=mesh,
         )
-        self.embedding_dropout = residual_dropout(config.dropout_rate, mesh, execution)
-        self.blocks = nn.ModuleList(T5Block(config, is_decoder, mesh, execution) for _ in range(layers))
+        self.embedding_dropout = residual_dropout(config.dropout_rate, mesh, parallel_config)
+        self.blocks = nn.ModuleList(T5Block(config, is_decoder, mesh, parallel_config) for _ in range(layers))
         self.final_norm = RMSNorm(
-            config.d_model, config.layer_norm_epsilon, sequence_parallel=execution.sequence_parallel, mesh=mesh
+            config.d_model, config.layer_norm_epsilon, sequence_parallel=parallel_config.sequence_parallel, mesh=mesh
         )
-        self.final_dropout = residual_dropout(config.dropout_rate, mesh, execution)
+        self.final_dropout = residual_dropout(config.dropout_rate, mesh, parallel_config)
 
     def forward(
         self,
@@ -126,14 +133,20 @@ class T5ForConditionalGeneration(Seq2SeqLM):
 
     config: T5Config
 
-    def __init__(self, config: T5Config, mesh: ParallelMesh | None = None, execution: Execution | None = None) -> None:
+    def __init__(
+        self, config: T5Config, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
+    ) -> None:
         super().__init__()
-        execution = execution or Execution()
-        self.config, self.mesh, self.execution = config, mesh, execution
-        shared = {"mesh": mesh, "sequence_parallel": execution.sequence_parallel, "pad_multiple": VOCABULARY_MULTIPLE}
+        parallel_config = parallel_config or ParallelConfig()
+        self.config, self.mesh, self.parallel_config = config, mesh, parallel_config
+        shared = {
+            "mesh": mesh,
+            "sequence_parallel": parallel_config.sequence_parallel,
+            "pad_multiple": VOCABULARY_MULTIPLE,
+        }
         self.word_embeddings = VocabParallelEmbedding(config.vocab_size, config.d_model, **shared)
-        self.encoder = T5Stack(config, config.num_layers, False, mesh, execution)
-        self.decoder = T5Stack(config, config.decoder_layers, True, mesh, execution)
+        self.encoder = T5Stack(config, config.num_layers, False, mesh, parallel_config)
+        self.decoder = T5Stack(config, config.decoder_layers, True, mesh, parallel_config)
         tied = self.word_embeddings if config.tie_word_embeddings else None
         self.head = VocabParallelHead(config.d_model, config.vocab_size, tied=tied, **shared)
 
@@ -164,9 +177,9 @@ class T5ForConditionalGeneration(Seq2SeqLM):
         if encoder_outputs is None:
             encoder_states, table = self.run_encoder(input_ids, attention_mask)
         else:
-            encoder_states, table = [self.own_sequence(encoder_outputs[0])], None
+            encoder_states, table = [self.scatter_hidden_states(encoder_outputs[0])], None
         length = decoder_input_ids.shape[1]
-        x, table = self.word_embeddings.look_up(decoder_input_ids, table)
+        x, table = self.word_embeddings.embed(decoder_input_ids, table)
         decoder_states = self.decoder(
             x,
             length,
@@ -178,13 +191,13 @@ class T5ForConditionalGeneration(Seq2SeqLM):
         x = decoder_states[-1][:, -logits_to_keep:]  # [B, T, H], or [B, T/tp, H] under sequence parallelism
         if self.config.scale_decoder_outputs:
             x = x * self.config.d_model**-0.5
-        loss, logits = self.predict(self.head, x, labels, num_items_in_batch, table)
+        loss, logits = self.loss_and_logits(self.head, x, labels, num_items_in_batch, table)
         return Seq2SeqLMOutput(
             loss,
             logits,
-            self.whole_sequences(decoder_states) if output_hidden_states else None,
-            self.whole_sequence(encoder_states[-1]),
-            self.whole_sequences(encoder_states) if output_hidden_states and encoder_outputs is None else None,
+            self.gather_all_hidden_states(decoder_states) if output_hidden_states else None,
+            self.gather_hidden_states(encoder_states[-1]),
+            self.gather_all_hidden_states(encoder_states) if output_hidden_states and encoder_outputs is None else None,
         )
 
     def encode(
@@ -193,17 +206,18 @@ class T5ForConditionalGeneration(Seq2SeqLM):
         """The encoder's output alone, for decoding step by step."""
         states, _ = self.run_encoder(input_ids, attention_mask)
         return EncoderOutput(
-            self.whole_sequence(states[-1]), self.whole_sequences(states) if output_hidden_states else None
+            self.gather_hidden_states(states[-1]),
+            self.gather_all_hidden_states(states) if output_hidden_states else None,
         )
 
     def run_encoder(self, input_ids: Tensor | None, attention_mask: Tensor | None) -> tuple[list[Tensor], Tensor]:
         """The encoder's hidden states, and the word embeddings' table for those who use it next."""
         if input_ids is None:
             raise ValueError("pass input_ids, or encoder_outputs of an earlier call")
-        x, table = self.word_embeddings.look_up(input_ids)
+        x, table = self.word_embeddings.embed(input_ids)
         return self.encoder(x, input_ids.shape[1], key_mask(attention_mask)), table
 
-    def initial_value(self, name: str, full: Tensor, generator: torch.Generator) -> None:
+    def init_weights(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """Fills a parameter's unsplit value in place, with the standard deviations of the T5 code base."""
         config, factor = self.config, self.config.initializer_factor
         if "norm" in name:
@@ -221,7 +235,7 @@ class T5ForConditionalGeneration(Seq2SeqLM):
             full[: config.num_heads * config.d_kv] *= config.d_kv**-0.5
 
 
-def keep_finite(x: Tensor) -> Tensor:
+def clamp_fp16_overflow(x: Tensor) -> Tensor:
     """fp16 overflows in T5's residual stream; as in transformers it is clamped there."""
     if x.dtype != torch.float16:
         return x

@@ -11,7 +11,7 @@ import transformers
 
 import shardzoo
 from shardzoo.generation import GenerationSettings
-from shardzoo.models import Execution
+from shardzoo.models import ParallelConfig
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def test_settings_come_from_three_places(gpt2):
 
 
 def test_models_that_cannot(saved):
-    split = shardzoo.from_pretrained(saved("gpt2")[1], execution=Execution(sequence_parallel=True))
+    split = shardzoo.from_pretrained(saved("gpt2")[1], parallel_config=ParallelConfig(sequence_parallel=True))
     with pytest.raises(ValueError, match="without sequence parallelism"):
         split.generate(ids_of(1, 3))
     bert = shardzoo.from_config({"model_type": "bert", "hidden_size": 8, "num_attention_heads": 2,

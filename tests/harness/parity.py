@@ -38,15 +38,15 @@ def run_modes(mesh, config: dict, stored: dict[str, Tensor], inputs: dict, modes
 
     seed: of the dropout masks; None means evaluation.
     """
-    from shardzoo.models import Execution, config_from_dict, family
+    from shardzoo.models import ParallelConfig, config_from_dict, family
     from shardzoo.models.auto import build_on_meta
     from shardzoo.mpu import dropout_state, materialize
 
     name_map = family(config["model_type"]).name_map
     results = []
     for sequence_parallel, recompute in modes:
-        execution = Execution(sequence_parallel=sequence_parallel, recompute=recompute)
-        model = materialize(build_on_meta(config_from_dict(config), mesh, execution), "cpu")
+        parallel_config = ParallelConfig(sequence_parallel=sequence_parallel, recompute=recompute)
+        model = materialize(build_on_meta(config_from_dict(config), mesh, parallel_config), "cpu")
         load_stored(model, name_map, stored, mesh)
         model.train(seed is not None)
         if seed is not None:

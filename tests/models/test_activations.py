@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardzoo.models import Execution, family, find_config, from_config
+from shardzoo.models import ParallelConfig, family, find_config, from_config
 from shardzoo.models.activations import Batch, Layout, block_bytes
 
 SIZE, SOURCE, TARGET = 2, 16, 12
@@ -32,12 +32,14 @@ def tiny(name: str, layers: int, drops: bool):
     return config.with_changes(vocab_size=64, **FAMILIES[name], **{depth: layers}, **rates)
 
 
-def kept_bytes(mesh, name: str, layers: int, drops: bool, padded: bool, itemsize: int, execution: Execution) -> int:
+def kept_bytes(
+    mesh, name: str, layers: int, drops: bool, padded: bool, itemsize: int, parallel_config: ParallelConfig
+) -> int:
     """Bytes of all storages that one forward pass keeps for backward, parameters aside."""
     from shardzoo.mpu import dropout_state
 
     config = tiny(name, layers, drops)
-    model = from_config(config, mesh, dtype=DTYPES[itemsize], execution=execution).train()
+    model = from_config(config, mesh, dtype=DTYPES[itemsize], parallel_config=parallel_config).train()
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept = {}
 
@@ -71,24 +73,24 @@ def formula(name: str, drops: bool, padded: bool, layout: Layout) -> int:
 @pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_block_keeps_what_the_formula_says(name, drops, itemsize, padded):
-    execution = Execution()
-    one, two = (kept_bytes(None, name, layers, drops, padded, itemsize, execution) for layers in (1, 2))
-    assert two - one == formula(name, drops, padded, Layout(itemsize, 1, execution))
+    parallel_config = ParallelConfig()
+    one, two = (kept_bytes(None, name, layers, drops, padded, itemsize, parallel_config) for layers in (1, 2))
+    assert two - one == formula(name, drops, padded, Layout(itemsize, 1, parallel_config))
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_recomputation_keeps_what_the_formula_says(name, drops, recompute):
-    execution = Execution(recompute=recompute)
-    one, two = (kept_bytes(None, name, layers, drops, False, 4, execution) for layers in (1, 2))
-    assert two - one == formula(name, drops, False, Layout(4, 1, execution))
+    parallel_config = ParallelConfig(recompute=recompute)
+    one, two = (kept_bytes(None, name, layers, drops, False, 4, parallel_config) for layers in (1, 2))
+    assert two - one == formula(name, drops, False, Layout(4, 1, parallel_config))
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_rank_keeps_what_the_formula_says(name, sequence_parallel, run_mesh):
-    execution = Execution(sequence_parallel=sequence_parallel)
-    one, two = (run_mesh(2, kept_bytes, name, layers, True, False, 4, execution) for layers in (1, 2))
-    expected = formula(name, True, False, Layout(4, 2, execution))
+    parallel_config = ParallelConfig(sequence_parallel=sequence_parallel)
+    one, two = (run_mesh(2, kept_bytes, name, layers, True, False, 4, parallel_config) for layers in (1, 2))
+    expected = formula(name, True, False, Layout(4, 2, parallel_config))
     assert [b - a for a, b in zip(one, two, strict=True)] == [expected, expected]

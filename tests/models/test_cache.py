@@ -7,7 +7,7 @@ import torch
 from parity import randomize
 
 import shardzoo
-from shardzoo.models.common.cache import Cache, KeyValues
+from shardzoo.models.common.cache import Cache, LayerKVCache
 from shardzoo.mpu import tp_rank
 
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 61, "n_positions": 20}
@@ -98,7 +98,7 @@ def test_glm_as_with_mems():
 
 
 def test_rows_are_selected_and_room_ends():
-    kept = KeyValues(4)
+    kept = LayerKVCache(4)
     keys = torch.arange(3.0)[:, None, None, None].expand(3, 2, 3, 5)
     kept.extend(keys, -keys)
     kept.select(torch.tensor([2, 0, 0, 1]))

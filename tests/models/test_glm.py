@@ -199,7 +199,7 @@ def test_mems_of_a_mask_with_memory(golden):
 
 
 def test_mems_are_returned_where_they_are_of_use(golden):
-    from shardzoo.models import Execution
+    from shardzoo.models import ParallelConfig
 
     model = golden.model()
     ids, positions = golden.inputs["input_ids"], golden.inputs["position_ids"]
@@ -209,7 +209,7 @@ def test_mems_are_returned_where_they_are_of_use(golden):
         model(ids[:, :1], mems=model(ids, positions).mems)
     with pytest.raises(ValueError, match="mems has 3 tensors, but 3 blocks need 4"):
         model(ids[:, :1], positions[..., :1], mems=model(ids, positions).mems[1:])
-    split = from_config(golden.config, execution=Execution(sequence_parallel=True)).eval()
+    split = from_config(golden.config, parallel_config=ParallelConfig(sequence_parallel=True)).eval()
     assert split(ids, positions).mems is None
     with pytest.raises(ValueError, match="without sequence parallelism"):
         split(ids, positions, use_cache=True)

@@ -160,11 +160,11 @@ def test_dropout_is_the_same_under_every_layout(case, run_mesh, references):
 
 
 def hidden_states(mesh, config, stored, inputs):
-    from shardzoo.models import Execution, family
+    from shardzoo.models import ParallelConfig, family
     from shardzoo.models.auto import build_on_meta, config_from_dict
     from shardzoo.mpu import materialize
 
-    model = build_on_meta(config_from_dict(config), mesh, Execution(sequence_parallel=True))
+    model = build_on_meta(config_from_dict(config), mesh, ParallelConfig(sequence_parallel=True))
     model = materialize(model, "cpu").eval()
     load_stored(model, family(config["model_type"]).name_map, stored, mesh)
     with torch.no_grad():

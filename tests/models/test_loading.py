@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import shardzoo
 import shardzoo.models
-from shardzoo.models import Execution, config_from_dict, family
+from shardzoo.models import ParallelConfig, config_from_dict, family
 from shardzoo.models.auto import build_on_meta
 from shardzoo.mpu import materialize
 
@@ -78,7 +78,7 @@ def save_as(layout: str, model, folder) -> None:
 
 def expected_parameters(mesh, values: dict, stored: dict):
     """This rank's parameters, cut by `Shard` from the whole tensors."""
-    model = materialize(build_on_meta(config_from_dict(values), mesh, Execution()), "cpu")
+    model = materialize(build_on_meta(config_from_dict(values), mesh, ParallelConfig()), "cpu")
     load_stored(model, family(values["model_type"]).name_map, stored, mesh)
     return dict(model.named_parameters())
 

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from shardzoo.models import Execution, from_config
+from shardzoo.models import ParallelConfig, from_config
 
 TINY = {
     "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8},
@@ -73,9 +73,9 @@ def test_logits_of_changed_weights_are_refused():
 
 
 def loss_and_gradients(mesh, model_type, labels, sequence_parallel):
-    execution = Execution(sequence_parallel=sequence_parallel)
+    parallel_config = ParallelConfig(sequence_parallel=sequence_parallel)
     model = from_config(
-        {"model_type": model_type, "vocab_size": 37, **TINY[model_type]}, mesh, execution=execution
+        {"model_type": model_type, "vocab_size": 37, **TINY[model_type]}, mesh, parallel_config=parallel_config
     ).eval()
     ids = torch.arange(12).view(2, 6) + 3
     loss = model(input_ids=ids, labels=labels).loss

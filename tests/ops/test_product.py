@@ -22,13 +22,13 @@ def in_pool(monkeypatch):
     """The sizes of the results that were written into the pool's memory, oneDNN's being none of them."""
     monkeypatch.setattr(onednn, "is_quicker", lambda: False)
     products = sys.modules[product.__module__]
-    seen, unwritten = [], products.unwritten
+    seen, empty_pooled = [], products.empty_pooled
 
     def remember(like, *size):
         seen.append(size)
-        return unwritten(like, *size)
+        return empty_pooled(like, *size)
 
-    monkeypatch.setattr(products, "unwritten", remember)
+    monkeypatch.setattr(products, "empty_pooled", remember)
     return seen
 
 

@@ -9,7 +9,7 @@ import torch
 from training import peak_of
 
 from shardzoo.cli.estimate import main
-from shardzoo.models import Execution, find_config, from_config
+from shardzoo.models import ParallelConfig, find_config, from_config
 from shardzoo.ops import dispatch
 from shardzoo.trainer.estimate import Job, estimate, largest_micro_batch
 from shardzoo.trainer.estimate.estimate import FRAMEWORK
@@ -31,7 +31,7 @@ def peak_of_tensors(config, job: Job, optimizer=None) -> int:
     from shardzoo.models.sizes import is_embedding
     from shardzoo.mpu import dropout_state
 
-    model = from_config(config, execution=Execution(recompute=job.recompute)).train()
+    model = from_config(config, parallel_config=ParallelConfig(recompute=job.recompute)).train()
     if "embeddings" in job.frozen:
         for module in filter(is_embedding, model.modules()):
             module.requires_grad_(False)

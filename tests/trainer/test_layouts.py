@@ -16,7 +16,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def losses_of_training(mesh, folder: Path, **changes) -> list[float]:
     """Trains a small GPT-2 with everything on (dropout, clipping, a vocabulary that does not divide)."""
-    from shardzoo.models import Execution, find_config, from_config
+    from shardzoo.models import ParallelConfig, find_config, from_config
     from shardzoo.trainer import Trainer, TrainingArguments
     from shardzoo.trainer.logging.reporter import SilentReporter
 
@@ -57,8 +57,8 @@ def losses_of_training(mesh, folder: Path, **changes) -> list[float]:
         | changes,
         model_parallel_size=mesh.tp_size,
     )
-    execution = Execution(arguments.sequence_parallel, arguments.recompute)
-    model = from_config(config, mesh, dtype=DTYPES[arguments.precision], execution=execution)
+    parallel_config = ParallelConfig(arguments.sequence_parallel, arguments.recompute)
+    model = from_config(config, mesh, dtype=DTYPES[arguments.precision], parallel_config=parallel_config)
     reporter = Losses()
     Trainer(arguments, mesh=mesh).train(model, train_dataset=Samples(), reporter=reporter)
     return reporter.values

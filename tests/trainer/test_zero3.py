@@ -38,9 +38,9 @@ class Model:
 
     def __call__(self, mesh):
         from shardzoo.models import from_config
-        from shardzoo.models.common.execution import Execution
+        from shardzoo.models.common.parallel_config import ParallelConfig
 
-        self.built = from_config(self.config, execution=Execution(recompute=self.recompute))
+        self.built = from_config(self.config, parallel_config=ParallelConfig(recompute=self.recompute))
         return self.built
 
     def is_released(self, step: int, loss: float) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...models.activations import Batch, Layout
-from ...models.common.execution import Execution
+from ...models.common.parallel_config import ParallelConfig
 
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 ELEMENTWISE = ("adamw", "lion")  # optimizers that may update any part of a parameter by itself
@@ -70,8 +70,8 @@ class Job:
 
     @property
     def layout(self) -> Layout:
-        execution = Execution(self.sequence_parallel, self.recompute)
-        return Layout(self.itemsize, self.tensor_parallel_size, execution, self.device)
+        parallel_config = ParallelConfig(self.sequence_parallel, self.recompute)
+        return Layout(self.itemsize, self.tensor_parallel_size, parallel_config, self.device)
 
     def batch(self, *, has_target: bool) -> Batch:
         """target_length: by default as long as the source."""

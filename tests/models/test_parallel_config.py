@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from transformers.models.t5.modeling_t5 import T5Attention
 
 import shardzoo
-from shardzoo.models import Execution
-from shardzoo.models.common.attention import AttentionCore, products_are_faster
+from shardzoo.models import ParallelConfig
+from shardzoo.models.common.attention import CoreAttention, eager_beats_sdpa
 from shardzoo.models.common.outputs import Seq2SeqLMOutput
 from shardzoo.models.t5.relative_bias import RelativeBias
 
@@ -45,10 +45,10 @@ def compile_blocks(model):
             module.compile(backend="aot_eager", fullgraph=True)
 
 
-def compiled_equals_plain(mesh, values, execution):
+def compiled_equals_plain(mesh, values, parallel_config):
     inputs = batch(values)
-    plain = gradients(shardzoo.from_config(values, mesh, execution=execution), inputs)
-    model = shardzoo.from_config(values, mesh, execution=execution)
+    plain = gradients(shardzoo.from_config(values, mesh, parallel_config=parallel_config), inputs)
+    model = shardzoo.from_config(values, mesh, parallel_config=parallel_config)
     compile_blocks(model)
     torch.testing.assert_close(gradients(model, inputs), plain, rtol=1e-5, atol=1e-6)
 
@@ -57,7 +57,7 @@ def compiled_equals_plain(mesh, values, execution):
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_block_compiles_without_a_break(values, recompute):
     torch.compiler.reset()
-    compiled_equals_plain(None, values, Execution(recompute=recompute))
+    compiled_equals_plain(None, values, ParallelConfig(recompute=recompute))
 
 
 @FAMILIES
@@ -76,9 +76,9 @@ def test_16_bit_attention_is_that_of_sdpa(masked):
     mask = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril() if masked else None
     if mask is not None:
         mask[1, :, 4] = False  # a query that sees nothing
-    core = AttentionCore(scale=0.3, dropout=0.0, mesh=None, execution=Execution())
+    core = CoreAttention(scale=0.3, dropout=0.0, mesh=None, parallel_config=ParallelConfig())
     own = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
-    assert products_are_faster(own[0], own[1])
+    assert eager_beats_sdpa(own[0], own[1])
     actual = core(*own, mask, None, causal=not masked)
     wide = [tensor.float().requires_grad_() for tensor in (q, k, v)]
     expected = F.scaled_dot_product_attention(*wide, attn_mask=mask, is_causal=not masked, scale=0.3)
@@ -91,7 +91,7 @@ def test_16_bit_attention_is_that_of_sdpa(masked):
 
 def kept_bytes(values, recompute):
     """Of activations that the backward pass finds stored."""
-    model = shardzoo.from_config(values, execution=Execution(recompute=recompute))
+    model = shardzoo.from_config(values, parallel_config=ParallelConfig(recompute=recompute))
     own = {parameter.data_ptr() for parameter in model.parameters()}
     stored = {}
 
@@ -113,7 +113,7 @@ def test_recomputation_keeps_less(values):
 
 
 def encoder_results(mesh, sequence_parallel):
-    model = shardzoo.from_config(T5, mesh, execution=Execution(sequence_parallel=sequence_parallel)).eval()
+    model = shardzoo.from_config(T5, mesh, parallel_config=ParallelConfig(sequence_parallel=sequence_parallel)).eval()
     inputs = batch(T5)
     with torch.no_grad():
         whole = model(**inputs, output_hidden_states=True)

@@ -7,7 +7,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class Execution:
+class ParallelConfig:
     """sequence_parallel: norms, dropouts and residuals hold a slice of the sequence each.
 
     recompute: what the backward pass computes again instead of keeping: nothing, attention's core, or blocks.

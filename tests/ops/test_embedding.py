@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from shardzoo.ops import look_up
+from shardzoo.ops import embedding
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -17,8 +17,8 @@ def test_gradient_is_that_of_separate_uses(tied, padding_idx):
     first, second = (torch.randint(11, (2, 5), generator=generator) for _ in range(2))
     second[0, :4] = 3
 
-    rows, shared = look_up(first, table, padding_idx)
-    more, shared = look_up(second, shared, padding_idx)
+    rows, shared = embedding(first, table, padding_idx)
+    more, shared = embedding(second, shared, padding_idx)
     used = shared if tied else table.detach()
     [actual] = torch.autograd.grad(F.linear(rows * more, used).square().sum(), table)
 
@@ -30,7 +30,7 @@ def test_gradient_is_that_of_separate_uses(tied, padding_idx):
 
 def test_16_bit_sums_are_rounded_once():
     table = torch.zeros(4, 1, dtype=torch.bfloat16, requires_grad=True)
-    rows, _ = look_up(torch.ones(1000, dtype=torch.long), table)
+    rows, _ = embedding(torch.ones(1000, dtype=torch.long), table)
     rows.sum().backward()
     assert table.grad is not None
     assert table.grad.flatten().tolist() == [0, 1000, 0, 0]  # added one by one in bf16 it would stop at 256
@@ -38,7 +38,7 @@ def test_16_bit_sums_are_rounded_once():
 
 def test_a_gradient_that_belongs_to_others_is_left_alone():
     table = torch.zeros(3, 2, requires_grad=True)
-    rows, shared = look_up(torch.tensor([1]), table)
+    rows, shared = embedding(torch.tensor([1]), table)
     (rows.sum() + shared.sum()).backward()  # sum's gradient is one number, seen from everywhere
     assert table.grad is not None
     assert torch.equal(table.grad, torch.tensor([[1.0, 1], [2, 2], [1, 1]]))

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
-class _LookUp(Function):
+class _Embedding(Function):
     """ids, table [V, H], index of a row without gradient or None -> rows, and the table for those who use it next."""
 
     @staticmethod
@@ -44,7 +44,7 @@ def add_rows(total: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
     return total.index_copy_(0, distinct, sums.to(total.dtype))
 
 
-def look_up(ids: Tensor, table: Tensor, padding_idx: int | None = None) -> tuple[Tensor, Tensor]:
+def embedding(ids: Tensor, table: Tensor, padding_idx: int | None = None) -> tuple[Tensor, Tensor]:
     """(`F.embedding(ids, table, padding_idx)`, the table for whatever uses it next in the same forward pass).
 
     ids: integers [...]; table: [V, H]. The gradient of those next uses arrives here, and that of the rows is added to
@@ -53,4 +53,4 @@ def look_up(ids: Tensor, table: Tensor, padding_idx: int | None = None) -> tuple
     """
     if torch.compiler.is_compiling():  # a compiler cannot trace a gradient that is written over
         return F.embedding(ids, table, padding_idx), table
-    return _LookUp.apply(ids, table, padding_idx)
+    return _Embedding.apply(ids, table, padding_idx)
