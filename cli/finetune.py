@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 # Read when the first tensor is made: huge pages speed memory-bound work on a CPU up.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -19,6 +19,7 @@ import tyro
 from rich.text import Text
 
 from ..finetuning.arguments import TrainerArguments
+from ..trainer.launch.environment import end_process
 from ..trainer.launch.rank_info import RankInfo
 from .arguments import parse
 from .rank_errors import exit_code_of_rank
@@ -75,6 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
     return exit_code_of_rank(work, launch)
+
+
+def run_script() -> NoReturn:
+    """`main` as the whole of a process."""
+    end_process(main())
 
 
 def make_trainer(arguments: FinetuneArguments) -> Trainer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -11,37 +10,26 @@ from pathlib import Path
 import pytest
 import transformers
 from commands import user_environment
+from documents import ROOT, blocks, commands
+from tiny_models import PRETRAINED, save_model, text
 
-ROOT = Path(__file__).parents[2]
-DOCUMENT = (ROOT / "docs" / "finetune.md").read_text()
-COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", DOCUMENT, re.DOTALL) for line in block.splitlines()]
+PAGE = "docs/finetune.md"
+COMMANDS = commands(PAGE)
 SHORT = {"train_steps": 2, "max_source_length": 16, "max_target_length": 6, "log_interval": 1}
-
-
-def load_fixtures():
-    spec = importlib.util.spec_from_file_location("tuning_fixtures", ROOT / "tests" / "finetuning" / "conftest.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory) -> Path:
     """A folder with the models and files that the document names."""
     folder = tmp_path_factory.mktemp("finetune")
-    make = load_fixtures()
-    for kind in ("t5", "gpt2", "bert"):
-        tokenizer = make.make_tokenizer(kind)
-        tokenizer.save_pretrained(folder / kind)
-        make.make_model(kind, len(tokenizer)).save_pretrained(folder / kind)
-    sources = [make.text(seed, 4) for seed in range(24)]
+    for family, architecture in PRETRAINED.items():
+        save_model(folder / family, architecture, family)
+    sources = [text(seed, 4) for seed in range(24)]
     pairs = [{"translation": {"s": source, "t": source.split()[0]}} for source in sources]
     labels = [{"s": source, "t": number % 2} for number, source in enumerate(sources)]
     for name, records in (("pairs.json", pairs), ("labels.json", labels)):
         (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
-    (folder / "text.txt").write_text(make.text(0, 900))
+    (folder / "text.txt").write_text(text(0, 900))
     (folder / "short.yaml").write_text("".join(f"{name}: {value}\n" for name, value in SHORT.items()))
     (folder / "finetune.py").symlink_to(ROOT / "finetune.py")
     return folder
@@ -79,9 +67,9 @@ def test_commands(command, workplace, monkeypatch, capsys):
 
 def test_the_code_of_the_document(workplace, monkeypatch):
     monkeypatch.chdir(workplace)
-    [code] = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+    [block] = blocks(PAGE, "python")
     names: dict = {}
-    exec(code, names)
+    exec(block.text, names)
     assert isinstance(names["trainer"].generate_single("one two three", max_new_tokens=4), str)
 
 

@@ -24,25 +24,20 @@ from typing import Any
 
 import pytest
 from commands import user_environment
+from documents import ROOT, commands
 
-ROOT = Path(__file__).parents[2]
-COMMANDS = [
-    line
-    for block in re.findall(r"^```bash\n(.*?)^```", (ROOT / "examples/README.md").read_text(), re.DOTALL | re.MULTILINE)
-    for line in block.splitlines()
-]
-# The benchmark's own size is no matter of seconds.
-TINY_MT5 = (
-    "model.vocab_size=600 model.d_model=64 model.d_kv=16 model.num_heads=4 model.d_ff=128 model.num_layers=2 "
-    "model.num_decoder_layers=1 data.sequence_length=64 data.target_length=24 train.micro_batch_size=4 eval_samples=8 "
-    "train.lr=1e-3 corpus=runs/examples/docstrings.jsonl"
-)
+COMMANDS = commands("examples/README.md")
 IN_PROCESSES_OF_ITS_OWN = "--env-type pytorchDDP --num-gpus 2 --batch-size 4"
 
 
 def command(part: str) -> str:
     [found] = [line for line in COMMANDS if part in line]
     return found
+
+
+# The benchmark's own size takes longer than seconds: its commands are run with the sizes of the small one.
+SMALL_MT5 = [word for word in shlex.split(command("small-mt5")) if "=" in word and "save_dir" not in word]
+SMALL_MT5.append("corpus=runs/examples/docstrings.jsonl")
 
 
 def run_as_script(words: list[str], folder: Path) -> tuple[str, int]:
@@ -95,7 +90,7 @@ def run(folder, run_ranks):
     def in_the_pool(line: str) -> str:
         assert line in COMMANDS
         if "libai" in line:
-            line += f" {TINY_MT5}"
+            line = shlex.join([*shlex.split(line), *SMALL_MT5])
         sizes = re.findall(r"(?:num_gpus|num-gpus|model_parallel_size|model-parallel-size)[ =](\d+)", line)
         ranks = max(map(int, sizes), default=2 if "gpt2" in line else 1)
         ended = run_ranks(ranks, run_as_script, words_of(line), folder)
@@ -147,7 +142,7 @@ def test_one_script_for_every_environment(run, folder):
 
 def test_libai_mt5_runs_resumes_and_evaluates(run, folder, tiny):
     tiny.json_lines([{"text": doc.text} for doc in tiny.docstrings()], folder / "runs/examples/docstrings.jsonl")
-    shown = run(command("--fast-dev-run"))
+    shown = run(command("libai_mt5.py --fast-dev-run"))
     curve = logged(folder, "libai-mt5")
     assert list(curve) == list(range(1, 21))
     assert curve[20] < curve[1] - 0.5

@@ -1,0 +1,119 @@
+"""Tiny models of every family: their configurations, transformers' models of them, tokenizers, and folders of both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from parity import randomize
+
+WORDS = "one two three four five six seven eight nine ten red green blue black white big small old new good".split()  # noqa: SIM905
+_ENCODER = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 48}
+_SEQ2SEQ = {
+    "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_decoder_layers": 1, "num_heads": 4,
+    "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+TINY: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0},
+    "bert": {**_ENCODER, "max_position_embeddings": 64},
+    "roberta": {**_ENCODER, "max_position_embeddings": 66},
+    "glm": {
+        "hidden_size": 32, "num_attention_heads": 4, "num_layers": 2, "max_sequence_length": 64,
+        "block_position_encoding": True,
+    },
+    "t5": _SEQ2SEQ,
+    "mt5": _SEQ2SEQ,
+}  # fmt: skip
+PRETRAINED = {"t5": "T5ForConditionalGeneration", "gpt2": "GPT2LMHeadModel", "bert": "BertForPreTraining"}
+_BERT_DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+_DROPOUTS = {
+    "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    "bert": _BERT_DROPOUTS,
+    "roberta": _BERT_DROPOUTS,
+    "glm": ("embedding_dropout_prob", "attention_dropout_prob", "output_dropout_prob"),
+    "t5": ("dropout_rate",),
+    "mt5": ("dropout_rate",),
+}
+_SPECIAL_TOKENS = {
+    "gpt2": {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"},
+    "bert": {
+        "pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]", "unk_token": "[UNK]",
+    },
+    "t5": {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"},
+}  # fmt: skip
+
+
+def tiny(family: str, dropout: float | None = None, **changes: Any) -> dict[str, Any]:
+    """The keys of a `config.json`. dropout: of every kind; None leaves the family's defaults."""
+    rates = {} if dropout is None else dict.fromkeys(_DROPOUTS[family], dropout)
+    return {"model_type": family, "vocab_size": 97, **TINY[family], **rates, **changes}
+
+
+def hf_model(architecture: str, dropout: float | None = None, **changes: Any) -> Any:
+    """transformers' class of that name, of `tiny` sizes, with the same random weights at each call."""
+    import transformers
+
+    model_class = getattr(transformers, architecture)
+    values = tiny(model_class.config_class.model_type, dropout, **changes)
+    del values["model_type"]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return model_class(model_class.config_class(**values))
+
+
+def text(seed: int, length: int) -> str:
+    """So many words."""
+    generator = torch.Generator().manual_seed(seed)
+    return " ".join(WORDS[i] for i in torch.randint(len(WORDS), (length,), generator=generator))
+
+
+def tokenizer_like(family: str) -> Any:
+    """Byte-level BPE; T5 closes texts by </s>, BERT puts them between [CLS] and [SEP], GPT-2 leaves them bare."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    names = _SPECIAL_TOKENS[family]
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=list(dict.fromkeys(names.values())),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([text(seed, 20) for seed in range(200)], trainer)
+    if family == "t5":
+        backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    if family == "bert":
+        ends = [("[CLS]", 1), ("[SEP]", 2)]
+        backend.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+
+
+def save_model(folder: Path, architecture: str, tokenizer: str, **changes: Any) -> Path:
+    """Writes `hf_model` without dropout, and a tokenizer like that family's, as transformers does."""
+    entries = tokenizer_like(tokenizer)
+    entries.save_pretrained(folder)
+    hf_model(architecture, 0.0, vocab_size=len(entries), **changes).save_pretrained(folder)
+    return folder
+
+
+def save_glm(folder: Path, vocabulary: str, **changes: Any) -> Path:
+    """Completes a folder that holds a tokenizer with a GLM whose vocabulary extends it."""
+    from safetensors.torch import save_file
+
+    from shardzoo.data import glm_tokenizer, load_tokenizer
+    from shardzoo.models import from_config
+    from shardzoo.models.glm import NAME_MAP
+
+    tokens = glm_tokenizer(load_tokenizer(folder), vocabulary)
+    model = from_config(tiny("glm", vocab_size=tokens.vocab_size, **changes))
+    randomize(model, 0)
+    entries = NAME_MAP.resolve([name for name, _ in model.named_parameters()])
+    stored = {e.stored_names()[0]: p.detach() for e, p in zip(entries, model.parameters(), strict=True)}
+    stored["word_embeddings.weight"] = stored["word_embeddings.weight"][: tokens.vocab_size].clone()
+    save_file(stored, folder / "model.safetensors")
+    model.config.save(folder)
+    return folder

@@ -1,0 +1,206 @@
+"""Every command and snippet of the README and of docs/ runs as it stands, in the order of its page.
+
+Commands of `shardzoo` run in processes that have torch loaded, but for those that are about starting. The models and
+files that the pages name are tiny. A page's snippets share their names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from commands import user_environment
+from documents import PAGES, ROOT, Block, blocks, commands
+from tiny_models import save_glm, save_model, text, tokenizer_like
+from training import Pairs
+
+QUICKSTART = "deepspeed pretrain.py --model-parallel-size 2"  # what `make pretrain` types
+LAUNCHERS = (QUICKSTART, "torchrun --nproc-per-node 2 pretrain.py --model-parallel-size 2")
+SHORT = """\
+hidden_size: 48
+num_hidden_layers: 1
+sequence_length: 32
+vocab_size: 300
+train_steps: 2
+eval_sequences: 2
+final_eval_sequences: 2
+"""
+# Pages whose code other tests run and look at more closely.
+ELSEWHERE = {
+    "docs/finetune.md": "tests/cli/test_finetune.py",
+    "examples/README.md": "tests/examples/test_examples.py",
+}
+SCHEMATIC = ("docs/adding-a-model.md",)
+# Commands that are this very run of the tests, that .ci/run calls beside it, or that tests/cli/test_pretrain.py runs.
+RUN_ELSEWHERE = {"make setup", "make pretrain", "make test", "make lint", *LAUNCHERS}
+STARTED = ("shardzoo doctor", "shardzoo convert verify runs/quickstart/hf --logits")
+SPLIT = ("README.md", "docs/trainer.md")  # their snippets ask for two ranks
+
+
+def test_every_block_is_code_that_is_run_or_marked_as_text():
+    for page in PAGES:
+        wrong = [block.line for block in blocks(page) if block.language not in ("bash", "python", "text")]
+        assert not wrong, f"{page}: mark the blocks at lines {wrong} as bash, python or text"
+    for words in CHECKS:
+        assert len([page for page in PAGES for block in blocks(page) if words in block.text]) == 1
+    for page, tests in ELSEWHERE.items():
+        assert Path(page).name in (ROOT / tests).read_text()
+
+
+def test_the_readme_opens_with_two_commands_and_their_picture():
+    opening = (ROOT / "README.md").read_text().split("\n## ")[0]
+    assert commands("README.md")[:2] == ["make setup", "make pretrain"]
+    picture = re.search(r"!\[.*?\]\((.*?)\)", opening)
+    assert picture
+    assert (ROOT / picture[1]).read_bytes().startswith(b"\x89PNG")
+
+
+def test_commands_that_are_run_elsewhere_are():
+    assert set(commands("README.md")) >= RUN_ELSEWHERE
+    tests = (ROOT / "tests/cli/test_pretrain.py").read_text()
+    assert all(command in tests for command in LAUNCHERS)
+    assert 'run("make", "pretrain"' in tests
+    assert f"/{QUICKSTART} " in (ROOT / "Makefile").read_text()
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "tests/README.md"])
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", (ROOT / page).read_text()):
+        assert (ROOT / page).parent.joinpath(target).exists(), f"{page} links to {target}"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """The folder `path` of `path/to/gpt2` and the other models that the pages name."""
+    folder = tmp_path_factory.mktemp("docs") / "path" / "to"
+    save_model(folder / "gpt2", "GPT2LMHeadModel", "gpt2")
+    save_model(folder / "gpt2-xl", "GPT2LMHeadModel", "gpt2", n_embd=50, n_head=25)
+    save_model(folder / "bert", "BertForMaskedLM", "bert")
+    untied = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+    save_model(folder / "t5-v1_1-base", "T5ForConditionalGeneration", "t5", **untied)
+    save_model(folder / "mt5-small", "MT5ForConditionalGeneration", "t5")
+    tokenizer_like("bert").save_pretrained(folder / "glm-large")
+    save_glm(folder / "glm-large", "bert")
+    return folder.parent
+
+
+@pytest.fixture
+def workplace(models, tmp_path, monkeypatch) -> Path:
+    """The current folder, with what a page's code reads."""
+    monkeypatch.chdir(tmp_path)
+    Path("path").symlink_to(models)
+    Path("pretrain.py").symlink_to(ROOT / "pretrain.py")
+    texts = [text(seed, 300) for seed in range(60)]
+    Path("corpus.jsonl").write_text("".join(f'{{"text": "{words}"}}\n' for words in texts))
+    Path("questions.txt").write_text("one two\nred green blue\n")
+    Path("hosts").write_text("first slots=8\nsecond slots=8\n")
+    Path("texts").mkdir()
+    for number, words in enumerate(texts[:8]):
+        Path("texts", f"{number}.txt").write_text(words.replace(" seven ", "\n") * 4)
+    Path("short.yaml").write_text(SHORT + f"data: {tmp_path / 'texts'}\n")
+    return tmp_path
+
+
+def run_here(words: list[str], folder: Path) -> int:
+    """Exit code of a `shardzoo` command in this process, which may be one of several ranks."""
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        return importlib.import_module("shardzoo.cli.main").main(words) or 0
+    except SystemExit as end:
+        return int(end.code or 0)
+    finally:
+        os.chdir(before)
+
+
+def run_command(command: str, folder: Path, run_ranks) -> None:
+    program, *words = shlex.split(command)
+    if program == "shardzoo" and not command.startswith(STARTED) and ">" not in words:
+        if "generate" in words and "--tp" in words:
+            assert not any(run_ranks(int(words[words.index("--tp") + 1]), run_here, words, folder, isolated=True))
+        else:
+            assert run_here(words, folder) == 0
+        return
+    if "pretrain.py" in words:
+        command = f"{command} --config short.yaml"
+    done = subprocess.run(
+        command, shell=True, cwd=folder, env=user_environment(), capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def given_names() -> dict:
+    """What snippets take as given."""
+    ids = torch.arange(24).view(2, 12) % 17 + 3
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids[:, :5]}
+    return {"mesh": None, "samples": Pairs(16), "held_out": Pairs(4), **batch}
+
+
+def run_snippet(block: Block, folder: Path, names: dict | None = None) -> dict:
+    """The names after the block, in this process, which may be one of several ranks."""
+    names = given_names() if names is None else names
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        exec(compile(block.text, f"{block.page} from line {block.line}", "exec"), names)
+    except SystemExit as end:
+        if end.code:
+            raise
+    finally:
+        os.chdir(before)
+    return names
+
+
+def check_generation(names: dict) -> None:
+    assert names["tokens"].shape[1] <= 12
+
+
+def check_cache(names: dict) -> None:
+    whole = names["model"](torch.cat([names["prompts"][1:], names["token"]], 1)).logits[:, -1:]
+    torch.testing.assert_close(names["second"].logits, whole, rtol=1e-4, atol=1e-5)
+
+
+def check_mems(names: dict) -> None:
+    with torch.no_grad():
+        whole = names["model"](names["ids"], names["places"], torch.tensor([5])).logits[:, 5:6]
+    torch.testing.assert_close(names["logits"], whole, rtol=1e-4, atol=1e-5)
+
+
+# What holds after the block in which these words stand.
+CHECKS = {"num_beams=4, no_repeat": check_generation, "Cache(": check_cache, "mems=output.mems": check_mems}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in (*ELSEWHERE, *SCHEMATIC) and blocks(page)])
+def test_page(page, workplace, run_ranks):
+    names = given_names()
+    if page == "README.md":
+        make_quickstart(workplace, run_ranks)
+    for block in blocks(page):
+        if block.language == "python" and page in SPLIT:
+            run_ranks(2, lambda block=block: run_snippet(block, workplace) and None)
+        elif block.language == "python":
+            run_snippet(block, workplace, names)
+            for words, check in CHECKS.items():
+                if words in block.text:
+                    check(names)
+        elif block.language == "bash":
+            for command in block.commands():
+                if command not in RUN_ELSEWHERE:
+                    run_command(command, workplace, run_ranks)
+
+
+def train_quickstart(folder: Path) -> int:
+    os.chdir(folder)
+    words = [*QUICKSTART.split()[2:], "--output-dir", "runs/quickstart", "--config", "short.yaml"]
+    return importlib.import_module("shardzoo.cli.pretrain").main(words) or 0
+
+
+def make_quickstart(folder: Path, run_ranks) -> None:
+    """What `make pretrain` leaves, of the small text and the short configuration."""
+    assert run_ranks(2, train_quickstart, folder, isolated=True) == [0, 0]
