@@ -319,7 +319,7 @@ def train_step(engine: Any, batch: dict[str, Any], job: Job, step: int) -> None:
         dropout_state.set(1, step)
         engine.begin_micro_batch(is_last=number == job.accumulation_steps - 1)
         engine.backward(engine.model(**batch).loss / job.accumulation_steps)
-        engine.end_micro_batch()
+    engine.step()
 
 
 def status(name: str) -> int:

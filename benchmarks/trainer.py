@@ -95,8 +95,8 @@ class TimedEngine:
     def backward(self, loss: Any) -> None:
         self._timed(self.engine.backward, loss)
 
-    def end_micro_batch(self) -> Any:
-        return self._timed(self.engine.end_micro_batch)
+    def step(self) -> Any:
+        return self._timed(self.engine.step)
 
 
 def overhead(arguments: Arguments) -> dict[str, Any]:

@@ -36,8 +36,8 @@ from .launch.launch import ensure_processes_of
 from .launch.ranks import Ranks, on_first_rank
 from .logging.performance import StepProfiler
 from .logging.report import write_report
-from .logging.reporter import MetricsFile, RunReporter, SilentReporter, TensorBoard, WeightsAndBiases
-from .loop import Parts, Reporter, TrainingLoop
+from .logging.reporter import MetricsFile, Reporter, RunReporter, SilentReporter, TensorBoard, WeightsAndBiases
+from .loop import TrainingLoop
 from .run_folder import RunFolder
 
 
@@ -118,43 +118,34 @@ class Trainer:
         prepare_model(model, self.device, arguments, ranks)
         optimizer = make_optimizer(model, arguments) if optimizer is None else optimizer
         check_optimizer(optimizer, model, ranks.tp_size)
-        collate = collate_fn or DefaultCollate(_pad_token_id(model))
         data = make_training_data(train_dataset, arguments, ranks, collate_fn, _pad_token_id(model))
         total_steps = arguments.train_steps or data.steps
         schedule = make_schedule(lr_scheduler, optimizer, arguments, total_steps)
-        start = open_run(self.run_folder, arguments, ranks, self.console.print)
+        point = open_run(self.run_folder, arguments, ranks, self.console.print)
         files = model_files(model)
-        if start:
-            files.load_weights(start.folder, ranks)
+        if point:
+            files.load_weights(point.folder, ranks)
         engine = make_engine(model, optimizer, arguments, ranks)
+        collate = collate_fn or DefaultCollate(_pad_token_id(model))
         validate = partial(self.validate, engine.model, engine.module, valid_dataset, metrics, collate)
-        parts = Parts(
+        loop = TrainingLoop(
+            arguments=arguments,
             engine=engine,
             ranks=ranks,
             batches=data.batches,
-            learning_rate=schedule,
+            schedule=schedule,
             forward_step=self.forward_step,
             normalizer=LossNormalizer(model, mean_losses=type(self).forward_step is not Trainer.forward_step),
             evaluate=validate if valid_dataset is not None else None,
             model_files=files,
             saver=BackgroundSaver(self.run_folder, ranks, arguments.save_total_limit),
-            reporter=reporter or self.make_reporter(start.step if start else 0, total_steps),
-            profiler=StepProfiler(arguments.profile_steps if ranks.rank == 0 else 0, self.run_folder.trace),
+            reporter=reporter or self.make_reporter(point.step if point else 0, total_steps),
+            profiler=self._make_profiler(),
+            total_steps=total_steps,
             extra_files=extra_files,
+            evaluate_last=reporter is None,
         )
-        loop = TrainingLoop(arguments, parts, total_steps, evaluate_last=reporter is None)
-        succeeded = False
-        try:
-            if start:
-                self._resume(loop, parts.reporter, start)
-            with parts.reporter if reporter is None else contextlib.nullcontext():
-                loop.run()
-            on_first_rank(self.write_report)
-            succeeded = True
-        finally:
-            parts.saver.close()
-            engine.close(whole=succeeded)
-        return {**loop.validation, "step": loop.step}
+        return self._run(loop, point, loop.reporter if reporter is None else contextlib.nullcontext())
 
     def evaluate(
         self,
@@ -218,13 +209,37 @@ class Trainer:
         device = initialize_distributed(launch)
         return mesh or ParallelMesh(arguments.model_parallel_size), device
 
-    def _resume(self, loop: TrainingLoop, reporter: Reporter, start: ResumePoint) -> None:
-        """Takes up what the checkpoint holds besides the weights, as far as the arguments say so."""
-        if not start.optimizer:
+    def _run(
+        self, loop: TrainingLoop, point: ResumePoint | None, reporting: contextlib.AbstractContextManager[Any]
+    ) -> dict[str, float]:
+        """Runs the loop, from a checkpoint if there is one; returns the last validation values, with `step`.
+
+        reporting: is open meanwhile.
+        """
+        succeeded = False
+        try:
+            if point:
+                self._resume(loop, point)
+            with reporting:
+                loop.run()
+            on_first_rank(self.write_report)
+            succeeded = True
+        finally:
+            loop.saver.close()
+            loop.engine.close(whole=succeeded)
+        return {**loop.validation, "step": loop.step}
+
+    def _resume(self, loop: TrainingLoop, point: ResumePoint) -> None:
+        """Loads what the checkpoint holds besides the weights, as far as the arguments ask for it."""
+        if not point.optimizer:
             return
-        loop.resume(start)
-        if start.random and not restore_random(start.folder, start.state, self.ranks, self.arguments.seed):
-            reporter.notice("random generators are seeded anew: their states are of another layout")
+        loop.resume(point)
+        if point.random and not restore_random(point.folder, point.state, self.ranks, self.arguments.seed):
+            loop.reporter.notice("random generators are seeded anew: their states are of another layout")
+
+    def _make_profiler(self) -> StepProfiler | None:
+        steps = self.arguments.profile_steps
+        return StepProfiler(steps, self.run_folder.trace) if steps and self.ranks.rank == 0 else None
 
     def write_report(self) -> None:
         """Writes `report.html` into the run's folder, from what was logged."""

@@ -180,7 +180,7 @@ def test_losses_that_cannot_be_trained_on_are_refused(loss, message):
     from shardzoo.trainer.batches.loss_normalization import LossNormalizer, loss_of
 
     with pytest.raises(ValueError, match=f"forward_step must return a scalar tensor as loss, {message}"):
-        LossNormalizer(FiveClasses(), mean_losses=True).normalize(loss_of({"loss": loss}), {}, [1.0])
+        LossNormalizer(FiveClasses(), mean_losses=True).normalize(loss_of({"loss": loss}), [1.0], [1.0])
 
 
 def test_metrics_may_give_a_list_and_must_give_a_number(tmp_path):

@@ -47,12 +47,13 @@ class LossNormalizer:
         """Returns the keywords that tell the forward pass the counts of the global batch."""
         return {name: max(total, 1.0) for name, total in zip(self.arguments, totals, strict=False)}
 
-    def normalize(self, loss: Tensor, batch: Mapping[str, Any], totals: list[float]) -> Tensor:
+    def normalize(self, loss: Tensor, counts: list[float], totals: list[float]) -> Tensor:
         """Returns the micro-batch's share of the step's loss.
 
         Args:
             loss: what the forward pass returned; a scalar.
-            totals: the counts of the global batch.
+            counts: of the micro-batch.
+            totals: of the global batch.
 
         Raises:
             ValueError: the loss has no gradient.
@@ -64,10 +65,9 @@ class LossNormalizer:
             )
         if self.arguments:
             return loss
-        own = self._count(batch, "labels")
-        if not own:  # the mean over no targets is NaN, which must not reach a gradient
+        if not counts[0]:  # the mean over no targets is NaN, which must not reach a gradient
             return loss.nan_to_num() * 0.0
-        return loss * (own / totals[0])
+        return loss * (counts[0] / totals[0])
 
     def _count(self, batch: Mapping[str, Any], labels: str) -> int:
         values = batch.get(labels)

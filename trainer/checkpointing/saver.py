@@ -33,14 +33,14 @@ class BackgroundSaver:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._buffers = StagingBuffers()
-        self._copied = threading.Event()
-        self._copied.set()
+        self.copied = threading.Event()
+        self.copied.set()
 
     def save(self, snapshot: Snapshot) -> Path:
         """Waits for the last save, then begins this one; the folder where it will be."""
         self.wait()
         folder = self.run_folder.checkpoint(snapshot.state.step)
-        self._copied.clear()
+        self.copied.clear()
         self._thread = threading.Thread(target=self._write, args=(snapshot, folder), name="checkpoint")
         self._thread.start()
         return folder
@@ -56,8 +56,8 @@ class BackgroundSaver:
         on_first_rank(amend)
 
     def wait_for_copy(self) -> None:
-        """Until parameters and the optimizer's state may change."""
-        self._copied.wait()
+        """Waits until the parameters and the optimizer's state may change, which is when `copied` is set."""
+        self.copied.wait()
 
     def wait(self) -> None:
         """Until everything is on the disk. OSError if it could not be written."""
@@ -82,7 +82,7 @@ class BackgroundSaver:
             try:
                 snapshot.copy(self._buffers)
             finally:
-                self._copied.set()
+                self.copied.set()
             _yield_the_processor()
             write_snapshot(snapshot, folder, self._ranks, self._group)
             if self._ranks.rank == 0:

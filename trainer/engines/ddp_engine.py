@@ -30,7 +30,6 @@ class DDPEngine(TorchEngine):
             parameter.register_post_accumulate_grad_hook(self._without_gradient.discard)  # type: ignore[arg-type]
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
-        super().begin_micro_batch(is_last=is_last)
         self._without_gradient.update(self._trained)
         self.model.require_backward_grad_sync = is_last or self._exchange_always
 

@@ -86,15 +86,14 @@ class DeepSpeedEngine:
     def backward(self, loss: Tensor) -> None:
         # DeepSpeed averages gradients over the data-parallel ranks; the shares already add up to the mean.
         self.model.backward(loss * self._replicas, scale_wrt_gas=False)
+        if not self.model.is_gradient_accumulation_boundary():
+            self.model.step()  # only counts the micro-batch
 
-    def end_micro_batch(self) -> StepOutcome | None:
-        is_last = self.model.is_gradient_accumulation_boundary()
+    def step(self) -> StepOutcome:
         skipped = self.model.skipped_steps
-        # Without ZeRO, DeepSpeed clips by the norm and forgets it.
-        norm = grad_norm(list(self._owners), self._mesh) if is_last and not self._stage else None
+        # Without ZeRO, DeepSpeed clips by the norm and does not keep it.
+        norm = grad_norm(list(self._owners), self._mesh) if not self._stage else None
         self.model.step()
-        if not is_last:
-            return None
         for buffer in self._buffers:
             dist.broadcast(buffer, group=self._replica_group, group_src=0)
         applied = self.model.skipped_steps == skipped

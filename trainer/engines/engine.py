@@ -15,18 +15,21 @@ ForwardStep = Callable[[dict[str, Any], Any, Any], Any]
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """grad_norm: of the whole model, before clipping; None if it is not known. applied: False where fp16 gradients
-    overflowed, so that the parameters were left as they were and the loss scale was lowered."""
+    """The result of an optimizer step.
+
+    grad_norm: of the whole model before clipping; None if the engine does not know it. applied: False where fp16
+    gradients overflowed, so that the parameters were not updated and the loss scale was lowered.
+    """
 
     grad_norm: float | None
     applied: bool
 
 
 class Engine(Protocol):
-    """A model and its optimizer, in one environment.
+    """A model and its optimizer in one environment.
 
-    For each micro-batch of a step: `begin_micro_batch`, a forward pass of `model`, `backward`, `end_micro_batch`.
-    The losses of all micro-batches and data-parallel ranks are shares, whose sum is the loss of the step.
+    For each micro-batch of a step, the loop calls `begin_micro_batch`, the forward pass of `model`, and `backward`;
+    after the last one `step`. The losses of all micro-batches and data-parallel ranks add up to the loss of the step.
     """
 
     module: nn.Module
@@ -34,41 +37,46 @@ class Engine(Protocol):
     model: Any
     """What a forward pass is called on, in training and in evaluation."""
     optimizer: torch.optim.Optimizer
-    """Whose parameter groups hold the learning rates."""
+    """Its parameter groups hold the learning rates."""
 
     @property
     def loss_scale(self) -> float | None:
-        """By which the loss is multiplied before the backward pass; None unless fp16."""
+        """The factor of the loss in the backward pass; None unless the precision is fp16."""
         ...
 
     def begin_micro_batch(self, *, is_last: bool) -> None: ...
 
     def backward(self, loss: Tensor) -> None: ...
 
-    def end_micro_batch(self) -> StepOutcome | None:
-        """Clips and updates after a step's last micro-batch, and says how that went."""
+    def step(self) -> StepOutcome:
+        """Clips the gradients, updates the parameters, and clears the gradients."""
         ...
 
     def model_tensors(self) -> dict[str, Tensor]:
-        """This rank's parameters and persistent buffers, as they are until the next step. Collective."""
+        """Returns this rank's parameters and persistent buffers, valid until the next step. Collective."""
         ...
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """`<state>/<parameter>` -> tensor, as it is until the next step. Collective over data-parallel ranks, of which
-        only the first may get them all."""
+        """Returns `<state>/<parameter>` -> tensor, valid until the next step.
+
+        Collective over data-parallel ranks, of which only the first may get all tensors.
+        """
         ...
 
     def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Puts back what `optimizer_tensors` gave, whichever engine that was."""
+        """Loads what `optimizer_tensors` of any engine returned."""
         ...
 
     def counters(self) -> dict[str, float]:
-        """What else to save: steps applied, loss scaling."""
+        """Returns what else to save: the number of applied steps, and the state of loss scaling."""
         ...
 
     def load_counters(self, counters: dict[str, float]) -> None: ...
 
     def close(self, *, whole: bool) -> None:
-        """Leaves the model as a plain module, without the engine's hooks. whole: with all its parameters, which is
-        collective, and so not for after an error, which other ranks may not have had."""
+        """Removes the engine's hooks from the model.
+
+        whole: also gathers all its parameters. That is collective, and so not for after an error, which other ranks may
+            not have had.
+        """
         ...

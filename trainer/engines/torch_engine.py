@@ -29,23 +29,21 @@ class TorchEngine:
         self._clip_grad = arguments.clip_grad
         device = next(model.parameters()).device.type
         self._scaler = torch.amp.GradScaler(device) if arguments.precision == "fp16" else None
-        self._is_last, self._saves = True, arguments.save_optim
+        self._saves = arguments.save_optim
 
     @property
     def loss_scale(self) -> float | None:
         return self._scaler.get_scale() if self._scaler else None
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
-        self._is_last = is_last
+        pass
 
     def backward(self, loss: Tensor) -> None:
         loss = self._scaler.scale(loss) if self._scaler else loss
         loss.backward()
         self._masters.take_gradients()
 
-    def end_micro_batch(self) -> StepOutcome | None:
-        if not self._is_last:
-            return None
+    def step(self) -> StepOutcome:
         scale = self.loss_scale
         if self._scaler:
             self._scaler.unscale_(self.optimizer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -12,47 +11,21 @@ import torch.distributed as dist
 from ...mpu import ParallelMesh
 
 
-@dataclass(frozen=True)
 class Ranks:
-    """One process (`mesh=None`), or a place in a mesh; the same questions for both."""
+    """One process (`mesh=None`), or a place in a mesh: the ranks and sizes of its axes, and sums over them."""
 
-    mesh: ParallelMesh | None
-
-    @property
-    def rank(self) -> int:
-        return self.mesh.rank if self.mesh else 0
-
-    @property
-    def world_size(self) -> int:
-        return self.mesh.world_size if self.mesh else 1
-
-    @property
-    def dp_rank(self) -> int:
-        return self.mesh.dp_rank if self.mesh else 0
-
-    @property
-    def dp_size(self) -> int:
-        return self.mesh.dp_size if self.mesh else 1
-
-    @property
-    def tp_rank(self) -> int:
-        return self.mesh.tp_rank if self.mesh else 0
-
-    @property
-    def tp_size(self) -> int:
-        return self.mesh.tp_size if self.mesh else 1
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """All processes; None where there is one."""
-        return dist.group.WORLD if self.world_size > 1 else None
+    def __init__(self, mesh: ParallelMesh | None) -> None:
+        self.mesh = mesh
+        self.rank, self.world_size = (mesh.rank, mesh.world_size) if mesh else (0, 1)
+        self.dp_rank, self.dp_size = (mesh.dp_rank, mesh.dp_size) if mesh else (0, 1)
+        self.tp_rank, self.tp_size = (mesh.tp_rank, mesh.tp_size) if mesh else (0, 1)
 
     def sum_replicas(self, *values: float) -> list[float]:
-        """Sums over the data-parallel ranks, in fp64, the same on every rank; tensor-parallel ranks count once."""
+        """Returns sums over the data-parallel ranks, in fp64. Tensor-parallel ranks count once."""
         return self.sum(*(value if self.tp_rank == 0 else 0.0 for value in values))
 
     def sum(self, *values: float) -> list[float]:
-        """Sums over all processes, in fp64."""
+        """Returns sums over all processes, in fp64."""
         if self.world_size == 1:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64)
@@ -62,7 +35,7 @@ class Ranks:
         return total.tolist()
 
     def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-        """What every process passed, by rank; it travels by pickle between the processes of this run."""
+        """Returns what every process passed, by rank. It is pickled between the processes of this run."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -78,9 +51,9 @@ def is_first_rank() -> bool:
 
 
 def on_first_rank(work: Callable[[], Result]) -> Result:
-    """Runs `work` on rank 0 and gives its result, or raises its `ValueError` or `OSError`, on every rank.
+    """Runs `work` on rank 0; returns its result, or raises its `ValueError` or `OSError`, on every rank.
 
-    The result travels by pickle between the processes of this run.
+    The result is pickled between the processes of this run.
     """
     if not dist.is_initialized():
         return work()

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import resource
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,36 +19,29 @@ PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 1
 
 
 class Throughput:
-    """Model FLOPs utilisation and peak memory of this rank.
+    """Model FLOPs utilization and peak memory of this rank.
 
-    The arithmetic of the first forward pass is counted, operation by operation; a backward pass is twice as much, and
-    other micro-batches cost in proportion to their elements (Chowdhery et al. 2022, appendix B, without recomputation).
+    The arithmetic of the first forward pass is counted, operation by operation. A backward pass takes twice as much,
+    and other micro-batches in proportion to their tokens (Chowdhery et al. 2022, appendix B, without recomputation).
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.flops_per_token: float | None = None
         self._device = device
-        self._per_element: float | None = None
-        self._elements = 0
         self._peak: float | None = None
 
     @contextlib.contextmanager
-    def counting(self, batch: Mapping[str, Any]) -> Iterator[None]:
-        """Around the forward pass of a micro-batch."""
-        elements = _elements(batch)
-        self._elements += elements
-        if self._per_element is not None or not elements:
-            yield
-            return
+    def counting(self, tokens: int) -> Iterator[None]:
+        """Counts the arithmetic of one forward pass of so many tokens."""
         with FlopCounterMode(display=False) as counter:
             yield
-        self._per_element = counter.get_total_flops() / elements
+        self.flops_per_token = counter.get_total_flops() / tokens
 
-    def values(self, seconds: float) -> dict[str, float]:
-        """Of the step that took so long."""
+    def values(self, tokens: int, seconds: float) -> dict[str, float]:
+        """Returns the values to log of a step."""
         if self._peak is None:
             self._peak = device_peak(self._device)
-        flops = 3 * (self._per_element or 0.0) * self._elements
-        self._elements = 0
+        flops = 3 * (self.flops_per_token or 0.0) * tokens
         return {"mfu": flops / seconds / self._peak, "memory_gb": peak_memory(self._device) / 1e9}
 
 
@@ -84,39 +77,30 @@ def _seconds(a: Tensor) -> float:
     return time.perf_counter() - started
 
 
-def _elements(batch: Mapping[str, Any]) -> int:
-    ids = batch.get("input_ids")
-    return ids.numel() if isinstance(ids, Tensor) else 0
-
-
 WAITED = 2  # the first steps allocate and choose kernels
 
 
 class StepProfiler:
-    """Records `steps` steps after the first two with torch's profiler into a Chrome trace; with 0 it does nothing."""
+    """Records `steps` steps after the first two with torch's profiler, into a Chrome trace."""
 
     def __init__(self, steps: int, path: Path) -> None:
         self._steps, self._path = steps, path
         self._profile: Any = None
 
     def __enter__(self) -> StepProfiler:
-        if self._steps:
-            from torch.profiler import profile, schedule
+        from torch.profiler import profile, schedule
 
-            self._profile = profile(
-                schedule=schedule(wait=WAITED - 1, warmup=1, active=self._steps, repeat=1),
-                on_trace_ready=lambda done: done.export_chrome_trace(str(self._path)),
-                profile_memory=True,
-            )
-            self._profile.__enter__()
+        self._profile = profile(
+            schedule=schedule(wait=WAITED - 1, warmup=1, active=self._steps, repeat=1),
+            on_trace_ready=lambda done: done.export_chrome_trace(str(self._path)),
+            profile_memory=True,
+        )
+        self._profile.__enter__()
         return self
 
     def step(self) -> None:
-        """After each training step."""
-        if self._profile is not None:
-            self._profile.step()
+        """Is called after each training step."""
+        self._profile.step()
 
     def __exit__(self, *exception: object) -> None:
-        if self._profile is not None:
-            self._profile.__exit__(None, None, None)
-            self._profile = None
+        self._profile.__exit__(None, None, None)

@@ -1,4 +1,4 @@
-"""What a person sees of a run, and what it leaves to look at: progress, metrics.jsonl, TensorBoard events."""
+"""Progress on the console, and logged values in metrics.jsonl, TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -71,6 +71,22 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self._run.finish()
+
+
+class Reporter(Protocol):
+    """Is told what happens in a run; open while training runs. Only the first rank's shows and logs it."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def training(self, step: int, values: dict[str, float]) -> None: ...
+
+    def evaluation(self, step: int, values: dict[str, float]) -> None: ...
+
+    def saved(self, step: int, folder: Path) -> None: ...
+
+    def notice(self, text: str) -> None: ...
 
 
 class RunReporter:
