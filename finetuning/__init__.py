@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .arguments import TrainerArguments
-    from .summary import ModelSummary
-    from .trainer import Trainer
+    from .freezing import ModelSummary
+    from .recipe import Trainer
 
-_MODULES = {"ModelSummary": "summary", "Trainer": "trainer", "TrainerArguments": "arguments"}
+_MODULES = {"ModelSummary": "freezing", "Trainer": "recipe", "TrainerArguments": "arguments"}
 __all__ = ["ModelSummary", "Trainer", "TrainerArguments"]
 
 

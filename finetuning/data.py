@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..data import BlockDataset, PadBatch, PromptDataset, Seq2SeqDataset, iter_documents, load_pairs
+from ..data.tokenizers.tokenizer import TransformersTokenizer
 from .arguments import TrainerArguments
 from .loading import Source
-from .samples import Chosen, Split, TextTokenizer, held_out, make_samples, read_records
 from .tasks import Labels, label_names, stored_labels
 
 
@@ -117,3 +124,141 @@ class TuningData:
 
 def _first(records: Any, most: int | None) -> Any:
     return records if most is None or most >= len(records) else Chosen(records, range(most))
+
+
+LONGEST_BLOCK = 1024
+IGNORED = -100
+
+
+class TextTokenizer(TransformersTokenizer):
+    """transformers' tokenizer behind the interface of `shardzoo.data`; special tokens are known in text.
+
+    begin: ids that the tokenizer puts before every text, such as Llama's.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        self.vocab_size = len(backend)
+        whole, bare = backend("a")["input_ids"], backend("a", add_special_tokens=False)["input_ids"]
+        starts = (n for n in range(len(whole)) if whole[n : n + len(bare)] == bare)
+        self.begin: list[int] = whole[: next(starts, 0)]
+        self.special = {"eos_token": backend.eos_token_id} if backend.eos_token_id is not None else {}
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return self.backend(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+
+
+class Chosen(Sequence[Any]):
+    """Some records of others, in a given order."""
+
+    def __init__(self, records: Sequence[Any], numbers: Sequence[int]) -> None:
+        self.records, self.numbers = records, numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.records[self.numbers[index]]
+
+
+class SourcesChanged(Sequence[tuple[str, str]]):
+    """Pairs whose sources went through a function."""
+
+    def __init__(self, pairs: Sequence[tuple[str, str]], change: Callable[[str], str]) -> None:
+        self.pairs, self.change = pairs, change
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: Any) -> Any:
+        source, target = self.pairs[index]
+        return self.change(source), target
+
+
+class ClassifiedTexts:
+    """`{"input_ids": [s], "labels": class}` for each pair of text and label; a text may end at `max_length` tokens."""
+
+    def __init__(self, pairs: Sequence[tuple[str, str]], tokenizer: Any, labels: Labels, max_length: int) -> None:
+        self.pairs, self.tokenizer, self.labels, self.max_length = pairs, tokenizer, labels, max_length
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        text, label = self.pairs[index]
+        ids = self.tokenizer(text, truncation=True, max_length=self.max_length, verbose=False)["input_ids"]
+        return {"input_ids": np.array(ids, np.int64), "labels": np.array(self.labels.class_of(label), np.int64)}
+
+
+@dataclass(frozen=True)
+class Split:
+    train: Sequence[Any]
+    valid: Sequence[Any] | None
+
+
+def read_records(path: str, task: str, arguments: TrainerArguments, tokenizer: TextTokenizer, longest: int | None):
+    """Pairs of texts, or of text and label; of plain text, its blocks. ValueError for what is wrong in the file."""
+    if task == "text-generation":
+        size = arguments.block_size or min(longest or LONGEST_BLOCK, LONGEST_BLOCK)
+        return BlockDataset(iter_documents(path), tokenizer, size)
+    return load_pairs(
+        path,
+        source_id=arguments.source_id,
+        target_id=arguments.target_id,
+        prefix=arguments.prefix,
+        labels=task == "text-classification",
+    )
+
+
+def held_out(records: Any, percent: int, seed: int) -> Split:
+    """Draws `percent` of the records, at least one, for validation; 0 draws none. ValueError for a single record."""
+    if percent == 0:
+        return Split(records, None)
+    count = max(1, round(len(records) * percent / 100))
+    if count >= len(records):
+        raise ValueError(
+            f"the training file has {len(records)} sample(s), and validation_split={percent} leaves none to train on; "
+            "name a validation_file, or train without validation"
+        )
+    order = np.random.default_rng(seed).permutation(len(records))
+    return Split(Chosen(records, np.sort(order[count:]).tolist()), Chosen(records, np.sort(order[:count]).tolist()))
+
+
+def make_samples(
+    records: Any,
+    task: str,
+    is_decoder: bool,
+    arguments: TrainerArguments,
+    tokenizer: TextTokenizer,
+    prepare_source: Callable[[str], str],
+    labels: Labels | None,
+) -> Any:
+    """What the model is trained on: dicts of arrays, made when they are asked for."""
+    if task == "text-generation":
+        return records
+    pairs = SourcesChanged(records, prepare_source)
+    if labels is not None:
+        return ClassifiedTexts(pairs, tokenizer.backend, labels, arguments.max_source_length)
+    lengths = {
+        "max_source_length": arguments.max_source_length,
+        "max_target_length": arguments.max_target_length,
+        "begin": tokenizer.begin,
+    }
+    if is_decoder:
+        return PromptDataset(pairs, tokenizer, separator=arguments.separator, **lengths)
+    return Seq2SeqDataset(pairs, tokenizer, **lengths)
+
+
+class Collate:
+    """Samples to a padded batch. learn_padding: labels have padding where they end, and not -100."""
+
+    def __init__(self, pad_token_id: int, *, learn_padding: bool = False) -> None:
+        self.pad_token_id, self.learn_padding = pad_token_id, learn_padding
+        self._pad = PadBatch(pad_token_id)
+
+    def __call__(self, samples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        batch = self._pad(samples)
+        if self.learn_padding:
+            labels = batch["labels"]
+            batch["labels"] = torch.where(labels == IGNORED, self.pad_token_id, labels)
+        return batch

@@ -13,18 +13,14 @@ from ..trainer.batches.training_data import check_size
 from ..trainer.launch.ranks import on_first_rank
 from ..trainer.run_folder import RunFolder
 from .arguments import TrainerArguments
-from .data import TuningData
+from .data import Collate, TextTokenizer, TuningData
 from .decoding import TextGenerator
-from .engine import TuningTrainer
-from .export import save_whole
+from .evaluation import TuningTrainer, class_accuracy, next_token_accuracy, text_value_names, text_values
+from .freezing import ModelSummary, input_embedding, part_parameters, summarize
 from .loading import find_source, load_model, positions_of
 from .lora import add_lora
-from .metrics import class_accuracy, next_token_accuracy, text_value_names, text_values
-from .parts import input_embedding, part_parameters
-from .run import check_run, open_run, tokenizer_folder, write_companions
-from .samples import Collate, TextTokenizer
+from .saving import check_run, open_run, save_whole, tokenizer_folder, write_companions
 from .soft_prompt import add_prompt, initial_rows, load_prompt, save_prompt, without_prompt
-from .summary import ModelSummary, summarize
 from .tasks import choose_task
 
 
