@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Annotated, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 import tyro
 from tyro.conf import Positional
 
 from .arguments import exit_code_of
+from .console import columns, facts, gigabytes, transfer_progress
+
+if TYPE_CHECKING:
+    from ..convert.operations import Options, Outcome
+    from ..convert.verification import Verdict
+
 
 DIFFERENT = 1
+INTERRUPTED = 130
+MOST_DIFFERENCES = 50
 
 DType = Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 Format = Literal["shardzoo", "legacy"]
@@ -44,7 +54,7 @@ class Converting(Common):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(Common):
+class PlanConversion(Common):
     """Show every tensor, its split and its bytes, and what a conversion would take. Writes nothing."""
 
     source: Positional[Path]
@@ -54,7 +64,7 @@ class Plan(Common):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split(Converting):
+class SplitCheckpoint(Converting):
     """Split a model over tensor-parallel ranks."""
 
     tp: int = 2
@@ -64,7 +74,7 @@ class Split(Converting):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Merge(Converting):
+class MergeShards(Converting):
     """Merge shards into a Hugging Face folder."""
 
     max_file_gb: float = 5.0
@@ -72,7 +82,7 @@ class Merge(Converting):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reshard(Converting):
+class ReshardCheckpoint(Converting):
     """Split shards anew, over another number of ranks."""
 
     tp: int = 2
@@ -82,7 +92,7 @@ class Reshard(Converting):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verify(Common):
+class VerifyCheckpoint(Common):
     """Check a folder's hashes, or compare the weights of two folders of any formats. Exit code 1 if they differ."""
 
     first: Positional[Path]
@@ -100,7 +110,7 @@ class Verify(Common):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inspect(Common):
+class InspectCheckpoint(Common):
     """Show what a folder holds."""
 
     folder: Positional[Path]
@@ -108,7 +118,7 @@ class Inspect(Common):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diff(Common):
+class DiffCheckpoints(Common):
     """Show the tensors in which two folders differ. Exit code 1 if they do."""
 
     first: Positional[Path]
@@ -116,13 +126,13 @@ class Diff(Common):
 
 
 Command = Union[  # noqa: UP007 - tyro reads the annotations of a Union at run time
-    Annotated[Plan, tyro.conf.subcommand("plan")],
-    Annotated[Split, tyro.conf.subcommand("split")],
-    Annotated[Merge, tyro.conf.subcommand("merge")],
-    Annotated[Reshard, tyro.conf.subcommand("reshard")],
-    Annotated[Verify, tyro.conf.subcommand("verify")],
-    Annotated[Inspect, tyro.conf.subcommand("inspect")],
-    Annotated[Diff, tyro.conf.subcommand("diff")],
+    Annotated[PlanConversion, tyro.conf.subcommand("plan")],
+    Annotated[SplitCheckpoint, tyro.conf.subcommand("split")],
+    Annotated[MergeShards, tyro.conf.subcommand("merge")],
+    Annotated[ReshardCheckpoint, tyro.conf.subcommand("reshard")],
+    Annotated[VerifyCheckpoint, tyro.conf.subcommand("verify")],
+    Annotated[InspectCheckpoint, tyro.conf.subcommand("inspect")],
+    Annotated[DiffCheckpoints, tyro.conf.subcommand("diff")],
 ]
 
 
@@ -138,23 +148,191 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code_of(lambda: run(command))
 
 
-def run(command: Plan | Split | Merge | Reshard | Verify | Inspect | Diff) -> int:
-    # Each imports what it needs, because some commands need no torch.
-    from . import convert_commands as commands
-
+def run(command: AnyCommand) -> int:
+    """The exit code of a command. The user's disk is named in a `ValueError`, not in a traceback."""
     try:
-        return _run(command, commands)
+        return COMMANDS[type(command)](command)
     except OSError as error:
         raise ValueError(str(error)) from None
 
 
-def _run(command: Plan | Split | Merge | Reshard | Verify | Inspect | Diff, commands: ModuleType) -> int:
-    if isinstance(command, Plan):
-        return commands.run_plan(command)
-    if isinstance(command, Verify):
-        return commands.run_verify(command)
-    if isinstance(command, Inspect):
-        return commands.run_inspect(command)
-    if isinstance(command, Diff):
-        return commands.run_diff(command)
-    return commands.run_conversion(command)
+def run_conversion(command: SplitCheckpoint | MergeShards | ReshardCheckpoint) -> int:
+    from ..checkpoint.checkpoint import open_checkpoint
+    from ..convert import operations
+
+    options = _options(command)
+    if isinstance(command, ReshardCheckpoint):
+        source = open_checkpoint(command.source, command.config)
+        if source.kind == "huggingface":
+            raise ValueError(f"{command.source} is a {source.description}; `split` it")
+    started = time.monotonic()
+    try:
+        with transfer_progress(quiet=command.json) as report:
+            if isinstance(command, MergeShards):
+                outcome = operations.merge(command.source, command.destination, options, report)
+            else:
+                outcome = operations.split(
+                    command.source, command.destination, command.tp, options, report, command.format
+                )
+    except KeyboardInterrupt:
+        print("interrupted; go on with --resume", file=sys.stderr)
+        return INTERRUPTED
+    _print_outcome(command, outcome, time.monotonic() - started)
+    return 0
+
+
+def _options(command: Converting) -> Options:
+    from ..checkpoint.dtypes import from_torch_name
+    from ..convert.operations import LARGEST_FILE, Options
+
+    largest = getattr(command, "max_file_gb", LARGEST_FILE / 1e9)
+    if not 0 < largest < 1e9:
+        raise ValueError(f"max_file_gb must be more than 0, not {largest}")
+    return Options(
+        overwrite=command.overwrite,
+        resume=command.resume,
+        jobs=command.jobs,
+        dtype=from_torch_name(command.dtype) if command.dtype else None,
+        config_file=command.config,
+        largest_file=int(largest * 1e9),
+    )
+
+
+def _print_outcome(command: Converting, outcome: Outcome, seconds: float) -> None:
+    speed = (outcome.nbytes - outcome.kept) / max(seconds, 1e-9)
+    if command.json:
+        print(json.dumps({**asdict(outcome), "seconds": seconds, "destination": str(command.destination)}))
+        return
+    kept = f", of which {gigabytes(outcome.kept)} were there already" if outcome.kept else ""
+    print(
+        f"{command.destination}: {outcome.tensors:,} tensors, {gigabytes(outcome.nbytes)}{kept}, "
+        f"in {seconds:.1f} s ({speed / 1e9:.2f} GB/s)"
+    )
+
+
+def run_plan(command: PlanConversion) -> int:
+    from ..convert.plan import dry_run
+
+    planned = dry_run(command.source, command.tp, command.config)
+    if command.json:
+        print(json.dumps(planned))
+        return 0
+    rows = [
+        (row["name"], row["dtype"], _shape(row["shape"]), row["split"], f"{row['bytes_per_rank']:,}")
+        for row in planned["tensors"]
+    ]
+    sys.stdout.write(columns(("tensor", "type", "shape", "split", "bytes per file"), rows))
+    print(facts({name: value for name, value in planned.items() if name != "tensors"}))
+    return 0
+
+
+def run_inspect(command: InspectCheckpoint) -> int:
+    from ..convert.inspection import inspect_folder
+
+    found = inspect_folder(command.folder, command.config)
+    if command.json:
+        print(json.dumps({**found.facts, "tensors": found.tensors}))
+        return 0
+    rows = [
+        (row["name"], row["dtype"], _shape(row["shape"]), row.get("split", ""), f"{row['bytes']:,}")
+        for row in found.tensors
+    ]
+    sys.stdout.write(columns(("tensor", "type", "shape", "split", "bytes"), rows))
+    print(facts(dict(found.facts)))
+    return 0
+
+
+def run_diff(command: DiffCheckpoints) -> int:
+    from ..convert.inspection import comparable, diff, open_both
+
+    first, second = open_both(command.first, command.second)
+    if not comparable(first, second):
+        from ..convert.operations import Options
+        from ..convert.verification import verify_equal
+
+        with transfer_progress(quiet=command.json) as report:
+            return _print_verdict(
+                command.json, verify_equal(command.first, command.second, Options(), report), "compared"
+            )
+    found = diff(first, second)
+    if command.json:
+        print(json.dumps(asdict(found)))
+    else:
+        for entry in found.differences[:MOST_DIFFERENCES]:
+            count = f" in {entry.elements:,} elements" if entry.elements else ""
+            largest = f", by up to {entry.largest:.3g}" if entry.largest is not None else ""
+            print(f"{entry.name}: {entry.what}{count}{largest}")
+        if len(found.differences) > MOST_DIFFERENCES:
+            print(f"… and {len(found.differences) - MOST_DIFFERENCES} more")
+        print(f"{len(found.differences):,} of {found.tensors:,} tensors differ")
+    return DIFFERENT if found.differences else 0
+
+
+def run_verify(command: VerifyCheckpoint) -> int:
+    from ..convert import verification
+    from ..convert.operations import Options
+
+    options = Options(jobs=command.jobs, config_file=command.config)
+    if command.logits + command.round_trip + (command.second is not None) > 1:
+        raise ValueError("a second folder, --round-trip and --logits are checks of their own: ask for one of them")
+    if command.logits:
+        return _run_logits(command)
+    with transfer_progress(quiet=command.json) as report:
+        if command.second is not None:
+            verdict, done = verification.verify_equal(command.first, command.second, options, report), "compared"
+        elif command.round_trip:
+            verdict = verification.verify_round_trip(command.first, command.tp, options, report)
+            done = "converted and compared"
+        else:
+            verdict, done = verification.verify_folder(command.first, options), "hashed"
+    return _print_verdict(command.json, verdict, done)
+
+
+def _run_logits(command: VerifyCheckpoint) -> int:
+    from ..convert.logits import compare_logits
+
+    found = compare_logits(command.first, command.tp, command.config)
+    if command.json:
+        print(json.dumps({**asdict(found), "relative": found.relative}))
+    else:
+        print(
+            f"largest difference of native TP={found.size} from {found.reference}: {found.largest:.2e}, "
+            f"{found.relative:.1e} of the logits' scale {found.scale:.3g}"
+        )
+    return 0 if found.is_close else DIFFERENT
+
+
+def _print_verdict(as_json: bool, verdict: Verdict, done: str) -> int:
+
+    if as_json:
+        print(json.dumps(asdict(verdict)))
+    else:
+        for difference in verdict.differences[:MOST_DIFFERENCES]:
+            print(difference)
+        state = f"{len(verdict.differences):,} differences" if verdict.differences else "all equal"
+        print(f"{done} {verdict.tensors:,} tensors, {gigabytes(verdict.nbytes)}: {state}")
+    return DIFFERENT if verdict.differences else 0
+
+
+def _shape(shape: list[int]) -> str:
+    return " x ".join(map(str, shape)) or "number"
+
+
+AnyCommand = (
+    PlanConversion
+    | SplitCheckpoint
+    | MergeShards
+    | ReshardCheckpoint
+    | VerifyCheckpoint
+    | InspectCheckpoint
+    | DiffCheckpoints
+)
+COMMANDS: dict[type, Callable[[Any], int]] = {
+    PlanConversion: run_plan,
+    SplitCheckpoint: run_conversion,
+    MergeShards: run_conversion,
+    ReshardCheckpoint: run_conversion,
+    VerifyCheckpoint: run_verify,
+    InspectCheckpoint: run_inspect,
+    DiffCheckpoints: run_diff,
+}

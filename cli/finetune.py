@@ -18,18 +18,18 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import tyro
 from rich.text import Text
 
-from ..finetuning.arguments import TrainerArguments
+from ..finetuning.arguments import FinetuningArguments
 from ..trainer.launch.environment import end_process
 from ..trainer.launch.rank_info import RankInfo
 from .arguments import parse
 from .rank_errors import exit_code_of_rank
 
 if TYPE_CHECKING:
-    from ..finetuning import Trainer
+    from ..finetuning.recipe import Finetuning
 
 
 @dataclass(frozen=True)
-class FinetuneArguments(TrainerArguments):
+class FinetuneCommand(FinetuningArguments):
     """Everything `finetune.py` can be told."""
 
     freeze_encoder: bool = False
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> int:
         describe = {"program": "finetune.py", "description": __doc__ or "", "quiet": not launch.is_first}
-        run(make_trainer(parse(FinetuneArguments, given, **describe)))
+        run(make_trainer(parse(FinetuneCommand, given, **describe)))
         return 0
 
     return exit_code_of_rank(work, launch)
@@ -83,15 +83,15 @@ def run_script() -> NoReturn:
     end_process(main())
 
 
-def make_trainer(arguments: FinetuneArguments) -> Trainer:
+def make_trainer(arguments: FinetuneCommand) -> Finetuning:
     """A trainer whose files are read and whose model is ready. Ends this process where it starts the missing ones."""
     if not arguments.model_name_or_path:
         raise ValueError("--model-name-or-path is missing: name the folder of a model")
     if arguments.train_file is None and arguments.validation_file is None and arguments.test_file is None:
         raise ValueError("there is nothing to do: name a --train-file, --validation-file or --test-file")
-    from ..finetuning import Trainer  # torch and transformers take seconds to import
+    from ..finetuning.recipe import Finetuning  # torch and transformers take seconds to import
 
-    trainer = Trainer(arguments)
+    trainer = Finetuning(arguments)
     parts = {name: True for name in ("encoder", "decoder", "embeddings") if getattr(arguments, f"freeze_{name}")}
     trainer.freeze(**parts)
     if arguments.prompt_list:
@@ -104,11 +104,11 @@ def make_trainer(arguments: FinetuneArguments) -> Trainer:
     return trainer
 
 
-def validates(arguments: FinetuneArguments) -> bool:
+def validates(arguments: FinetuneCommand) -> bool:
     return arguments.validation_file is not None or arguments.validation_split > 0
 
 
-def run(trainer: Trainer) -> None:
+def run(trainer: Finetuning) -> None:
     """Trains, saves and evaluates, as far as files are named for it."""
     arguments, console = trainer.arguments, trainer.console
     if arguments.train_file is not None:

@@ -8,111 +8,31 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated, NoReturn
 
 # Read when the first tensor is made: huge pages speed memory-bound work on a CPU up.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import tyro
 
-from ..models import family, find_config, presets
-from ..models.common.attention import check_heads
-from ..mpu import validate_layout
-from ..trainer.arguments.training_arguments import EnvType, TrainingArguments
-from ..trainer.engines.deepspeed_config import zero_stage
+from ..pretraining.arguments import FIXED, PretrainingArguments, check_run
 from ..trainer.launch.environment import end_process
-from ..trainer.launch.launch import ensure_processes_of, processes_of
+from ..trainer.launch.launch import ensure_processes_of
 from ..trainer.launch.rank_info import RankInfo
 from ..trainer.run_folder import RunFolder
 from .arguments import parse, read_yaml
 from .rank_errors import exit_code_of_rank
 
-if TYPE_CHECKING:
-    from ..models.common.config import ModelConfig
-
 
 @dataclass(frozen=True)
-class PretrainArguments(TrainingArguments):
+class PretrainCommand(PretrainingArguments):
     """Everything `pretrain.py` can be told."""
-
-    env_type: EnvType = "deepspeed+mpu"
-    train_steps: int | None = 1600
-    """Optimizer steps."""
-    micro_batch_size: int = 4
-    """Sequences in one forward pass of one data-parallel rank."""
-    lr: float = 3e-3
-    """Peak learning rate; warm-up is linear, then a cosine down to a tenth."""
-    warmup_steps: int | None = 100
-    beta2: float = 0.95
-    save_interval: int = 500
-    """Steps between checkpoints; the last step is always saved."""
-    log_interval: int = 1
-    """Steps between points in the logs."""
-    sequence_length: int | None = None
-    """Tokens in a sequence; by default the model's longest."""
-    eval_sequences: int = 64
-    """Held-out sequences of an evaluation during training."""
-    final_eval_sequences: int | None = None
-    """Held-out sequences of the evaluation at the end, which the exported model is compared on; by default all."""
-
-    model: str = "gpt2-quickstart"
-    """A preset, or a folder or file with a Hugging Face config.json. The vocabulary follows the tokenizer."""
-    hidden_size: int | None = None
-    """Instead of the model's own."""
-    num_hidden_layers: int | None = None
-    """Instead of the model's own."""
-    num_attention_heads: int | None = None
-    """Instead of the model's own."""
-
-    data: str | None = None
-    """A text file, a folder of text, JSON lines with a `text` key, or the prefix of a prepared .bin/.idx pair; by
-    default the source of the Python standard library."""
-    vocab_size: int = 2048
-    """Size of the byte-level BPE vocabulary that is trained on the corpus."""
-    held_out_fraction: float = 0.05
-    """Share of the documents that is never trained on."""
-
-    output_dir: str | None = None
-    """Folder of the run; by default a new one under runs/."""
-    resume: bool = False
-    """Go on with the run in output_dir, with its arguments unless given anew."""
-    overwrite: bool = False
-    """Delete the run in output_dir first."""
-    sample_prompt: str = "def __init__(self"
-    """What the sample at the end continues."""
 
     config: Path | None = None
     """YAML file with values for these arguments; the command line wins."""
     local_rank: Annotated[int, tyro.conf.arg(help="Set by launchers.")] = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.eval_sequences < 1:
-            raise ValueError(f"eval_sequences must be at least 1, not {self.eval_sequences}")
-        if self.train_steps is None:
-            raise ValueError("the corpus has no end: say how long to train by train_steps")
-
-    def of_the_run(self) -> dict[str, object]:
-        """Without what describes one invocation and not the run; in the form `--config` reads."""
-        return {name: value for name, value in asdict(self).items() if name not in INVOCATION}
-
-
-OBJECTIVE = "gpt"
-INVOCATION = ("resume", "overwrite", "config", "local_rank")
-# What a run keeps for its whole life.
-FIXED = (
-    "model",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "data",
-    "vocab_size",
-    "held_out_fraction",
-    "sequence_length",
-    "seed",
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -121,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> int:
         arguments = read_arguments(sys.argv[1:] if argv is None else argv, quiet=not launch.is_first)
-        config = check(arguments, launch)
+        config = check_run(arguments, launch)
         size = arguments.model_parallel_size
         if launch.world_size < size and not arguments.dry_run and not arguments.hostfile:
             print(f"{launch.world_size} process for --model-parallel-size {size}: starting {size} on this machine")
@@ -139,10 +59,10 @@ def run_script() -> NoReturn:
     end_process(main())
 
 
-def read_arguments(argv: Sequence[str], *, quiet: bool) -> PretrainArguments:
+def read_arguments(argv: Sequence[str], *, quiet: bool) -> PretrainCommand:
     """The command line's arguments; with `--resume`, over those that the run was started with."""
     describe = {"program": "pretrain.py", "description": __doc__ or "", "quiet": quiet}
-    arguments = parse(PretrainArguments, argv, **describe)
+    arguments = parse(PretrainCommand, argv, **describe)
     if not arguments.resume:
         return arguments
     if arguments.output_dir is None:
@@ -150,33 +70,11 @@ def read_arguments(argv: Sequence[str], *, quiet: bool) -> PretrainArguments:
     saved = RunFolder(Path(arguments.output_dir)).arguments_file
     if not saved.exists():
         raise ValueError(f"--resume: {arguments.output_dir} holds no run; start one without --resume")
-    arguments = parse(PretrainArguments, argv, defaults=saved, **describe)
-    for name, value in read_yaml(PretrainArguments, saved).items():
+    arguments = parse(PretrainCommand, argv, defaults=saved, **describe)
+    for name, value in read_yaml(PretrainCommand, saved).items():
         if name in FIXED and getattr(arguments, name) != value:
             raise ValueError(
                 f"--resume: the run has {name}={value}, and {getattr(arguments, name)} would make it another run; "
                 f"leave {name} out, or start a new run in another --output-dir"
             )
     return arguments
-
-
-def check(arguments: PretrainArguments, launch: RankInfo) -> ModelConfig:
-    """The model's configuration, if everything that can be known before the processes meet is in order."""
-    config = find_config(arguments.model)
-    if family(config.model_type).objective != OBJECTIVE:
-        able = [name for name, other in presets() if family(other.model_type).objective == OBJECTIVE]
-        raise ValueError(
-            f"model {arguments.model} is a {config.architecture}, and pretrain.py trains causal language models; "
-            f"use a preset such as {', '.join(able)}"
-        )
-    changes = {name: getattr(arguments, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
-    config = config.with_changes(**{name: value for name, value in changes.items() if value is not None})
-    size = arguments.model_parallel_size
-    check_heads(config.num_attention_heads, size)
-    data_parallel_size = validate_layout(launch.world_size if launch.world_size > 1 else processes_of(arguments), size)
-    arguments.accumulation_steps(data_parallel_size)
-    longest, length = config.max_sequence_length, arguments.sequence_length
-    if length is not None and not 2 <= length <= longest:
-        raise ValueError(f"sequence_length must be from 2 to the model's {longest} positions, not {length}")
-    zero_stage(arguments)
-    return config

@@ -15,15 +15,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .arguments import TrainerArguments
+    from .arguments import FinetuningArguments as TrainerArguments
     from .freezing import ModelSummary
-    from .recipe import Trainer
+    from .recipe import Finetuning as Trainer
 
-_MODULES = {"ModelSummary": "freezing", "Trainer": "recipe", "TrainerArguments": "arguments"}
+# t2t-tuner's name -> the module, and the name there.
+_NAMES = {
+    "ModelSummary": ("freezing", "ModelSummary"),
+    "Trainer": ("recipe", "Finetuning"),
+    "TrainerArguments": ("arguments", "FinetuningArguments"),
+}
 __all__ = ["ModelSummary", "Trainer", "TrainerArguments"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in _NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_MODULES[name]}", __name__), name)
+    module, attribute = _NAMES[name]
+    return getattr(import_module(f".{module}", __name__), attribute)

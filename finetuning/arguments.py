@@ -16,7 +16,7 @@ MetricName = Literal["sacrebleu", "rouge", "accuracy"]
 
 @with_argument_aliases
 @dataclass(frozen=True)
-class TrainerArguments(TrainingArguments):
+class FinetuningArguments(TrainingArguments):
     """How a model is fine-tuned. Takes FlagAI's and transformers' names of the training arguments too.
 
     All values are checked when it is made: `ValueError` says what would work.
@@ -139,7 +139,7 @@ class TrainerArguments(TrainingArguments):
         zero = self.zero_stage is not None or self.offload_optimizer or self.deepspeed_config is not None
         return "deepspeed+mpu" if several or zero else "pytorch"
 
-    def resolved(self) -> TrainerArguments:
+    def resolved(self) -> FinetuningArguments:
         """With what is left open decided for this machine and these processes."""
         import torch
 

@@ -1,4 +1,4 @@
-"""The files of a fine-tuning run as records and samples."""
+"""The files of a fine-tuning run: their records, and the samples that a model learns from them."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ from torch import Tensor
 
 from ..data import BlockDataset, PadBatch, PromptDataset, Seq2SeqDataset, iter_documents, load_pairs
 from ..data.tokenizers.tokenizer import TransformersTokenizer
-from .arguments import TrainerArguments
-from .loading import Source
+from ..models.common.head_loss import IGNORED
+from .arguments import FinetuningArguments
+from .loading import ModelSource
 from .tasks import Labels, label_names, stored_labels
 
 
-class TuningData:
+class FinetuningData:
     """Reads each file once. prompt: tokens that are put before every source.
 
     labels: of a classifier, else None. new_labels: their names, if the stored model has no classifier for them.
     """
 
-    def __init__(self, arguments: TrainerArguments, task: str, source: Source, tokenizer: TextTokenizer) -> None:
+    def __init__(
+        self, arguments: FinetuningArguments, task: str, source: ModelSource, tokenizer: TextTokenizer
+    ) -> None:
         self.arguments, self.task, self.source, self.tokenizer = arguments, task, source, tokenizer
         self.prompt: list[str] = []
         self.positions: int | None = None
         self._records: Any = None
-        self._split: Split | None = None
+        self._split: HeldOutSplit | None = None
         self._validation: Any = None
         self.labels: Labels | None = None
         self.new_labels: list[str] | None = None
@@ -116,7 +119,7 @@ class TuningData:
             self._records = self.read(self.arguments.train_file, self.arguments.max_train_samples)
         return self._records
 
-    def _split_records(self) -> Split:
+    def _split_records(self) -> HeldOutSplit:
         if self._split is None:
             self._split = held_out(self._train_records(), self.arguments.validation_split, self.arguments.seed)
         return self._split
@@ -127,7 +130,6 @@ def _first(records: Any, most: int | None) -> Any:
 
 
 LONGEST_BLOCK = 1024
-IGNORED = -100
 
 
 class TextTokenizer(TransformersTokenizer):
@@ -191,12 +193,12 @@ class ClassifiedTexts:
 
 
 @dataclass(frozen=True)
-class Split:
+class HeldOutSplit:
     train: Sequence[Any]
     valid: Sequence[Any] | None
 
 
-def read_records(path: str, task: str, arguments: TrainerArguments, tokenizer: TextTokenizer, longest: int | None):
+def read_records(path: str, task: str, arguments: FinetuningArguments, tokenizer: TextTokenizer, longest: int | None):
     """Pairs of texts, or of text and label; of plain text, its blocks. ValueError for what is wrong in the file."""
     if task == "text-generation":
         size = arguments.block_size or min(longest or LONGEST_BLOCK, LONGEST_BLOCK)
@@ -210,10 +212,10 @@ def read_records(path: str, task: str, arguments: TrainerArguments, tokenizer: T
     )
 
 
-def held_out(records: Any, percent: int, seed: int) -> Split:
+def held_out(records: Any, percent: int, seed: int) -> HeldOutSplit:
     """Draws `percent` of the records, at least one, for validation; 0 draws none. ValueError for a single record."""
     if percent == 0:
-        return Split(records, None)
+        return HeldOutSplit(records, None)
     count = max(1, round(len(records) * percent / 100))
     if count >= len(records):
         raise ValueError(
@@ -221,14 +223,16 @@ def held_out(records: Any, percent: int, seed: int) -> Split:
             "name a validation_file, or train without validation"
         )
     order = np.random.default_rng(seed).permutation(len(records))
-    return Split(Chosen(records, np.sort(order[count:]).tolist()), Chosen(records, np.sort(order[:count]).tolist()))
+    return HeldOutSplit(
+        Chosen(records, np.sort(order[count:]).tolist()), Chosen(records, np.sort(order[:count]).tolist())
+    )
 
 
 def make_samples(
     records: Any,
     task: str,
     is_decoder: bool,
-    arguments: TrainerArguments,
+    arguments: FinetuningArguments,
     tokenizer: TextTokenizer,
     prepare_source: Callable[[str], str],
     labels: Labels | None,

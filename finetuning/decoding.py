@@ -18,7 +18,7 @@ from ..generation.decoders import Decoder
 from ..generation.settings import GenerationSettings, make_settings
 from ..generation.text import pad_left
 from .data import TextTokenizer
-from .loading import Source
+from .loading import ModelSource
 
 
 class TextGenerator:
@@ -29,7 +29,7 @@ class TextGenerator:
 
     def __init__(
         self,
-        source: Source,
+        source: ModelSource,
         tokenizer: TextTokenizer,
         *,
         positions: int | None,
@@ -65,7 +65,6 @@ class TextGenerator:
             settings["max_new_tokens"] = max(1, min(settings["max_new_tokens"], self.positions - ids.shape[1] + 1))
         device = next(model.parameters()).device
         if settings.get("num_beam_groups", 1) > 1 and not self.source.native:
-
             found = generate_in_groups(model, ids, mask, settings)
         else:
             if self.source.native and self._stored is not None:

@@ -1,4 +1,4 @@
-"""How good predictions are."""
+"""How good a model's predictions and generated texts are, and the trainer that measures them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..models.common.head_loss import IGNORED
 from ..mpu import ParallelMesh
 from ..trainer.evaluation import Metric
 from ..trainer.trainer import Trainer
-from .arguments import TrainerArguments
+from .arguments import FinetuningArguments
 
-IGNORED = -100
 ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
@@ -59,10 +59,10 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-class TuningTrainer(Trainer):
+class FinetuningTrainer(Trainer):
     """measure: more validation values of the bare model, by the names `measured`; collective over all ranks."""
 
-    def __init__(self, arguments: TrainerArguments, mesh: ParallelMesh | None = None) -> None:
+    def __init__(self, arguments: FinetuningArguments, mesh: ParallelMesh | None = None) -> None:
         super().__init__(arguments, mesh=mesh)
         self.is_language_model = True
         self.measure: Callable[[nn.Module], dict[str, float]] | None = None

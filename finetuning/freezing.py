@@ -1,26 +1,19 @@
-"""The parts of a model that can be frozen: its encoder, its decoder, its embeddings."""
+"""The parts of a model that can be frozen (encoder, decoder, embeddings), and how many parameters each trains."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 from rich.table import Table
 from torch import nn
 
+from ..models.sizes import full_size
 from ..mpu import VocabParallelEmbedding
-from .loading import Source
-from .soft_prompt import PromptedEmbedding
+from .loading import ModelSource
+from .soft_prompt import PromptedEmbedding, input_embedding
 
 EMBEDDINGS = (nn.Embedding, VocabParallelEmbedding, PromptedEmbedding)
-
-
-def input_embedding(model: Any) -> nn.Module:
-    """The module from token ids to vectors."""
-    if hasattr(model, "get_input_embeddings"):
-        return model.get_input_embeddings()
-    return next(module for module in model.modules() if isinstance(module, (VocabParallelEmbedding, PromptedEmbedding)))
 
 
 def embedding_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -36,7 +29,7 @@ def embedding_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def part_parameters(model: nn.Module, source: Source, part: str) -> dict[str, nn.Parameter]:
+def part_parameters(model: nn.Module, source: ModelSource, part: str) -> dict[str, nn.Parameter]:
     """The parameters of "encoder", "decoder" or "embeddings", by name.
 
     Encoder and decoder are their blocks and norms, without embeddings, poolers and heads. ValueError for a part that
@@ -66,14 +59,14 @@ def _native_part(model: Any, part: str) -> list[nn.Module]:
     return [model.blocks, model.final_norm]
 
 
-def _transformers_part(model: Any, source: Source, part: str) -> list[nn.Module]:
+def _transformers_part(model: Any, source: ModelSource, part: str) -> list[nn.Module]:
     if source.shape == "encoder-decoder":
         return [model.get_encoder() if part == "encoder" else model.get_decoder()]
     # The body without what only its head uses.
     return [child for name, child in model.base_model.named_children() if name != "pooler"]
 
 
-def head_parameters(model: nn.Module, source: Source) -> dict[str, nn.Parameter]:
+def head_parameters(model: nn.Module, source: ModelSource) -> dict[str, nn.Parameter]:
     """What is in no other part."""
     parts = ("encoder", "decoder") if source.shape == "encoder-decoder" else (source.shape,)
     others = {id(p) for part in (*parts, "embeddings") for p in part_parameters(model, source, part).values()}
@@ -103,7 +96,7 @@ class ModelSummary:
         return table
 
 
-def summarize(model: nn.Module, source: Source) -> ModelSummary:
+def summarize(model: nn.Module, source: ModelSource) -> ModelSummary:
     shapes = ("encoder", "decoder") if source.shape == "encoder-decoder" else (source.shape,)
     groups = {part: part_parameters(model, source, part) for part in ("embeddings", *shapes)}
     groups["head"] = head_parameters(model, source)
@@ -115,9 +108,3 @@ def summarize(model: nn.Module, source: Source) -> ModelSummary:
             parts[part] = (sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains))
     total, trainable = (sum(counts[i] for counts in parts.values()) for i in (0, 1))
     return ModelSummary(type(model).__name__, total, trainable, parts)
-
-
-def full_size(parameter: nn.Parameter) -> int:
-    """Elements of the unsplit parameter, without padding."""
-    shard = getattr(parameter, "shard", None)
-    return parameter.numel() if shard is None else prod(shard.shape)

@@ -16,14 +16,15 @@ from ..models.files import MANIFEST, huggingface_tensors, native_tensors
 from ..mpu import ParallelMesh
 from ..trainer.engines.precision import DTYPES
 from ..trainer.launch.ranks import on_first_rank
-from .arguments import TrainerArguments
+from .arguments import FinetuningArguments
+from .lora import import_peft
 
 ADAPTER = "adapter_config.json"
 DOWNLOADED = ("*.json", "*.safetensors", "*.model", "*.txt")
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """A model on disk. shape: what it is made of. adapter: the folder of its LoRA weights, if it has any."""
 
     folder: Path
@@ -60,7 +61,7 @@ def locate(name: str) -> Path:
     return on_first_rank(fetch)
 
 
-def find_source(arguments: TrainerArguments) -> Source:
+def find_source(arguments: FinetuningArguments) -> ModelSource:
     """Which model the arguments name, and whether the zoo's is taken. ValueError where they ask for what it cannot."""
     folder, adapter = locate(arguments.model_name_or_path), None
     if (folder / ADAPTER).exists():
@@ -92,7 +93,7 @@ def find_source(arguments: TrainerArguments) -> Source:
             f"model_parallel_size={arguments.model_parallel_size} splits layers, which transformers' {model_type} does "
             f"not; use model_parallel_size=1, or a model of {', '.join(FAMILIES)}"
         )
-    return Source(folder, values, _shape(folder, values), native, adapter)
+    return ModelSource(folder, values, _shape(folder, values), native, adapter)
 
 
 def _shape(folder: Path, values: dict[str, Any]) -> str:
@@ -111,9 +112,9 @@ def _shape(folder: Path, values: dict[str, Any]) -> str:
 
 
 def load_model(
-    source: Source,
+    source: ModelSource,
     task: str,
-    arguments: TrainerArguments,
+    arguments: FinetuningArguments,
     mesh: ParallelMesh | None,
     device: torch.device,
     labels: Sequence[str] | None,
@@ -125,9 +126,9 @@ def load_model(
 
 
 def _native(
-    source: Source,
+    source: ModelSource,
     task: str,
-    arguments: TrainerArguments,
+    arguments: FinetuningArguments,
     mesh: ParallelMesh | None,
     device: torch.device,
     labels: Sequence[str] | None,
@@ -150,7 +151,7 @@ def _native(
         raise ValueError(f"{error}; native=False loads it by transformers") from None
 
 
-def _new_modules(source: Source) -> list[str]:
+def _new_modules(source: ModelSource) -> list[str]:
     """The classifier, and what else of a classifier's modules the folder was stored without."""
     if (source.folder / MANIFEST).exists():
         stored = native_tensors(source.folder)[0]
@@ -166,7 +167,9 @@ def _new_modules(source: Source) -> list[str]:
     return [name for name in facts.new_modules if name == "classifier" or not is_stored(name)]
 
 
-def _transformers(source: Source, task: str, arguments: TrainerArguments, labels: Sequence[str] | None) -> nn.Module:
+def _transformers(
+    source: ModelSource, task: str, arguments: FinetuningArguments, labels: Sequence[str] | None
+) -> nn.Module:
     import transformers
 
     kinds = {
@@ -189,14 +192,12 @@ def _transformers(source: Source, task: str, arguments: TrainerArguments, labels
         except (OSError, KeyError) as error:
             raise ValueError(f"{source.folder} holds no model that transformers loads: {error}") from None
     if source.adapter is not None:
-        from .lora import import_peft
-
         import_peft()
         model.load_adapter(str(source.adapter), is_trainable=True)
     return model
 
 
-def positions_of(model: nn.Module, source: Source) -> int | None:
+def positions_of(model: nn.Module, source: ModelSource) -> int | None:
     """How many tokens the model reads at most; None where positions are relative."""
     config: Any = model.config
     if source.shape == "encoder-decoder":

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
-
-from .loading import Source
 
 
 def import_peft() -> Any:
@@ -18,16 +17,16 @@ def import_peft() -> Any:
     return peft
 
 
-def add_lora(model: Any, source: Source, seed: int, settings: dict[str, Any]) -> None:
-    """Adds LoRA weights to a model of transformers, in place, and freezes all others. settings: of peft's LoraConfig.
+def add_lora(model: Any, folder: Path, seed: int, settings: dict[str, Any]) -> None:
+    """Adds LoRA weights to a model of transformers, in place, and freezes all others.
 
-    ValueError for a model of the zoo, settings that peft refuses, and without peft.
+    Args:
+        folder: The model's, which the adapter's file names as what it belongs to.
+        settings: Of peft's LoraConfig.
+
+    Raises:
+        ValueError: peft refuses the settings, or is not installed.
     """
-    if source.native:
-        raise ValueError(
-            "LoRA (peft) wraps whole linear layers, which the zoo's models split: use native=False with "
-            "model_parallel_size=1, or soft prompts or freeze(), which the zoo's models have"
-        )
     peft = import_peft()
     try:
         with torch.random.fork_rng():  # the same on every rank
@@ -36,5 +35,4 @@ def add_lora(model: Any, source: Source, seed: int, settings: dict[str, Any]) ->
             model.add_adapter(config)
     except (TypeError, ValueError) as error:
         raise ValueError(f"LoRA: {error}") from None
-    # What the adapter's file says it belongs to.
-    config.base_model_name_or_path = str(source.folder.resolve())
+    config.base_model_name_or_path = str(folder.resolve())

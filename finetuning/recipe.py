@@ -1,4 +1,4 @@
-"""`Trainer`: a model, its texts, and everything that is done with them, by t2t-tuner's names."""
+"""One fine-tuning run: a model, its texts, and what is done with them, by t2t-tuner's names."""
 
 from __future__ import annotations
 
@@ -12,50 +12,50 @@ from ..mpu import ParallelMesh
 from ..trainer.batches.training_data import check_size
 from ..trainer.launch.ranks import on_first_rank
 from ..trainer.run_folder import RunFolder
-from .arguments import TrainerArguments
-from .data import Collate, TextTokenizer, TuningData
+from .arguments import FinetuningArguments
+from .data import Collate, FinetuningData, TextTokenizer
 from .decoding import TextGenerator
-from .evaluation import TuningTrainer, class_accuracy, next_token_accuracy, text_value_names, text_values
-from .freezing import ModelSummary, input_embedding, part_parameters, summarize
+from .evaluation import FinetuningTrainer, class_accuracy, next_token_accuracy, text_value_names, text_values
+from .freezing import ModelSummary, part_parameters, summarize
 from .loading import find_source, load_model, positions_of
 from .lora import add_lora
 from .saving import check_run, open_run, save_whole, tokenizer_folder, write_companions
-from .soft_prompt import add_prompt, initial_rows, load_prompt, save_prompt, without_prompt
+from .soft_prompt import add_prompt, initial_rows, input_embedding, load_prompt, save_prompt, without_prompt
 from .tasks import choose_task
 
 
-class Trainer:
+class Finetuning:
     """Fine-tunes the model that the arguments name, of the zoo or of transformers.
 
-        trainer = Trainer(TrainerArguments(model_name_or_path=folder, train_file="pairs.json"))
+        trainer = Finetuning(FinetuningArguments(model_name_or_path=folder, train_file="pairs.json"))
         trainer.train(valid=False)
 
-    Made from `TrainerArguments` or from their names as keywords; `ValueError` for what does not fit together. Where
-    processes are missing it starts them and ends this one, as `shardzoo.trainer.Trainer` does. Every rank makes the
-    same calls.
+    `shardzoo.finetuning` calls it `Trainer`, and its arguments `TrainerArguments`, as t2t-tuner does. It takes
+    `FinetuningArguments`, or their names as keywords; `ValueError` for what does not fit together. Where processes are
+    missing it starts them and ends this one, as `shardzoo.trainer.Trainer` does. Every rank makes the same calls.
 
     model, tokenizer: the model, this rank's part of it, and transformers' tokenizer. mesh: one that was made before.
     """
 
     def __init__(
-        self, arguments: TrainerArguments | None = None, *, mesh: ParallelMesh | None = None, **keywords: Any
+        self, arguments: FinetuningArguments | None = None, *, mesh: ParallelMesh | None = None, **keywords: Any
     ) -> None:
         if arguments is not None and keywords:
             raise ValueError(f"pass TrainerArguments or keywords ({', '.join(keywords)}), not both")
-        if not isinstance(arguments, TrainerArguments | None):
+        if not isinstance(arguments, FinetuningArguments | None):
             raise ValueError(
                 f"pass TrainerArguments, or keywords as in Trainer(lr=1e-3), not a {type(arguments).__name__}"
             )
-        self.arguments = arguments = (arguments or TrainerArguments(**keywords)).resolved()
+        self.arguments = arguments = (arguments or FinetuningArguments(**keywords)).resolved()
         arguments.check_files()
-        self._trainer = TuningTrainer(arguments, mesh)
+        self._trainer = FinetuningTrainer(arguments, mesh)
         self.ranks, self.mesh, self.console = self._trainer.ranks, self._trainer.mesh, self._trainer.console
         self.source = find_source(arguments)
         self.task = choose_task(arguments, self.source)
         stored_with = self.source.adapter or self.source.folder
         self.tokenizer: Any = load_text_tokenizer(stored_with)
         self._texts = TextTokenizer(self.tokenizer)
-        self._data = TuningData(arguments, self.task, self.source, self._texts)
+        self._data = FinetuningData(arguments, self.task, self.source, self._texts)
         self._trainer.is_language_model = self._data.labels is None
         self.model: Any = load_model(
             self.source, self.task, arguments, self.mesh, self._trainer.device, self._data.new_labels
@@ -118,7 +118,12 @@ class Trainer:
 
         ValueError for a model of the zoo; take transformers' by native=False.
         """
-        add_lora(self.model, self.source, self.arguments.seed, settings)
+        if self.source.native:
+            raise ValueError(
+                "LoRA (peft) wraps whole linear layers, which the zoo's models split: use native=False with "
+                "model_parallel_size=1, or soft prompts or freeze(), which the zoo's models have"
+            )
+        add_lora(self.model, self.source.folder, self.arguments.seed, settings)
 
     def model_summary(self) -> ModelSummary:
         """How many parameters the whole model has and trains; printed too."""

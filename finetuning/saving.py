@@ -1,4 +1,4 @@
-"""The folder of a fine-tuning run, and what lies beside a model's weights."""
+"""The folder of a fine-tuning run, and the folders that it writes for transformers and the zoo."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..trainer.checkpointing.snapshot import STATE, Snapshot, TrainerState, writ
 from ..trainer.engines.state import model_tensors
 from ..trainer.launch.ranks import Ranks, on_first_rank
 from ..trainer.run_folder import RunFolder, make_run_folder
-from .arguments import TrainerArguments
-from .loading import Source
+from .arguments import FinetuningArguments
+from .loading import ModelSource
 
 # What describes one invocation, and not the run.
 INVOCATION = ("resume", "overwrite", "config", "local_rank", "dry_run")
 
 
-def check_run(arguments: TrainerArguments) -> None:
+def check_run(arguments: FinetuningArguments) -> None:
     """ValueError if output_dir cannot be this run's, or if load_dir has nothing to begin with. Changes nothing."""
     if arguments.output_dir:
         folder = RunFolder(Path(arguments.output_dir))
@@ -34,7 +34,7 @@ def check_run(arguments: TrainerArguments) -> None:
             raise ValueError(f"load_dir {path} holds no checkpoint")
 
 
-def open_run(arguments: TrainerArguments, write_companions: Callable[[Path], None]) -> RunFolder:
+def open_run(arguments: FinetuningArguments, write_companions: Callable[[Path], None]) -> RunFolder:
     """The folder that the arguments name, or a new one, ready for the trainer; for the first rank. ValueError as for
     `check_run`."""
     check_run(arguments)
@@ -58,7 +58,7 @@ def tokenizer_folder(run: RunFolder) -> Path:
     return run.path / "tokenizer"
 
 
-def write_companions(tokenizer: Any, source: Source, folder: Path) -> None:
+def write_companions(tokenizer: Any, source: ModelSource, folder: Path) -> None:
     """The tokenizer, and the settings of generation that belong to the weights."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -68,7 +68,7 @@ def write_companions(tokenizer: Any, source: Source, folder: Path) -> None:
         shutil.copy2(stored, folder)
 
 
-def save_whole(model: Any, source: Source, companions: Path, folder: Path, ranks: Ranks) -> None:
+def save_whole(model: Any, source: ModelSource, companions: Path, folder: Path, ranks: Ranks) -> None:
     """A Hugging Face folder of the whole model, or of its LoRA weights. Collective.
 
     companions: a folder whose files, such as the tokenizer's, are put beside the weights. ValueError if `folder` holds

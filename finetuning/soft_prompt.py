@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from ..mpu import VocabParallelEmbedding
+
 PROMPT_FILE = "soft_prompt.safetensors"
 TOKENS_FILE = "soft_prompt.json"
 COMMON_TOKENS = 5000  # new rows begin as those of frequent tokens, which vocabularies number first
@@ -49,6 +51,13 @@ class PromptedEmbedding(nn.Module):
 
     def _insert(self, x: Tensor, ids: Tensor, new: Tensor) -> Tensor:
         return torch.where(new[..., None], F.embedding((ids - self.first_id).clamp(min=0), self.prompt), x)
+
+
+def input_embedding(model: Any) -> nn.Module:
+    """The module from token ids to vectors."""
+    if hasattr(model, "get_input_embeddings"):
+        return model.get_input_embeddings()
+    return next(module for module in model.modules() if isinstance(module, (VocabParallelEmbedding, PromptedEmbedding)))
 
 
 @torch.no_grad()

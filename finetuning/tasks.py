@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import cast
 
 from ..models import family
-from .arguments import Task, TrainerArguments
-from .loading import Source
+from .arguments import FinetuningArguments, Task
+from .loading import ModelSource
 
 PAIR_SUFFIXES = (".source", ".target")
 TRANSFORMERS_TASKS: dict[str, tuple[str, ...]] = {
@@ -19,7 +19,7 @@ TRANSFORMERS_TASKS: dict[str, tuple[str, ...]] = {
 }
 
 
-def choose_task(arguments: TrainerArguments, source: Source) -> Task:
+def choose_task(arguments: FinetuningArguments, source: ModelSource) -> Task:
     """The task that the arguments name, or that model and training file suggest. ValueError if the model cannot."""
     fitting = tuple(family(source.model_type).tasks) if source.native else TRANSFORMERS_TASKS[source.shape]
     if arguments.task is None:
@@ -35,7 +35,7 @@ def choose_task(arguments: TrainerArguments, source: Source) -> Task:
     return arguments.task
 
 
-def holds_pairs(path: Path, arguments: TrainerArguments) -> bool:
+def holds_pairs(path: Path, arguments: FinetuningArguments) -> bool:
     """Whether a file holds sources with targets, and not plain text (of which JSON lines have `text`)."""
     if path.suffix in PAIR_SUFFIXES or Path(f"{path}.source").exists():
         return True
@@ -63,7 +63,7 @@ def label_names(labels: Iterable[str]) -> list[str]:
     return sorted(distinct, key=int) if numbers else sorted(distinct)
 
 
-def stored_labels(source: Source) -> list[str] | None:
+def stored_labels(source: ModelSource) -> list[str] | None:
     """The labels of a stored classifier, by class; None if the model has no classifier."""
     names = source.values.get("id2label")
     architecture = str((source.values.get("architectures") or [""])[0])

@@ -56,6 +56,12 @@ def sizes_of(model: nn.Module, tensor_parallel_size: int) -> list[ParameterSize]
     return sizes
 
 
+def full_size(parameter: nn.Parameter) -> int:
+    """Elements of the unsplit parameter, without padding."""
+    shard = getattr(parameter, "shard", None)
+    return parameter.numel() if shard is None else prod(shard.shape)
+
+
 def is_embedding(module: nn.Module) -> bool:
     """Of tokens, positions or segments; what freezing "the embeddings" freezes."""
     return isinstance(module, (nn.Embedding, VocabParallelEmbedding))

@@ -7,7 +7,6 @@ import time
 from dataclasses import fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,11 +25,9 @@ from ..trainer.launch.ranks import on_first_rank
 from ..trainer.logging.report import plot_loss
 from ..trainer.run_folder import RunFolder, make_run_folder
 from ..trainer.trainer import Trainer
+from .arguments import PretrainingArguments
 from .hf_check import held_out_loss, sample_continuation
 from .tables import corpus_progress, run_results, run_summary
-
-if TYPE_CHECKING:
-    from ..cli.pretrain import PretrainArguments
 
 
 class HeldOut:
@@ -67,7 +64,7 @@ class Pretraining:
     Raises `ValueError` on every rank for what is wrong with the output folder or the data.
     """
 
-    def __init__(self, arguments: PretrainArguments, config: ModelConfig, launch: RankInfo) -> None:
+    def __init__(self, arguments: PretrainingArguments, config: ModelConfig, launch: RankInfo) -> None:
         self.arguments = arguments
         self.console = Console(quiet=not launch.is_first)
         self.trainer = Trainer(arguments)

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from rich.table import Table
 from torch import nn
 
+from ..models.sizes import full_size
 from ..trainer.arguments.training_arguments import TrainingArguments
 from ..trainer.engines.deepspeed_config import zero_stage
 from ..trainer.launch.ranks import Ranks
@@ -27,19 +28,6 @@ def facts_table(title: str, facts: dict[str, str]) -> Table:
     return table
 
 
-def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Parameters of the unsplit model without padding, and on this rank."""
-    full = on_rank = 0
-    for parameter in model.parameters():
-        shard = getattr(parameter, "shard", None)
-        size = 1
-        for length in shard.shape if shard else parameter.shape:
-            size *= length
-        full += size
-        on_rank += parameter.numel()
-    return full, on_rank
-
-
 def run_summary(
     *,
     model_name: str,
@@ -53,7 +41,8 @@ def run_summary(
     first_step: int,
 ) -> Table:
     """What is about to be trained, on what, and how it is split."""
-    full, on_rank = count_parameters(model)
+    full = sum(full_size(parameter) for parameter in model.parameters())
+    on_rank = sum(parameter.numel() for parameter in model.parameters())
     stage = zero_stage(arguments) if arguments.env_type.startswith("deepspeed") else 0
     accumulation = arguments.accumulation_steps(ranks.dp_size)
     sequences = arguments.micro_batch_size * accumulation * ranks.dp_size
