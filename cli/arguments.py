@@ -1,25 +1,22 @@
-"""Command-line arguments from dataclasses, with a YAML file's values as defaults, and clean errors."""
+"""Command-line arguments from dataclasses, with a YAML file's values as defaults."""
 
 from __future__ import annotations
 
 import difflib
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 import tyro
 import yaml
-from rich.console import Console
-from rich.text import Text
 
 from ..trainer.arguments.aliases import ALIASES, SWITCHES, argument_aliases, resolve_aliases
 
 Arguments = TypeVar("Arguments")
 
-USAGE_ERROR = 2
 OVERRIDE = re.compile(r"([a-z]\w*(?:\.[a-z]\w*)*)=(.*)", re.DOTALL)
 YAML_NAMES = {"true": "True", "false": "False", "null": "None"}
 
@@ -104,20 +101,6 @@ def _as_option(argument: str) -> tuple[str, ...]:
     if override is None:
         return (argument,)
     return f"--{override[1]}", YAML_NAMES.get(override[2], override[2])
-
-
-def exit_code_of(work: Callable[[], int], *, quiet: bool = False) -> int:
-    """Runs `work`; a user's mistake (`ValueError`) becomes one message on stderr and exit code 2."""
-    try:
-        return work()
-    except ValueError as error:
-        if not quiet:
-            print_mistake(error)
-        return USAGE_ERROR
-
-
-def print_mistake(error: ValueError) -> None:
-    Console(stderr=True, soft_wrap=True).print(Text("error: ", style="bold red") + Text(str(error)))
 
 
 def _config_file(argv: Sequence[str]) -> Path | None:

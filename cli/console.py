@@ -1,10 +1,29 @@
-"""Text for the terminal: aligned columns, facts, and progress with speed and remaining time."""
+"""What a command shows on the terminal: mistakes, aligned columns, facts, and progress."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+
+USAGE_ERROR = 2
+
+
+def exit_code_of(work: Callable[[], int], *, quiet: bool = False) -> int:
+    """Runs `work`; a user's mistake (`ValueError`) becomes one message on stderr and exit code 2."""
+    try:
+        return work()
+    except ValueError as error:
+        if not quiet:
+            print_mistake(error)
+        return USAGE_ERROR
+
+
+def print_mistake(error: ValueError) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(stderr=True, soft_wrap=True).print(Text("error: ", style="bold red") + Text(str(error)))
 
 
 def columns(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

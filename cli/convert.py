@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 import tyro
 from tyro.conf import Positional
 
-from .arguments import exit_code_of
-from .console import columns, facts, gigabytes, transfer_progress
+from .console import columns, exit_code_of, facts, gigabytes, transfer_progress
 
 if TYPE_CHECKING:
     from ..convert.operations import Options, Outcome

@@ -17,7 +17,7 @@ from rich.text import Text
 from ..models import FAMILIES, find_config
 from ..models.auto import read_config
 from ..trainer.estimate import Estimate, Job, estimate, largest_micro_batch
-from .arguments import exit_code_of
+from .console import exit_code_of
 
 GIB = 1 << 30
 DOES_NOT_FIT = 1

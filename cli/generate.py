@@ -14,7 +14,8 @@ import tyro
 
 from ..data.tokenizers.glm_tokens import GLMVocabulary
 from ..generation.settings import GenerationSettings
-from .arguments import exit_code_of, parse, read_yaml
+from .arguments import parse, read_yaml
+from .console import exit_code_of
 
 if TYPE_CHECKING:
     from ..generation.pipeline import TextGenerationPipeline

@@ -1,4 +1,4 @@
-"""What several ranks say of a user's mistake: nothing twice, and nothing not at all."""
+"""Reports a user's mistake on several ranks: each message once, whichever ranks find it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from ..trainer.launch.rank_info import RankInfo
-from .arguments import USAGE_ERROR, print_mistake
+from .console import USAGE_ERROR, print_mistake
 
 PACKAGE = __name__.partition(".")[0]
 PATIENCE = timedelta(seconds=5)  # ranks that make the same mistake make it at nearly the same time
@@ -16,7 +16,7 @@ PATIENCE = timedelta(seconds=5)  # ranks that make the same mistake make it at n
 def exit_code_of_rank(work: Callable[[], int], launch: RankInfo) -> int:
     """Runs `work` on this rank; a user's mistake (`ValueError`) becomes exit code 2 and a message on stderr.
 
-    A mistake that all ranks make is told by the first one alone, one that only others make by those.
+    The first rank reports a mistake that all ranks make. A mistake that only other ranks make is reported by them.
     """
     try:
         return work()

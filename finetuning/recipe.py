@@ -14,7 +14,6 @@ from ..trainer.launch.ranks import on_first_rank
 from ..trainer.run_folder import RunFolder
 from .arguments import FinetuningArguments
 from .data import Collate, FinetuningData, TextTokenizer
-from .decoding import TextGenerator
 from .evaluation import FinetuningTrainer, class_accuracy, next_token_accuracy, text_value_names, text_values
 from .freezing import ModelSummary, part_parameters, summarize
 from .loading import find_source, load_model, positions_of
@@ -22,6 +21,7 @@ from .lora import add_lora
 from .saving import check_run, open_run, save_whole, tokenizer_folder, write_companions
 from .soft_prompt import add_prompt, initial_rows, input_embedding, load_prompt, save_prompt, without_prompt
 from .tasks import choose_task
+from .text_generator import TextGenerator
 
 
 class Finetuning:

@@ -12,23 +12,22 @@ from ..models.common.language_model import LanguageModel
 
 if TYPE_CHECKING:
     from .api import GenerateOutput, generate
-    from .blanks import Filled, fill_blanks
-    from .masks import MaskFills, fill_mask
+    from .filling import BlankFills, MaskFills, fill_blanks, fill_mask
     from .pipeline import TextGenerationPipeline
     from .settings import GenerationSettings
 
 _MODULES = {
-    "Filled": "blanks",
+    "BlankFills": "filling",
     "GenerateOutput": "api",
     "GenerationSettings": "settings",
-    "MaskFills": "masks",
+    "MaskFills": "filling",
     "TextGenerationPipeline": "pipeline",
-    "fill_blanks": "blanks",
-    "fill_mask": "masks",
+    "fill_blanks": "filling",
+    "fill_mask": "filling",
     "generate": "api",
 }
 __all__ = [
-    "Filled",
+    "BlankFills",
     "GenerateOutput",
     "GenerationSettings",
     "MaskFills",

@@ -14,7 +14,7 @@ from ..models.common.outputs import EncoderOutput, ModelOutput
 from .beams import beam_search
 from .decoders import BlankDecoder, CausalDecoder, Decoder, Seq2SeqDecoder
 from .group_beams import group_beam_search
-from .logits_processors import Rules
+from .logits_processors import LogitsProcessors
 from .prompts import check_ids, check_mask, decoder_prompt, left_padding
 from .sampling import decode
 from .settings import GenerationSettings, make_settings
@@ -222,7 +222,7 @@ def search(
     def for_each(rows: Tensor | None) -> Tensor | None:
         return None if rows is None else rows.repeat_interleave(together, 0)
 
-    rules = Rules(
+    processors = LogitsProcessors(
         settings,
         model.config.vocab_size,
         model.mesh,
@@ -236,11 +236,11 @@ def search(
         tokenizer=extras.tokenizer,
     )
     if settings.num_beams == 1:
-        return GenerateOutput(decode(decoder, ids, limit, settings, rules, extras.streamer))
+        return GenerateOutput(decode(decoder, ids, limit, settings, processors, extras.streamer))
     if extras.streamer is not None:
         raise ValueError("a streamer shows tokens as they are chosen, and beam search chooses at the end: num_beams=1")
     method = beam_search if settings.num_beam_groups == 1 else group_beam_search
-    return GenerateOutput(*method(decoder, ids, limit, settings, rules))
+    return GenerateOutput(*method(decoder, ids, limit, settings, processors))
 
 
 def sequences_per_prompt(settings: GenerationSettings) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..mpu import ParallelMesh
 from .decoders import Decoder
-from .logits_processors import Rules
+from .logits_processors import LogitsProcessors
 from .settings import GenerationSettings
 from .vocabulary import Draws, best, log_probabilities, whole_rows
 
@@ -18,7 +18,7 @@ NEVER = -1e9  # the score of what must not be chosen
 
 
 def beam_search(
-    decoder: Decoder, ids: Tensor, limit: int, settings: GenerationSettings, rules: Rules
+    decoder: Decoder, ids: Tensor, limit: int, settings: GenerationSettings, processors: LogitsProcessors
 ) -> tuple[Tensor, Tensor]:
     """The best sequences for each prompt, best first: ([B · num_return_sequences, T], their scores fp32).
 
@@ -28,8 +28,8 @@ def beam_search(
     search = _Search(ids.unflatten(0, (-1, n)), limit, settings, decoder.model.mesh)
     while True:
         running = search.running.flatten(0, 1)[:, : search.length]
-        scores, over = rules(running, log_probabilities(decoder(running), decoder.model.mesh))
-        origins = search.step(*search.candidates(scores, over, decoder.model.config.vocab_size), rules)
+        scores, over = processors(running, log_probabilities(decoder(running), decoder.model.mesh))
+        origins = search.step(*search.candidates(scores, over, decoder.model.config.vocab_size), processors)
         if not search.goes_on():
             break
         decoder.select(origins)
@@ -75,13 +75,13 @@ class _Search:
         values, order = values.topk(min(self.keep, values.shape[1]))
         return values, tokens.view(len(values), -1).gather(1, order), order // tokens.shape[1]
 
-    def step(self, values: Tensor, tokens: Tensor, beams: Tensor, rules: Rules) -> Tensor:
+    def step(self, values: Tensor, tokens: Tensor, beams: Tensor, processors: LogitsProcessors) -> Tensor:
         """Goes on with the best candidates that do not end here, keeps those that do; returns of which rows
         [B · n] the running sequences are continuations."""
         sequences = _take(self.running, beams)  # [B, K, limit]
         sequences[:, :, self.length] = tokens
         self.length += 1
-        self.ends = rules.stops(sequences.flatten(0, 1)[:, : self.length]).view(tokens.shape)
+        self.ends = processors.stops(sequences.flatten(0, 1)[:, : self.length]).view(tokens.shape)
         going = values + self.ends * NEVER
         chosen = going.topk(self.settings.num_beams).indices  # [B, n]
         self.running, self.running_scores = _take(sequences, chosen), going.gather(1, chosen)

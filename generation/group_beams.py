@@ -13,7 +13,7 @@ from torch import Tensor
 from ..mpu import ParallelMesh, tp_rank
 from .beams import NEVER
 from .decoders import Decoder
-from .logits_processors import Rules
+from .logits_processors import LogitsProcessors
 from .settings import GenerationSettings
 from .vocabulary import best, log_probabilities
 
@@ -48,7 +48,7 @@ class _Hypotheses:
 
 
 def group_beam_search(
-    decoder: Decoder, ids: Tensor, limit: int, settings: GenerationSettings, rules: Rules
+    decoder: Decoder, ids: Tensor, limit: int, settings: GenerationSettings, processors: LogitsProcessors
 ) -> tuple[Tensor, Tensor]:
     """As `beam_search`, for settings with `num_beam_groups` > 1."""
     n, groups = settings.num_beams, settings.num_beam_groups
@@ -64,7 +64,7 @@ def group_beam_search(
         origins = ids.new_zeros(batch, groups, size)
         for group in range(groups):
             avoided = _subtract_chosen(logs[:, group], tokens[:, :group].flatten(1), settings, decoder.model.mesh)
-            processed, over = rules(beams[:, group].flatten(0, 1), avoided.flatten(0, 1))
+            processed, over = processors(beams[:, group].flatten(0, 1), avoided.flatten(0, 1))
             step = _candidates(processed, scores[:, group], settings, over)
             for row in range(batch):
                 _advance(hypotheses[row][group], [part[row] for part in step], beams[row, group], prompt, limit,
@@ -72,7 +72,7 @@ def group_beam_search(
         chosen = origins[..., None].expand_as(beams)
         beams = torch.cat([beams.gather(2, chosen), tokens[..., None]], -1)
         first = torch.arange(batch * groups, device=ids.device).view(batch, groups, 1) * size
-        if all(one.is_done for row in hypotheses for one in row) or rules.stops(beams.flatten(0, 2)).all():
+        if all(one.is_done for row in hypotheses for one in row) or processors.stops(beams.flatten(0, 2)).all():
             break
         decoder.select((origins + first).flatten())
     return _finalize(hypotheses, beams, scores, prompt, limit, settings)

@@ -26,7 +26,7 @@ from .vocabulary import best, of_first_rank, whole_rows
 _FUNCTIONS_OF_TOKENS = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
 
 
-class Rules:
+class LogitsProcessors:
     """What changes the scores of the next token, and what ends a sequence.
 
     prompt: int64 [R, T], what every sequence starts with; encoder_ids: [R, S], what an encoder-decoder reads.

@@ -14,8 +14,7 @@ from ..models import from_pretrained
 from ..models.registry import BlankText, family
 from ..mpu import ParallelMesh
 from .api import generate
-from .blanks import fill_blanks
-from .masks import fill_mask, fills_masks
+from .filling import fill_blanks, fill_mask, fills_masks
 from .settings import make_settings
 from .text import load_text_tokenizer, pad_left
 

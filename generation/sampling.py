@@ -8,13 +8,18 @@ from torch import Tensor
 
 from ..mpu import tp_rank
 from .decoders import Decoder
-from .logits_processors import Rules
+from .logits_processors import LogitsProcessors
 from .settings import GenerationSettings
 from .vocabulary import Draws, drawn, most_likely
 
 
 def decode(
-    decoder: Decoder, ids: Tensor, limit: int, settings: GenerationSettings, rules: Rules, streamer: Any = None
+    decoder: Decoder,
+    ids: Tensor,
+    limit: int,
+    settings: GenerationSettings,
+    processors: LogitsProcessors,
+    streamer: Any = None,
 ) -> Tensor:
     """Continues int64 [R, T] to at most [R, limit]. A sequence that has ended is filled with the padding token.
 
@@ -30,7 +35,7 @@ def decode(
     running = ids.new_ones(rows).bool()
     while length < limit and running.any():
         so_far = sequences[:, :length]
-        scores, over = rules(so_far, decoder(so_far))
+        scores, over = processors(so_far, decoder(so_far))
         tokens = most_likely(scores, over) if draws is None else drawn(scores, draws.next(rows), over)
         if settings.eos_token_ids:
             tokens = tokens.where(running, settings.pad_token_id or 0)
@@ -38,7 +43,7 @@ def decode(
         length += 1
         if streamer is not None:
             streamer.put(tokens.cpu())
-        running &= ~rules.stops(sequences[:, :length])
+        running &= ~processors.stops(sequences[:, :length])
     if streamer is not None:
         streamer.end()
     return sequences[:, :length]

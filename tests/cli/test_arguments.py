@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shardzoo.cli.arguments import exit_code_of, parse
+from shardzoo.cli.arguments import parse
+from shardzoo.cli.console import exit_code_of
 from shardzoo.cli.rank_errors import exit_code_of_rank
 from shardzoo.data import Share
 from shardzoo.trainer.launch.rank_info import RankInfo

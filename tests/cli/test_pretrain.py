@@ -95,8 +95,7 @@ def test_transformers_loads_the_export_and_agrees(finished, workspace):
     assert model(ids).logits.shape == (1, ids.shape[1], len(tokenizer))
 
     from shardzoo.data import GPTDataset, IndexedDataset
-    from shardzoo.pretraining.hf_check import held_out_loss
-    from shardzoo.pretraining.recipe import HeldOut
+    from shardzoo.pretraining.recipe import HeldOut, held_out_loss
 
     samples = HeldOut(GPTDataset(IndexedDataset(workspace / QUICKSTART / "data" / "valid"), 32, seed=0))
     native = metrics(workspace / QUICKSTART, "valid/loss")[-1]

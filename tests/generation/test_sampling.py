@@ -7,7 +7,7 @@ import torch
 import transformers
 
 import shardzoo
-from shardzoo.generation.logits_processors import Rules
+from shardzoo.generation.logits_processors import LogitsProcessors
 from shardzoo.generation.settings import make_settings
 from shardzoo.generation.vocabulary import whole_rows
 from shardzoo.mpu import tp_rank, tp_size
@@ -90,7 +90,7 @@ def processed(mesh, folder, logits, ids):
     results = []
     for options in WARPERS:
         settings = make_settings(config, None, {"do_sample": True, **options})
-        scores, over = Rules(settings, config.vocab_size, mesh, prompt=ids, limit=20)(ids, own)
+        scores, over = LogitsProcessors(settings, config.vocab_size, mesh, prompt=ids, limit=20)(ids, own)
         results.append(whole_rows(scores, config.vocab_size, over))
     return results
 

@@ -1,7 +1,8 @@
-"""GLM fills the blanks of a text, one after another from left to right (Du et al., 2021, section 2.1).
+"""Fills what a text leaves open: masked tokens of an encoder, and the blanks of a GLM.
 
-Every blank is decoded after the text and the pieces that were filled before it, with positions in two dimensions:
-where the blank stands, and the place within the piece. `[gMASK]` at the end continues the text.
+A GLM fills the blanks of a text one after another from left to right (Du et al., 2021, section 2.1). Every blank is
+decoded after the text and the pieces that were filled before it, with positions in two dimensions: where the blank
+stands, and the place within the piece. `[gMASK]` at the end continues the text.
 """
 
 from __future__ import annotations
@@ -14,13 +15,65 @@ import torch
 from torch import Tensor
 
 from ..data.tokenizers.glm_tokens import GLMTokens
+from ..models.registry import FAMILIES, family
 from .api import Extras, check_model, device_of, evaluating, fill
 from .prompts import check_ids, check_mask
 from .settings import GenerationSettings, make_settings
+from .vocabulary import best, log_probabilities, without_padding
 
 
 @dataclass(frozen=True)
-class Filled:
+class MaskFills:
+    """places: int64 [M, 2], row and column of each mask, in reading order. tokens: int64 [M, k], best first.
+    scores: fp32 [M, k], their probabilities."""
+
+    places: Tensor
+    tokens: Tensor
+    scores: Tensor
+
+
+def fills_masks(model_class: type) -> bool:
+    """Whether models of a class predict the tokens at masked places."""
+    return getattr(model_class, "generates", None) == "masks"
+
+
+@torch.no_grad()
+def fill_mask(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    token_type_ids: Tensor | None = None,
+    *,
+    mask_token_id: int,
+    top_k: int = 5,
+) -> MaskFills:
+    """input_ids, attention_mask, token_type_ids: [B, S], as the model takes them.
+
+    Only the masked places go through the output head, and only the best tokens of each rank are exchanged. ValueError
+    without a mask, and for a model that fills none.
+    """
+    check_model(model)
+    if not fills_masks(type(model)):
+        able = [n for name in FAMILIES for n, model in family(name).architectures.items() if fills_masks(model)]
+        raise ValueError(f"a {type(model).__name__} fills no masks; load one of {', '.join(able)}")
+    vocab_size = model.config.vocab_size
+    if not 1 <= top_k <= vocab_size:
+        raise ValueError(f"top_k must be from 1 to the vocabulary's {vocab_size}, not {top_k}")
+    ids = input_ids.to(device_of(model))
+    check_ids(ids, vocab_size)
+    places = (ids == mask_token_id).nonzero()  # [M, 2]
+    if not len(places):
+        raise ValueError(f"no token of input_ids is the mask, {mask_token_id}")
+    with evaluating(model):
+        hidden = model.encoder(ids, attention_mask, token_type_ids)[0][-1]  # [B, S, H]
+        logits = model.head(hidden[places[:, 0], places[:, 1]])  # [M, Vp]
+    scores = log_probabilities(without_padding(logits, vocab_size, model.mesh), model.mesh)
+    values, tokens = best(scores, top_k, model.mesh)
+    return MaskFills(places, tokens, values.exp())
+
+
+@dataclass(frozen=True)
+class BlankFills:
     """ids: the text with its blanks filled. pieces: the tokens of each blank, from left to right."""
 
     ids: list[int]
@@ -38,7 +91,7 @@ def fill_blanks(
     logits_processor: Sequence[Any] | None = None,
     stopping_criteria: Sequence[Any] | None = None,
     **settings: Any,
-) -> list[Filled]:
+) -> list[BlankFills]:
     """Fills every [MASK], [sMASK] and [gMASK] of each row.
 
     input_ids: int64 [B, S], starting with [CLS]; attention_mask: [B, S], 0 for padding, on any side. tokens: ids of
@@ -75,7 +128,7 @@ def fill_blanks(
             prompts = [_Prompt.make(texts[row], places[row], pieces[row], tokens) for row in rows]
             for row, piece in zip(rows, _fill_next(model, prompts, tokens, made, extras), strict=True):
                 pieces[row].append(piece)
-    return [Filled(_joined(*one), one[2]) for one in zip(texts, places, pieces, strict=True)]
+    return [BlankFills(_joined(*one), one[2]) for one in zip(texts, places, pieces, strict=True)]
 
 
 def _blanks(text: list[int], tokens: GLMTokens) -> list[int]:
