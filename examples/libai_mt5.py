@@ -15,7 +15,8 @@ from torch.utils.data import Subset
 from tyro.conf import FlagConversionOff
 
 import shardzoo
-from shardzoo.cli.arguments import exit_code_of, parse
+from shardzoo.cli.arguments import parse
+from shardzoo.cli.console import exit_code_of
 from shardzoo.data import LIBAI_MT5, IndexedDataset, PretrainingData, build_dataset, build_loader, prepare_corpus
 from shardzoo.data.tokenizers.tokenizer import T5_SENTINELS, load_tokenizer
 from shardzoo.models.mt5 import MT5Config
