@@ -13,7 +13,7 @@ import torch
 import tyro
 from rich.console import Console
 
-from ..ops import current_choice, dispatch, native
+from ..ops import current_choice, library
 
 
 @dataclass
@@ -63,12 +63,12 @@ def nvcc_version() -> str:
 
 def compiled() -> dict[str, str]:
     """The compiled modules: what they were built with, or why they are not there."""
-    error = native.load_error()
-    facts = {"kernel library": error or str(native.LIBRARY)}
+    error = library.load_error()
+    facts = {"kernel library": error or str(library.COMPILED)}
     if error is None:
-        facts["CPU instructions"] = native.cpu_isa()
+        facts["CPU instructions"] = library.cpu_isa()
         facts["CUDA kernels"] = (
-            "built in" if native.has_cuda_kernels() else "not built in (no working nvcc, or switched off)"
+            "built in" if library.has_cuda_kernels() else "not built in (no working nvcc, or switched off)"
         )
     else:
         facts["to build"] = "pip install --no-build-isolation --force-reinstall --no-deps <source folder>"
@@ -79,7 +79,7 @@ def compiled() -> dict[str, str]:
         return facts
     facts["built with"] = f"{info.compiler}, torch stable ABI {info.torch_stable_abi}"
     facts["machine code"] = (
-        f"CPU {info.cpu_instruction_sets}; CUDA {info.cuda_code if native.has_cuda_kernels() else 'none'}"
+        f"CPU {info.cpu_instruction_sets}; CUDA {info.cuda_code if library.has_cuda_kernels() else 'none'}"
     )
     return facts
 
@@ -89,10 +89,10 @@ def used() -> dict[str, str]:
     facts = {"SHARDZOO_KERNELS": current_choice()}
     for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
         try:
-            facts[f"{device} tensors"] = dispatch.choose(device)
+            facts[f"{device} tensors"] = library.choose_variant(device)
         except RuntimeError as error:
             facts[f"{device} tensors"] = str(error)
-        for variant in dispatch.VARIANTS[1:]:
-            reason = dispatch.unavailable(variant, device)
+        for variant in library.VARIANTS[1:]:
+            reason = library.unavailable(variant, device)
             facts[f"  {variant}"] = "available" if reason is None else f"no: {reason}"
     return facts

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..models.common.outputs import EncoderOutput, ModelOutput
+from ..models.common.language_model import EncoderOutput, ModelOutput
 from .beams import beam_search
 from .decoders import BlankDecoder, CausalDecoder, Decoder, Seq2SeqDecoder
 from .group_beams import group_beam_search

@@ -9,11 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..models.common.attention import lower_triangular_mask
 from ..models.common.cache import Cache
-from ..models.common.causal_lm import CausalLM
-from ..models.common.masks import lower_triangular_mask
-from ..models.common.outputs import EncoderOutput
-from ..models.common.seq2seq import Seq2SeqLM
+from ..models.common.language_model import CausalLM, EncoderOutput, Seq2SeqLM
 from .vocabulary import without_padding
 
 

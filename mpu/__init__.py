@@ -10,18 +10,18 @@ from .collectives import (
     scatter_to_tp,
 )
 from .cross_entropy import head_losses, vocab_parallel_cross_entropy
-from .divide import divide
-from .dropout import Dropout, assign_dropout_sites, dropout_state
-from .embedding import VocabParallelEmbedding, VocabParallelHead
-from .grad_norm import clip_grad_norm_, grad_norm
-from .init import initialize
-from .linear import ColumnParallelLinear, RowParallelLinear
+from .dropout import Dropout, assign_dropout_sites, checkpoint, dropout_state, scaled_masked_softmax
+from .layers import (
+    ColumnParallelLinear,
+    LayerNorm,
+    RMSNorm,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+)
 from .mesh import ParallelMesh, tp_rank, tp_size, validate_layout
-from .norm import LayerNorm, RMSNorm
-from .parameter import materialize
-from .recompute import checkpoint
-from .shard import Shard
-from .softmax import scaled_masked_softmax
+from .parameter import clip_grad_norm_, grad_norm, initialize, materialize
+from .shard import Shard, divide
 
 # fmt: off
 __all__ = [

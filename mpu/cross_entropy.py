@@ -17,11 +17,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ..ops import multiply, multiply_add
-from .communication import start_all_gather, start_all_reduce
-from .embedding import check_ids
-from .linear import autocast
-from .mesh import ParallelMesh, tp_rank, tp_size
+from ..ops import addmm, matmul
+from .collectives import start_all_gather, start_all_reduce
+from .layers import autocast, check_ids
+from .mesh import ParallelMesh
 
 CHUNK_ELEMENTS = 1 << 21  # of the widened logits: 8 MiB in fp32
 
@@ -35,7 +34,7 @@ def token_losses(
     logits: Tensor, target: Tensor, classes: int, ignored: int, smoothing: float, z_loss: float, mesh
 ) -> tuple[Tensor, Tensor, tuple]:
     """Outside autograd: the losses [T] of logits [T, Vp], log Σ exp [T], and what `logits_grad` wants as settings."""
-    first = tp_rank(mesh) * logits.shape[1]
+    first = 0 if mesh is None else mesh.tp_rank * logits.shape[1]
     columns = min(max(classes - first, 0), logits.shape[1])  # those that are not padding
     stats = logits.new_empty(3, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32))
     for rows in _chunks(*logits.shape):
@@ -87,7 +86,7 @@ class _HeadLosses(Function):
     def forward(
         ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None, target: Tensor, *rest
     ) -> Tensor:
-        logits = multiply_add(hidden, weight, bias)  # [T, Vp]
+        logits = addmm(bias, hidden, weight.t())  # [T, Vp]
         losses, lse, ctx.settings = token_losses(logits, target, *rest)
         ctx.save_for_backward(hidden, weight, bias, logits, target, lse)
         ctx.group, ctx.spent = group, False
@@ -98,16 +97,16 @@ class _HeadLosses(Function):
     def backward(ctx, *grads: Tensor):
         hidden, weight, bias, logits, target, lse = ctx.saved_tensors
         if ctx.spent:  # a second pass over a retained graph
-            logits = multiply_add(hidden, weight, bias)
+            logits = addmm(bias, hidden, weight.t())
         grad, ctx.spent = logits.data, True  # .data: writing there leaves what is saved valid for that second pass
         for rows in _chunks(*grad.shape):
             torch.ops.shardzoo.cross_entropy_grad_(grad[rows], target[rows], grads[0][rows], lse[rows], *ctx.settings)
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         input_grad = reduction = None
         if needs_input:
-            input_grad = multiply(grad, weight)
+            input_grad = matmul(grad, weight)
             reduction = start_all_reduce(input_grad, ctx.group) if ctx.group else None
-        weight_grad = multiply(grad.t(), hidden) if needs_weight else None
+        weight_grad = matmul(grad.t(), hidden) if needs_weight else None
         bias_grad = grad.sum(0) if needs_bias else None
         return reduction() if reduction else input_grad, weight_grad, bias_grad, *[None] * 7
 
@@ -132,7 +131,7 @@ def vocab_parallel_cross_entropy(
     loss per label. The gradient has the logits' dtype. Raises `ValueError` for shapes that do not match, more classes
     than columns, and labels outside [0, num_classes).
     """
-    columns = logits.shape[-1] * tp_size(mesh)
+    columns = logits.shape[-1] * (1 if mesh is None else mesh.tp_size)
     classes = columns if num_classes is None else num_classes
     if not 0 < classes <= columns:
         raise ValueError(f"num_classes {classes} must be between 1 and the {columns} columns of all ranks")
@@ -167,6 +166,6 @@ def head_losses(
     `vocab_parallel_cross_entropy`. partial_grad: False where the caller sums the gradient of `hidden` over the ranks.
     """
     check_ids(target.masked_fill(target == ignore_index, 0), num_classes, "label")
-    group = mesh.tp_group if mesh is not None and tp_size(mesh) > 1 and partial_grad else None
+    group = mesh.tp_group if mesh is not None and mesh.tp_size > 1 and partial_grad else None
     arguments = (group, target, num_classes, ignore_index, 0.0, 0.0, mesh)
     return _HeadLosses.apply(*autocast(hidden, weight, bias), *arguments)

@@ -1,7 +1,7 @@
-"""Dropout whose mask is a function of (seed, sample, site, element) and of nothing else.
+"""Dropout whose mask is a function of (seed, sample, site, element) and of nothing else; recomputation that replays it.
 
 No generator is advanced, so the mask does not depend on how the model is laid out over processes, and recomputation
-reproduces it. `ops.dropout_mask` has the function. A site is a `Dropout` of the model; `visit` counts its uses under
+reproduces it. `ops.dropout` has the function. A site is a `Dropout` of the model; `visit` counts its uses under
 one key, so a module that runs twice in a forward pass draws two masks.
 """
 
@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ..ops import dropout, dropout_keys, use_key
-from .mesh import ParallelMesh, tp_rank
+from ..ops import dropout, dropout_keys, masked_softmax, use_key
+from .mesh import ParallelMesh
 
 
 class DropoutKey(NamedTuple):
@@ -93,22 +94,24 @@ class Dropout(nn.Module):
         return self.training and self.p > 0
 
     def forward(self, tensor: Tensor) -> Tensor:
-        return dropout(tensor, self.p, **self.place(tensor)) if self.drops else tensor
+        return dropout(tensor, self.p, **self.mask_arguments(tensor)) if self.drops else tensor
 
-    def place(self, tensor: Tensor) -> dict[str, Any]:
-        """Where this use stands in the unsplit model: the arguments `keys` and what `ops` calls `first_…`."""
+    def mask_arguments(self, tensor: Tensor) -> dict[str, Any]:
+        """Where this use lies in the unsplit model: the arguments `keys`, `first_row` and `first_column` of `ops`."""
         if self.site is None:
             raise RuntimeError("call assign_dropout_sites(model) once after building the model")
         key, first_sample = dropout_state.visit(self.site)
-        place: dict[str, Any] = {"keys": dropout_keys(key, first_sample, tensor.shape[0], tensor.device)}
+        arguments: dict[str, Any] = {"keys": dropout_keys(key, first_sample, tensor.shape[0], tensor.device)}
+        if self.mesh is None:
+            return arguments
         if self.split_dim in (-1, tensor.dim() - 1):
-            place["first_column"] = tp_rank(self.mesh) * tensor.shape[-1]
+            arguments["first_column"] = self.mesh.tp_rank * tensor.shape[-1]
         elif self.split_dim == 1:
-            place["first_row"] = tp_rank(self.mesh) * math.prod(tensor.shape[1:-1])
-        return place
+            arguments["first_row"] = self.mesh.tp_rank * math.prod(tensor.shape[1:-1])
+        return arguments
 
     # What torch.compiler.disable sets; calling that would import dynamo. A key is a new constant in every step.
-    place._torchdynamo_disable = True  # type: ignore[attr-defined]
+    mask_arguments._torchdynamo_disable = True  # type: ignore[attr-defined]
 
     def extra_repr(self) -> str:
         return f"p={self.p}, split_dim={self.split_dim}"
@@ -122,3 +125,35 @@ def assign_dropout_sites(model: nn.Module, prefix: str = "") -> None:
     for name, module in model.named_modules(prefix=prefix):
         if isinstance(module, Dropout):
             module.site = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def scaled_masked_softmax(
+    scores: Tensor,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    causal: bool = False,
+    dropout: Dropout | None = None,
+) -> Tensor:
+    """softmax(scale * scores + bias) over the allowed keys, in fp32, then dropout.
+
+    scores: [B, Np, Sq, Sk]. mask: broadcastable to scores; bool, True where a query may attend, or added. A row that
+    may attend to nothing gives zeros. bias: broadcastable, trained. causal: query i sees the keys j <= i + Sk - Sq.
+    dropout: a `Dropout(p, split_dim=1, mesh=mesh)`, since the heads are split. Returns [B, Np, Sq, Sk] in the dtype
+    of scores.
+    """
+    dropped = {"dropout": dropout.p, **dropout.mask_arguments(scores)} if dropout is not None and dropout.drops else {}
+    return masked_softmax(scores, mask, bias, scale=scale, causal=causal, **dropped)
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`function(*args, **kwargs)`, keeping only its inputs and computing it again in backward.
+
+    The dropout masks of the first run are replayed exactly; so is torch's own random state. Around a whole block it
+    is full recomputation, around the attention core alone selective recomputation (arXiv:2205.05198, section 5).
+    """
+    key = dropout_state.capture()
+    return torch_checkpoint(
+        function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), dropout_state.replay(key)), **kwargs
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from .divide import describe_sizes, divisors
+from .shard import describe_sizes, divisors
 
 
 def validate_layout(world_size: int, tensor_parallel_size: int, pipeline_parallel_size: int = 1) -> int:

@@ -1,13 +1,20 @@
-"""Split parameters, and giving a meta-device model real storage."""
+"""Parameters of a split model: how they are made, materialized and initialized, and the norm of their gradients."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable, Iterable
+from functools import reduce
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .dropout import assign_dropout_sites
-from .mesh import ParallelMesh, tp_size
+from .mesh import ParallelMesh, tp_rank, tp_size
 from .shard import Shard
+
+Fill = Callable[[str, Tensor, torch.Generator], None]
 
 
 class SplitLayer(nn.Module):
@@ -81,3 +88,70 @@ def _with_storage(parameter: nn.Parameter, device: torch.device, dtype: torch.dt
     for name, value in vars(parameter).items():
         setattr(renewed, name, value)
     return renewed
+
+
+def parameter_seed(seed: int, name: str) -> int:
+    """A 63-bit seed that depends on (seed, name) alone, the same in every process and Python version."""
+    digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, fill: Fill, seed: int, mesh: ParallelMesh | None = None, prefix: str = "") -> None:
+    """Set every parameter to its part of a full value that is a function of (seed, name).
+
+    `fill(name, full, generator)` writes the whole, unpadded value of the parameter into `full`, an fp32 CPU tensor,
+    drawing from `generator` only. A tied parameter is filled once, under the name it is tied to. One full parameter
+    is in memory at a time. A pipeline stage passes the `prefix` that its modules have in the whole model. Raises
+    `ValueError` if `fill` leaves a value unset.
+    """
+    rank, size = tp_rank(mesh), tp_size(mesh)
+    for own_name, parameter in model.named_parameters(prefix=prefix):
+        shard = getattr(parameter, "shard", None)
+        name = own_name if shard is None or shard.tied_to is None else shard.tied_to
+        full = torch.full(parameter.shape if shard is None else shard.shape, float("nan"), dtype=torch.float32)
+        fill(name, full, torch.Generator().manual_seed(parameter_seed(seed, name)))
+        if full.isnan().any():
+            raise ValueError(f"fill left values of {name!r} unset")
+        parameter.copy_(full if shard is None else shard.slice(full, rank, size))
+    assign_dropout_sites(model, prefix)
+
+
+@torch.no_grad()
+def grad_norm(parameters: Iterable[Tensor], mesh: ParallelMesh | None = None) -> Tensor:
+    """The 2-norm of all gradients as an fp32 scalar, the same on every rank of the mesh.
+
+    Gradients must already be equal over the data-parallel ranks. Split parameters add up over the tensor-parallel
+    ranks; replicated ones count once; pipeline stages add up, less what DeepSpeed marks `ds_pipe_replicated`. Every
+    rank of a tensor × pipeline group must call it.
+    """
+    parameters = list(parameters)
+    split, replicated = [], []
+    for parameter in parameters:
+        if parameter.grad is None or getattr(parameter, "ds_pipe_replicated", False):
+            continue
+        (split if getattr(parameter, "tensor_model_parallel", False) else replicated).append(parameter.grad)
+    if mesh is None or mesh.tp_rank == 0:
+        split += replicated
+    device = parameters[0].device if parameters else torch.device("cpu")
+    squares = torch.zeros((), dtype=torch.float32, device=device)
+    if split:
+        wide = reduce(torch.promote_types, (grad.dtype for grad in split), torch.float32)
+        norms = torch.ops.aten._foreach_norm(split, 2, dtype=wide)
+        squares = torch.stack([norm.to(device) for norm in norms]).square().sum().float()
+    if mesh is not None and mesh.get_model_parallel_world_size() > 1:
+        dist.all_reduce(squares, group=mesh.get_model_parallel_group())
+    return squares.sqrt()
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, mesh: ParallelMesh | None = None) -> Tensor:
+    """Scale all gradients so that their whole norm is at most `max_norm`; returns the norm before. As
+    `torch.nn.utils.clip_grad_norm_`, without waiting for the device."""
+    parameters = list(parameters)
+    norm = grad_norm(parameters, mesh)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)  # an fp32 scalar: a 16-bit gradient is rounded once
+    return norm

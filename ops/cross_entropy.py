@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import torch
 
-from .dispatch import same_dtype
-from .library import LIBRARY, Op, compute_dtype, empty_pooled
+from .library import LIBRARY, Op, compute_dtype, empty_pooled, same_dtype
 
 IGNORE_INDEX = -100
 

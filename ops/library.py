@@ -1,32 +1,52 @@
-"""Registers an op in `torch.ops.shardzoo`: schema, fake kernel, `out` form, and the variants behind them.
+"""The operator library `torch.ops.shardzoo`: how an op is registered, and which of its variants runs.
 
-Every op is described by pure functions:
+An op is described by pure functions:
 
-    allocate(*arguments) -> tuple of fresh, empty_pooled outputs (it is also the fake kernel)
-    reference(*arguments) -> tuple of outputs, in PyTorch operators, naive: the ground truth of every other
-    variant prepare(*arguments) -> the arguments as the compiled kernels take them (contiguous), or a string:
-    why they cannot
+    allocate(*arguments) -> tuple of fresh, uninitialized outputs; it is also the fake kernel
+    reference(*arguments) -> tuple of outputs, naive, in PyTorch operators: the ground truth of every other variant
+    prepare(*arguments) -> the arguments as the compiled kernels take them (contiguous), or a string: why they cannot
 
 An op `name` gets a sibling `name_out` that writes into tensors passed by the caller. Calling the `Op` itself does
 what `torch.ops.shardzoo.<name>` does, without the cost of torch's dispatcher where nothing needs it.
+
+`SHARDZOO_KERNELS` (or `kernels(...)` for a block of code) chooses the variant:
+
+    auto       the fastest variant that exists for the tensor's device, else the reference (the default)
+    reference  PyTorch's own operators
+    cpp        the compiled kernels for CPU tensors
+    cuda       the compiled kernels for CUDA tensors
+    triton     the Triton kernels (CUDA tensors, or CPU tensors under TRITON_INTERPRET=1)
+
+A forced variant that does not exist here is an error, never a silent fallback. A single call that a variant does not
+cover (mixed dtypes, an empty tensor) runs on the reference, which computes the same function; it is logged once.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
+import importlib.util
+import logging
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from . import dispatch, native
-
 LIBRARY = torch.library.Library("shardzoo", "DEF")
+COMPILED = Path(__file__).with_name("_kernels.so")
+VARIANTS = ("reference", "cpp", "cuda", "triton")
+CHOICES = ("auto", *VARIANTS)
+POOLED = 1 << 20  # bytes: outputs of this size and more get their memory from the pool (csrc/binding/pool.cpp)
 Outputs = tuple[torch.Tensor, ...]
 OPS: dict[str, Op] = {}  # by name
-POOLED = 1 << 20  # bytes of an output, from which the pool has memory for it (csrc/binding/pool.cpp)
+log = logging.getLogger("shardzoo.ops")
+
+_forced: str | None = None  # set by `kernels`; None means the environment decides
 
 
 class Op:
@@ -63,10 +83,20 @@ class Op:
         self._operator = getattr(torch.ops.shardzoo, name).default
 
     def __call__(self, *arguments) -> Any:
-        """The operator, without PyTorch's dispatcher where nobody looks: most of a small call's time is spent there."""
-        if not can_bypass_dispatcher(*arguments):
+        """The operator, without PyTorch's dispatcher where nobody watches: a small call spends most of its time there.
+
+        This is `can_bypass_dispatcher` and `needs_gradient` written out: on an accelerator, where a call of a kernel
+        returns at once, the Python before it is what a step waits for.
+        """
+        if is_watched() or arguments[0].device.type not in ("cpu", "cuda"):
             return self._operator(*arguments)
-        if not needs_gradient(*arguments):
+        gradient = False
+        for value in arguments:
+            if isinstance(value, torch.Tensor):
+                if type(value) is not torch.Tensor and not is_plain(type(value)):
+                    return self._operator(*arguments)
+                gradient = gradient or value.requires_grad
+        if not gradient or not torch.is_grad_enabled():
             return self._call(*arguments)
         return self._operator(*arguments) if self._function is None else self._function.apply(*arguments)
 
@@ -105,21 +135,21 @@ class Op:
         for other in others:
             if other.device != first.device:
                 raise ValueError(f"{self.name} got tensors on {first.device} and on {other.device}; use one device")
-        variant = dispatch.choose(first.device.type)
+        variant = choose_variant(first.device.type)
         if variant == "reference":
             return False
         prepared = "an empty tensor" if first.numel() == 0 else self.prepare(*arguments)
         if not isinstance(prepared, str) and variant == "triton":
             prepared = unfit_for_triton(first) or prepared
         if isinstance(prepared, str):
-            dispatch.announce_fallback(self.name, variant, prepared)
+            log_fallback(self.name, variant, prepared)
             return False
         if variant == "triton":
             from .triton_kernels import KERNELS
 
             KERNELS[self.name](*prepared, *outputs)
         else:
-            native.call(self.name, *prepared, *outputs)
+            call_compiled(self.name, *prepared, *outputs)
         return True
 
     def autograd(self, setup_context: Callable, backward: Callable) -> None:
@@ -135,6 +165,73 @@ class Op:
         self._function = type(self.name, (torch.autograd.Function,), methods)
 
 
+# What an op's description is written with.
+
+
+def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """fp32 for fp32 and the half types, fp64 for fp64: the type every variant calculates in."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def same_dtype(*tensors: torch.Tensor | None) -> str | None:
+    """The reason why compiled kernels cannot take these tensors together, or None if they can."""
+    dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
+    if len(dtypes) > 1:
+        return "mixed dtypes " + ", ".join(sorted(str(dtype) for dtype in dtypes))
+    if not dtypes <= {torch.float32, torch.bfloat16, torch.float16, torch.float64}:
+        return f"no kernel for {dtypes.pop()}"
+    return None
+
+
+def contiguous(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Each tensor in row-major order; None stays None."""
+    return tuple(None if tensor is None else tensor.contiguous() for tensor in tensors)
+
+
+def empty_pooled(like: torch.Tensor, *size: int) -> torch.Tensor:
+    """A contiguous, uninitialized tensor of `size` (default: that of `like`) with the dtype and device of `like`.
+
+    A large one on the CPU gets memory that an earlier tensor left, if the compiled kernels are there.
+    """
+    size = size or like.shape
+    large = math.prod(size) * like.itemsize >= POOLED
+    if large and is_plain(type(like)) and like.device.type == "cpu" and load_error() is None:
+        return recycled(like, size)
+    return like.new_empty(size)
+
+
+def empty_placeholder(like: torch.Tensor) -> torch.Tensor:
+    """A tensor of size 0 in the place of an output that this call has no use for."""
+    return like.new_empty(0)
+
+
+# Whether a call may go past PyTorch's dispatcher.
+
+
+def is_watched() -> bool:
+    """Whether something traces, transforms or intercepts calls now.
+
+    Counters of arithmetic do not count: a step that is counted has the bits of one that is not.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or (torch._C._len_torch_dispatch_stack() > 0 and torch._C._len_torch_dispatch_stack() > len(flop_counters()))
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
+        or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    )
+
+
+def can_bypass_dispatcher(*arguments: Any) -> bool:
+    """Whether a call may go past the dispatcher: nobody watches, the first tensor holds data, and no tensor is of a
+    subclass that would want to see the call."""
+    return (
+        not is_watched()
+        and arguments[0].device.type in ("cpu", "cuda")
+        and all(not isinstance(value, torch.Tensor) or is_plain(type(value)) for value in arguments)
+    )
+
+
 def needs_gradient(*arguments: Any) -> bool:
     """Whether autograd has to know of a call with these arguments."""
     return torch.is_grad_enabled() and any(
@@ -142,34 +239,107 @@ def needs_gradient(*arguments: Any) -> bool:
     )
 
 
-def can_bypass_dispatcher(*arguments: Any) -> bool:
-    """Whether a call may go past the dispatcher: nothing traces, transforms or intercepts it, its tensors are no
-    subclass that would want to, and the first of them holds data. Counters of arithmetic may look on: a step that is
-    counted has the bits of one that is not."""
-    return not (
-        torch.compiler.is_compiling()
-        or (torch._C._len_torch_dispatch_stack() and torch._C._len_torch_dispatch_stack() > len(flop_counters()))
-        or torch._C._len_torch_function_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
-        or torch.jit.is_tracing()  # type: ignore[attr-defined]
-        or arguments[0].device.type not in ("cpu", "cuda")
-        or any(isinstance(value, torch.Tensor) and not is_plain(type(value)) for value in arguments)
-    )
+def in_inference_mode() -> bool:
+    """Inside `torch.inference_mode()`, eagerly: nothing will ever differentiate, repeat or trace this calculation.
+
+    `no_grad` is not enough: that pass may be repeated with gradients later, and must round as it does then.
+    """
+    return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
 
 
 def flop_counters() -> list[Any]:
-    """Each `FlopCounterMode` that looks on."""
+    """Each active `FlopCounterMode`."""
     modes: list[Any] = _get_current_dispatch_mode_stack()
     return [mode.counter for mode in modes if type(mode).__module__ == "torch.utils.flop_counter"]
 
 
 @functools.cache
 def is_plain(kind: type[torch.Tensor]) -> bool:
-    """Whether tensors of this class neither see the calls made with them nor pass their class on, as parameters."""
+    """Whether tensors of this class neither see the calls made with them nor pass their class on; parameters do not."""
     return kind is torch.Tensor or (
         kind.__torch_function__ is torch.nn.Parameter.__torch_function__
         and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
     )
+
+
+# Which variant runs.
+
+
+def current_choice() -> str:
+    """The choice in force: the innermost `kernels` block, else SHARDZOO_KERNELS, else "auto"."""
+    return _forced or _validated(os.environ.get("SHARDZOO_KERNELS") or "auto")
+
+
+@contextlib.contextmanager
+def kernels(choice: str) -> Iterator[None]:
+    """Run the enclosed ops with one choice of `CHOICES`; backward passes started inside follow it too.
+
+    The choice is process-wide, because autograd runs backward passes on threads of its own.
+
+    Raises:
+        ValueError: an unknown choice.
+    """
+    global _forced
+    previous, _forced = _forced, _validated(choice)
+    try:
+        yield
+    finally:
+        _forced = previous
+
+
+def _validated(choice: str) -> str:
+    if choice not in CHOICES:
+        raise ValueError(f"kernels {choice!r} do not exist; use one of {', '.join(CHOICES)}")
+    return choice
+
+
+def choose_variant(device_type: str) -> str:
+    """The variant for tensors of `device_type` under the choice in force.
+
+    Raises:
+        RuntimeError: a forced variant cannot run here.
+    """
+    choice = current_choice()
+    if choice != "auto":
+        reason = unavailable(choice, device_type)
+        if reason is not None:
+            raise RuntimeError(f"SHARDZOO_KERNELS={choice} cannot run here: {reason}")
+        log_choice(choice, device_type, "forced")
+        return choice
+    preferred = ("cpp",) if device_type == "cpu" else ("cuda", "triton")
+    reasons = []
+    for variant in preferred:
+        reason = unavailable(variant, device_type)
+        if reason is None:
+            log_choice(variant, device_type, "fastest available")
+            return variant
+        reasons.append(reason)
+    log_choice("reference", device_type, "; ".join(reasons))
+    return "reference"
+
+
+def unavailable(variant: str, device_type: str) -> str | None:
+    """None if `variant` can run on `device_type`, else the reason why not, as one clause."""
+    if variant == "reference":
+        return None
+    if variant == "triton":
+        return triton_runs_on(device_type)
+    if device_type != ("cpu" if variant == "cpp" else "cuda"):
+        return f"{variant} kernels do not run on {device_type} tensors"
+    return missing_kernels(device_type)
+
+
+@functools.cache
+def triton_runs_on(device_type: str) -> str | None:
+    """None if Triton kernels can run on this device type, else the reason why not."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if device_type == "cpu" and not interpreted:
+        return "Triton has no CPU target (TRITON_INTERPRET=1 runs its interpreter, for tests)"
+    if device_type not in ("cpu", "cuda"):
+        return f"the Triton kernels are not written for {device_type}"
+    return None
 
 
 def unfit_for_triton(tensor: torch.Tensor) -> str | None:
@@ -183,23 +353,74 @@ def unfit_for_triton(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """fp32 for fp32 and the half types, fp64 for fp64: the type every variant calculates in."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+@functools.cache
+def log_choice(variant: str, device_type: str, why: str) -> None:
+    """Log a choice the first time it is made."""
+    log.info("kernels on %s: %s (%s)", device_type, variant, why)
 
 
-def empty_pooled(like: torch.Tensor, *size: int) -> torch.Tensor:
-    """A contiguous, uninitialized tensor of `size` (default: that of `like`) with the dtype and device of `like`.
-
-    On the CPU the memory of a large one is that of an earlier output, where the compiled parts are there.
-    """
-    size = size or like.shape
-    large = math.prod(size) * like.itemsize >= POOLED
-    if large and is_plain(type(like)) and like.device.type == "cpu" and native.load_error() is None:
-        return native.recycled(like, size)
-    return like.new_empty(size)
+@functools.cache
+def log_fallback(op: str, variant: str, why: str) -> None:
+    """Log, once per cause, that one call ran on the reference."""
+    log.info("%s ran on the reference instead of %s: %s", op, variant, why)
 
 
-def nothing(like: torch.Tensor) -> torch.Tensor:
-    """A size-0 tensor that stands for an output this call has no use for."""
-    return like.new_empty(0)
+# The compiled kernels, if they were built.
+
+
+@functools.cache
+def load_error() -> str | None:
+    """Load the compiled kernels once. None if their operators are registered, else the reason why not."""
+    if not COMPILED.exists():
+        return "the compiled kernels were not built (see `shardzoo doctor`)"
+    try:
+        torch.ops.load_library(str(COMPILED))
+    except OSError as error:
+        return f"{COMPILED.name} does not load: {error}"
+    return None
+
+
+@functools.cache
+def _symbols() -> ctypes.CDLL:
+    symbols = ctypes.CDLL(str(COMPILED))
+    symbols.shardzoo_cpu_isa.restype = ctypes.c_char_p
+    return symbols
+
+
+def has_cuda_kernels() -> bool:
+    """Whether the library was compiled with the CUDA kernels."""
+    return load_error() is None and bool(_symbols().shardzoo_has_cuda())
+
+
+def cpu_isa() -> str:
+    """The instruction set that the CPU kernels run on here; needs the library."""
+    return _symbols().shardzoo_cpu_isa().decode()
+
+
+def is_amd_with_avx512() -> bool:
+    """Whether the processor is AMD's and the CPU kernels run on AVX-512; False without the library."""
+    return load_error() is None and bool(_symbols().shardzoo_cpu_is_amd()) and cpu_isa() == "x86-64-v4"
+
+
+@functools.cache
+def missing_kernels(device_type: str) -> str | None:
+    """None if compiled kernels exist for `device_type` ("cpu" or "cuda"), else the reason why not."""
+    error = load_error()
+    if error is None and device_type == "cuda" and not has_cuda_kernels():
+        return "the library was built without CUDA kernels (no working nvcc at build time)"
+    return error
+
+
+@functools.cache
+def _compiled_operator(name: str) -> torch._ops.OpOverload:
+    return getattr(torch.ops.shardzoo_kernels, name).default
+
+
+def call_compiled(name: str, *arguments) -> None:
+    """Run one compiled kernel; the last arguments are the tensors it writes."""
+    _compiled_operator(name)(*arguments)
+
+
+def recycled(like: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
+    """An uninitialized CPU tensor; a large one gets memory that an earlier one left (csrc/binding/pool.h)."""
+    return _compiled_operator("recycled")(like, size)

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import torch
 
-from .dispatch import same_dtype
-from .dropout_mask import dropout_keep
-from .library import Op, compute_dtype, empty_pooled, nothing
+from .dropout import dropout_keep
+from .library import Op, compute_dtype, empty_placeholder, empty_pooled, same_dtype
 
 
 def reference(scores, mask, bias, prefix, keys, scale, causal, dropout, first_row):
@@ -31,7 +30,7 @@ def reference(scores, mask, bias, prefix, keys, scale, causal, dropout, first_ro
     empty = (z == float("-inf")).all(-1, keepdim=True)
     probs = z.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
     if dropout == 0.0:
-        return probs.to(scores.dtype), nothing(scores)
+        return probs.to(scores.dtype), empty_placeholder(scores)
     keep = dropout_keep(keys, tuple(scores.shape), dropout, first_row)
     dropped = torch.where(keep, probs / (1.0 - dropout), 0.0)
     return probs.to(scores.dtype), dropped.to(scores.dtype)
@@ -59,18 +58,19 @@ def backward_reference(grad, probs, keys, scale, dropout, first_row, bias_batch)
         keep = dropout_keep(keys, tuple(probs.shape), dropout, first_row)
         grad = torch.where(keep, grad / (1.0 - dropout), 0.0)
     grad_z = p * (grad - (grad * p).sum(-1, keepdim=True))
-    grad_bias = nothing(probs)
+    grad_bias = empty_placeholder(probs)
     if bias_batch:
         grad_bias = (grad_z if bias_batch == probs.shape[0] else grad_z.sum(0, keepdim=True)).to(probs.dtype)
     return (grad_z * scale).to(probs.dtype), grad_bias
 
 
 def _allocate(scores, mask, bias, prefix, keys, scale, causal, dropout, first_row):
-    return empty_pooled(scores), empty_pooled(scores) if dropout else nothing(scores)
+    return empty_pooled(scores), empty_pooled(scores) if dropout else empty_placeholder(scores)
 
 
 def _allocate_backward(grad, probs, keys, scale, dropout, first_row, bias_batch):
-    return empty_pooled(probs), empty_pooled(probs, bias_batch, *probs.shape[1:]) if bias_batch else nothing(probs)
+    bias = empty_pooled(probs, bias_batch, *probs.shape[1:]) if bias_batch else empty_placeholder(probs)
+    return empty_pooled(probs), bias
 
 
 def _expanded(tensor, like):

@@ -22,8 +22,8 @@ from torch import Tensor
 from ..convert.merge import merge
 from ..data import Corpus, GPTDataset, IndexedDataset, prepare_corpus, unigram_entropy
 from ..models import ParallelConfig, from_config
-from ..models.common.causal_lm import CausalLM
 from ..models.common.config import ModelConfig
+from ..models.common.language_model import CausalLM
 from ..trainer.batches.collate import collate
 from ..trainer.launch.rank_info import RankInfo
 from ..trainer.launch.ranks import on_first_rank

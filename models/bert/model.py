@@ -15,13 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from ...mpu import Dropout, LayerNorm, ParallelMesh, VocabParallelEmbedding, VocabParallelHead, checkpoint
-from ..common.attention import SelfAttention
-from ..common.dropout import residual_dropout
-from ..common.language_model import VOCABULARY_MULTIPLE, LanguageModel, PositionEmbedding
-from ..common.masks import key_mask
+from ..common.attention import SelfAttention, key_mask
+from ..common.language_model import VOCABULARY_MULTIPLE, LanguageModel, PositionEmbedding, ReplicatedLinear, first_token
 from ..common.mlp import MLP, find_activation
-from ..common.parallel_config import ParallelConfig
-from ..common.replicated import ReplicatedLinear, first_token
+from ..common.parallel_config import ParallelConfig, residual_dropout
 from .classification import SequenceClassifier, class_loss
 from .config import BertConfig
 from .outputs import MaskedLMOutput, PreTrainingOutput

@@ -1,4 +1,7 @@
-"""Multi-head attention whose heads are split over the tensor-parallel ranks."""
+"""Multi-head attention whose heads are split over the tensor-parallel ranks, and its masks.
+
+A mask is bool, True where a query sees a key, broadcastable to [B, N, Sq, Sk]; None where all see all.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from ...mpu import (
     ColumnParallelLinear,
@@ -17,10 +22,9 @@ from ...mpu import (
     scaled_masked_softmax,
     tp_size,
 )
-from ...ops import in_inference_mode, product
+from ...ops import in_inference_mode, matmul
+from ...ops.library import can_bypass_dispatcher, empty_pooled, needs_gradient
 from .cache import LayerKVCache, fold_beams, unfold_beams
-from .heads import merge_heads, split_fused_heads, split_heads
-from .masks import lower_triangular_mask
 from .parallel_config import ParallelConfig
 
 MAX_EAGER_SCORES = 512 * 512  # of a head, where `eager_beats_sdpa`
@@ -61,11 +65,11 @@ class CoreAttention(nn.Module):
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, is_causal=causal)
         # The probabilities are written out: for the gradient of a trained bias, for a dropout mask that does not
         # depend on the layout, or for speed.
-        scores = product(q, k.mT)  # [B, Np, Sq, Sk]
+        scores = matmul(q, k.mT)  # [B, Np, Sq, Sk]
         weights = scaled_masked_softmax(
             scores, mask, position_bias, scale=self.scale, causal=causal, dropout=self.dropout
         )
-        return product(weights, v)
+        return matmul(weights, v)
 
 
 class Attention(nn.Module):
@@ -189,3 +193,72 @@ def check_heads(num_heads: int, tensor_parallel_size: int) -> None:
             f"{num_heads} attention heads cannot be split {tensor_parallel_size} ways; "
             f"use a model-parallel size of {', '.join(map(str, fitting))}"
         )
+
+
+def split_heads(x: Tensor, head_size: int) -> Tensor:
+    """[B, S, Hp] -> [B, Np, S, D]"""
+    return x.unflatten(-1, (-1, head_size)).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """[B, Np, S, D] -> [B, S, Hp]"""
+    return x.transpose(1, 2).flatten(2)
+
+
+class _SplitFusedHeads(Function):
+    """See `split_fused_heads`. The gradients are written where they belong; a sum of slices' gradients would first pad
+    each one, and a concatenation would first merge the heads of each."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, blocks: int, head_size: int) -> tuple[Tensor, ...]:
+        ctx.shape, ctx.head_size = x.shape, head_size
+        return tuple(split_heads(block, head_size) for block in x.chunk(blocks, dim=-1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor):
+        whole = empty_pooled(grads[0], *ctx.shape)
+        for block, grad in zip(whole.chunk(len(grads), dim=-1), grads, strict=True):
+            split_heads(block, ctx.head_size).copy_(grad)
+        return whole, None, None
+
+
+def split_fused_heads(x: Tensor, blocks: int, head_size: int) -> tuple[Tensor, ...]:
+    """[B, S, blocks * Hp] -> for each block [B, Np, S, D]"""
+    if needs_gradient(x) and can_bypass_dispatcher(x):
+        return _SplitFusedHeads.apply(x, blocks, head_size)
+    return tuple(split_heads(block, head_size) for block in x.chunk(blocks, dim=-1))
+
+
+def key_mask(attention_mask: Tensor | None) -> Tensor | None:
+    """What bidirectional attention and cross-attention see: None without padding, else every key but the padding.
+
+    attention_mask: [B, Sk], nonzero for tokens and 0 for padding, as in transformers; or [B or 1, N or 1, Sq, Sk],
+    a finished mask, nonzero where attended. ValueError for other shapes and for a 4-D mask of floats, which may be
+    meant to be added.
+    """
+    if attention_mask is None:
+        return None
+    if attention_mask.dim() == 2:
+        return attention_mask.bool()[:, None, None, :]
+    if attention_mask.dim() == 4 and not attention_mask.is_floating_point():
+        return attention_mask.bool()
+    raise ValueError(
+        "attention_mask must be [B, S], 0 for padding, or a bool or integer [B, N, Sq, Sk], 0 where not attended; "
+        f"got {attention_mask.dtype} {tuple(attention_mask.shape)}"
+    )
+
+
+def causal_mask(attention_mask: Tensor | None, sequence_length: int, cached: int = 0) -> Tensor | None:
+    """What the S queries of a causal model see of themselves and of the `cached` positions before them: None without
+    padding, else bool [B, 1, S, cached + S]. `attention_mask` is as in `key_mask`, [B, cached + S], and a finished
+    mask is taken as it is."""
+    keys = key_mask(attention_mask)
+    if attention_mask is None or keys is None or attention_mask.dim() == 4:
+        return keys
+    return lower_triangular_mask(sequence_length, cached + sequence_length, keys.device) & keys
+
+
+def lower_triangular_mask(queries: int, keys: int, device: torch.device) -> Tensor:
+    """bool [Sq, Sk]: each query sees its own position and those before it; the last query is at the last key."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)

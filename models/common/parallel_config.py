@@ -1,9 +1,11 @@
-"""How a model's blocks run, which never changes what they compute."""
+"""`ParallelConfig`: how a model's blocks run, which never changes what they compute."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+
+from ...mpu import Dropout, ParallelMesh
 
 
 @dataclass(frozen=True)
@@ -15,3 +17,8 @@ class ParallelConfig:
 
     sequence_parallel: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
+
+
+def residual_dropout(p: float, mesh: ParallelMesh | None, parallel_config: ParallelConfig) -> Dropout:
+    """Dropout of [B, S, H], whose sequence is split under sequence parallelism."""
+    return Dropout(p, split_dim=1 if parallel_config.sequence_parallel else None, mesh=mesh)

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding, VocabParallelHead, checkpoint
 from ..common.attention import SelfAttention
 from ..common.cache import Cache, LayerKVCache
-from ..common.dropout import residual_dropout
 from ..common.language_model import VOCABULARY_MULTIPLE, LanguageModel, PositionEmbedding
 from ..common.mlp import MLP
-from ..common.parallel_config import ParallelConfig
+from ..common.parallel_config import ParallelConfig, residual_dropout
 from .config import GLMConfig
 from .masks import visible_keys
 from .outputs import GLMOutput

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..common.outputs import ModelOutput
+from ..common.language_model import ModelOutput
 
 
 @dataclass

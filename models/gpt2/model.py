@@ -21,14 +21,11 @@ from ...mpu import (
     VocabParallelHead,
     checkpoint,
 )
-from ..common.attention import SelfAttention
+from ..common.attention import SelfAttention, causal_mask
 from ..common.cache import Cache, LayerKVCache
-from ..common.causal_lm import VOCABULARY_MULTIPLE, CausalLM, PositionEmbedding
-from ..common.dropout import residual_dropout
-from ..common.masks import causal_mask
+from ..common.language_model import VOCABULARY_MULTIPLE, CausalLM, CausalLMOutput, PositionEmbedding
 from ..common.mlp import MLP
-from ..common.outputs import CausalLMOutput
-from ..common.parallel_config import ParallelConfig
+from ..common.parallel_config import ParallelConfig, residual_dropout
 from .config import GPT2Config
 
 

@@ -16,15 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from ...mpu import ParallelMesh, RMSNorm, VocabParallelEmbedding, VocabParallelHead, checkpoint
-from ..common.attention import CrossAttention, SelfAttention
+from ..common.attention import CrossAttention, SelfAttention, causal_mask, key_mask
 from ..common.cache import Cache, LayerKVCache
-from ..common.dropout import residual_dropout
-from ..common.language_model import VOCABULARY_MULTIPLE
-from ..common.masks import causal_mask, key_mask
+from ..common.language_model import VOCABULARY_MULTIPLE, EncoderOutput, Seq2SeqLM, Seq2SeqLMOutput
 from ..common.mlp import MLP, GatedMLP
-from ..common.outputs import EncoderOutput, Seq2SeqLMOutput
-from ..common.parallel_config import ParallelConfig
-from ..common.seq2seq import Seq2SeqLM
+from ..common.parallel_config import ParallelConfig, residual_dropout
 from .config import T5Config
 from .relative_bias import RelativeBias
 

@@ -9,13 +9,10 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ..bias_dropout_residual import bias_dropout_residual
-from ..bias_gelu import bias_gelu
+from ..activation import GELU_TANH, SILU, bias_gelu, geglu, swiglu
 from ..cross_entropy import cross_entropy
-from ..dropout_mask import dropout_keys
-from ..glu import GELU_TANH, SILU, geglu, swiglu
-from ..layer_norm import layer_norm
-from ..rms_norm import rms_norm
+from ..dropout import bias_dropout_residual, dropout_keys
+from ..norm import layer_norm, rms_norm
 from ..softmax import masked_softmax
 
 Tensors = dict[str, torch.Tensor]

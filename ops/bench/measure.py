@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from .. import dispatch
+from .. import library
 from ..library import OPS
 from .cases import Case, Tensors
 
@@ -94,7 +94,7 @@ def check(case: Case, tensors: Tensors, dtype: torch.dtype, cotangent: torch.Ten
     """None if ours agrees with the fp64 reference in outputs and gradients, else what is wrong."""
     wide = {name: t.double() if t.is_floating_point() else t for name, t in tensors.items()}
     output, grads = gradients(case.ours, tensors, case.leaves, cotangent)
-    with dispatch.kernels("reference"):
+    with library.kernels("reference"):
         wanted, wanted_grads = gradients(case.ours, wide, case.leaves, cotangent)
     relative, absolute = TOLERANCE[dtype]
     pairs = [("output", output, wanted), *zip(case.leaves, grads, wanted_grads, strict=True)]
@@ -183,7 +183,7 @@ def measure(case: Case, device: str, dtype: torch.dtype, *, repetitions: int, co
     cotangent = torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(1))
     cotangent = cotangent if case.name == "cross_entropy" else cotangent.to(dtype)  # its losses are fp32
     error = check(case, tensors, dtype, cotangent)
-    variant = dispatch.choose(device)
+    variant = library.choose_variant(device)
     named = str(dtype).removeprefix("torch.")
     result = Result(case.name, named, list(x.shape), variant, case.baseline, error, {})
     size = x.numel() * x.element_size() / 1e9

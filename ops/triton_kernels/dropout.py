@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..dropout_mask import dropout_threshold, row_keys
+from ..dropout import dropout_threshold, row_keys
 from .common import block_of, chunk_rows, keep_factor, partial_sums, pointer, warps_of
 
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..dropout_mask import dropout_threshold, row_keys
+from ..dropout import dropout_threshold, row_keys
 from .common import block_of, keep_factor, pointer, warps_of
 
 

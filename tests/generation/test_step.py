@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 
 import shardzoo
-from shardzoo.ops import dispatch, native
+from shardzoo.ops import library
 
 
-@pytest.mark.skipif(dispatch.unavailable("cpp", "cpu") is not None, reason="no compiled kernels")
+@pytest.mark.skipif(library.unavailable("cpp", "cpu") is not None, reason="no compiled kernels")
 @pytest.mark.parametrize(("family", "products"), [("gpt2", 4), ("t5", 6), ("mt5", 7)])
 def test_every_product_is_one_of_few_rows(family, products, saved, prompts, monkeypatch):
     model = shardzoo.from_pretrained(saved(family)[1])
     layers = len(model.decoder.blocks if hasattr(model, "decoder") else model.blocks)
-    counts, call = [], native.call
+    counts, call = [], library.call_compiled
 
     def counted(name, *arguments):
         counts[-1] += name == "linear"
         return call(name, *arguments)
 
-    monkeypatch.setattr(native, "call", counted)
+    monkeypatch.setattr(library, "call_compiled", counted)
     for new_tokens in (2, 5):
         counts.append(0)
         model.generate(*prompts(2, padded_left=family == "gpt2"), max_new_tokens=new_tokens, eos_token_id=[])

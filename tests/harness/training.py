@@ -127,7 +127,7 @@ def peak_of(work: Any) -> int:
 
     from torch.profiler import ProfilerActivity, profile
 
-    without_pool = mock.patch("shardzoo.ops.native.recycled", lambda like, size: like.new_empty(size))
+    without_pool = mock.patch("shardzoo.ops.library.recycled", lambda like, size: like.new_empty(size))
     with without_pool, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]

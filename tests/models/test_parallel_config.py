@@ -10,7 +10,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 import shardzoo
 from shardzoo.models import ParallelConfig
 from shardzoo.models.common.attention import CoreAttention, eager_beats_sdpa
-from shardzoo.models.common.outputs import Seq2SeqLMOutput
+from shardzoo.models.common.language_model import Seq2SeqLMOutput
 from shardzoo.models.t5.relative_bias import RelativeBias
 
 GPT2 = {

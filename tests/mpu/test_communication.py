@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardzoo import mpu
-from shardzoo.mpu import communication
+from shardzoo.mpu import collectives
 
 BATCH, POSITIONS, HIDDEN = 2, 8, 16
 
@@ -39,11 +39,11 @@ class Traffic(TorchDispatchMode):
 @contextlib.contextmanager
 def as_if_large():
     """Tensors of any size are sent as large ones are."""
-    small, communication._SMALL = communication._SMALL, 0
+    small, collectives._SMALL = collectives._SMALL, 0
     try:
         yield
     finally:
-        communication._SMALL = small
+        collectives._SMALL = small
 
 
 def traffic(mesh, build, layers, dtype, options):
@@ -107,7 +107,7 @@ def sums(mesh, dtype, elements):
     def summed():
         tensor = torch.arange(elements, dtype=dtype).remainder(13).div(8).add(rank).unflatten(0, (2, -1)).t()
         with Traffic() as sent:
-            return communication.start_all_reduce(tensor, mesh.tp_group)(), sent.bytes
+            return collectives.start_all_reduce(tensor, mesh.tp_group)(), sent.bytes
 
     with as_if_large():
         large = summed()
@@ -125,7 +125,7 @@ def test_small_tensors_are_exchanged_whole(tp, dtype, run_mesh):
         assert torch.equal(large, small)
         size = small.numel() * small.element_size()
         assert sent == ({"reduce-scatter": tp * size} if small.is_floating_point() else {"all-reduce": size})
-    elements = 2 * communication._SMALL
+    elements = 2 * collectives._SMALL
     (_, sent), (_, as_large) = run_mesh(tp, sums, dtype, elements)[0]
     assert sent == as_large
 
@@ -197,15 +197,15 @@ def backward_events(mesh, sequence_parallel):
     torch.nn.init.ones_(layer.weight)
     torch.nn.init.ones_(layer.bias)
     output = layer(torch.ones(2, 4, 8, requires_grad=True))
-    original = communication.dist.all_reduce, communication._all_gather, communication.dist.all_to_all_single
+    original = collectives.dist.all_reduce, collectives._all_gather, collectives.dist.all_to_all_single
     with as_if_large(), Events() as mode:
-        communication.dist.all_reduce = mode.watch("all-reduce", original[0])
-        communication._all_gather = mode.watch("all-gather", original[1])
-        communication.dist.all_to_all_single = mode.watch("reduce-scatter", original[2])
+        collectives.dist.all_reduce = mode.watch("all-reduce", original[0])
+        collectives._all_gather = mode.watch("all-gather", original[1])
+        collectives.dist.all_to_all_single = mode.watch("reduce-scatter", original[2])
         try:
             output.sum().backward()
         finally:
-            communication.dist.all_reduce, communication._all_gather, communication.dist.all_to_all_single = original
+            collectives.dist.all_reduce, collectives._all_gather, collectives.dist.all_to_all_single = original
     return mode.events
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from shardzoo import ops
-from shardzoo.ops import dispatch
+from shardzoo.ops import library
 
-VARIANTS = [v for v in ("reference", "cpp", "triton") if dispatch.unavailable(v, "cpu") is None]
-GPU_VARIANTS = [v for v in ("cuda", "triton") if dispatch.unavailable(v, "cuda") is None]
+VARIANTS = [v for v in ("reference", "cpp", "triton") if library.unavailable(v, "cpu") is None]
+GPU_VARIANTS = [v for v in ("cuda", "triton") if library.unavailable(v, "cuda") is None]
 collect_ignore = [] if torch.cuda.is_available() else ["test_gpu.py"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # (relative, share of the largest value): a few roundings of the output's dtype, and the fp32 sums behind them

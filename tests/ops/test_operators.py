@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardzoo import ops
-from shardzoo.ops import dispatch
+from shardzoo.ops import library
 from shardzoo.ops.bench.cases import cases
 from shardzoo.ops.library import OPS
 
@@ -152,7 +152,7 @@ def test_tracers_and_subclasses_see_the_operator():
 
 def test_dispatch(monkeypatch, caplog, tmp_path):
     monkeypatch.setenv("SHARDZOO_KERNELS", "reference")
-    assert dispatch.choose("cpu") == "reference"
+    assert library.choose_variant("cpu") == "reference"
     with ops.kernels("auto"):
         assert ops.current_choice() == "auto"
         with ops.kernels("reference"):
@@ -167,7 +167,7 @@ def test_dispatch(monkeypatch, caplog, tmp_path):
 
 
 def test_choice_is_logged_once(caplog):
-    dispatch.announce.cache_clear()
+    library.log_choice.cache_clear()
     with caplog.at_level(logging.INFO, "shardzoo.ops"), ops.kernels("reference"):
         ops.bias_gelu(torch.ones(3))
         ops.bias_gelu(torch.ones(3))
@@ -230,3 +230,33 @@ def test_narrow_integers_are_read_right(variant):
         assert torch.equal(ops.cross_entropy(logits, target.int()), ops.cross_entropy(logits, target))
         narrow = ops.masked_softmax(scores, causal=True, prefix=prefix.int())
         assert torch.equal(narrow, ops.masked_softmax(scores, causal=True, prefix=prefix))
+
+
+def test_calls_past_the_dispatcher_are_the_same(zoo, case_name, variant):
+    case = zoo.cases(5, 37)[case_name]
+    through = case.run(variant, torch.float32)
+    with torch.no_grad():
+        past = case.run(variant, torch.float32, with_grad=False)
+    for name, value in past.items():
+        assert torch.equal(value, through[name]), name
+
+
+def test_who_looks_at_a_call_sees_the_operator():
+    x, weight = torch.randn(4, 3, 8), torch.rand(8)
+
+    def norm(x):
+        return ops.rms_norm(x, weight, 1e-6)
+
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    with torch.no_grad():
+        expected = norm(x)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            assert norm(mode.from_tensor(x)).shape == x.shape
+        torch.testing.assert_close(torch.compile(norm, fullgraph=True, backend=backend)(x), expected)
+        torch.testing.assert_close(torch.func.vmap(norm)(x), expected)
+    assert any("shardzoo" in str(node.target) for node in graphs[0].graph.nodes)

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from shardzoo import ops
-from shardzoo.ops import native
+from shardzoo.ops import library
 
 LARGE = (1 << 10, 1 << 11)  # 8 MiB of fp32
-pytestmark = pytest.mark.skipif(native.load_error() is not None, reason="the pool is a compiled part")
+pytestmark = pytest.mark.skipif(library.load_error() is not None, reason="the pool is a compiled part")
 
 
 def idle():

@@ -10,7 +10,7 @@ from training import peak_of
 
 from shardzoo.cli.estimate import main
 from shardzoo.models import ParallelConfig, find_config, from_config
-from shardzoo.ops import dispatch
+from shardzoo.ops import library
 from shardzoo.trainer.estimate import Job, estimate, largest_micro_batch
 from shardzoo.trainer.estimate.estimate import FRAMEWORK
 
@@ -85,7 +85,7 @@ def test_the_peak_of_a_step(name, changes, job, optimizer, moment):
     measured = peak_of_tensors(config, job, optimizer)
     assert found.peak.name == moment
     expected = found.peak.total - FRAMEWORK["cpu"]
-    if dispatch.unavailable("cpp", "cpu") is None:
+    if library.unavailable("cpp", "cpu") is None:
         # The formulas leave the small tensors of a step out: batches, positions, biases' gradients.
         assert expected == pytest.approx(measured, rel=0.05)
     else:  # the reference keeps what the kernels recompute

@@ -21,7 +21,7 @@ from deepspeed.utils import (
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...models.common.outputs import ModelOutput
+from ...models.common.language_model import ModelOutput
 from ...mpu import grad_norm
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.ranks import Ranks

@@ -1,0 +1,451 @@
+"""Layers split over tensor-parallel ranks: linear, embedding, output head, norms.
+
+Tensor parallelism as in Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053), with the sequence split too under sequence
+parallelism (Korthikanti et al. 2022, arXiv:2205.05198). With one rank each layer is the plain operator of `ops`, or
+torch's.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from ..ops import layer_norm, linear, matmul, rms_norm
+from .collectives import (
+    SEQUENCE_DIM,
+    gather_from_tp,
+    reduce_from_tp,
+    reduce_scatter_sequence,
+    scatter_to_tp,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from .mesh import ParallelMesh
+from .parameter import SplitLayer, split_parameter
+from .shard import Shard
+
+
+class ColumnParallelLinear(SplitLayer):
+    """y = x Wᵀ + b with the output features split over the tensor-parallel ranks. Weight [out, in].
+
+    groups: sizes of the blocks stacked along the output (fused Q, K, V; gate and up), each split separately.
+    unit: a rank's piece of each block is a whole number of units, e.g. the head size.
+    gather_output: return all output features, in the unsplit order, on every rank.
+    sequence_parallel: the input is this rank's part [B, S/tp, in] of the sequence.
+
+    Input [..., in], replicated. Output [..., out/tp], or [..., out] if gathered, in the input's dtype. Raises
+    `ValueError` if the output features cannot be split over the ranks, naming the sizes that work.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        gather_output: bool = False,
+        groups: tuple[int, ...] | None = None,
+        unit: int = 1,
+        sequence_parallel: bool = False,
+        mesh: ParallelMesh | None = None,
+    ):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.gather_output, self.sequence_parallel, self.mesh = gather_output, sequence_parallel, mesh
+        groups = tuple(groups or ())
+        self.shard = Shard((out_features, in_features), 0, groups, unit)
+        self.weight = split_parameter(self.shard, mesh)  # [out/tp, in]
+        self.bias = split_parameter(Shard((out_features,), 0, groups, unit), mesh) if bias else None  # [out/tp]
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        output = column_parallel(
+            tensor, self.weight, self.bias, sequence_parallel=self.sequence_parallel, mesh=self.mesh
+        )
+        if self.gather_output and self.mesh is not None and self.mesh.tp_size > 1:
+            return self._unsplit_order(gather_from_tp(output, self.mesh), self.mesh.tp_size)
+        return output
+
+    def _unsplit_order(self, gathered: Tensor, size: int) -> Tensor:
+        """Rank-major features -> block-major features. gathered: [..., out]"""
+        if len(self.shard.groups) < 2:
+            return gathered
+        widths = [group // size for group in self.shard.groups]
+        pieces = gathered.split(widths * size, dim=-1)  # rank 0's blocks, rank 1's blocks, ...
+        return torch.cat([piece for block in range(len(widths)) for piece in pieces[block :: len(widths)]], dim=-1)
+
+
+class RowParallelLinear(SplitLayer):
+    """y = x Wᵀ + b with the input features split over the tensor-parallel ranks. Weight [out, in].
+
+    The bias is replicated and added once to the sum of the ranks' products.
+
+    unit: a rank's piece of the input is a whole number of units, e.g. the head size.
+    input_is_parallel: the input is already this rank's features; otherwise it is replicated and split here.
+    sequence_parallel: the output is this rank's part [B, S/tp, out] of the sequence.
+
+    Input [..., in/tp]. Output [..., out], or [B, S/tp, out]. Raises `ValueError` if the input features, or under
+    sequence parallelism the sequence, cannot be split over the ranks, naming the sizes that work.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        unit: int = 1,
+        sequence_parallel: bool = False,
+        mesh: ParallelMesh | None = None,
+    ):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.input_is_parallel, self.sequence_parallel, self.mesh = input_is_parallel, sequence_parallel, mesh
+        self.shard = Shard((out_features, in_features), 1, unit=unit)
+        self.weight = split_parameter(self.shard, mesh)  # [out, in/tp]
+        self.bias = nn.Parameter(torch.full((out_features,), float("nan"))) if bias else None
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        if not self.input_is_parallel:
+            tensor = scatter_to_tp(tensor, self.mesh)
+        if self.mesh is None or self.mesh.tp_size == 1:
+            return linear(tensor, self.weight, self.bias)
+        arguments = autocast(tensor, self.weight, self.bias)
+        return _RowParallel.apply(*arguments, self.mesh.tp_group, self.sequence_parallel)
+
+
+def column_parallel(
+    tensor: Tensor, weight: Tensor, bias: Tensor | None, *, sequence_parallel: bool, mesh: ParallelMesh | None
+) -> Tensor:
+    """`linear` with this rank's rows of the weight: [..., in], or [B, S/tp, in] -> [..., out/tp]."""
+    if mesh is None or mesh.tp_size == 1:
+        return linear(tensor, weight, bias)
+    return _ColumnParallel.apply(*autocast(tensor, weight, bias), mesh.tp_group, sequence_parallel)
+
+
+class _ColumnParallel(Function):
+    """Every rank multiplies the whole input by its rows of the weight.
+
+    Backward hides communication behind products: the gather of the input (which under sequence parallelism is saved
+    as this rank's part only) behind the input gradient, the sum of the input gradient behind the weight gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, tensor: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, sequence_parallel: bool
+    ) -> Tensor:
+        ctx.save_for_backward(tensor, weight)
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        whole = start_all_gather(tensor, SEQUENCE_DIM, group)() if sequence_parallel else tensor
+        return linear(whole, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor):
+        (grad,) = grads
+        tensor, weight = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        gather = None
+        if needs_weight and ctx.sequence_parallel:
+            gather = start_all_gather(tensor, SEQUENCE_DIM, ctx.group)
+        input_grad = reduction = weight_grad = None
+        if needs_input:
+            input_grad = _input_grad(grad, weight)
+        whole = gather() if gather else tensor
+        if input_grad is not None:
+            if ctx.sequence_parallel:
+                reduction = start_reduce_scatter(input_grad, SEQUENCE_DIM, ctx.group)
+            else:
+                reduction = start_all_reduce(input_grad, ctx.group)
+        if needs_weight:
+            weight_grad = _weight_grad(grad, whole)
+        bias_grad = grad.flatten(0, -2).sum(0) if needs_bias else None
+        return reduction() if reduction else None, weight_grad, bias_grad, None, None
+
+
+class _RowParallel(Function):
+    """Every rank multiplies its features by its columns of the weight; the partial products are summed in place.
+
+    The bias enters once, on the first rank: its product adds it before rounding, so a 16-bit result is rounded as
+    often as without. Backward has the gradient of the whole sequence on every rank anyway, so the bias gradient needs
+    no communication.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, tensor: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, sequence_parallel: bool
+    ) -> Tensor:
+        ctx.save_for_backward(tensor, weight)
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        partial = linear(tensor, weight, bias if group.rank() == 0 else None)
+        if sequence_parallel:
+            return start_reduce_scatter(partial, SEQUENCE_DIM, group)()
+        return start_all_reduce(partial, group)()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor):
+        tensor, weight = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad = start_all_gather(grads[0], SEQUENCE_DIM, ctx.group)() if ctx.sequence_parallel else grads[0]
+        input_grad = _input_grad(grad, weight) if needs_input else None
+        weight_grad = _weight_grad(grad, tensor) if needs_weight else None
+        bias_grad = grad.flatten(0, -2).sum(0) if needs_bias else None
+        return input_grad, weight_grad, bias_grad, None, None
+
+
+def _input_grad(grad: Tensor, weight: Tensor) -> Tensor:
+    return matmul(grad.flatten(0, -2), weight).unflatten(0, grad.shape[:-1])  # [..., in]
+
+
+def _weight_grad(grad: Tensor, tensor: Tensor) -> Tensor:
+    return matmul(grad.flatten(0, -2).t(), tensor.flatten(0, -2))  # [out, in]
+
+
+def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """What `torch.autocast` does to a linear layer's arguments; a custom function must do it itself."""
+    device = next(t for t in tensors if t is not None).device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+
+
+class VocabParallelEmbedding(SplitLayer):
+    """Rows of the table are split over the tensor-parallel ranks, padded to an equal number of rows per rank.
+
+    padding_idx: the row of this id gets no gradient.
+    pad_multiple: each rank's number of rows is rounded up to a multiple of it.
+    sequence_parallel: return this rank's part of the sequence.
+
+    Input: integer ids [B, S]. Output [B, S, H], or [B, S/tp, H]. Raises `ValueError` for an id outside the true
+    vocabulary, also where the table has padding rows.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        padding_idx: int | None = None,
+        pad_multiple: int = 1,
+        sequence_parallel: bool = False,
+        mesh: ParallelMesh | None = None,
+    ):
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.sequence_parallel, self.mesh = sequence_parallel, mesh
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ValueError(f"padding_idx {padding_idx} is outside a vocabulary of {num_embeddings}")
+        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
+        self.shard = Shard((num_embeddings, embedding_dim), 0, pad_multiple=pad_multiple)
+        self.weight = split_parameter(self.shard, mesh)  # [Vp, H]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.embed(ids)[0]
+
+    def embed(self, ids: Tensor, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The output, and the table [Vp, H] to hand to the next look-up of the same forward pass or to a tied head.
+
+        That is the weight; handing it on saves the next one a gradient of its own that is as large.
+        """
+        check_ids(ids, self.num_embeddings, "token id")
+        table = self.weight if table is None else table
+        if self.mesh is None or self.mesh.tp_size == 1:
+            return embedding(ids, table, self.padding_idx)
+        [(start, stop)] = self.shard.ranges(self.mesh.tp_rank, self.mesh.tp_size)
+        elsewhere = (ids < start) | (ids >= stop)  # [B, S]
+        padding_idx = self.padding_idx
+        padding_idx = padding_idx - start if padding_idx is not None and start <= padding_idx < stop else None
+        rows, table = embedding((ids - start).masked_fill(elsewhere, 0), table, padding_idx)
+        rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)  # [B, S, H]
+        if self.sequence_parallel:
+            return reduce_scatter_sequence(rows, self.mesh), table
+        return reduce_from_tp(rows, self.mesh), table
+
+
+class VocabParallelHead(SplitLayer):
+    """Hidden states -> logits of this rank's slice of the vocabulary; nothing is gathered.
+
+    tied: the embedding whose weight is shared (the very same parameter).
+    sequence_parallel: the input is this rank's part of the sequence; logits are for the whole sequence.
+
+    Input [B, S, H] or [B, S/tp, H]. Output [B, S, Vp]; rank r's column c is the token r * Vp + c, and columns past
+    the vocabulary are padding: pass `num_classes=` to `vocab_parallel_cross_entropy`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_embeddings: int,
+        *,
+        bias: bool = False,
+        tied: VocabParallelEmbedding | None = None,
+        pad_multiple: int = 1,
+        sequence_parallel: bool = False,
+        mesh: ParallelMesh | None = None,
+    ):
+        super().__init__()
+        self.hidden_size, self.num_embeddings = hidden_size, num_embeddings
+        self.sequence_parallel, self.mesh = sequence_parallel, mesh
+        if tied is not None:
+            if (tied.num_embeddings, tied.embedding_dim) != (num_embeddings, hidden_size):
+                raise ValueError(
+                    f"a head of {num_embeddings} x {hidden_size} cannot be tied to an embedding of "
+                    f"{tied.num_embeddings} x {tied.embedding_dim}"
+                )
+            pad_multiple = tied.shard.pad_multiple
+        self.shard = Shard((num_embeddings, hidden_size), 0, pad_multiple=pad_multiple)
+        self.tied = tied is not None
+        self.weight = tied.weight if tied is not None else split_parameter(self.shard, mesh)  # [Vp, H]
+        bias_shard = Shard((num_embeddings,), 0, pad_multiple=pad_multiple)
+        self.bias = split_parameter(bias_shard, mesh) if bias else None  # [Vp]
+
+    def forward(self, hidden: Tensor, table: Tensor | None = None) -> Tensor:
+        """table: what the tied embedding's `embed` returned; an untied head has no use for it."""
+        weight = self.shared_weight(table)
+        return column_parallel(hidden, weight, self.bias, sequence_parallel=self.sequence_parallel, mesh=self.mesh)
+
+    def shared_weight(self, table: Tensor | None) -> Tensor:
+        return table if self.tied and table is not None else self.weight
+
+
+def check_ids(ids: Tensor, count: int, what: str) -> None:
+    """Raise `ValueError` if an id is outside [0, count). On an accelerator, where looking would stall the host, the
+    check runs on the device and fails the way an out-of-range index there does."""
+    inside = (ids >= 0) & (ids < count)
+    if not ids.is_cpu:
+        torch.ops.aten._assert_async(inside.all())
+    elif not inside.all():
+        raise ValueError(f"{what} {ids[~inside][0]} is outside 0..{count - 1}")
+
+
+def embedding(ids: Tensor, table: Tensor, padding_idx: int | None = None) -> tuple[Tensor, Tensor]:
+    """(`F.embedding(ids, table, padding_idx)`, the table for whatever uses it next in the same forward pass).
+
+    ids: integers [...]; table: [V, H]. The gradient of those next uses arrives here, and that of the rows is added to
+    it in place: however many look-ups and products share a table, its gradient, often the largest tensor of a step, is
+    made once. So the returned table is for layers that make a gradient of their own for it, as products do.
+    """
+    if torch.compiler.is_compiling():  # a compiler cannot trace a gradient that is written over
+        return F.embedding(ids, table, padding_idx), table
+    return _Embedding.apply(ids, table, padding_idx)
+
+
+class _Embedding(Function):
+    """ids, table [V, H], index of a row without gradient or None -> rows, and the table for those who use it next."""
+
+    @staticmethod
+    def forward(ctx, ids: Tensor, table: Tensor, padding_idx: int | None) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(ids)
+        ctx.shape, ctx.padding_idx = table.shape, padding_idx
+        ctx.set_materialize_grads(False)
+        return F.embedding(ids, table), table.view_as(table)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor | None):
+        (rows, total), (ids,) = grads, ctx.saved_tensors
+        if rows is None:
+            return None, total, None
+        if not rows.is_cpu:  # the sum of an accelerator's own kernel does not depend on an order
+            padding_idx = -1 if ctx.padding_idx is None else ctx.padding_idx
+            own = torch.ops.aten.embedding_dense_backward(rows, ids, ctx.shape[0], padding_idx, False)
+            return None, own if total is None else total.add_(own), None
+        if ctx.padding_idx is not None:
+            rows = rows.masked_fill((ids == ctx.padding_idx).unsqueeze(-1), 0)
+        total = rows.new_zeros(ctx.shape) if total is None else total.contiguous()
+        return None, add_rows(total, ids.flatten(), rows.flatten(0, -2)), None
+
+
+def add_rows(total: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
+    """total[ids[i]] += rows[i], in place; the sum for an id is rounded once. total: [V, H]; rows: [T, H]"""
+    if rows.dtype.itemsize >= 4:
+        return total.index_add_(0, ids, rows)
+    distinct, place = ids.unique(return_inverse=True)
+    sums = total[distinct].float().index_add_(0, place, rows.float())
+    return total.index_copy_(0, distinct, sums.to(total.dtype))
+
+
+class _Norm(nn.Module):
+    def __init__(self, hidden_size: int, eps: float, sequence_parallel: bool, mesh: ParallelMesh | None):
+        super().__init__()
+        self.hidden_size, self.eps = hidden_size, eps
+        self.sequence_parallel, self.mesh = sequence_parallel, mesh
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, eps={self.eps}, sequence_parallel={self.sequence_parallel}"
+
+
+class LayerNorm(_Norm):
+    """Layer normalisation over the last dimension (Ba et al. 2016, arXiv:1607.06450).
+
+    sequence_parallel: the input is this rank's part of the sequence, so the parameters' gradients are summed over the
+    tensor-parallel ranks, inside autograd, where every engine sees them. Input and output [..., H].
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        mesh: ParallelMesh | None = None,
+    ):
+        super().__init__(hidden_size, eps, sequence_parallel, mesh)
+        self.bias = nn.Parameter(torch.zeros(hidden_size)) if bias else None
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        if self.sequence_parallel and self.mesh is not None and self.mesh.tp_size > 1:
+            return _SequenceParallelNorm.apply(
+                "layer_norm", self.mesh.tp_group, self.eps, tensor, self.weight, self.bias
+            )
+        return layer_norm(tensor, self.weight, self.bias, self.eps)
+
+
+class RMSNorm(_Norm):
+    """Root-mean-square normalisation (Zhang & Sennrich 2019, arXiv:1910.07467) in the rounding order of transformers:
+    computed in fp32, cast to the input's dtype, then multiplied by the weight.
+
+    sequence_parallel: as for `LayerNorm`. Input and output [..., H].
+    """
+
+    def __init__(
+        self, hidden_size: int, eps: float = 1e-6, *, sequence_parallel: bool = False, mesh: ParallelMesh | None = None
+    ):
+        super().__init__(hidden_size, eps, sequence_parallel, mesh)
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        if self.sequence_parallel and self.mesh is not None and self.mesh.tp_size > 1:
+            return _SequenceParallelNorm.apply("rms_norm", self.mesh.tp_group, self.eps, tensor, self.weight)
+        return rms_norm(tensor, self.weight, self.eps)
+
+
+class _SequenceParallelNorm(Function):
+    """The operator `name` on a part of the sequence. The ranks' gradients of its parameters, weight and perhaps bias,
+    are summed in fp32 (fp64 for fp64) and rounded once: rounded before as well, 16-bit gradients would lose half as
+    much precision again."""
+
+    @staticmethod
+    def forward(ctx, name: str, group: dist.ProcessGroup, eps: float, tensor: Tensor, *parameters: Tensor | None):
+        output, _, *statistics = getattr(torch.ops.shardzoo, name)(tensor, None, *parameters, eps)
+        ctx.save_for_backward(tensor, parameters[0], *statistics)
+        ctx.operator, ctx.group = getattr(torch.ops.shardzoo, f"{name}_backward"), group
+        ctx.has_bias = [parameter is not None for parameter in parameters[1:]]
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor):
+        tensor, weight, *statistics = ctx.saved_tensors
+        own, *parts = ctx.operator(grads[0], None, tensor, weight, *statistics, *ctx.has_bias)
+        parts = torch.stack(parts[: 1 + sum(ctx.has_bias)])  # so that one all-reduce serves both
+        total = start_all_reduce(parts, ctx.group)().to(weight.dtype)
+        return None, None, None, own, *total, *[None] * ctx.has_bias.count(False)

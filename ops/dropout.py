@@ -1,0 +1,219 @@
+"""residual + dropout(x + bias), with a counter-based mask that no pass has to store.
+
+Calculated in fp32 (fp64 for fp64 input) and rounded once. Whether an element is kept is a pure integer function of
+where it is: of seed, site (which dropout of the model), visit (which use of the site), global sample index, and the
+element's row and column in the sample's unsplit tensor. All arithmetic is on unsigned integers modulo 2^64 or 2^32, so
+PyTorch, C++, CUDA and Triton evaluate it to identical bits:
+
+    mix64(z): z ^= z >> 30; z *= 0xbf58476d1ce4e5b9; z ^= z >> 27; z *= 0x94d049bb133111eb; z ^= z >> 31
+    chain(key, value) = mix64(key + 0x9e3779b97f4a7c15 * (value + 1))
+    key of a use = chain(chain(mix64(seed), site), visit);  sample's key = chain(key of the use, sample)
+    row key = chain(sample's key, row);  low, high = its halves
+    h = low + column;  h ^= h >> 16;  h *= 0x21f0aaad;  h ^= high;  h ^= h >> 15;  h *= 0x735a2d97;  h ^= h >> 15
+    kept = h >= round(p * 2^32)
+
+mix64 is the finalizer of SplitMix64 (Steele et al. 2014); the 32-bit constants are Wellons' low-bias ones.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .library import Op, compute_dtype, contiguous, empty_placeholder, empty_pooled, same_dtype
+
+_LOW = 0xFFFFFFFF
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK64 = (1 << 64) - 1
+
+
+def _dropped(value, keys, p, first_row, first_column):
+    if p == 0.0:
+        return value
+    keep = dropout_keep(keys, tuple(value.shape), p, first_row, first_column)
+    return torch.where(keep, value / (1.0 - p), 0.0)
+
+
+def reference(x, bias, residual, keys, p, first_row, first_column):
+    """The naive definition; arguments as in the schema."""
+    z = x.to(compute_dtype(x))
+    if bias is not None:
+        z = z + bias.to(z.dtype)
+    z = _dropped(z, keys, p, first_row, first_column)
+    if residual is not None:
+        z = z + residual.to(z.dtype)
+    return (z.to(x.dtype),)
+
+
+def backward_reference(grad, keys, p, first_row, first_column, has_bias):
+    """Gradients of x and of the bias; the residual's is `grad` itself."""
+    grad_z = _dropped(grad.to(compute_dtype(grad)), keys, p, first_row, first_column)
+    grad_bias = grad_z.flatten(0, -2).sum(0).to(grad.dtype) if has_bias else empty_placeholder(grad)
+    return grad_z.to(grad.dtype), grad_bias
+
+
+def _prepare(x, bias, residual, keys, p, first_row, first_column):
+    return same_dtype(x, bias, residual) or (*contiguous(x, bias, residual, keys), p, first_row, first_column)
+
+
+def _prepare_backward(grad, keys, p, first_row, first_column, has_bias):
+    return same_dtype(grad) or (*contiguous(grad, keys), p, first_row, first_column, has_bias)
+
+
+bias_dropout_residual_op = Op(
+    "bias_dropout_residual",
+    "Tensor x, Tensor? bias, Tensor? residual, Tensor? keys, float p, SymInt first_row, SymInt first_column",
+    ("y",),
+    allocate=lambda x, *_: (empty_pooled(x),),
+    reference=reference,
+    prepare=_prepare,
+)
+bias_dropout_residual_backward_op = Op(
+    "bias_dropout_residual_backward",
+    "Tensor grad, Tensor? keys, float p, SymInt first_row, SymInt first_column, bool has_bias",
+    ("grad_x", "grad_bias"),
+    allocate=lambda grad, *rest: (
+        empty_pooled(grad),
+        grad.new_empty(grad.shape[-1]) if rest[-1] else empty_placeholder(grad),
+    ),
+    reference=backward_reference,
+    prepare=_prepare_backward,
+)
+
+
+def _setup_context(ctx, inputs, output):
+    _, bias, residual, keys, ctx.p, ctx.first_row, ctx.first_column = inputs
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.residual_dtype = None if residual is None else residual.dtype
+    ctx.save_for_backward(keys)
+
+
+def _backward(ctx, grad):
+    (keys,) = ctx.saved_tensors
+    has_bias = ctx.bias_dtype is not None
+    grad_x, grad_bias = bias_dropout_residual_backward_op(grad, keys, ctx.p, ctx.first_row, ctx.first_column, has_bias)
+    grad_bias = grad_bias.to(ctx.bias_dtype) if has_bias else None
+    grad_residual = None if ctx.residual_dtype is None else grad.to(ctx.residual_dtype)
+    return grad_x, grad_bias, grad_residual, None, None, None, None
+
+
+bias_dropout_residual_op.autograd(_setup_context, _backward)
+
+
+def bias_dropout_residual(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    *,
+    p: float,
+    keys: Tensor | None = None,
+    first_row: int = 0,
+    first_column: int = 0,
+) -> Tensor:
+    """residual + dropout(x + bias).
+
+    Args:
+        x: [B, ..., C].
+        bias: [C] or None.
+        residual: x's shape, or None.
+        p: probability of dropping an element; survivors are multiplied by 1 / (1 - p).
+        keys: int64 [B] of `dropout_keys`; needed if p > 0.
+        first_row, first_column: where x begins within the unsplit sample (see `dropout_keep`).
+
+    Raises:
+        ValueError: for shapes that do not fit, p outside [0, 1), or p > 0 without keys.
+    """
+    if not 0.0 <= p < 1.0:
+        raise ValueError(f"a dropout probability must be at least 0 and less than 1, got {p}")
+    if p and (keys is None or tuple(keys.shape) != (x.shape[0],) or keys.dtype != torch.int64):
+        got = "none" if keys is None else f"shape {tuple(keys.shape)} {keys.dtype}"
+        raise ValueError(
+            f"dropout of x {tuple(x.shape)} needs one int64 key per sample, shape ({x.shape[0]},); got {got}"
+        )
+    if bias is not None and tuple(bias.shape) != (x.shape[-1],):
+        raise ValueError(f"the bias of x {tuple(x.shape)} has shape ({x.shape[-1]},), got {tuple(bias.shape)}")
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"x {tuple(x.shape)} and residual {tuple(residual.shape)} must have the same shape")
+    return bias_dropout_residual_op(x, bias, residual, keys if p else None, float(p), first_row, first_column)
+
+
+def dropout(x: Tensor, p: float, keys: Tensor | None, *, first_row: int = 0, first_column: int = 0) -> Tensor:
+    """Counter-based dropout of x [B, ..., C]; arguments as in `bias_dropout_residual`."""
+    if p == 0.0:
+        return x
+    return bias_dropout_residual(x, None, None, p=p, keys=keys, first_row=first_row, first_column=first_column)
+
+
+def _signed(value: int) -> int:
+    """The signed 64-bit integer with the same bits as `value` modulo 2^64: torch has no unsigned arithmetic."""
+    value &= _MASK64
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _shift_right(value: Tensor, bits: int) -> Tensor:
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _chain(key: Tensor, value: Tensor) -> Tensor:
+    z = key + (value + 1) * _signed(_GOLDEN)
+    z = (z ^ _shift_right(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift_right(z, 27)) * _signed(0x94D049BB133111EB)
+    return z ^ _shift_right(z, 31)
+
+
+def _mix64(z: int) -> int:
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return z ^ (z >> 31)
+
+
+def use_key(seed: int, site: int, visit: int) -> int:
+    """The 64-bit key of the use `visit` of a dropout: chain(chain(mix64(seed), site), visit)."""
+    key = _mix64(seed & _MASK64)
+    for value in (site, visit):
+        key = _mix64((key + _GOLDEN * (value + 1)) & _MASK64)
+    return key
+
+
+def dropout_keys(key: int, first_sample: int, batch: int, device: torch.device | str = "cpu") -> Tensor:
+    """int64 [batch], a key per sample: chain(key, first_sample + b), from the 64-bit key of one use of a
+    site.
+    """
+    samples = torch.arange(first_sample, first_sample + batch, device=device)
+    return _chain(torch.full_like(samples, _signed(key)), samples)
+
+
+def row_keys(keys: Tensor, first_row: int, rows: int) -> Tensor:
+    """int64 [B, rows], the keys of rows first_row, first_row + 1, ... of each sample."""
+    return _chain(keys.reshape(-1, 1), torch.arange(first_row, first_row + rows, device=keys.device))
+
+
+def dropout_threshold(p: float) -> int:
+    """Elements whose 32-bit hash is below this are dropped. Raises ValueError unless 0 <= p < 1."""
+    if not 0.0 <= p < 1.0:
+        raise ValueError(f"a dropout probability must be at least 0 and less than 1, got {p}")
+    return min(round(p * 2**32), _LOW)
+
+
+def dropout_keep(keys: Tensor, shape: tuple[int, ...], p: float, first_row: int = 0, first_column: int = 0) -> Tensor:
+    """Boolean mask of kept elements for a tensor [B, ..., C].
+
+    Args:
+        keys: int64 [B] of `dropout_keys`.
+        shape: the tensor's shape. Its dimensions between the first and the last are the rows of a sample.
+        p: probability of dropping an element.
+        first_row, first_column: where the tensor begins within the sample's unsplit tensor. A rank with heads
+            [n0, n0 + Np) of [N, Sq, Sk] has first_row = n0 * Sq; one with columns [f0, f0 + Fp) of [S, F] has
+            first_column = f0.
+    """
+    rows = 1
+    for size in shape[1:-1]:
+        rows *= size
+    of_rows = row_keys(keys, first_row, rows)[:, :, None]  # [B, rows, 1]
+    column = torch.arange(first_column, first_column + shape[-1], device=keys.device)
+    h = ((of_rows & _LOW) + column) & _LOW
+    h = ((h ^ (h >> 16)) * 0x21F0AAAD) & _LOW
+    h = h ^ _shift_right(of_rows, 32)
+    h = ((h ^ (h >> 15)) * 0x735A2D97) & _LOW
+    h = h ^ (h >> 15)
+    return (h >= dropout_threshold(p)).reshape(shape)

@@ -1,0 +1,254 @@
+"""Matrix products. On an accelerator they are PyTorch's own; on a CPU, three things make them quicker.
+
+1. Large results lie in memory that earlier ones left (csrc/binding/pool.h). Memory fresh from the system is faulted in
+   when it is first written, which can take longer than the product itself: an attention's scores are large for the
+   arithmetic they take.
+2. Large fp32 products are oneDNN's on AMD's processors that have AVX-512, on which MKL, PyTorch's choice, runs AVX2
+   (Zen 4: 150 against 195 GFLOP/s on two cores).
+3. A linear layer of few rows, as in a decoding step, takes as long as reading the weight once. BLAS is tuned for many
+   rows; our kernel reads the weight as it lies, once for all rows. Every sum is taken in fp32 (fp64 for fp64) in an
+   order that depends neither on the number of rows nor on the number of threads, and rounded once. The kernel has no
+   gradient formula and runs in inference mode only.
+
+The reference of each function is the PyTorch function in its docstring.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.autograd import Function, forward_ad
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from . import library
+from .library import (
+    POOLED,
+    can_bypass_dispatcher,
+    choose_variant,
+    empty_pooled,
+    flop_counters,
+    in_inference_mode,
+    needs_gradient,
+)
+
+MIN_ONEDNN_SIZE = 1 << 27  # multiplications; for fewer, preparing oneDNN for a new size takes what it saves
+# Rows of a linear layer. With more, BLAS is as fast or faster; in 16 bits it has instructions that are not used here.
+MAX_GEMV_ROWS = {torch.float32: 32, torch.float64: 8, torch.bfloat16: 8, torch.float16: 8}
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b`: a [..., M, K], b [..., K, N], with equal leading dimensions. Differentiable once where it is large."""
+    if not a.is_cpu:
+        return a @ b
+    if not needs_gradient(a, b):
+        return _cpu_matmul(a, b)
+    largest = max(_elements(a, b.shape[-1]), a.numel(), b.numel())
+    return _MatMul.apply(a, b) if fits_pool(largest, a, b) else a @ b
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear(x, weight, bias)`: x [..., C], weight [F, C], bias [F]; returns [..., F] in x's dtype.
+
+    Differentiable once where it is large.
+    """
+    if not x.is_cpu:
+        return F.linear(x, weight, bias)
+    if _suits_gemv(x, weight, bias):
+        return _gemv(x, weight, bias)
+    if not needs_gradient(x, weight, bias):
+        return _cpu_linear(x, weight, bias)
+    largest = max(_elements(x, weight.shape[0]), x.numel(), weight.numel())
+    pooled = _is_one_product(x, bias) and fits_pool(largest, x, weight, bias)
+    return _Linear.apply(x, weight, bias) if pooled else F.linear(x, weight, bias)
+
+
+def addmm(bias: Tensor | None, x: Tensor, weight_t: Tensor) -> Tensor:
+    """`bias + x @ weight_t` outside autograd: bias [F] or None, x [..., C], weight_t [C, F].
+
+    As `linear`, but never by the kernel for few rows, so the bits do not depend on inference mode.
+    """
+    return _cpu_linear(x, weight_t.t(), bias) if x.is_cpu else F.linear(x, weight_t.t(), bias)
+
+
+class _MatMul(Function):
+    @staticmethod
+    def forward(ctx, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return _cpu_matmul(a, b)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor):
+        (grad,), (a, b) = grads, ctx.saved_tensors
+        needs_a, needs_b = ctx.needs_input_grad
+        grad_b = None
+        if needs_b:  # in the layout of b
+            grad_b = _cpu_matmul(grad.mT, a).mT if b.stride(-2) == 1 else _cpu_matmul(a.mT, grad)
+        return _cpu_matmul(grad, b.mT) if needs_a else None, grad_b
+
+
+class _Linear(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _cpu_linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor):
+        grad, (x, weight) = grads[0].flatten(0, -2), ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        return (
+            _cpu_matmul(grad, weight).view(x.shape) if needs_x else None,
+            _cpu_matmul(grad.t(), x.flatten(0, -2)) if needs_weight else None,
+            grad.sum(0) if needs_bias else None,
+        )
+
+
+# The pool.
+
+
+def fits_pool(elements: int, first: Tensor, *others: Tensor | None) -> bool:
+    """Whether a result of so many elements, computed from these tensors, is to lie in the pool's memory: it is large,
+    real, dense and on a CPU, and nothing traces, transforms, differentiates forwards or casts the computation."""
+    return (
+        first.is_cpu
+        and first.is_floating_point()
+        and elements * first.itemsize >= POOLED
+        and all(other is None or other.dtype == first.dtype for other in others)
+        and all(tensor is None or tensor.layout is torch.strided for tensor in (first, *others))
+        and forward_ad._current_level < 0
+        and not torch.is_autocast_enabled("cpu")
+        and can_bypass_dispatcher(first, *others)
+    )
+
+
+def _cpu_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b outside autograd."""
+    if not fits_pool(_elements(a, b.shape[-1]), a, b):
+        return a @ b
+    if a.dim() == 2 and _suits_onednn(a, b.t(), None):
+        return _onednn_linear(a, b.t(), None)
+    size = (*a.shape[:-1], b.shape[-1])
+    if a.dim() > 2 and a.itemsize < 4:  # in 16 bits a copy is quicker than several products
+        result = empty_pooled(a, *size)
+        torch.bmm(_matrices(a), _matrices(b), out=result.flatten(0, -3))
+    else:
+        result = _empty_laid_out_as(b, a, *size)
+        _write_matmul(a, b, result)
+    return result
+
+
+def _cpu_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` outside autograd."""
+    if not (_is_one_product(x, bias) and fits_pool(_elements(x, weight.shape[0]), x, weight, bias)):
+        return F.linear(x, weight, bias)
+    if _suits_onednn(x, weight, bias):
+        return _onednn_linear(x, weight, bias)
+    result = empty_pooled(x, *x.shape[:-1], weight.shape[0])
+    rows, out = x.flatten(0, -2), result.flatten(0, -2)
+    if bias is None:
+        torch.mm(rows, weight.t(), out=out)
+    else:
+        torch.addmm(bias, rows, weight.t(), out=out)
+    return result
+
+
+def _is_one_product(x: Tensor, bias: Tensor | None) -> bool:
+    """Whether `F.linear` adds the bias before it rounds, as `addmm` does."""
+    return x.dim() > 1 and (bias is None or x.is_contiguous())
+
+
+def _elements(rows: Tensor, columns: int) -> int:
+    return rows.shape[:-1].numel() * columns
+
+
+def _empty_laid_out_as(b: Tensor, like: Tensor, *size: int) -> Tensor:
+    """Empty [B, N, M, K]; each row's N lie side by side if those of b do, as heads do in a layer's features."""
+    if len(size) == 4 and b.stride(-1) == 1 and b.stride(1) < b.stride(2):
+        return empty_pooled(like, size[0], size[2], size[1], size[3]).transpose(1, 2)
+    return empty_pooled(like, *size)
+
+
+def _write_matmul(a: Tensor, b: Tensor, result: Tensor) -> None:
+    if result.dim() == 2:
+        torch.mm(a, b, out=result)
+    elif result.dim() == 3:
+        torch.bmm(a, b, out=result)
+    elif all(tensor.stride(0) == tensor.shape[1] * tensor.stride(1) for tensor in (a, b, result)):
+        _write_matmul(a.flatten(0, 1), b.flatten(0, 1), result.flatten(0, 1))
+    else:  # no one stride leads from matrix to matrix; copies that have one take up to half as long as the product
+        for parts in zip(a, b, result, strict=True):
+            _write_matmul(*parts)
+
+
+def _matrices(tensor: Tensor) -> Tensor:
+    """[..., M, N] -> [B, M, N]; a transposed view stays one, where `reshape` would transpose in memory."""
+    return tensor.mT.flatten(0, -3).mT if tensor.stride(-2) == 1 else tensor.flatten(0, -3)
+
+
+# oneDNN.
+
+
+@functools.cache
+def onednn_is_quicker() -> bool:
+    """Whether oneDNN is there, and quicker than MKL on this processor."""
+    return library.is_amd_with_avx512() and torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
+
+
+def _suits_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether oneDNN is to calculate `F.linear` of these. It reads a bias as if it were dense, and knows no matrix
+    whose rows overlap."""
+    return (
+        x.numel() * weight.shape[0] >= MIN_ONEDNN_SIZE
+        and x.dtype == torch.float32
+        and x.is_contiguous()
+        and (_has_dense_rows(weight) or _has_dense_rows(weight.t()))
+        and (bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()))
+        and onednn_is_quicker()
+    )
+
+
+def _has_dense_rows(matrix: Tensor) -> bool:
+    return matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1]
+
+
+def _onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` outside autograd; the weight may be a transposed view."""
+    for counter in flop_counters():
+        counter.flop_registry.setdefault(torch.ops.mkldnn._linear_pointwise, _linear_flops)
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def _linear_flops(x: Tensor, weight: Tensor, *_: object, **__: object) -> int:
+    return 2 * x.numel() * weight.shape[0]
+
+
+# Few rows.
+
+
+def _gemv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    library.call_compiled("linear", x.contiguous(), weight, bias, y)
+    return y
+
+
+def _suits_gemv(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the kernel for few rows can, and should, calculate this."""
+    columns = x.shape[-1] if x.dim() else 0
+    return (
+        in_inference_mode()
+        and x.is_cpu
+        and 0 < x.numel() <= MAX_GEMV_ROWS.get(x.dtype, 0) * columns
+        and weight.dim() == 2
+        and weight.shape[1] == columns
+        and weight.is_contiguous()
+        and x.dtype == weight.dtype
+        and (bias is None or (bias.dtype == x.dtype and bias.shape == weight.shape[:1] and bias.is_contiguous()))
+        and can_bypass_dispatcher(x, weight, bias)
+        and not torch.is_autocast_enabled("cpu")
+        and choose_variant("cpu") == "cpp"
+    )

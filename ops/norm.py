@@ -1,0 +1,230 @@
+"""LayerNorm and RMSNorm, optionally fused with the residual addition before them.
+
+    h = x + residual (rounded to x's dtype)
+    LayerNorm (Ba, Kiros and Hinton 2016):  y = (h - mean) / sqrt(var + eps) * weight + bias
+    RMSNorm (Zhang and Sennrich 2019):      y = weight * round(h / sqrt(mean(h^2) + eps))
+
+Calculated in fp32 (fp64 for fp64 input). LayerNorm is rounded once, as torch's. RMSNorm rounds the normalized value to
+x's dtype before it multiplies by the weight: the order of Hugging Face's T5 and Llama.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .library import Op, compute_dtype, contiguous, empty_placeholder, empty_pooled, same_dtype
+
+
+def layer_norm_reference(x, residual, weight, bias, eps):
+    """The naive definition: (y, h or a placeholder, mean, 1 / standard deviation)."""
+    h = x if residual is None else x + residual
+    wide = h.to(compute_dtype(x))
+    mean = wide.mean(-1, keepdim=True)
+    rstd = torch.rsqrt((wide - mean).square().mean(-1, keepdim=True) + eps)
+    y = (wide - mean) * rstd * weight.to(wide.dtype)
+    if bias is not None:
+        y = y + bias.to(wide.dtype)
+    summed = empty_placeholder(x) if residual is None else h
+    return y.to(x.dtype), summed, mean.flatten(), rstd.flatten()
+
+
+def layer_norm_backward_reference(grad, grad_summed, h, weight, mean, rstd, has_bias):
+    """Gradients of h (which are those of x and of the residual), weight and bias; the last two are not rounded to a
+    16-bit dtype, because ranks may still have to add theirs."""
+    dtype = compute_dtype(h)
+    rows = h.shape[:-1]
+    wide, dy = h.to(dtype), grad.to(dtype)
+    scale = rstd.reshape(*rows, 1)
+    normalized = (wide - mean.reshape(*rows, 1)) * scale
+    weighted = dy * weight.to(dtype)
+    grad_x = weighted - weighted.mean(-1, keepdim=True)
+    grad_x = scale * (grad_x - normalized * (weighted * normalized).mean(-1, keepdim=True))
+    if grad_summed is not None:
+        grad_x = grad_x + grad_summed.to(dtype)
+    grad_weight = (dy * normalized).flatten(0, -2).sum(0)
+    grad_bias = dy.flatten(0, -2).sum(0) if has_bias else empty_placeholder(weight)
+    return grad_x.to(h.dtype), grad_weight, grad_bias
+
+
+def _layer_norm_allocate(x, residual, weight, bias, eps):
+    y = empty_pooled(x)
+    summed = empty_placeholder(x) if residual is None else empty_pooled(x)
+    rows = x.shape[:-1].numel()
+    mean, rstd = (x.new_empty(rows, dtype=compute_dtype(x)) for _ in range(2))
+    return y, summed, mean, rstd
+
+
+def _layer_norm_allocate_backward(grad, grad_summed, h, weight, mean, rstd, has_bias):
+    grad_x = empty_pooled(h)
+    grad_weight, grad_bias = (weight.new_empty(weight.shape, dtype=compute_dtype(h)) for _ in range(2))
+    return grad_x, grad_weight, grad_bias if has_bias else empty_placeholder(weight)
+
+
+def _layer_norm_prepare(x, residual, weight, bias, eps):
+    return same_dtype(x, residual, weight, bias) or (*contiguous(x, residual, weight, bias), eps)
+
+
+def _layer_norm_prepare_backward(grad, grad_summed, h, weight, mean, rstd, has_bias):
+    tensors = (grad, grad_summed, h, weight)
+    return same_dtype(*tensors) or (*contiguous(*tensors), mean, rstd, has_bias)
+
+
+layer_norm_op = Op(
+    "layer_norm",
+    "Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps",
+    ("y", "summed", "mean", "rstd"),
+    allocate=_layer_norm_allocate,
+    reference=layer_norm_reference,
+    prepare=_layer_norm_prepare,
+)
+layer_norm_backward_op = Op(
+    "layer_norm_backward",
+    "Tensor grad, Tensor? grad_summed, Tensor h, Tensor weight, Tensor mean, Tensor rstd, bool has_bias",
+    ("grad_x", "grad_weight", "grad_bias"),
+    allocate=_layer_norm_allocate_backward,
+    reference=layer_norm_backward_reference,
+    prepare=_layer_norm_prepare_backward,
+)
+
+
+def _layer_norm_setup_context(ctx, inputs, output):
+    x, residual, weight, bias, _ = inputs
+    _, summed, mean, rstd = output
+    ctx.has_residual, ctx.has_bias = residual is not None, bias is not None
+    ctx.mark_non_differentiable(mean, rstd)
+    ctx.set_materialize_grads(False)  # the sum may have no gradient of its own
+    ctx.save_for_backward(x if residual is None else summed, weight, mean, rstd)
+
+
+def _layer_norm_backward(ctx, grad, grad_summed, grad_mean, grad_rstd):
+    h, weight, mean, rstd = ctx.saved_tensors
+    grad = torch.zeros_like(h) if grad is None else grad
+    grad_x, grad_weight, grad_bias = layer_norm_backward_op(
+        grad, grad_summed if ctx.has_residual else None, h, weight, mean, rstd, ctx.has_bias
+    )
+    return (
+        grad_x,
+        grad_x if ctx.has_residual else None,
+        grad_weight.to(weight.dtype),
+        grad_bias.to(weight.dtype) if ctx.has_bias else None,
+        None,
+    )
+
+
+layer_norm_op.autograd(_layer_norm_setup_context, _layer_norm_backward)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """LayerNorm of x [..., H] over its last dimension; weight and bias [H]. Returns x's shape and dtype."""
+    if x.shape[-1:] != weight.shape:
+        raise _mismatch(x, weight)
+    return layer_norm_op(x, None, weight, bias, eps)[0]
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(LayerNorm of h, h) with h = x + residual, in one pass over memory. Shapes as in `layer_norm`."""
+    if x.shape[-1:] != weight.shape or residual.shape != x.shape:
+        raise _mismatch(x, weight, residual)
+    y, summed, _, _ = layer_norm_op(x, residual, weight, bias, eps)
+    return y, summed
+
+
+def rms_norm_reference(x, residual, weight, eps):
+    """The naive definition: (y, h or a placeholder, 1 / root mean square)."""
+    h = x if residual is None else x + residual
+    wide = h.to(compute_dtype(x))
+    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    y = weight * (wide * rstd).to(x.dtype)
+    return y.to(x.dtype), empty_placeholder(x) if residual is None else h, rstd.flatten()
+
+
+def rms_norm_backward_reference(grad, grad_summed, h, weight, rstd):
+    """Gradients of h (which are those of x and of the residual) and weight; the last is unrounded, as in LayerNorm."""
+    dtype = compute_dtype(h)
+    wide, dy = h.to(dtype), grad.to(dtype)
+    scale = rstd.reshape(*h.shape[:-1], 1)
+    normalized = wide * scale
+    weighted = dy * weight.to(dtype)
+    grad_x = scale * (weighted - normalized * (weighted * normalized).mean(-1, keepdim=True))
+    if grad_summed is not None:
+        grad_x = grad_x + grad_summed.to(dtype)
+    return grad_x.to(h.dtype), (dy * normalized).flatten(0, -2).sum(0)
+
+
+def _rms_norm_allocate(x, residual, weight, eps):
+    y = empty_pooled(x)
+    summed = empty_placeholder(x) if residual is None else empty_pooled(x)
+    return y, summed, x.new_empty(x.shape[:-1].numel(), dtype=compute_dtype(x))
+
+
+def _rms_norm_allocate_backward(grad, grad_summed, h, weight, rstd):
+    return empty_pooled(h), weight.new_empty(weight.shape, dtype=compute_dtype(h))
+
+
+def _rms_norm_prepare(x, residual, weight, eps):
+    return same_dtype(x, residual, weight) or (*contiguous(x, residual, weight), eps)
+
+
+def _rms_norm_prepare_backward(grad, grad_summed, h, weight, rstd):
+    return same_dtype(grad, grad_summed, h, weight) or (*contiguous(grad, grad_summed, h, weight), rstd)
+
+
+rms_norm_op = Op(
+    "rms_norm",
+    "Tensor x, Tensor? residual, Tensor weight, float eps",
+    ("y", "summed", "rstd"),
+    allocate=_rms_norm_allocate,
+    reference=rms_norm_reference,
+    prepare=_rms_norm_prepare,
+)
+rms_norm_backward_op = Op(
+    "rms_norm_backward",
+    "Tensor grad, Tensor? grad_summed, Tensor h, Tensor weight, Tensor rstd",
+    ("grad_x", "grad_weight"),
+    allocate=_rms_norm_allocate_backward,
+    reference=rms_norm_backward_reference,
+    prepare=_rms_norm_prepare_backward,
+)
+
+
+def _rms_norm_setup_context(ctx, inputs, output):
+    x, residual, weight, _ = inputs
+    _, summed, rstd = output
+    ctx.has_residual = residual is not None
+    ctx.mark_non_differentiable(rstd)
+    ctx.set_materialize_grads(False)  # the sum may have no gradient of its own
+    ctx.save_for_backward(x if residual is None else summed, weight, rstd)
+
+
+def _rms_norm_backward(ctx, grad, grad_summed, grad_rstd):
+    h, weight, rstd = ctx.saved_tensors
+    grad = torch.zeros_like(h) if grad is None else grad
+    grad_x, grad_weight = rms_norm_backward_op(grad, grad_summed if ctx.has_residual else None, h, weight, rstd)
+    return grad_x, grad_x if ctx.has_residual else None, grad_weight.to(weight.dtype), None
+
+
+rms_norm_op.autograd(_rms_norm_setup_context, _rms_norm_backward)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of x [..., H] over its last dimension; weight [H]. Returns x's shape and dtype."""
+    if x.shape[-1:] != weight.shape:
+        raise _mismatch(x, weight)
+    return rms_norm_op(x, None, weight, eps)[0]
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(RMSNorm of h, h) with h = x + residual, in one pass over memory. Shapes as in `rms_norm`."""
+    if x.shape[-1:] != weight.shape or residual.shape != x.shape:
+        raise _mismatch(x, weight, residual)
+    y, summed, _ = rms_norm_op(x, residual, weight, eps)
+    return y, summed
+
+
+def _mismatch(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> ValueError:
+    if residual is not None and residual.shape != x.shape:
+        return ValueError(f"x {tuple(x.shape)} and residual {tuple(residual.shape)} must have the same shape")
+    return ValueError(f"a norm of x {tuple(x.shape)} needs a weight of its last dimension, got {tuple(weight.shape)}")

@@ -1,0 +1,322 @@
+"""Matrix products and ReLUs on a CPU: PyTorch's results, and PyTorch's own way wherever somebody watches."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shardzoo import ops
+from shardzoo.ops import library, linear, matmul, relu
+from shardzoo.ops.library import POOLED
+
+MODULE = sys.modules[matmul.__module__]
+LARGE = 1 << 20  # elements
+
+
+@pytest.fixture
+def pooled(monkeypatch):
+    """The sizes of the results that were written into the pool's memory, oneDNN's being none of them."""
+    monkeypatch.setattr(MODULE, "onednn_is_quicker", lambda: False)
+    seen, empty_pooled = [], MODULE.empty_pooled
+
+    def remember(like, *size):
+        seen.append(size)
+        return empty_pooled(like, *size)
+
+    monkeypatch.setattr(MODULE, "empty_pooled", remember)
+    return seen
+
+
+def heads(seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """[2, 3, 430, 24] as a view of features."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(2, 430, 3, 24, generator=g).to(dtype).transpose(1, 2)
+
+
+def results(function, *inputs):
+    """The output and the gradients of a sum with weights."""
+    leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
+    output = function(*leaves)
+    g = torch.Generator().manual_seed(9)
+    grads = torch.autograd.grad(
+        output, [x for x in leaves if x is not None], torch.randn(output.shape, generator=g).to(output.dtype)
+    )
+    return [output.detach(), *grads]
+
+
+def assert_same_bits(actual, expected):
+    for one, other in zip(actual, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+def test_attention_is_that_of_pytorch(dtype, pooled):
+    """Up to the order of sums: another layout in memory is another kernel."""
+    q, k, v = (heads(seed, dtype) for seed in range(3))
+    scores = results(lambda q, k: matmul(q, k.mT), q, k)
+    tolerance = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 430 * torch.finfo(dtype).eps}  # of sums of 430 terms
+    torch.testing.assert_close(scores, results(lambda q, k: q @ k.mT, q, k), **tolerance)
+    torch.testing.assert_close(results(matmul, scores[0], v), results(torch.matmul, scores[0], v), **tolerance)
+    large = (2, 3, 430, 430)
+    assert pooled == [large, large]  # the scores, and the gradient of the weights
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_linear_has_the_bits_of_pytorch(dtype, biased, pooled):
+    g = torch.Generator().manual_seed(4)
+    x, weight, bias = (torch.randn(*size, generator=g).to(dtype) for size in ((2, 900, 64), (1250, 64), (1250,)))
+    for rows in (x, x.transpose(0, 1), x[0]):
+        inputs = (rows, weight, bias if biased else None)
+        pooled.clear()
+        assert_same_bits(results(linear, *inputs), results(F.linear, *inputs))
+        large = rows.numel() // 64 * 1250 * dtype.itemsize >= POOLED and (rows.is_contiguous() or not biased)
+        assert pooled == ([(*rows.shape[:-1], 1250)] if large else [])
+    with torch.no_grad():
+        assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
+
+
+def test_relu_has_the_bits_of_pytorch(dtype):
+    x = torch.randn(3, LARGE, generator=torch.Generator().manual_seed(2)).to(dtype)
+    x[0, :3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    x[1, :5] = 0.0
+    for one, other in zip(results(relu, x), results(F.relu, x), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_only_the_gradients_that_are_wanted(pooled):
+    x, weight = torch.randn(2048, 512), torch.randn(1024, 512, requires_grad=True)
+    (grad,) = torch.autograd.grad(linear(x, weight, None).sum(), weight)
+    assert grad.shape == weight.shape
+    assert pooled == [(2048, 1024), (1024, 512)]  # the gradient of x is not there
+    a = torch.randn(4, 512, 512)
+    (grad,) = torch.autograd.grad(matmul(a.requires_grad_(), torch.randn(4, 512, 512)).sum(), a)
+    assert pooled[2:] == [(4, 512, 512)] * 2
+
+
+def test_heads_stay_where_they_are(pooled):
+    """Neither is attention's output, nor are the gradients of q, k and v, copied into a layout of their own."""
+    q, k, v = (torch.randn(2, 600, 8, 64).transpose(1, 2).requires_grad_() for _ in range(3))
+    output = matmul(matmul(q, k.mT), v)
+    for tensor in (output, *torch.autograd.grad(output, (q, k, v), torch.randn_like(output))):
+        assert tensor.stride() == q.stride()
+
+
+needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch is built without it")
+
+
+@needs_onednn
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("biased", [True, False])
+def test_onednn_is_exact_to_rounding(transposed, biased):
+    """Each sum of K products is within K roundings of the sum of their sizes (Higham 2002, section 3.1)."""
+    g = torch.Generator().manual_seed(4)
+    x, weight = torch.randn(2, 700, 600, generator=g), torch.randn(600, 600, generator=g)
+    weight = weight.t() if transposed else weight
+    inputs = (x, weight, torch.randn(600, generator=g) if biased else None)
+    exact = F.linear(*(None if tensor is None else tensor.double() for tensor in inputs))
+    sizes = F.linear(*(None if tensor is None else tensor.double().abs() for tensor in inputs))
+    error = (MODULE._onednn_linear(*inputs) - exact).abs()
+    assert (error <= (600 + biased) * torch.finfo(torch.float32).eps / 2 * sizes).all()
+
+
+@needs_onednn
+def test_onednn_does_large_products_of_fp32(monkeypatch):
+    shapes, onednn_linear = [], MODULE._onednn_linear
+    monkeypatch.setattr(MODULE, "onednn_is_quicker", lambda: True)
+    monkeypatch.setattr(
+        MODULE, "_onednn_linear", lambda x, *others: shapes.append(tuple(x.shape)) or onednn_linear(x, *others)
+    )
+    g = torch.Generator().manual_seed(4)
+    x, weight, bias = (torch.randn(*size, generator=g) for size in ((2, 1400, 96), (600, 96), (600,)))
+    for own, other in zip(results(linear, x, weight, bias), results(F.linear, x, weight, bias), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-3)  # of sums of up to 2800 terms
+    assert shapes == [(2, 1400, 96), (2800, 600)]  # the output and the gradient of x
+    for rows in (x[:, ::2], x.double(), x[:1, :900]):
+        linear(rows, weight.to(rows.dtype), None)
+    assert len(shapes) == 2
+
+
+@needs_onednn
+def test_onednn_gets_only_what_it_reads_rightly(monkeypatch):
+    """It takes a bias to be dense, and knows no matrix whose rows overlap."""
+    monkeypatch.setattr(MODULE, "onednn_is_quicker", lambda: True)
+    g = torch.Generator().manual_seed(4)
+    x, weight, values = (torch.randn(*size, generator=g) for size in ((256, 1024), (1024, 1024), (3 * 1024,)))
+    biases = (
+        values[::3],
+        values[:1].expand(1024),
+        values[0],
+        values[:1],
+        values[:1024].view(1, -1),
+        values[:256, None],
+    )
+    for bias in biases:
+        torch.testing.assert_close(linear(x, weight, bias), F.linear(x, weight, bias), rtol=1e-5, atol=1e-3)
+    overlapping = values.unfold(0, 1024, 2)
+    torch.testing.assert_close(linear(x, overlapping, None), F.linear(x, overlapping), rtol=1e-5, atol=1e-3)
+
+
+def test_gradients_of_complex_numbers_and_forward_ones():
+    g = torch.Generator().manual_seed(4)
+    x, weight = (torch.randn(*size, generator=g, dtype=torch.complex64) for size in ((512, 512), (512, 512)))
+    assert_same_bits(results(linear, x, weight, None), results(F.linear, x, weight, None))
+    assert_same_bits(results(matmul, x, weight), results(torch.matmul, x, weight))
+    x, weight, tangent = x.real.contiguous(), weight.real.contiguous(), weight.imag.contiguous()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, tangent)
+        found = torch.autograd.forward_ad.unpack_dual(linear(dual, weight, None)).tangent
+    assert torch.equal(found, F.linear(tangent, weight))
+
+
+def test_small_results_are_pytorchs(pooled):
+    x, weight = torch.randn(5, 7, requires_grad=True), torch.randn(3, 7)
+    assert type(linear(x, weight, None).grad_fn).__name__ != "_LinearBackward"
+    assert type(matmul(x, weight.t()).grad_fn).__name__ == "MmBackward0"
+    assert linear(x[0], weight, None).shape == (3,)
+    assert matmul(torch.zeros(2, 0, 5), torch.zeros(2, 5, 4)).shape == (2, 0, 4)
+    assert pooled == []
+
+
+def test_nobody_who_looks_is_passed_by(pooled):
+    """Autocast, function transforms, the compiler."""
+    x, weight = torch.randn(2048, 512), torch.randn(1024, 512)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(x, weight, None).dtype == torch.bfloat16
+    per_row = torch.vmap(linear, in_dims=(0, None, None))(x.view(2, 1024, 512), weight, None)
+    torch.testing.assert_close(per_row.flatten(0, 1), F.linear(x, weight))
+    tangents = torch.func.jvp(lambda x: linear(x, weight, None), (x,), (x,))
+    torch.testing.assert_close(*tangents)
+    compiled = torch.compile(lambda x: matmul(x, x.mT), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), x @ x.mT)
+    assert pooled == []
+
+
+@pytest.mark.parametrize("quicker", [False, pytest.param(True, marks=needs_onednn)])
+def test_counting_changes_no_bit(monkeypatch, quicker):
+    """The trainer counts a process's first step, which in a resumed run is one that was not counted before."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    monkeypatch.setattr(MODULE, "onednn_is_quicker", lambda: quicker)
+    q, k, v = (heads(seed, torch.float32) for seed in range(3))
+    x, weight = torch.randn(2048, 512), torch.randn(1024, 512)
+    calls = ((matmul, q, k.mT), (matmul, torch.rand(2, 3, 430, 430), v), (linear, x, weight, None))
+    for call in calls:
+        expected = results(*call)
+        with FlopCounterMode(display=False) as counter:
+            counted = results(*call)
+        assert_same_bits(counted, expected)
+        a, b = call[1:3]
+        columns = b.shape[0] if call[0] is linear else b.shape[-1]
+        assert counter.get_total_flops() == 3 * 2 * a.numel() * columns
+
+
+@pytest.mark.skipif(library.load_error() is not None, reason="the pool is a compiled part")
+def test_memory_is_used_again(pooled):
+    x, weight = torch.randn(1024, 64, requires_grad=True), torch.randn(2048, 64)
+    first = ops.linear(x, weight)
+    place, kept = first.data_ptr(), first.detach().clone()
+    del first
+    second = ops.linear(x, weight)
+    assert second.data_ptr() == place
+    third = ops.linear(x, weight)
+    assert third.data_ptr() != place
+    assert torch.equal(second, kept)
+
+
+needs_kernels = pytest.mark.skipif(library.unavailable("cpp", "cpu") is not None, reason="no compiled kernels")
+ROUNDING = {torch.float32: 2**-24, torch.float64: 2**-53, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The shapes of the products that the kernel does."""
+    seen, call = [], library.call_compiled
+
+    def remember(name, x, *arguments):
+        seen.append(tuple(x.shape))
+        return call(name, x, *arguments)
+
+    monkeypatch.setattr(library, "call_compiled", remember)
+    return seen
+
+
+def operands(shape, features, dtype=torch.float32):
+    """x of a shape [..., C], weight and bias."""
+    g = torch.Generator().manual_seed(features)
+    sizes = (shape, (features, shape[-1]), (features,))
+    return [torch.randn(*size, generator=g, dtype=torch.float64).to(dtype) for size in sizes]
+
+
+@needs_kernels
+@pytest.mark.parametrize("columns", [1, 7, 16, 37, 130])
+def test_few_rows_match_fp64(columns, dtype, calls):
+    expected_calls = 0
+    for rows in (1, 2, 3, 4, 5, 7, 8):
+        for features in (1, 3, 8, 29):
+            x, weight, bias = operands((rows, 1, columns), features, dtype)
+            for added in (bias, None):
+                with torch.inference_mode():
+                    y = ops.linear(x, weight, added)
+                expected_calls += 1
+                wanted = F.linear(x.double(), weight.double(), None if added is None else added.double())
+                terms = F.linear(x.double().abs(), weight.double().abs(), bias.double().abs())
+                wide = ROUNDING[dtype] if dtype == torch.float64 else ROUNDING[torch.float32]
+                allowed = ROUNDING[dtype] * wanted.abs() + 16 * wide * terms
+                assert y.dtype == dtype
+                assert ((y.double() - wanted).abs() <= allowed).all(), (rows, features)
+    assert len(calls) == expected_calls
+
+
+@needs_kernels
+def test_a_row_depends_on_nothing_else(calls):
+    x, weight, bias = operands((32, 200), 75)
+    threads = torch.get_num_threads()
+    with torch.inference_mode():
+        together = ops.linear(x, weight, bias)
+        try:
+            torch.set_num_threads(1)
+            alone = torch.cat([ops.linear(row[None], weight, bias) for row in x])
+        finally:
+            torch.set_num_threads(threads)
+        strided = ops.linear(x.t().contiguous().t(), weight, bias)
+    assert torch.equal(together, alone)
+    assert torch.equal(together, strided)
+    assert len(calls) == 34
+
+
+@needs_kernels
+def test_non_finite_numbers_stay_in_their_rows():
+    x, weight, _ = operands((3, 21), 6)
+    x[1, 20], weight[4, 2] = float("nan"), float("inf")
+    with torch.inference_mode():
+        y = ops.linear(x, weight)
+    assert y[1].isnan().all()
+    assert torch.equal(y[[0, 2]].isfinite().all(0), torch.arange(6) != 4)
+
+
+@needs_kernels
+def test_the_kernel_for_few_rows_gives_way(calls):
+    x, weight, bias = operands((3, 16), 8)
+    many = operands((40, 16), 8)[0]
+    with torch.no_grad():
+        ops.linear(x, weight, bias)  # a pass that may be recomputed with gradients
+    with torch.inference_mode():
+        assert torch.equal(ops.linear(many, weight, bias), F.linear(many, weight, bias))
+        transposed = weight.t().contiguous().t()
+        assert torch.equal(ops.linear(x, transposed), F.linear(x, transposed))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert ops.linear(x, weight, bias).dtype == torch.bfloat16
+        with ops.kernels("reference"):
+            assert torch.equal(ops.linear(x, weight, bias), F.linear(x, weight, bias))
+        assert ops.linear(x[:0], weight).shape == (0, 8)
+        with pytest.raises(RuntimeError):
+            ops.linear(x, weight[:, :5].contiguous())
+        with pytest.raises(RuntimeError):
+            ops.linear(x.bfloat16(), weight)
+    assert calls == []
+    leaf = weight.requires_grad_()
+    ops.linear(x, leaf).sum().backward()
+    torch.testing.assert_close(leaf.grad, x.sum(0).expand(8, -1))
