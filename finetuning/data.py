@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..data import BlockDataset, PadBatch, PromptDataset, Seq2SeqDataset, iter_documents, load_pairs
 from ..data.tokenizers.tokenizer import TransformersTokenizer
-from ..models.common.head_loss import IGNORED
+from ..models.common.language_model import IGNORED
 from .arguments import FinetuningArguments
 from .loading import ModelSource
 from .tasks import Labels, label_names, stored_labels

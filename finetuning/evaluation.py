@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..models.common.head_loss import IGNORED
+from ..models.common.language_model import IGNORED
 from ..mpu import ParallelMesh
 from ..trainer.evaluation import Metric
 from ..trainer.trainer import Trainer
