@@ -11,11 +11,9 @@ import sys
 import pytest
 import torch
 import transformers
-from parity import randomize
+from tiny_models import PRETRAINED, save_glm, save_model, tokenizer_like
 
-import shardzoo
 from shardzoo.cli import main as cli
-from shardzoo.data import glm_tokenizer, load_tokenizer, train_byte_level_bpe
 from shardzoo.generation import TextGenerationPipeline
 
 TEXTS = ["the cat sat", "a dog", "where are the two birds that flew", "x"]
@@ -23,31 +21,11 @@ TEXTS = ["the cat sat", "a dog", "where are the two birds that flew", "x"]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A GPT-2, a T5, a BERT and a GLM, all with one small tokenizer."""
-    made, sizes, heads = {}, {"vocab_size": 300}, {"num_heads": 4}
-    gpt2 = transformers.GPT2Config(
-        n_embd=16, n_head=4, n_layer=1, n_positions=64, bos_token_id=0, eos_token_id=0, **sizes
-    )
-    t5 = transformers.T5Config(d_model=16, d_kv=4, d_ff=20, num_layers=1, decoder_start_token_id=0, **sizes, **heads)
-    bert = transformers.BertConfig(
-        hidden_size=16, num_attention_heads=4, num_hidden_layers=1, intermediate_size=20, **sizes
-    )
-    for family, model_class, config in (
-        ("gpt2", transformers.GPT2LMHeadModel, gpt2),
-        ("t5", transformers.T5ForConditionalGeneration, t5),
-        ("bert", transformers.BertForMaskedLM, bert),
-    ):
-        folder = tmp_path_factory.mktemp(family)
-        train_byte_level_bpe(TEXTS * 9, 290, folder)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        if family == "bert":
-            tokenizer.add_special_tokens({"mask_token": "[MASK]"})
-            tokenizer.save_pretrained(folder)
-        model = model_class(config).eval()
-        randomize(model, 0)
-        model.save_pretrained(folder)
-        made[family] = folder
-    return made
+    """A GPT-2, a T5 and a BERT."""
+    return {
+        family: save_model(tmp_path_factory.mktemp(family), architecture, family, seed=1)
+        for family, architecture in {**PRETRAINED, "bert": "BertForMaskedLM"}.items()
+    }
 
 
 def run(arguments: list[str], capsys) -> list[dict]:
@@ -132,22 +110,8 @@ def test_masks(folders, capsys):
 
 
 def test_blanks_of_a_glm(folders, tmp_path, run_mesh):
-    folder = tmp_path
-    train_byte_level_bpe(TEXTS * 9, 290, folder)
-    tokenizer = load_tokenizer(folder)
-    tokens = glm_tokenizer(tokenizer, "gpt2")
-    sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 4, "max_sequence_length": 64}
-    model = shardzoo.from_config({"model_type": "glm", "vocab_size": tokens.vocab_size, **sizes})
-    randomize(model, 0)
-    from safetensors.torch import save_file
-
-    from shardzoo.models.glm.hf import NAME_MAP
-
-    entries = NAME_MAP.resolve([name for name, _ in model.named_parameters()])
-    stored = {e.stored_names()[0]: p.detach() for e, p in zip(entries, model.parameters(), strict=True)}
-    stored["word_embeddings.weight"] = stored["word_embeddings.weight"][: tokens.vocab_size].clone()
-    save_file(stored, folder / "model.safetensors")
-    model.config.save(folder)
+    tokenizer_like("gpt2").save_pretrained(tmp_path)
+    folder = save_glm(tmp_path, "gpt2")
     texts = ["the [MASK] sat on [sMASK] x", "a dog"]
 
     def fill(mesh):

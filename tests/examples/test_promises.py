@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from training import Pairs, losses, native_t5, on_ranks, peak_of, run_training, tiny_t5
+from memory import peak_of
+from training import Pairs, losses, native_t5, on_ranks, run_training, tiny_t5
 
 MIB = 1 << 20
 ADAFACTOR = {"optimizer": "adafactor", "lr": 1e-4, "lr_schedule": "constant", "weight_decay": 0.0, "clip_grad": 0.0}

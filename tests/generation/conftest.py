@@ -4,32 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-import transformers
 from parity import randomize
+from tiny_models import hf_model
 
 VOCABULARY = 261  # with 64-aligned shares, the last of four ranks has no token at all and the third a few
 
-CONFIGS = {
-    "gpt2": transformers.GPT2Config(
-        n_embd=32, n_head=4, n_layer=2, vocab_size=VOCABULARY, n_positions=48,
-        bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    ),
-    "t5": transformers.T5Config(
-        d_model=24, d_kv=6, d_ff=32, num_layers=2, num_heads=4, vocab_size=VOCABULARY, decoder_start_token_id=0
-    ),
-    "t5 v1.1": transformers.T5Config(
-        d_model=24, d_kv=6, d_ff=32, num_layers=3, num_decoder_layers=2, num_heads=4, vocab_size=VOCABULARY,
-        decoder_start_token_id=0, feed_forward_proj="gated-gelu", tie_word_embeddings=False,
-    ),
-    "mt5": transformers.MT5Config(
-        d_model=24, d_kv=8, d_ff=40, num_layers=2, num_heads=4, vocab_size=VOCABULARY, decoder_start_token_id=0
-    ),
-}  # fmt: skip
-CLASSES = {
-    "gpt2": transformers.GPT2LMHeadModel,
-    "t5": transformers.T5ForConditionalGeneration,
-    "t5 v1.1": transformers.T5ForConditionalGeneration,
-    "mt5": transformers.MT5ForConditionalGeneration,
+T5 = {"vocab_size": VOCABULARY, "layers": 2, "d_model": 24, "d_kv": 6, "d_ff": 32}
+V1_1 = {"num_layers": 3, "num_decoder_layers": 2, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+GPT2 = {"vocab_size": VOCABULARY, "n_positions": 48, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+MODELS = {
+    "gpt2": ("GPT2LMHeadModel", GPT2),
+    "t5": ("T5ForConditionalGeneration", T5),
+    "t5 v1.1": ("T5ForConditionalGeneration", {**T5, **V1_1}),
+    "mt5": ("MT5ForConditionalGeneration", {**T5, "d_kv": 8, "d_ff": 40}),
 }
 
 
@@ -40,7 +27,8 @@ def saved(tmp_path_factory):
 
     def get(family: str):
         if family not in made:
-            model = CLASSES[family](CONFIGS[family]).eval()
+            architecture, sizes = MODELS[family]
+            model = hf_model(architecture, **sizes).eval()
             randomize(model, 0)
             folder = tmp_path_factory.mktemp("model")
             model.save_pretrained(folder)

@@ -35,6 +35,14 @@ _DROPOUTS = {
     "t5": ("dropout_rate",),
     "mt5": ("dropout_rate",),
 }
+_DEPTHS = {
+    "gpt2": ("n_layer",),
+    "bert": ("num_hidden_layers",),
+    "roberta": ("num_hidden_layers",),
+    "glm": ("num_layers",),
+    "t5": ("num_layers", "num_decoder_layers"),
+    "mt5": ("num_layers", "num_decoder_layers"),
+}
 _SPECIAL_TOKENS = {
     "gpt2": {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"},
     "bert": {
@@ -44,10 +52,16 @@ _SPECIAL_TOKENS = {
 }  # fmt: skip
 
 
-def tiny(family: str, dropout: float | None = None, **changes: Any) -> dict[str, Any]:
-    """The keys of a `config.json`. dropout: of every kind; None leaves the family's defaults."""
+def tiny(
+    family: str, dropout: float | None = None, *, layers: int | None = None, vocab_size: int = 97, **changes: Any
+) -> dict[str, Any]:
+    """The keys of a `config.json`.
+
+    dropout: of every kind; None leaves the family's defaults. layers: of each stack. changes: other keys.
+    """
     rates = {} if dropout is None else dict.fromkeys(_DROPOUTS[family], dropout)
-    return {"model_type": family, "vocab_size": 97, **TINY[family], **rates, **changes}
+    depths = {} if layers is None else dict.fromkeys(_DEPTHS[family], layers)
+    return {"model_type": family, "vocab_size": vocab_size, **TINY[family], **rates, **depths, **changes}
 
 
 def hf_model(architecture: str, dropout: float | None = None, **changes: Any) -> Any:
@@ -92,11 +106,17 @@ def tokenizer_like(family: str) -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **names)
 
 
-def save_model(folder: Path, architecture: str, tokenizer: str, **changes: Any) -> Path:
-    """Writes `hf_model` without dropout, and a tokenizer like that family's, as transformers does."""
+def save_model(folder: Path, architecture: str, tokenizer: str, *, seed: int | None = None, **changes: Any) -> Path:
+    """Writes `hf_model` without dropout, and a tokenizer like that family's, as transformers does.
+
+    seed: of large weights, with which every token of a text matters; None leaves transformers' initial ones.
+    """
     entries = tokenizer_like(tokenizer)
     entries.save_pretrained(folder)
-    hf_model(architecture, 0.0, vocab_size=len(entries), **changes).save_pretrained(folder)
+    model = hf_model(architecture, 0.0, vocab_size=len(entries), **changes)
+    if seed is not None:
+        randomize(model, seed)
+    model.save_pretrained(folder)
     return folder
 
 
@@ -106,7 +126,7 @@ def save_glm(folder: Path, vocabulary: str, **changes: Any) -> Path:
 
     from shardzoo.data import glm_tokenizer, load_tokenizer
     from shardzoo.models import from_config
-    from shardzoo.models.glm import NAME_MAP
+    from shardzoo.models.glm.hf import NAME_MAP
 
     tokens = glm_tokenizer(load_tokenizer(folder), vocabulary)
     model = from_config(tiny("glm", vocab_size=tokens.vocab_size, **changes))

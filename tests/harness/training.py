@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_models import hf_model, tiny
 
 
 class Pairs:
@@ -40,24 +40,19 @@ class Stream:
         return (self.samples[i] for i in range(len(self.samples)))
 
 
-TINY_T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+SIZES: dict[str, Any] = {"vocab_size": 64, "d_ff": 64, "layers": 2}
 
 
 def tiny_t5(dropout: float = 0.0) -> Any:
     """transformers' T5 with random weights, the same at each call."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(dropout_rate=dropout, decoder_start_token_id=0, **TINY_T5)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return T5ForConditionalGeneration(config).train()
+    return hf_model("T5ForConditionalGeneration", dropout, **SIZES).train()
 
 
 def native_t5(mesh: Any, **sizes: int) -> Any:
     """The zoo's, with T5's dropout of 0.1."""
     from shardzoo.models import from_config
 
-    return from_config({"model_type": "t5", "decoder_start_token_id": 0, **TINY_T5, **sizes}, mesh).train()
+    return from_config(tiny("t5", **{**SIZES, **sizes}), mesh).train()
 
 
 def run_training(
@@ -116,19 +111,3 @@ def on_ranks(
 ) -> list[Any]:
     """`run_training` on every rank of a mesh, by rank."""
     return run_mesh(tp, partial(run_training, folder=folder, **settings), data=data_ranks, isolated=isolated)
-
-
-def peak_of(work: Any) -> int:
-    """Bytes that torch's profiler sees the allocator give out, at most, on top of what is there before.
-
-    The pool of large CPU outputs, which the profiler does not see, has no part in it.
-    """
-    from unittest import mock
-
-    from torch.profiler import ProfilerActivity, profile
-
-    without_pool = mock.patch("shardzoo.ops.library.recycled", lambda like, size: like.new_empty(size))
-    with without_pool, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        work()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))

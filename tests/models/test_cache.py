@@ -5,17 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from parity import randomize
+from tiny_models import tiny
 
 import shardzoo
 from shardzoo.models.common.cache import Cache, LayerKVCache
 from shardzoo.mpu import tp_rank
 
-GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 61, "n_positions": 20}
-T5 = {"model_type": "t5", "d_model": 24, "d_kv": 6, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 61}
-GLM = {
-    "model_type": "glm", "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 61,
-    "max_sequence_length": 20,
-}  # fmt: skip
+GPT2, T5, GLM = tiny("gpt2"), tiny("t5", layers=2, d_kv=6), tiny("glm")
 TOLERANCE = {"rtol": 1e-5, "atol": 2e-6}
 
 
@@ -27,7 +23,7 @@ def model_of(config: dict, mesh=None):
 
 
 def ids_of(*shape: int) -> torch.Tensor:
-    return torch.randint(0, 61, shape, generator=torch.Generator().manual_seed(5))
+    return torch.randint(0, 97, shape, generator=torch.Generator().manual_seed(5))
 
 
 @torch.no_grad()

@@ -6,27 +6,16 @@ import pickle
 
 import pytest
 import torch
+from tiny_models import tiny
 
 from shardzoo.models import ParallelConfig, from_config
 
-TINY = {
-    "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8},
-    "bert": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16},
-    "roberta": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16},
-    "t5": {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2},
-    "glm": {
-        "hidden_size": 16,
-        "num_layers": 1,
-        "num_attention_heads": 2,
-        "max_sequence_length": 8,
-        "block_position_encoding": True,
-    },
-}
+FAMILIES = ("gpt2", "bert", "roberta", "t5", "glm")
 
 
-@pytest.mark.parametrize("model_type", TINY)
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_logits_have_the_vocabulary_without_padding(model_type):
-    model = from_config({"model_type": model_type, "vocab_size": 37, **TINY[model_type]}).eval()
+    model = from_config(tiny(model_type, vocab_size=37)).eval()
     ids = torch.arange(10).view(2, 5) + 3
     extra = {"decoder_input_ids": ids} if model_type == "t5" else {}
     logits = model(input_ids=ids, **extra).logits
@@ -36,14 +25,14 @@ def test_logits_have_the_vocabulary_without_padding(model_type):
 
 def with_labels(model_type):
     torch.manual_seed(0)
-    model = from_config({"model_type": model_type, "vocab_size": 37, **TINY[model_type]}).eval()
+    model = from_config(tiny(model_type, vocab_size=37)).eval()
     ids = torch.arange(10).view(2, 5) + 3
     labels = ids.masked_fill(ids % 3 > 0, -100)
     inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if model_type == "t5" else {})
     return model, inputs, labels
 
 
-@pytest.mark.parametrize("model_type", TINY)
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_logits_beside_a_loss_are_those_without(model_type):
     model, inputs, labels = with_labels(model_type)
     expected = model(**inputs).logits
@@ -74,9 +63,7 @@ def test_logits_of_changed_weights_are_refused():
 
 def loss_and_gradients(mesh, model_type, labels, sequence_parallel):
     parallel_config = ParallelConfig(sequence_parallel=sequence_parallel)
-    model = from_config(
-        {"model_type": model_type, "vocab_size": 37, **TINY[model_type]}, mesh, parallel_config=parallel_config
-    ).eval()
+    model = from_config(tiny(model_type, vocab_size=37), mesh, parallel_config=parallel_config).eval()
     ids = torch.arange(12).view(2, 6) + 3
     loss = model(input_ids=ids, labels=labels).loss
     loss.backward(retain_graph=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_models import tiny
 from transformers.models.t5.modeling_t5 import T5Attention
 
 import shardzoo
@@ -13,14 +14,8 @@ from shardzoo.models.common.attention import CoreAttention, eager_beats_sdpa
 from shardzoo.models.common.language_model import Seq2SeqLMOutput
 from shardzoo.models.t5.relative_bias import RelativeBias
 
-GPT2 = {
-    "model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 61, "n_positions": 40,
-    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-}  # fmt: skip
-T5 = {
-    "model_type": "t5", "d_model": 32, "d_kv": 6, "num_heads": 4, "d_ff": 40, "num_layers": 2, "vocab_size": 61,
-    "dropout_rate": 0.0, "feed_forward_proj": "gated-gelu",
-}  # fmt: skip
+GPT2 = tiny("gpt2", 0.0, n_positions=40)
+T5 = tiny("t5", 0.0, layers=2, d_kv=6, feed_forward_proj="gated-gelu")
 FAMILIES = pytest.mark.parametrize("values", [GPT2, T5], ids=["gpt2", "t5"])
 
 

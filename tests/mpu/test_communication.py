@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 import torch
+from small_transformer import build_transformer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardzoo import mpu
@@ -69,19 +70,19 @@ def per_layer(run_mesh, tp, build, dtype, **options):
 
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_a_layer_without_sequence_parallelism(tp, recompute, run_mesh, helpers):
+def test_a_layer_without_sequence_parallelism(tp, recompute, run_mesh):
     n = BATCH * POSITIONS * HIDDEN * 4
-    forward, backward = per_layer(run_mesh, tp, helpers.build_transformer, torch.float32, recompute=recompute)
+    forward, backward = per_layer(run_mesh, tp, build_transformer, torch.float32, recompute=recompute)
     assert forward == {"all-reduce": 2 * n}
     assert backward == {"all-reduce": (4 if recompute == "full" else 2) * n}
 
 
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_a_layer_with_sequence_parallelism(tp, recompute, run_mesh, helpers):
+def test_a_layer_with_sequence_parallelism(tp, recompute, run_mesh):
     n = BATCH * POSITIONS * HIDDEN * 4
     forward, backward = per_layer(
-        run_mesh, tp, helpers.build_transformer, torch.float32, recompute=recompute, sequence_parallel=True
+        run_mesh, tp, build_transformer, torch.float32, recompute=recompute, sequence_parallel=True
     )
     again = 2 * n if recompute == "full" else 0
     assert forward == {"all-gather": 2 * n, "reduce-scatter": 2 * n}
@@ -92,10 +93,10 @@ def test_a_layer_with_sequence_parallelism(tp, recompute, run_mesh, helpers):
     }
 
 
-def test_bf16_over_many_ranks_sends_what_a_ring_would(run_mesh, helpers):
+def test_bf16_over_many_ranks_sends_what_a_ring_would(run_mesh):
     """An all-reduce is a reduce-scatter and an all-gather: here an all-to-all, an fp32 sum, and an all-gather."""
     n = BATCH * POSITIONS * HIDDEN * 2
-    build = helpers.build_transformer
+    build = build_transformer
     assert per_layer(run_mesh, 4, build, torch.bfloat16) == [{"reduce-scatter": 2 * n, "all-gather": 2 * n}] * 2
     assert per_layer(run_mesh, 2, build, torch.bfloat16) == [{"all-reduce": 2 * n}] * 2
 
@@ -132,14 +133,14 @@ def test_small_tensors_are_exchanged_whole(tp, dtype, run_mesh):
 
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_embedding_head_and_loss(tp, sequence_parallel, run_mesh, helpers):
+def test_embedding_head_and_loss(tp, sequence_parallel, run_mesh):
     """Everything but the layers: no term has the size of the vocabulary."""
     n, tokens = BATCH * POSITIONS * HIDDEN * 4, BATCH * POSITIONS
     loss = tp * 2 * tokens * 4  # log-sum-exp and target logit of every token, from every rank
     forward, backward = run_mesh(
         tp,
         traffic,
-        helpers.build_transformer,
+        build_transformer,
         0,
         torch.float32,
         {"sequence_parallel": sequence_parallel},
@@ -154,10 +155,10 @@ def test_embedding_head_and_loss(tp, sequence_parallel, run_mesh, helpers):
 
 @pytest.mark.parametrize("tp", [1, 4])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_groups_of_one_never_communicate(tp, sequence_parallel, run_mesh, helpers):
+def test_groups_of_one_never_communicate(tp, sequence_parallel, run_mesh):
     mesh_sizes = {"data": 1} if tp == 1 else {"data": 4}
     options = {"sequence_parallel": sequence_parallel}
-    for both in run_mesh(1, traffic, helpers.build_transformer, 1, torch.float32, options, **mesh_sizes):
+    for both in run_mesh(1, traffic, build_transformer, 1, torch.float32, options, **mesh_sizes):
         assert both == ({}, {})
 
 

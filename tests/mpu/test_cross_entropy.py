@@ -36,7 +36,7 @@ def split_loss(mesh, padded, labels, classes, options, chunk):
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
-def test_equals_torch(tp, run_mesh, helpers):
+def test_equals_torch(tp, run_mesh):
     @given(
         shape=st.lists(st.integers(0, 4), min_size=1, max_size=2),
         classes=st.integers(1, 19),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from small_transformer import build_transformer
 
 from shardzoo import mpu
 
@@ -31,13 +32,13 @@ def engine_norm(mesh, build, zero_stage):
 
 
 def test_norm_clipping_and_step_are_those_of_the_unsplit_model(run_mesh, helpers):
-    model = helpers.build_transformer(None, layers=1, vocabulary=37, hidden=16)
+    model = build_transformer(None, layers=1, vocabulary=37, hidden=16)
     ids = torch.arange(24).view(2, 12)
     mpu.dropout_state.set(1, 0)
     model(ids, ids).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     torch.optim.SGD(model.parameters(), lr=1.0).step()
-    results = run_mesh(2, engine_norm, helpers.build_transformer, 1, data=2, isolated=True)
+    results = run_mesh(2, engine_norm, build_transformer, 1, data=2, isolated=True)
     for seen, weights in results:
         torch.testing.assert_close(seen, float(norm), rtol=1e-5, atol=0.0)
         for name, parameter in model.named_parameters():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from small_transformer import build_transformer
 
 from shardzoo import mpu
 
@@ -30,10 +31,8 @@ def unsplit(build, max_norm):
 @pytest.mark.parametrize("max_norm", [0.5, 1e9])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(("tp", "data"), [(1, 1), (2, 1), (4, 1), (2, 2)])
-def test_norm_and_clipped_gradients_are_those_of_the_unsplit_model(
-    tp, data, sequence_parallel, max_norm, run_mesh, helpers
-):
-    build = helpers.build_transformer
+def test_norm_and_clipped_gradients_are_those_of_the_unsplit_model(tp, data, sequence_parallel, max_norm, run_mesh):
+    build = build_transformer
     expected_norm, expected = unsplit(build, max_norm)
     results = run_mesh(tp, norms, build, sequence_parallel, max_norm, torch.float32, data=data)
     for norm, _, norm_after in results:
@@ -47,7 +46,7 @@ def test_norm_and_clipped_gradients_are_those_of_the_unsplit_model(
         torch.testing.assert_close(merged, grad, rtol=1e-4, atol=1e-5 * float(grad.abs().max()))
 
 
-def test_padding_rows_of_the_vocabulary_have_no_gradient(run_mesh, helpers):
+def test_padding_rows_of_the_vocabulary_have_no_gradient(run_mesh):
     def padding_grads(mesh, build):
         model = build(mesh, layers=1, vocabulary=37, hidden=16)
         mpu.dropout_state.set(1, 0)
@@ -57,7 +56,7 @@ def test_padding_rows_of_the_vocabulary_have_no_gradient(run_mesh, helpers):
         [(start, stop)] = model.embedding.shard.ranges(mesh.tp_rank, mesh.tp_size)
         return len(grad) - (stop - start), float(grad[stop - start :].abs().sum())
 
-    assert run_mesh(4, padding_grads, helpers.build_transformer) == [(0, 0.0)] * 3 + [(3, 0.0)]
+    assert run_mesh(4, padding_grads, build_transformer) == [(0, 0.0)] * 3 + [(3, 0.0)]
 
 
 def test_pipeline_stages_add_up(run_mesh):

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from small_transformer import build_transformer, fill
 from torch import nn
 
 from shardzoo import mpu
@@ -20,9 +21,9 @@ def initial_state(mesh, build, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tp", [2, 3, 4])
-def test_merged_weights_are_those_of_one_process(tp, dtype, run_mesh, helpers):
-    expected = initial_state(None, helpers.build_transformer, dtype)
-    ranks = run_mesh(tp, initial_state, helpers.build_transformer, dtype)
+def test_merged_weights_are_those_of_one_process(tp, dtype, run_mesh):
+    expected = initial_state(None, build_transformer, dtype)
+    ranks = run_mesh(tp, initial_state, build_transformer, dtype)
     assert set(ranks[0]) == set(expected)
     for name, (value, shard) in expected.items():
         parts = [rank[name][0] for rank in ranks]
@@ -33,10 +34,10 @@ def test_merged_weights_are_those_of_one_process(tp, dtype, run_mesh, helpers):
             assert torch.equal(shard.merge(parts), value)
 
 
-def test_a_value_depends_on_the_seed_and_the_name_alone(helpers):
+def test_a_value_depends_on_the_seed_and_the_name_alone():
     def values(names, seed, prefix=""):
         model = nn.ParameterDict({name: nn.Parameter(torch.empty(3, 5)) for name in names})
-        mpu.initialize(model, helpers.fill, seed, prefix=prefix)
+        mpu.initialize(model, fill, seed, prefix=prefix)
         return dict(model.items())
 
     both, other_order = values(["a", "b"], 1), values(["b", "c", "a"], 1)
@@ -49,12 +50,12 @@ def test_a_value_depends_on_the_seed_and_the_name_alone(helpers):
     assert mpu.parameter.parameter_seed(1234, "transformer.h.0.attn.weight") == 8373530452572947252
 
 
-def test_a_tied_copy_in_another_stage_gets_the_values_of_its_source(helpers):
+def test_a_tied_copy_in_another_stage_gets_the_values_of_its_source():
     source = nn.ParameterDict({"embedding": nn.Parameter(torch.empty(6, 2))})
     copy = nn.ParameterDict({"head": nn.Parameter(torch.empty(6, 2))})
     copy["head"].shard = mpu.Shard((6, 2), 0, tied_to="embedding")
-    mpu.initialize(source, helpers.fill, 0)
-    mpu.initialize(copy, helpers.fill, 0)
+    mpu.initialize(source, fill, 0)
+    mpu.initialize(copy, fill, 0)
     assert torch.equal(source["embedding"], copy["head"])
 
 
@@ -63,7 +64,7 @@ def test_a_fill_that_forgets_a_parameter_is_an_error():
         mpu.initialize(mpu.LayerNorm(4), lambda name, full, generator: None, 0)
 
 
-def test_materialize_keeps_ties_declarations_and_real_values(helpers):
+def test_materialize_keeps_ties_declarations_and_real_values():
     with torch.device("meta"):
         embedding = mpu.VocabParallelEmbedding(11, 4)
         model = nn.ModuleDict({"e": embedding, "h": mpu.VocabParallelHead(4, 11, tied=embedding)})

@@ -161,7 +161,7 @@ def test_bf16_rounds_hardly_more_than_unsplit(tp, sequence_parallel, run_mesh, h
             assert helpers.distance(whole, exact[which]) <= 1.5 * plain[which]
 
 
-def test_autocast_is_that_of_an_unsplit_layer(run_mesh, helpers):
+def test_autocast_is_that_of_an_unsplit_layer(run_mesh):
     """Under torch.autocast the layers compute in bf16 and leave fp32 gradients, as nn.Linear does."""
     x, weight, bias = random(2, 4, 8), random(6, 8, seed=1), random(6, seed=2)
 

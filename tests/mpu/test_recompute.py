@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from small_transformer import build_transformer
 
 from shardzoo import mpu
 
@@ -29,8 +30,8 @@ def gradients(mesh, build, recompute, sequence_parallel, dtype):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_recomputation_changes_nothing(tp, recompute, sequence_parallel, dtype, run_mesh, helpers):
-    arguments = (gradients, helpers.build_transformer)
+def test_recomputation_changes_nothing(tp, recompute, sequence_parallel, dtype, run_mesh):
+    arguments = (gradients, build_transformer)
     kept = run_mesh(tp, *arguments, "none", sequence_parallel, dtype)
     again = run_mesh(tp, *arguments, recompute, sequence_parallel, dtype)
     for (first, second, grads), (first_again, second_again, grads_again) in zip(kept, again, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from small_transformer import build_transformer
 
 from shardzoo import mpu
 
@@ -56,15 +57,15 @@ def train(mesh, build, sequence_parallel, recompute):
 
 
 @pytest.fixture(scope="module")
-def single(helpers):
+def single():
     """Trained by one process without any mode."""
-    return train(None, helpers.build_transformer, False, "none")
+    return train(None, build_transformer, False, "none")
 
 
 @pytest.mark.parametrize(("tp", "data", "recompute"), [(2, 1, "full"), (4, 1, "selective"), (2, 2, "selective")])
-def test_every_layout_trains_the_same_curve(tp, data, recompute, single, run_mesh, helpers):
+def test_every_layout_trains_the_same_curve(tp, data, recompute, single, run_mesh):
     expected_curve, (expected_start, expected_end) = single
-    results = run_mesh(tp, train, helpers.build_transformer, True, recompute, data=data)
+    results = run_mesh(tp, train, build_transformer, True, recompute, data=data)
     expected = torch.tensor(expected_curve)  # [steps, (loss, norm)]
     assert expected[-5:, 0].mean() < 0.75 * expected[0, 0]  # it learns
     assert (expected[:, 1] > MAX_NORM).sum() > 5  # clipping is at work

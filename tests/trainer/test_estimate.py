@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from training import peak_of
+from memory import kept_bytes, peak_of
 
 from shardzoo.cli.estimate import main
 from shardzoo.models import ParallelConfig, find_config, from_config
@@ -122,19 +122,9 @@ def test_another_decoder_of_transformers_is_measured_on_meta():
     found = estimate(config, job)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
     assert found.parameters == sum(p.numel() for p in model.parameters())
-    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    kept = {}
-
-    def pack(tensor):
-        if tensor.untyped_storage().data_ptr() not in own:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-        return tensor
-
     ids = torch.ones(4, 64, dtype=torch.long)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, use_cache=False).loss
-    measured = sum(storage.nbytes() for storage in kept.values())
-    del loss
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids, "use_cache": False}
+    measured = kept_bytes(lambda: model(**batch).loss, (*model.parameters(), *model.buffers()))
     lines = found.moments[0].lines
     log_softmax = 4 * 64 * 256 * 4
     assert lines["activations"] + log_softmax == pytest.approx(measured, rel=0.02)

@@ -6,17 +6,10 @@ from functools import partial
 
 import pytest
 import torch
+from tiny_models import tiny
 from training import losses, on_ranks
 
-SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97}
-T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 97}
-FAMILIES = {
-    "glm": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 97, "max_sequence_length": 32},
-    "t5": {**T5, "decoder_start_token_id": 0},
-    "mt5": {**T5, "decoder_start_token_id": 0},
-    "bert": {**SMALL, "intermediate_size": 48, "max_position_embeddings": 32, "architectures": ["BertForMaskedLM"]},
-    "roberta": {**SMALL, "intermediate_size": 48, "max_position_embeddings": 34},
-}
+FAMILIES = {"glm": {}, "t5": {}, "mt5": {}, "bert": {"architectures": ["BertForMaskedLM"]}, "roberta": {}}
 STEPS = 4
 
 
@@ -34,7 +27,7 @@ class Samples:
 def build(mesh, family: str):
     from shardzoo.models import from_config
 
-    return from_config({"model_type": family, **FAMILIES[family]}, mesh)
+    return from_config(tiny(family, layers=2, **FAMILIES[family]), mesh)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

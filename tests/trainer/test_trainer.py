@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import tiny
 from training import Pairs, losses, on_ranks, run_training, tiny_t5
 
 
@@ -200,8 +201,7 @@ def test_forward_step_goes_on_from_the_memory_of_glm(tmp_path):
     from shardzoo.models import from_config
     from shardzoo.trainer import Trainer
 
-    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 97, "max_sequence_length": 32}
-    model = from_config({"model_type": "glm", **sizes}).eval()
+    model = from_config(tiny("glm")).eval()
     trainer = Trainer(epochs=1, save_dir=str(tmp_path))
     ids = torch.randint(0, 97, (2, 12))
     positions = torch.stack([torch.arange(12), torch.zeros(12, dtype=torch.int64)])[None]

@@ -6,16 +6,10 @@ import json
 
 import pytest
 import torch
-from training import TINY_T5, losses, on_ranks
+from tiny_models import tiny
+from training import losses, on_ranks
 
-SIZES = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
-GPT2 = {"vocab_size": 64, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 16}
-CONFIGS = {
-    "tied": {"model_type": "t5", "decoder_start_token_id": 0, **TINY_T5},
-    "untied": {"model_type": "mt5", "decoder_start_token_id": 0, **TINY_T5},
-    "causal": {"model_type": "gpt2", **GPT2},
-    "masked": {"model_type": "bert", "intermediate_size": 64, "max_position_embeddings": 16, **SIZES},
-}
+CONFIGS = {"tied": tiny("t5"), "untied": tiny("mt5"), "causal": tiny("gpt2"), "masked": tiny("bert")}
 
 
 class Sequences:

@@ -1,0 +1,106 @@
+"""What blocks keep for backward, measured at the tensors that autograd saves: the formulas are right to the byte."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from memory import kept_bytes
+from small_transformer import build_transformer
+from tiny_models import TINY, tiny
+
+from shardzoo import mpu
+from shardzoo.models import ParallelConfig, config_from_dict, family, from_config
+from shardzoo.models.activations import Batch, Layout, block_bytes
+
+SIZE, SOURCE, TARGET = 2, 16, 12
+HIDDEN, HEADS = 32, 4
+DTYPES = {4: torch.float32, 2: torch.bfloat16}
+
+
+def kept_by_layers(mesh, layers, options):
+    model = build_transformer(mesh, layers=layers, hidden=HIDDEN, heads=HEADS, vocabulary=37, **options)
+    ids = torch.arange(SIZE * SOURCE).view(SIZE, SOURCE) % 37
+    mpu.dropout_state.set(0, 0)
+    return kept_bytes(lambda: model(ids, ids), model.parameters())
+
+
+def documented(tp, sequence_parallel, recompute):
+    """docs/mpu.md, for fp32: n = B S H elements and a = B N S S attention weights."""
+    n, a, tokens = SIZE * SOURCE * HIDDEN, SIZE * HEADS * SOURCE**2, SIZE * SOURCE
+    outer_share = tp if sequence_parallel else 1
+    if recompute == "full":
+        return 4 * n / outer_share  # the layer's input
+    outer = 4 * (2 * n + 2 * n) + 4 * 2 * 2 * tokens  # norm inputs and outputs, statistics
+    inner = 4 * (3 * n + n + 4 * n + 4 * n)  # q, k, v, attention's output, GELU's input and output
+    attention = 0 if recompute == "selective" else (4 + 4) * a
+    constants = 8 * SIZE * (2 if recompute == "selective" else 3)  # a key per sample of each dropout
+    return outer / outer_share + (inner + attention) / tp + constants
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_a_layer_keeps_what_the_documentation_says(tp, sequence_parallel, recompute, run_mesh):
+    options = {"sequence_parallel": sequence_parallel, "recompute": recompute}
+    one, three = (run_mesh(tp, kept_by_layers, layers, options)[0] for layers in (1, 3))
+    assert (three - one) / 2 == documented(tp, sequence_parallel, recompute)
+
+
+def test_the_loss_keeps_the_logits_and_a_few_numbers_per_token():
+    logits = torch.randn(64, 500, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.randint(500, (64,))
+    kept = kept_bytes(lambda: mpu.vocab_parallel_cross_entropy(logits, labels))
+    assert kept <= logits.numel() * 2 + 64 * 32
+
+
+def config_of(name, layers, drops):
+    """Heads of another width together than the hidden size, where the family can have that."""
+    wide = {"d_kv": 16} if name in ("t5", "mt5") else {}
+    return config_from_dict(tiny(name, 0.1 if drops else 0.0, layers=layers, **wide))
+
+
+def kept_by_blocks(mesh, name, layers, drops, padded, itemsize, parallel_config):
+    config = config_of(name, layers, drops)
+    model = from_config(config, mesh, dtype=DTYPES[itemsize], parallel_config=parallel_config).train()
+    ids = torch.arange(SIZE * SOURCE).view(SIZE, SOURCE) % 37 + 5
+    batch = {"input_ids": ids, "labels": ids[:, :TARGET].clone() if name in ("t5", "mt5") else ids}
+    if padded:
+        mask = torch.ones_like(ids)
+        mask[1, SOURCE // 2 :] = 0
+        batch["attention_mask"] = torch.tensor([4, 9]) if name == "glm" else mask
+    mpu.dropout_state.set(0, 0)
+    return kept_bytes(lambda: model(**batch).loss, model.parameters())
+
+
+def formula(name, drops, padded, layout):
+    batch = Batch(SIZE, SOURCE, TARGET if name in ("t5", "mt5") else 0, padded)
+    stacks = family(name).activations(config_of(name, 1, drops)).stacks
+    return sum(block_bytes(stack, batch, layout).kept for stack in stacks)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("itemsize", [4, 2])
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("name", TINY)
+def test_a_block_keeps_what_the_formula_says(name, drops, itemsize, padded):
+    parallel_config = ParallelConfig()
+    one, two = (kept_by_blocks(None, name, layers, drops, padded, itemsize, parallel_config) for layers in (1, 2))
+    assert two - one == formula(name, drops, padded, Layout(itemsize, 1, parallel_config))
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("name", TINY)
+def test_recomputation_keeps_what_the_formula_says(name, drops, recompute):
+    parallel_config = ParallelConfig(recompute=recompute)
+    one, two = (kept_by_blocks(None, name, layers, drops, False, 4, parallel_config) for layers in (1, 2))
+    assert two - one == formula(name, drops, False, Layout(4, 1, parallel_config))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("name", TINY)
+def test_a_rank_keeps_what_the_formula_says(name, sequence_parallel, run_mesh):
+    parallel_config = ParallelConfig(sequence_parallel=sequence_parallel)
+    one, two = (run_mesh(2, kept_by_blocks, name, layers, True, False, 4, parallel_config) for layers in (1, 2))
+    expected = formula(name, True, False, Layout(4, 2, parallel_config))
+    assert [b - a for a, b in zip(one, two, strict=True)] == [expected, expected]
