@@ -35,7 +35,7 @@ class LossNormalizer:
         self._model: Any = model
         parameters = inspect.signature(model.forward).parameters
         self.arguments = () if mean_losses else tuple(name for name in COUNTED_LABELS if name in parameters)
-        self._shifts_labels = getattr(model, "loss_type", None) == "ForCausalLM"  # transformers shifts them inside
+        self._shifts_labels = shifts_labels(model)
 
     def count(self, batch: Mapping[str, Any]) -> list[float]:
         """Returns the number of targets in a micro-batch: one count for each of `arguments`, or one in all."""
@@ -80,6 +80,24 @@ class LossNormalizer:
         if hasattr(self._model, "count_targets"):
             return int(self._model.count_targets(values))
         return int(((values[:, 1:] if self._shifts_labels else values) != IGNORED).sum())
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether a model of transformers predicts the next token, so that the first label of a row is never a target.
+
+    Its class's name does not tell: GPT2LMHeadModel shifts labels and BartForCausalLM does not. transformers'
+    `ForCausalLMLoss` does, unless a model passes `shift_labels` to it; older models have a variable of that name.
+    """
+    unwrap: Any = getattr(model, "get_base_model", lambda: model)  # of PEFT's wrappers
+    inner = unwrap()
+    forwards = [inspect.unwrap(vars(kind)["forward"]) for kind in type(inner).__mro__ if "forward" in vars(kind)]
+    codes = [forward.__code__ for forward in forwards if inspect.isfunction(forward)]
+    if not any("loss_function" in code.co_names for code in codes):
+        return any("shift_labels" in code.co_varnames for code in codes)
+    keywords = [names for code in codes for names in code.co_consts if isinstance(names, tuple)]
+    passes_shifted = any("shift_labels" in names for names in keywords)
+    loss_function = getattr(inner, "loss_function", None)
+    return getattr(loss_function, "__name__", "") == "ForCausalLMLoss" and not passes_shifted
 
 
 def loss_of(output: Any) -> Tensor:

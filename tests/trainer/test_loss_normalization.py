@@ -1,0 +1,178 @@
+"""The loss of a step is the mean over the targets of the global batch, however unequal its micro-batches are.
+
+transformers' causal models and ours shift labels inside: the first label of a row is never a target, whether it is
+ignored or not. The reference knows no batches: it runs each row by itself in fp64, without padding.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+IGNORED, LR = -100, 0.5
+# Steps of data-parallel ranks of micro-batches of rows: each a length, and the positions whose labels are ignored.
+Row = tuple[int, tuple[int, ...]]
+STEPS: list[list[list[list[Row]]]] = [
+    [
+        [[(7, (0,)), (3, ())], [(1, ()), (1, ())]],  # a micro-batch without a target, but with first labels
+        [[(1, (0,)), (5, (2,))], [(9, (0, 1, 8)), (2, ())]],
+    ],
+    [
+        [[(4, ()), (4, ())], [(8, (0, 3, 4)), (1, ())]],
+        [[(2, (1,)), (1, ())], [(6, ()), (6, (0,))]],
+    ],
+    [
+        [[(2, ()), (2, ())], [(2, ()), (2, ())]],
+        [[(9, (0,)), (8, (0,))], [(7, (0, 1)), (9, (0,))]],
+    ],
+]
+RANKS, ACCUMULATED, SIZE = 2, 2, 2
+
+
+def row_of(step: int, rank: int, k: int, place: int) -> dict[str, Tensor]:
+    length, ignored = STEPS[step][rank][k][place]
+    generator = torch.Generator().manual_seed(1000 * step + 100 * rank + 10 * k + place)
+    ids = torch.randint(0, 40, (length,), generator=generator)
+    labels = ids.clone()
+    labels[list(ignored)] = IGNORED
+    return {"input_ids": ids, "labels": labels}
+
+
+class MicroBatches:
+    """The micro-batches of one rank, padded by the trainer's own collate function."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self):
+        from shardzoo.trainer.batches.collate import DefaultCollate
+
+        collate = DefaultCollate(0)
+        for step in range(len(STEPS)):
+            for k in range(ACCUMULATED):
+                yield collate([row_of(step, self.rank, k, place) for place in range(SIZE)])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("the run does not resume")
+
+
+def hf_gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=40, n_positions=16, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        initializer_range=0.2,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return GPT2LMHeadModel(config).train()
+
+
+@pytest.fixture(scope="module")
+def reference() -> tuple[list[float], Any]:
+    """The losses, and the model after the last step of SGD."""
+    model = hf_gpt2().double()
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    losses = []
+    for step in range(len(STEPS)):
+        total, targets = torch.zeros((), dtype=torch.float64), 0
+        for rank in range(RANKS):
+            for k in range(ACCUMULATED):
+                for place in range(SIZE):
+                    row = row_of(step, rank, k, place)
+                    log_probabilities = model(row["input_ids"][None]).logits[0].log_softmax(-1)
+                    for position, label in enumerate(row["labels"].tolist()[1:]):
+                        if label != IGNORED:
+                            total = total - log_probabilities[position, label]
+                            targets += 1
+        optimizer.zero_grad()
+        (total / targets).backward()
+        optimizer.step()
+        losses.append(float(total.detach()) / targets)
+    return losses, model.float()
+
+
+def train(mesh: Any, folder: Any, *, native: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """SGD without clipping: unlike Adam's, its updates are as wrong as the loss is."""
+    import shardzoo
+    from shardzoo.trainer import Trainer, TrainingArguments
+    from shardzoo.trainer.logging.reporter import SilentReporter
+
+    class Losses(SilentReporter):
+        def __init__(self) -> None:
+            self.losses: list[float] = []
+
+        def training(self, step: int, values: dict[str, float]) -> None:
+            self.losses.append(values["loss"])
+
+    arguments = TrainingArguments(
+        env_type="pytorchDDP", micro_batch_size=SIZE, gradient_accumulation_steps=ACCUMULATED, train_steps=len(STEPS),
+        lr_schedule="constant", warmup_ratio=0.0, clip_grad=0.0, log_interval=1, save_dir=str(folder / "run"),
+    )  # fmt: skip
+    reporter, trainer = Losses(), Trainer(arguments, mesh=mesh)
+    model = shardzoo.from_pretrained(folder / "hf").train() if native else hf_gpt2()
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    trainer.train(model, optimizer, train_dataset=MicroBatches(trainer.share.rank), reporter=reporter)
+    return reporter.losses, {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["transformers' model", "ours"])
+def test_ragged_accumulation_on_two_ranks_is_the_mean_over_all_targets(run_mesh, tmp_path, reference, native):
+    import shardzoo
+
+    expected_losses, trained = reference
+    hf_gpt2().save_pretrained(tmp_path / "hf")
+    trained.save_pretrained(tmp_path / "trained")
+    expected = shardzoo.from_pretrained(tmp_path / "trained") if native else trained
+    expected_weights = {name: value.detach() for name, value in expected.named_parameters()}
+    for losses, weights in run_mesh(1, partial(train, folder=tmp_path, native=native), data=RANKS):
+        assert losses == pytest.approx(expected_losses, rel=1e-6)
+        torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
+
+
+TINY = {"vocab_size": 40, "max_position_embeddings": 16}
+BLOCKS = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 16}
+BART = {
+    "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "decoder_start_token_id": 0,
+}  # fmt: skip
+T5 = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("GPT2LMHeadModel", {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}),
+        ("OpenAIGPTLMHeadModel", {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}),
+        ("LlamaForCausalLM", {**TINY, **BLOCKS}),
+        ("BertLMHeadModel", {**TINY, **BLOCKS, "is_decoder": True}),
+        ("BertForMaskedLM", {**TINY, **BLOCKS}),
+        ("BartForCausalLM", {**TINY, **BART}),
+        ("BartForConditionalGeneration", {**TINY, **BART}),
+        ("T5ForConditionalGeneration", T5),
+        ("XLNetLMHeadModel", {"d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16}),
+    ],
+)
+def test_the_first_label_is_counted_where_the_model_counts_it(kind, sizes):
+    import transformers
+
+    from shardzoo.trainer.batches.loss_normalization import LossNormalizer
+
+    model_class = getattr(transformers, kind)
+    model = model_class(model_class.config_class(**{"vocab_size": 40, **sizes})).eval()
+    ids = torch.randint(3, 40, (2, 6), generator=torch.Generator().manual_seed(0))
+    others = ids.clone()
+    others[:, 0] = IGNORED
+    inputs = {"input_ids": ids}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = ids
+    with torch.no_grad():
+        counted = bool(model(**inputs, labels=ids).loss != model(**inputs, labels=others).loss)
+    assert LossNormalizer(model, mean_losses=True).count({**inputs, "labels": ids}) == [12.0 if counted else 10.0]
