@@ -1,14 +1,14 @@
-"""Opens a folder of weights, whatever its format, and lists its tensors; their bytes stay where they are."""
+"""Opens a checkpoint folder, whatever its format, and lists its tensors; their bytes stay where they are."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from .folder_files import checked_file
+from .folder_files import CONFIG, checked_file, read_folder_json
 from .manifest import MANIFEST, Manifest
 from .safetensors_header import read_header
 from .stored_tensor import StoredTensor, only_names_once
@@ -17,7 +17,8 @@ from .strict_json import read_json_object
 Kind = Literal["huggingface", "shards", "legacy"]
 
 EXTRAS = "extras.safetensors"
-LEGACY_FILE = re.compile(r"mp_rank_(\d{2,})_model_states\.pt")
+# Files of tensor-parallel ranks: the original GLM's and DeepSpeed's, and FlagAI's.
+LEGACY_FILES = (re.compile(r"mp_rank_(\d{2,})_model_states\.pt"), re.compile(r"pytorch_model_(\d+)\.bin"))
 LEGACY_TRACKERS = ("latest", "latest_checkpointed_iteration.txt")
 WEIGHT_FILES = (
     "model.safetensors",
@@ -29,27 +30,37 @@ WEIGHT_FILES = (
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """kind: "huggingface"; "shards", shardzoo's folders and training checkpoints; "legacy", mp_rank_XX files.
+    """A folder's tensors and what lies beside them.
 
-    config: the contents of `config.json`. ranks: each tensor-parallel rank's tensors by name; one rank for
-    Hugging Face folders. extras, manifest: of shards only.
+    Args:
+        kind: "huggingface"; "shards", shardzoo's folders and training checkpoints; "legacy", files of tensor-parallel
+            ranks by the original GLM, DeepSpeed or FlagAI.
+        folder: Where it lies.
+        config: The contents of `config.json`; None without one.
+        ranks: Each tensor-parallel rank's tensors by name; one rank for Hugging Face folders.
+        extras: Of shards only: tensors that are no parameters.
+        manifest: Of shards only.
     """
 
     kind: Kind
     folder: Path
-    config: Mapping[str, Any]
+    config: Mapping[str, Any] | None
     ranks: tuple[Mapping[str, StoredTensor], ...]
     extras: Mapping[str, StoredTensor] = field(default_factory=dict)
     manifest: Manifest | None = None
 
+    def tensors(self) -> Iterator[StoredTensor]:
+        """All tensors of all files."""
+        for tensors in (*self.ranks, self.extras):
+            yield from tensors.values()
+
     @property
     def files(self) -> list[Path]:
-        tensors = (tensor for rank in (*self.ranks, self.extras) for tensor in rank.values())
-        return list(dict.fromkeys(tensor.file for tensor in tensors))
+        return list(dict.fromkeys(tensor.file for tensor in self.tensors()))
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for rank in (*self.ranks, self.extras) for tensor in rank.values())
+        return sum(tensor.nbytes for tensor in self.tensors())
 
     @property
     def description(self) -> str:
@@ -64,11 +75,16 @@ class Checkpoint:
 def open_checkpoint(folder: Path, config_file: Path | None = None) -> Checkpoint:
     """Finds out a folder's format and reads its headers.
 
-    config_file: a `config.json` for folders that have none. ValueError for anything amiss, naming file and tensor.
+    Args:
+        folder: The checkpoint.
+        config_file: A `config.json` to use instead of the folder's own.
+
+    Raises:
+        ValueError: anything is amiss; the message names file and tensor.
     """
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}")
-    if (folder / MANIFEST).exists():
+    if (folder / MANIFEST).is_symlink() or (folder / MANIFEST).exists():
         return _open_shards(folder, config_file)
     if any((folder / name).exists() for name in WEIGHT_FILES):
         return _open_huggingface(folder, config_file)
@@ -76,15 +92,15 @@ def open_checkpoint(folder: Path, config_file: Path | None = None) -> Checkpoint
         return _open_legacy(folder, legacy, config_file)
     if any(folder.glob("rank_*.safetensors*")):
         raise ValueError(f"{folder} has no {MANIFEST}: it is not a complete folder of shards")
-    raise ValueError(f"{folder} holds none of {MANIFEST}, {', '.join(WEIGHT_FILES)}, mp_rank_XX_model_states.pt")
+    raise ValueError(
+        f"{folder} has no weights: none of {MANIFEST}, {', '.join(WEIGHT_FILES)}, mp_rank_XX_model_states.pt"
+    )
 
 
-def _config(folder: Path, config_file: Path | None) -> dict[str, Any]:
+def _config(folder: Path, config_file: Path | None) -> Mapping[str, Any] | None:
     if config_file is not None:
-        return read_json_object(config_file / "config.json" if config_file.is_dir() else config_file)
-    if not (folder / "config.json").exists():
-        raise ValueError(f"{folder} has no config.json; name one with --config")
-    return read_json_object(checked_file(folder, "config.json"))
+        return read_json_object(config_file / CONFIG if config_file.is_dir() else config_file)
+    return read_folder_json(folder, CONFIG)
 
 
 def _open_huggingface(folder: Path, config_file: Path | None) -> Checkpoint:
@@ -99,7 +115,7 @@ def _open_huggingface(folder: Path, config_file: Path | None) -> Checkpoint:
 
 
 def _read_weights(path: Path, ranks: int | None = None) -> list[StoredTensor]:
-    """ranks: how many files there are of tensor-parallel ranks."""
+    """ranks: how many files of tensor-parallel ranks there are."""
     if path.suffix == ".safetensors":
         return read_header(path)[0]
     from .torch_file import load_without_storage, locate_tensors  # torch takes seconds to import
@@ -137,7 +153,6 @@ def _read_indexed(folder: Path, index: Path) -> dict[str, StoredTensor]:
 
 
 def _open_shards(folder: Path, config_file: Path | None) -> Checkpoint:
-    checked_file(folder, MANIFEST)
     manifest = Manifest.read(folder)
     ranks = []
     for rank in range(manifest.tensor_parallel_size):
@@ -158,13 +173,14 @@ def _open_shards(folder: Path, config_file: Path | None) -> Checkpoint:
 
 
 def _legacy_folder(folder: Path) -> Path | None:
-    """Where the mp_rank files are: here, or in the folder that a tracker file names."""
-    if any(LEGACY_FILE.fullmatch(entry.name) for entry in folder.iterdir()):
+    """Where the files of ranks are: here, or in the folder that a tracker file names."""
+    if any(pattern.fullmatch(entry.name) for entry in folder.iterdir() for pattern in LEGACY_FILES):
         return folder
     for tracker in LEGACY_TRACKERS:
         if (folder / tracker).exists():
-            tag = checked_file(folder, tracker).read_text(errors="replace").strip()
-            if not tag or "/" in tag or tag in (".", ".."):
+            with checked_file(folder, tracker).open("rb") as file:
+                tag = file.read(256).decode(errors="replace").strip()
+            if not tag or "/" in tag or "\0" in tag or tag in (".", ".."):
                 raise ValueError(f"{folder / tracker} names {tag!r}, which is no folder of a checkpoint")
             for name in (tag, f"iter_{tag:0>7}"):
                 if (folder / name).is_dir() and (folder / name).resolve().parent == folder.resolve():
@@ -174,30 +190,19 @@ def _legacy_folder(folder: Path) -> Path | None:
 
 
 def _open_legacy(folder: Path, files_in: Path, config_file: Path | None) -> Checkpoint:
-    matches = [LEGACY_FILE.fullmatch(entry.name) for entry in files_in.iterdir()]
-    by_rank = {int(match[1]): match.string for match in matches if match}
+    names = [entry.name for entry in files_in.iterdir()]
+    found = (
+        {int(match[1]): match.string for match in map(pattern.fullmatch, names) if match} for pattern in LEGACY_FILES
+    )
+    by_rank = next(filter(None, found), {})
     size = len(by_rank)
-    if sorted(by_rank) != list(range(size)):
-        raise ValueError(f"{files_in} has mp_rank files {sorted(by_rank)}; ranks must be 0 to {size - 1}, each once")
-    ranks = []
+    if sorted(by_rank) != list(range(size)) or not by_rank:
+        raise ValueError(f"{files_in} has files of ranks {sorted(by_rank)}; ranks must be 0 to {size - 1}, each once")
+    ranks: list[dict[str, StoredTensor]] = []
     for rank in range(size):
         tensors = only_names_once(_read_weights(checked_file(files_in, by_rank[rank]), size))
         if ranks and (differing := sorted(tensors.keys() ^ ranks[0].keys())):
             raise ValueError(f"tensor {differing[0]} is not in both {by_rank[0]} and {by_rank[rank]} of {files_in}")
         ranks.append(tensors)
-    home = next((place for place in (files_in, folder) if (place / "config.json").exists()), None)
-    if config_file is None and home is None:
-        config = _original_glm_config(ranks)
-    else:
-        config = _config(home or folder, config_file)
-    return Checkpoint("legacy", folder, config, tuple(ranks))
-
-
-def _original_glm_config(ranks: list[Mapping[str, StoredTensor]]) -> dict[str, Any]:
-    """What the tensors of the original GLM's authors tell, whose folders have no config.json."""
-    from ..models.glm.legacy import infer_config
-
-    try:
-        return infer_config(ranks).to_dict()  # pyright: ignore[reportArgumentType] - only names and shapes are used
-    except ValueError as error:
-        raise ValueError(f"there is no config.json, and {error}; name one with --config") from None
+    home = next((place for place in (files_in, folder) if (place / CONFIG).exists()), folder)
+    return Checkpoint("legacy", folder, _config(home, config_file), tuple(ranks))

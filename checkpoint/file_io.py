@@ -15,7 +15,7 @@ from .stored_tensor import StoredTensor
 ZEROS = bytes(1 << 16)
 
 
-class Files:
+class OpenFiles:
     """Open files by path, closed together; a path is opened once."""
 
     def __init__(self, opener: Callable[[Path], int]) -> None:
@@ -30,7 +30,7 @@ class Files:
     def __getitem__(self, path: Path) -> int:
         return self._descriptors[path]
 
-    def __enter__(self) -> Files:
+    def __enter__(self) -> OpenFiles:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -60,6 +60,13 @@ def read_into(tensor: StoredTensor, descriptor: int, start: int, buffer: np.ndar
         if count == 0:
             raise ValueError(f"{tensor} ends early: the file was cut while it was read")
         done += count
+
+
+def read_bytes(tensor: StoredTensor, descriptor: int, start: int, count: int) -> bytes:
+    """`count` of the tensor's bytes from `start`."""
+    content = np.empty(count, np.uint8)
+    read_into(tensor, descriptor, start, content)
+    return content.tobytes()
 
 
 def write_all(tensor: StoredTensor, descriptor: int, start: int, data: memoryview) -> None:
@@ -140,7 +147,7 @@ class Output(Protocol):
 class Writer:
     """Writes to one or several files and hashes once."""
 
-    def __init__(self, tensors: Sequence[StoredTensor], files: Mapping[Path, int] | Files) -> None:
+    def __init__(self, tensors: Sequence[StoredTensor], files: Mapping[Path, int] | OpenFiles) -> None:
         self.tensors = tensors
         self._targets = [(tensor, files[tensor.file]) for tensor in tensors]
         self._digest = hashlib.sha256()
@@ -170,7 +177,7 @@ class Writer:
 class Comparer:
     """Compares with what is there already, and remembers the tensors that differ. Padding is not compared."""
 
-    def __init__(self, tensors: Sequence[StoredTensor], files: Files) -> None:
+    def __init__(self, tensors: Sequence[StoredTensor], files: OpenFiles) -> None:
         self.tensors = tensors
         self.differing: dict[str, int] = {}  # tensor -> position of the first byte that differs
         self._targets = [(tensor, files[tensor.file]) for tensor in tensors]

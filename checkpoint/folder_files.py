@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
+from .strict_json import read_json_object
+
+CONFIG = "config.json"
 WEIGHT_SUFFIXES = frozenset(
     (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".ot", ".gguf", ".ckpt", ".npz", ".partial")
 )
@@ -34,6 +38,12 @@ def checked_file(folder: Path, name: str) -> Path:
     if real.parent != home and real.parent != home.parent.parent / "blobs":
         raise ValueError(f"{path} is a link out of its folder, to {real}; copy the file there first")
     return path
+
+
+def read_folder_json(folder: Path, name: str) -> dict[str, Any] | None:
+    """Returns the JSON object of a checkpoint's file; None if there is no such file. ValueError if it is damaged."""
+    path = folder / name
+    return read_json_object(checked_file(folder, name)) if path.exists() or path.is_symlink() else None
 
 
 def companion_files(folder: Path) -> list[Path]:

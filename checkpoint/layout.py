@@ -1,4 +1,4 @@
-"""Where a folder keeps each native parameter: the coordinates that source and target meet in.
+"""Where a folder keeps each native parameter: the coordinates that a checkpoint and its readers and writers share.
 
 A native parameter is the full, unsplit, unpadded tensor of a model. Every stored tensor holds some ranges of it
 along the dimension of its `Shard`, possibly transposed as a whole, possibly with padding behind them.
@@ -6,18 +6,48 @@ along the dimension of its `Shard`, possibly transposed as a whole, possibly wit
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 
+from ..mpu import Shard
 from .stored_tensor import StoredTensor
 
 
 @dataclass(frozen=True)
-class TensorSlice:
-    """ranges: [start, stop) along the parameter's `dim`, in the order in which `tensor` holds them, ascending.
+class ParameterSpec:
+    """A parameter as the model declares it. shape: full and unpadded. shard: None for a replicated parameter."""
 
+    name: str
+    shape: tuple[int, ...]
+    shard: Shard | None
+
+    @property
+    def dim(self) -> int:
+        return self.shard.dim if self.shard else 0
+
+    def ranges(self, rank: int, size: int) -> tuple[tuple[int, int], ...]:
+        """What `rank` of `size` holds along `dim`; all of it where the parameter is replicated."""
+        return tuple(self.shard.ranges(rank, size)) if self.shard else ((0, (self.shape or (1,))[0]),)
+
+    def local_shape(self, size: int) -> tuple[int, ...]:
+        """ValueError, naming the parameter and the sizes that work, if it cannot be split `size` ways."""
+        try:
+            return self.shard.local_shape(size) if self.shard else self.shape
+        except ValueError as error:
+            raise ValueError(f"parameter {self.name}: {error}") from None
+
+    def without_padding(self) -> ParameterSpec:
+        """As formats store it that know no padded vocabulary."""
+        return replace(self, shard=replace(self.shard, pad_multiple=0)) if self.shard else self
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """The part of a parameter that one stored tensor holds.
+
+    ranges: [start, stop) along the parameter's `dim`, in the order in which `tensor` holds them, ascending.
     transposed: the tensor is stored with its two dimensions swapped.
     """
 
@@ -30,7 +60,7 @@ class TensorSlice:
         return self.tensor.shape[::-1] if self.transposed else self.tensor.shape
 
     def local(self, start: int, stop: int) -> Iterable[tuple[int, int, int]]:
-        """What [start, stop) of the parameter shares with this part: (start, stop, position in the tensor)."""
+        """What [start, stop) of the parameter shares with this slice: (start, stop, position in the tensor)."""
         position = 0
         for first, last in self.ranges:
             low, high = max(first, start), min(last, stop)
@@ -41,14 +71,14 @@ class TensorSlice:
 
 @dataclass(frozen=True)
 class ParameterPlacement:
-    """One side of one parameter. copies: each holds the whole parameter, in one or more parts."""
+    """Where one parameter is stored. copies: each holds the whole parameter, in one or more slices."""
 
     name: str
     shape: tuple[int, ...]
     dim: int
     copies: tuple[tuple[TensorSlice, ...], ...]
 
-    def parts(self) -> Iterable[TensorSlice]:
+    def slices(self) -> Iterable[TensorSlice]:
         for copy in self.copies:
             yield from copy
 
@@ -56,9 +86,22 @@ class ParameterPlacement:
     def dtype(self) -> str:
         return self.copies[0][0].tensor.dtype
 
+    def wanted(self, ranges: Iterable[tuple[int, int]], copy: int = 0) -> Iterator[tuple[TensorSlice, int, int, int]]:
+        """What a rank that holds `ranges` along `dim` must read of one copy.
+
+        Yields (slice, start, stop, position): [start, stop) along the tensor's dimension goes to `position` of the
+        rank's part.
+        """
+        local = 0
+        for start, stop in ranges:
+            for part in self.copies[copy]:
+                for low, high, position in part.local(start, stop):
+                    yield part, position, position + high - low, local + low - start
+            local += stop - start
+
     def check(self) -> None:
         """ValueError unless every copy covers the parameter exactly once with tensors of the right shape."""
-        for part in self.parts():
+        for part in self.slices():
             if part.tensor.dtype != self.dtype:
                 first = self.copies[0][0].tensor
                 raise ValueError(f"{part.tensor} is {part.tensor.dtype}, but {first} is {first.dtype}")
@@ -68,16 +111,19 @@ class ParameterPlacement:
             if list(part.shape()) != expected or expected[self.dim] < width:
                 raise ValueError(f"{part.tensor} has shape {list(part.tensor.shape)}, which does not fit {self.name}")
         for copy in self.copies:
-            position = 0
-            for start, stop in sorted(r for part in copy for r in part.ranges if r[0] < r[1]):
-                if start != position:
-                    problem = "twice" if start < position else "nowhere"
-                    low, high = sorted((start, position))
-                    files = ", ".join(sorted({str(part.tensor.file) for part in copy}))
-                    raise ValueError(f"[{low}, {high}) of {self.name} (dim {self.dim}) is {problem} in {files}")
-                position = stop
-            if position != self.shape[self.dim] and 0 not in self.shape:
-                raise ValueError(f"[{position}, {self.shape[self.dim]}) of {self.name} is stored nowhere")
+            self._check_coverage(copy)
+
+    def _check_coverage(self, copy: Sequence[TensorSlice]) -> None:
+        position = 0
+        for start, stop in sorted(r for part in copy for r in part.ranges if r[0] < r[1]):
+            if start != position:
+                problem = "twice" if start < position else "nowhere"
+                low, high = sorted((start, position))
+                files = ", ".join(sorted({str(part.tensor.file) for part in copy}))
+                raise ValueError(f"[{low}, {high}) of {self.name} (dim {self.dim}) is {problem} in {files}")
+            position = stop
+        if position != self.shape[self.dim] and 0 not in self.shape:
+            raise ValueError(f"[{position}, {self.shape[self.dim]}) of {self.name} is stored nowhere")
 
 
 @dataclass(frozen=True)
@@ -88,14 +134,32 @@ class CheckpointLayout:
     extras: Mapping[str, StoredTensor] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Coverage and shapes of every parameter, and that no two tensors share bytes of a file. ValueError."""
+        """Coverage and shapes of every parameter. ValueError."""
         for placement in self.placements.values():
             placement.check()
 
     def tensors(self) -> list[StoredTensor]:
         """Every stored tensor once."""
-        parts = (part.tensor for placement in self.placements.values() for part in placement.parts())
+        parts = (part.tensor for placement in self.placements.values() for part in placement.slices())
         return list(dict.fromkeys([*parts, *self.extras.values()]))
+
+
+def place_by_rank(
+    parameters: Mapping[str, ParameterSpec], ranks: Sequence[Mapping[str, StoredTensor]]
+) -> dict[str, ParameterPlacement]:
+    """Placements of parameters that tensor-parallel ranks stored, from each rank's tensors under native names."""
+    size, placements = len(ranks), {}
+    for name, parameter in parameters.items():
+        parts = [TensorSlice(ranks[rank][name].at_least_1d(), parameter.ranges(rank, size)) for rank in range(size)]
+        copies = (tuple(parts),) if parameter.shard else tuple((part,) for part in parts)
+        placements[name] = ParameterPlacement(name, parameter.shape or (1,), parameter.dim, copies)
+    return placements
+
+
+def place_whole(name: str, tensor: StoredTensor) -> ParameterPlacement:
+    """A tensor that is stored once and as it is: one row of elements."""
+    flat = replace(tensor, shape=(prod(tensor.shape),))
+    return ParameterPlacement(name, flat.shape, 0, ((TensorSlice(flat, ((0, flat.shape[0]),)),),))
 
 
 def check_no_overlap(tensors: Sequence[StoredTensor]) -> None:
@@ -104,9 +168,3 @@ def check_no_overlap(tensors: Sequence[StoredTensor]) -> None:
     for (file, _, stop, name), (next_file, start, _, next_name) in pairwise(spans):
         if file == next_file and start < stop:
             raise ValueError(f"tensors {name} and {next_name} of {file} would overlap")
-
-
-def whole(name: str, tensor: StoredTensor) -> ParameterPlacement:
-    """A tensor that is stored once and as it is: one row of elements."""
-    flat = replace(tensor, shape=(prod(tensor.shape),))
-    return ParameterPlacement(name, flat.shape, 0, ((TensorSlice(flat, ((0, flat.shape[0]),)),),))

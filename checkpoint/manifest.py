@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .strict_json import read_json_object
+from .folder_files import read_folder_json
+from .strict_json import add_digest, take_digest, write_durably
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -58,31 +57,23 @@ class Manifest:
     extras: dict[str, ExtraRecord] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        content = json.loads(json.dumps({"format_version": FORMAT_VERSION, **asdict(self)}))
-        return json.dumps({**content, "sha256": _digest(content)}, indent=1)
+        return json.dumps(add_digest({"format_version": FORMAT_VERSION, **asdict(self)}), indent=1)
 
     def write(self, folder: Path) -> None:
         """Durably, under another name first."""
-        partial = folder / f"{MANIFEST}.partial"
-        with partial.open("w") as file:
-            file.write(self.to_json())
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(folder / MANIFEST)
+        write_durably(folder / MANIFEST, self.to_json())
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """ValueError if the folder has no manifest, a damaged one, or one that this version cannot read."""
         path = folder / MANIFEST
-        if not path.exists():
+        content = read_folder_json(folder, MANIFEST)
+        if content is None:
             raise ValueError(f"{folder} has no {MANIFEST}: it is not a complete folder of shards")
-        content = read_json_object(path)
-        digest = content.pop("sha256", None)
         version = content.get("format_version")
         if version != FORMAT_VERSION:
             raise ValueError(f"{path} has format version {version}; this version reads {FORMAT_VERSION}")
-        if digest != _digest(content):
-            raise ValueError(f"{path} is damaged: its contents do not match its own sha256")
+        take_digest(content, path)
         try:
             del content["format_version"]
             tensors = {name: _record(TensorRecord, record) for name, record in content.pop("tensors").items()}
@@ -97,14 +88,26 @@ class Manifest:
         size = self.tensor_parallel_size
         if type(size) is not int or not 1 <= size <= 100_000:
             raise ValueError(f"{path} has a tensor_parallel_size of {size!r}")
+        if type(self.vocab_size) is not int or type(self.padded_vocab_size) is not int:
+            raise ValueError(f"{path} has vocabulary sizes {self.vocab_size!r} and {self.padded_vocab_size!r}")
+        if not isinstance(self.ties, dict) or not all(isinstance(kept, str) for kept in self.ties.values()):
+            raise ValueError(f"{path} has ties that are no names of tensors")
         for name, record in self.tensors.items():
-            if len(record.sha256) != size:
-                raise ValueError(f"{path}: tensor {name} has {len(record.sha256)} hashes for {size} ranks")
+            digests, stored = record.sha256, record.stored
+            if not _are(str, digests) or not _are(str, stored) or not isinstance(record.shard, dict | None):
+                raise ValueError(f"{path}: the record of tensor {name} is none: {record}")
+            if len(digests) != size:
+                raise ValueError(f"{path}: tensor {name} has {len(digests)} hashes for {size} ranks")
+            if record.shard is None and len(set(digests)) > 1:
+                raise ValueError(f"{path}: tensor {name} is the same on all ranks, but has {len(set(digests))} hashes")
+        for name, record in (*self.tensors.items(), *self.extras.items()):
+            if not _are(int, record.shape) or not isinstance(record.dtype, str):
+                raise ValueError(f"{path}: the record of tensor {name} is none: {record}")
+
+
+def _are(kind: type, values: Any) -> bool:
+    return isinstance(values, tuple) and all(type(value) is kind for value in values)
 
 
 def _record(kind: type, values: Mapping[str, Any]) -> Any:
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
-
-
-def _digest(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

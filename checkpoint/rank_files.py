@@ -4,71 +4,87 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ..mpu import Shard
+from .dtypes import from_torch_name
+from .folder_files import checked_file
+from .layout import ParameterSpec, place_by_rank
+from .safetensors_header import make_header, read_header
+from .stored_tensor import StoredTensor, only_names_once
+from .tensor_reader import TensorReader, tensor_bytes, torch_dtype
 
 
 def rank_file(folder: Path, stem: str, rank: int) -> Path:
     return folder / f"{stem}_{rank:02d}.safetensors"
 
 
-def write_rank_file(folder: Path, stem: str, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Writes one rank's tensors durably and returns the sha256 of each one's bytes."""
-    cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    path = rank_file(folder, stem, rank)
-    save_file(cpu, path, metadata={"format": "pt"})
-    with path.open("rb") as written:
-        os.fsync(written.fileno())
-    return {name: hashlib.sha256(tensor_bytes(tensor)).hexdigest() for name, tensor in cpu.items()}
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Writes a safetensors file of CPU tensors durably and returns its sha256.
+
+    The bytes do not depend on the order of the tensors, and other threads run meanwhile.
+    """
+    layout = {name: (from_torch_name(str(tensors[name].dtype)), tuple(tensors[name].shape)) for name in sorted(tensors)}
+    header, offsets = make_header(layout, {"format": "pt"})
+    digest = hashlib.sha256(header)
+    with path.open("wb", buffering=0) as file:
+        _write_all(file, memoryview(header))
+        for name in sorted(tensors, key=offsets.__getitem__):
+            data = tensor_bytes(tensors[name])
+            digest.update(data)
+            _write_all(file, data)
+        os.fsync(file.fileno())
+    return digest.hexdigest()
 
 
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, not copied."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+def _write_all(file: IO[bytes], data: memoryview) -> None:
+    while len(data):
+        data = data[file.write(data) :]
+
+
+def open_rank_files(folder: Path, stem: str) -> list[dict[str, StoredTensor]]:
+    """Each rank's tensors by name; as many ranks as there are files. ValueError if one is missing or damaged."""
+    size = len(list(folder.glob(f"{stem}_*.safetensors")))
+    paths = [checked_file(folder, rank_file(Path(), stem, rank).name) for rank in range(size)]
+    return [only_names_once(read_header(path)[0]) for path in paths]
 
 
 class ShardedReader:
-    """Reads tensors that were written by `size` ranks, whole or as a rank of any other size wants them.
+    """Reads tensors that several ranks wrote, as a rank of any other number wants them.
 
-    shards: how each tensor is split; a tensor that is missing there or None is replicated.
+    ranks: each rank's stored tensors. shards: how each tensor is split; a tensor that is missing there or None is
+    replicated.
     """
 
-    def __init__(self, folder: Path, stem: str, size: int, shards: Mapping[str, Shard | None]) -> None:
-        self.size = size
-        self._shards = shards
-        self._paths = [rank_file(folder, stem, rank) for rank in range(size)]
-        if missing := [str(path) for path in self._paths if not path.exists()]:
-            raise ValueError(f"{folder} lacks {', '.join(missing)}: it was written by {size} ranks")
-        self._files = [safe_open(path, framework="pt") for path in self._paths]
+    def __init__(self, ranks: Sequence[Mapping[str, StoredTensor]], shards: Mapping[str, Shard | None]) -> None:
+        self._ranks, self._shards = ranks, shards
+        self._reader = TensorReader()
 
-    def names(self) -> list[str]:
-        return list(self._files[0].keys())
+    def __enter__(self) -> ShardedReader:
+        return self
 
-    def is_scalar(self, name: str) -> bool:
-        return not self._files[0].get_slice(name).get_shape()
-
-    def full(self, name: str) -> Tensor:
-        """The unsplit tensor, without padding."""
-        shard = self._shards.get(name)
-        if shard is None:
-            return self._part(name, 0)
-        return shard.merge([self._part(name, rank) for rank in range(self.size)])
+    def __exit__(self, *exception: object) -> None:
+        self._reader.__exit__(*exception)
 
     def local(self, name: str, rank: int, size: int) -> Tensor:
-        """What rank `rank` of `size` holds."""
-        shard = self._shards.get(name)
-        if shard is None or size == self.size:
-            return self._part(name, rank % self.size)
-        return shard.slice(self.full(name), rank, size)
+        """What rank `rank` of `size` holds. ValueError if the files hold parts of another shape."""
+        shard, written = self._shards.get(name), len(self._ranks)
+        tensors = [self._tensor(name, number) for number in range(written)]
+        if shard is None or size == written:
+            return self._reader.whole(tensors[rank % written])
+        spec = ParameterSpec(name, shard.shape, shard)
+        placement = place_by_rank({name: spec}, [{name: tensor} for tensor in tensors])[name]
+        placement.check()
+        part = torch.zeros(shard.local_shape(size), dtype=torch_dtype(tensors[0]))
+        self._reader.fill(placement, spec.ranges(rank, size), part)
+        return part
 
-    def _part(self, name: str, rank: int) -> Tensor:
-        if name not in self._files[rank].keys():  # noqa: SIM118 - not a dictionary
-            raise ValueError(f"{self._paths[rank]} has no tensor {name}")
-        return self._files[rank].get_tensor(name)
+    def _tensor(self, name: str, rank: int) -> StoredTensor:
+        if name not in self._ranks[rank]:
+            raise ValueError(f"{next(iter(self._ranks[rank].values())).file} has no tensor {name}")
+        return self._ranks[rank][name]

@@ -14,9 +14,8 @@ from typing import Any
 
 from .dtypes import DTYPES, item_size
 from .stored_tensor import StoredTensor
-from .strict_json import parse_json
+from .strict_json import LARGEST_JSON, parse_json
 
-LARGEST_HEADER = 100_000_000  # the safetensors library's own limit
 ALIGNMENT = 8
 
 
@@ -33,8 +32,10 @@ def read_header(path: Path) -> tuple[list[StoredTensor], dict[str, str]]:
         if len(length_bytes) < 8:
             raise ValueError(f"{path} has {size} bytes, too few for a safetensors file")
         (length,) = struct.unpack("<Q", length_bytes)
-        if length > min(LARGEST_HEADER, size - 8):
+        if length > size - 8:
             raise ValueError(f"{path} declares a header of {length:,} bytes, but has {size:,} bytes in all")
+        if length > LARGEST_JSON:
+            raise ValueError(f"{path} declares a header of {length:,} bytes; at most {LARGEST_JSON:,} are read")
         text = file.read(length)
     if not text.startswith(b"{"):
         raise ValueError(f"the header of {path} does not start with '{{': it is no safetensors file")

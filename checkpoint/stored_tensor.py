@@ -20,8 +20,12 @@ class StoredTensor:
     offset: int
 
     @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
-        return prod(self.shape) * item_size(self.dtype)
+        return self.numel * item_size(self.dtype)
 
     def at_least_1d(self) -> StoredTensor:
         """A single number as a vector of one."""

@@ -1,11 +1,13 @@
 """Tensors of a file written by `torch.save`, by their place in it. No code of the file runs.
 
-`torch.load(weights_only=True)` builds tensors without storage; each remembers where in the file its bytes lie.
+Pickled objects are read with `weights_only=True`, and tensors get no storage; each remembers where in the file its
+bytes lie. What training frameworks save beside the weights becomes a `PlaceholderObject`; any other class is refused.
 """
 
 from __future__ import annotations
 
 import bisect
+import os
 import pickle
 import re
 import struct
@@ -13,81 +15,18 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
+from torch import _weights_only_unpickler
+from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 
 from .dtypes import from_torch_name
 from .stored_tensor import StoredTensor
 
-_LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip record: lengths of its name and extra field
-
-
-def load_without_storage(path: Path) -> Any:
-    """What the file holds, with every tensor on the meta device. ValueError if that needs any unknown class."""
-    if not zipfile.is_zipfile(path):
-        raise ValueError(
-            f"{path} is not in the zip format that torch writes since version 1.6, or it is truncated; an older file "
-            f"is rewritten by torch.save(torch.load(path, weights_only=True), path)"
-        )
-    Records(path)  # before torch.load, which crashes on tensors of the other byte order
-    try:
-        with only_placeholder_types():
-            return torch.load(path, map_location="meta", mmap=True, weights_only=True)
-    except pickle.UnpicklingError as error:
-        foreign = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"a {foreign[1]}" if foreign else "what only code could build"
-        raise ValueError(f"{path} is refused: besides tensors and plain values it holds {what}") from None
-    except (RuntimeError, OSError, EOFError, KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path} is damaged: {str(error).splitlines()[0] if str(error) else error!r}") from None
-
-
-def locate_tensors(path: Path, state: Mapping[str, Any]) -> dict[str, StoredTensor]:
-    """The tensors of a state dictionary that `load_without_storage` read from `path`."""
-    records = Records(path)
-    tensors = {}
-    for name, tensor in state.items():
-        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{path}: {name!r} is a {type(tensor).__name__}, but weights are named tensors")
-        where = f"tensor {name} in {path}"
-        if tensor.numel() and not tensor.is_contiguous():
-            raise ValueError(f"{where} is not contiguous; save it after .contiguous()")
-        dtype = from_torch_name(str(tensor.dtype))
-        start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-        if start is None and tensor.numel():
-            raise ValueError(f"{where} has no bytes in the file")
-        offset = (start or 0) + int(tensor.storage_offset()) * tensor.element_size()
-        stored = StoredTensor(name, path, dtype, tuple(tensor.shape), offset)
-        if tensor.numel() and not records.contain(start or 0, offset + stored.nbytes):
-            raise ValueError(f"{where} claims bytes outside its record of the file")
-        tensors[name] = stored
-    return tensors
-
-
-class Records:
-    """Where the records of a zip file start and stop. ValueError if it is damaged, or not as torch writes it."""
-
-    def __init__(self, path: Path) -> None:
-        self._stops = {}
-        try:
-            with zipfile.ZipFile(path) as archive, path.open("rb") as file:
-                for info in archive.infolist():
-                    if info.compress_type != zipfile.ZIP_STORED:
-                        raise ValueError(f"{path} is compressed, which torch.save does not do")
-                    if info.filename.endswith("/byteorder") and archive.read(info) != b"little":
-                        raise ValueError(f"{path} was written on a big-endian machine")
-                    file.seek(info.header_offset)
-                    name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-                    start = info.header_offset + _LOCAL_HEADER.size + name + extra
-                    self._stops[start] = start + info.file_size
-        except (zipfile.BadZipFile, struct.error, OSError, NotImplementedError) as error:
-            raise ValueError(f"{path} is damaged: {error}") from None
-        self._starts = sorted(self._stops)
-
-    def contain(self, start: int, stop: int) -> bool:
-        position = bisect.bisect_right(self._starts, start) - 1
-        return position >= 0 and self._starts[position] == start and stop <= self._stops[start]
-
+# Pickled bytes that describe the tensors, about 250 for each. More would only take time and memory.
+LARGEST_PICKLE = 4 << 20
+LARGEST_DIRECTORY = 16 << 20  # bytes of the zip format's list of records, about 70 for each
 
 # Arguments, random states, loss scalers: what lies beside the weights.
 PLACEHOLDER_TYPES = (
@@ -106,6 +45,123 @@ PLACEHOLDER_TYPES = (
     "numpy.ndarray",
 )
 
+_LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip record: lengths of its name and extra field
+_END = struct.Struct("<4s8xL6x")  # of a zip file: signature and bytes of its directory
+_WIDE_END = struct.Struct("<4s36xQ8x")  # the same in the zip64 format
+_LOCATOR = struct.Struct("<4s4xQ4x")  # where the zip64 end is
+
+# Whatever a damaged pickle makes torch raise.
+_DAMAGE = (
+    RuntimeError, OSError, EOFError, LookupError, TypeError, AttributeError, ValueError, AssertionError, MemoryError,
+    ArithmeticError, struct.error,
+)  # fmt: skip
+
+
+def load_without_storage(path: Path) -> Any:
+    """Returns what the file holds, with every tensor on the meta device.
+
+    Raises:
+        ValueError: the file is damaged, or loading it needs an unknown class.
+    """
+    try:
+        with _only_placeholder_types():
+            if zipfile.is_zipfile(path):
+                Records(path)  # before torch.load, which crashes on tensors of the other byte order
+                return torch.load(path, map_location="meta", mmap=True, weights_only=True)
+            return _load_before_zip(path)
+    except pickle.UnpicklingError as error:
+        foreign = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"a {foreign[1]}" if foreign else "what only code could build"
+        raise ValueError(f"{path} is refused: besides tensors and plain values it holds {what}") from None
+    except _DAMAGE as error:
+        reason = str(error).splitlines()[0] if str(error) else repr(error)
+        raise ValueError(reason if reason.startswith(str(path)) else f"{path} is damaged: {reason}") from None
+
+
+def locate_tensors(path: Path, state: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    """The tensors of a state dictionary that `load_without_storage` read from `path`."""
+    records = Records(path) if zipfile.is_zipfile(path) else None
+    tensors = {}
+    for name, tensor in state.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{path}: {name!r} is a {type(tensor).__name__}, but weights are named tensors")
+        where = f"tensor {name} in {path}"
+        if tensor.is_sparse or tensor.is_quantized or tensor.is_nested or tensor.layout != torch.strided:
+            raise ValueError(f"{where} is no plain tensor but {tensor.layout}; save it after .to_dense()")
+        if tensor.numel() and not tensor.is_contiguous():
+            raise ValueError(f"{where} is not contiguous; save it after .contiguous()")
+        dtype = from_torch_name(str(tensor.dtype))
+        storage = tensor.untyped_storage()
+        start = getattr(storage, "_checkpoint_offset", None)
+        if start is None and tensor.numel():
+            raise ValueError(f"{where} has no bytes in the file")
+        offset = (start or 0) + int(tensor.storage_offset()) * tensor.element_size()
+        stored = StoredTensor(name, path, dtype, tuple(tensor.shape), offset)
+        stop = offset + stored.nbytes
+        if tensor.numel() and not (records.contain(start or 0, stop) if records else stop <= start + storage.nbytes()):
+            raise ValueError(f"{where} claims bytes outside its record of the file")
+        tensors[name] = stored
+    return tensors
+
+
+class Records:
+    """Where the records of a zip file start and stop. ValueError if it is damaged, or not as torch writes it."""
+
+    def __init__(self, path: Path) -> None:
+        self._stops: dict[int, int] = {}
+        try:
+            _check_directory(path)
+            with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+                for info in archive.infolist():
+                    if info.compress_type != zipfile.ZIP_STORED:
+                        raise ValueError(f"{path} is compressed, which torch.save does not do")
+                    if info.filename.endswith("/byteorder") and archive.read(info) != b"little":
+                        raise ValueError(f"{path} was written on a big-endian machine")
+                    if info.filename.endswith("/data.pkl") and info.file_size > LARGEST_PICKLE:
+                        raise ValueError(f"{path} has {info.file_size:,} pickled bytes, more than a list of tensors")
+                    file.seek(info.header_offset)
+                    name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+                    start = info.header_offset + _LOCAL_HEADER.size + name + extra
+                    self._stops[start] = start + info.file_size
+        except (zipfile.BadZipFile, struct.error, OSError, NotImplementedError, RuntimeError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from None
+        self._size = path.stat().st_size
+        self._starts = sorted(self._stops)
+
+    def contain(self, start: int, stop: int) -> bool:
+        position = bisect.bisect_right(self._starts, start) - 1
+        return position >= 0 and self._starts[position] == start and stop <= min(self._stops[start], self._size)
+
+
+def _check_directory(path: Path) -> None:
+    """ValueError if listing the records would take much memory."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _END.size))
+        signature, length = _END.unpack(file.read(_END.size))
+        if signature != b"PK\5\6":
+            raise ValueError(f"{path} has bytes after the end of its zip format, which torch.save does not write")
+        if length == 0xFFFFFFFF:
+            file.seek(max(0, size - _END.size - _LOCATOR.size))
+            _, offset = _LOCATOR.unpack(file.read(_LOCATOR.size))
+            file.seek(min(offset, size))
+            _, length = _WIDE_END.unpack(file.read(_WIDE_END.size))
+    if length > min(LARGEST_DIRECTORY, size):
+        raise ValueError(f"{path} lists its records in {length:,} bytes, more than any checkpoint")
+
+
+@contextmanager
+def _only_placeholder_types() -> Iterator[None]:
+    """Lets `torch.load` take those types as `PlaceholderObject` and no others, whatever libraries have allowed."""
+    allowed_by_others = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals([(PlaceholderObject, name) for name in PLACEHOLDER_TYPES])
+    try:
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(allowed_by_others)
+
 
 class PlaceholderObject:
     """Stands for an object that is of no interest here; takes and forgets what the original takes."""
@@ -120,14 +176,71 @@ class PlaceholderObject:
         pass
 
 
-@contextmanager
-def only_placeholder_types() -> Iterator[None]:
-    """Lets `torch.load` take those types as `PlaceholderObject` and no others, whatever libraries have allowed."""
-    allowed_by_others = torch.serialization.get_safe_globals()
-    torch.serialization.clear_safe_globals()
-    torch.serialization.add_safe_globals([(PlaceholderObject, name) for name in PLACEHOLDER_TYPES])
-    try:
-        yield
-    finally:
-        torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(allowed_by_others)
+def _load_before_zip(path: Path) -> Any:
+    """The format from before torch 1.6: five pickles, then each storage as its length and its bytes.
+
+    The pickles are a magic number, a version, facts about the machine, the objects, and the storages' order.
+    """
+    with path.open("rb") as file:
+        pickled = _PickledPart(file)
+        try:
+            magic = _weights_only_unpickler.load(pickled, encoding="utf-8")
+        except (pickle.UnpicklingError, *_DAMAGE):
+            magic = None
+        if magic != MAGIC_NUMBER or _weights_only_unpickler.load(pickled, encoding="utf-8") != PROTOCOL_VERSION:
+            raise ValueError(f"{path} is not in a format of torch.save, or it is truncated")
+        machine = _weights_only_unpickler.load(pickled, encoding="utf-8")
+        if isinstance(machine, dict) and machine.get("little_endian") is False:
+            raise ValueError(f"{path} was written on a big-endian machine")
+        storages: dict[str, torch.TypedStorage] = {}
+        unpickler = _weights_only_unpickler.Unpickler(pickled, encoding="utf-8")
+        unpickler.persistent_load = lambda saved: _meta_storage(saved, storages)
+        state = unpickler.load()
+        order = _weights_only_unpickler.load(pickled, encoding="utf-8")
+        if not isinstance(order, list) or sorted(map(str, order)) != sorted(storages):
+            raise ValueError(f"{path} does not list the storages that its tensors use")
+        _place_storages(path, file, [storages[str(key)] for key in order])
+    return state
+
+
+class _PickledPart:
+    """The beginning of a file. ValueError if more is read than the pickles of a checkpoint have."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def read(self, count: int) -> bytes:
+        if self._file.tell() + count > LARGEST_PICKLE:
+            raise ValueError(f"it has more than {LARGEST_PICKLE:,} pickled bytes")
+        return self._file.read(count)
+
+    def readline(self) -> bytes:
+        return self._file.readline(LARGEST_PICKLE)
+
+
+def _meta_storage(saved: Any, storages: dict[str, torch.TypedStorage]) -> torch.TypedStorage:
+    """The storage that a persistent id of the old format names, without memory."""
+    kind, storage_type, key, _, count, view = saved
+    if kind not in ("storage", b"storage") or view is not None:
+        raise ValueError("it holds views of storages, which only torch before 0.4 wrote")
+    dtype = storage_type.dtype
+    if str(key) not in storages:
+        storage = torch.UntypedStorage(count * dtype.itemsize, device="meta")
+        storages[str(key)] = torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+    return storages[str(key)]
+
+
+def _place_storages(path: Path, file: BinaryIO, storages: list[torch.TypedStorage]) -> None:
+    """Notes where each storage's bytes lie. ValueError if one is longer or shorter than its tensors were told."""
+    size = os.fstat(file.fileno()).st_size
+    position = file.tell()
+    for typed in storages:
+        storage: Any = typed._untyped_storage
+        file.seek(position)
+        (count,) = struct.unpack("<q", file.read(8))
+        if count * typed.dtype.itemsize != storage.nbytes():
+            raise ValueError(f"{path} has a storage of {count:,} elements where {storage.nbytes():,} bytes are claimed")
+        storage._checkpoint_offset = position + 8
+        position += 8 + storage.nbytes()
+    if position != size:
+        raise ValueError(f"{path} has {size:,} bytes, but its tensors end at {position:,}")

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..checkpoint.folder_files import CONFIG, read_folder_json
 from ..models import FAMILIES, find_config
-from ..models.auto import read_config
 from ..trainer.estimate import Estimate, Job, estimate, largest_micro_batch
 from .console import exit_code_of
 
@@ -84,8 +84,9 @@ class EstimateArguments:
 
 def find_any_config(name: str) -> tuple[Any, int]:
     """The configuration of a family of the zoo, or transformers' own of another, and the longest sequence."""
-    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
-    if path.is_file() and read_config(path).get("model_type") not in FAMILIES:
+    path = Path(name) / CONFIG if Path(name).is_dir() else Path(name)
+    values = read_folder_json(path.parent, path.name) or {}
+    if isinstance(values.get("model_type"), str) and values["model_type"] not in FAMILIES:
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(path)

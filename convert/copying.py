@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from ..checkpoint.dtypes import item_size, torch_name
-from ..checkpoint.file_io import Files, Input, Output, check_hash, hash_stored, read_into
+from ..checkpoint.file_io import Input, OpenFiles, Output, check_hash, hash_stored, read_into
 from ..checkpoint.layout import ParameterPlacement, TensorSlice
 from ..checkpoint.stored_tensor import StoredTensor
 
@@ -34,11 +34,11 @@ class Copy:
     @property
     def nbytes(self) -> int:
         """Bytes that are written."""
-        return sum(part.tensor.nbytes for part in self.target.parts())
+        return sum(part.tensor.nbytes for part in self.target.slices())
 
 
 def run_copy(
-    copy: Copy, files: Files, hashes: Mapping[tuple[Path, str], str], make_output: OutputFactory, chunk: int
+    copy: Copy, files: OpenFiles, hashes: Mapping[tuple[Path, str], str], make_output: OutputFactory, chunk: int
 ) -> dict[tuple[Path, str], str]:
     """Copies, and returns the sha256 of every target tensor.
 
@@ -46,13 +46,13 @@ def run_copy(
     ValueError if a source tensor does not match its hash, or copies of one parameter differ.
     """
     source, target = copy.source, copy.target
-    if all(part.transposed for part in target.parts()):
+    if all(part.transposed for part in target.slices()):
         source, target = _turned(source), _turned(target)
     groups: dict[tuple, list[TensorSlice]] = {}
-    for part in target.parts():
+    for part in target.slices():
         groups.setdefault((part.ranges, part.tensor.shape), []).append(part)
     outputs = [(parts[0], make_output([part.tensor for part in parts])) for parts in groups.values()]
-    if any(part.transposed for part in source.parts()):
+    if any(part.transposed for part in source.slices()):
         copy_transposed(source, target, outputs, files, hashes, chunk)
     else:
         _copy_straight(source, target, outputs, files, hashes, chunk)
@@ -124,7 +124,7 @@ def _copy_straight(
     source: ParameterPlacement,
     target: ParameterPlacement,
     outputs: list[tuple[TensorSlice, Output]],
-    files: Files,
+    files: OpenFiles,
     hashes: Mapping[tuple[Path, str], str],
     chunk: int,
 ) -> None:
@@ -228,7 +228,7 @@ def block_size(jobs: int) -> int:
 
 def run_copies(
     copies: Sequence[Copy],
-    files: Files,
+    files: OpenFiles,
     hashes: Mapping[tuple[Path, str], str],
     make_output: OutputFactory,
     jobs: int,
@@ -257,7 +257,7 @@ def copy_transposed(
     source: ParameterPlacement,
     target: ParameterPlacement,
     outputs: list[tuple[TensorSlice, Output]],
-    files: Files,
+    files: OpenFiles,
     hashes: Mapping[tuple[Path, str], str],
     chunk: int,
 ) -> None:
@@ -292,7 +292,7 @@ def _band(
     dim: int,
     extent: tuple[int, int, int],
     dtype: str,
-    files: Files,
+    files: OpenFiles,
     chunk: int,
 ) -> np.ndarray:
     """Rows [top, bottom) of the target's tensor; padding is zero."""

@@ -48,7 +48,7 @@ def _facts(source: Checkpoint) -> dict[str, Any]:
     dtypes = Counter(tensor.dtype for rank in source.ranks for tensor in rank.values())
     facts = {
         "format": source.description,
-        "family": str(source.config.get("model_type", "unknown")),
+        "family": str((source.config or {}).get("model_type", "unknown")),
         "files": len(source.files),
         "bytes": source.nbytes,
         "tensors": len(source.ranks[0]),

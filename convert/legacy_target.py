@@ -22,9 +22,9 @@ import torch
 from torch._utils import _rebuild_tensor_v2
 
 from ..checkpoint.dtypes import item_size
-from ..checkpoint.layout import CheckpointLayout
+from ..checkpoint.layout import CheckpointLayout, place_by_rank
 from ..checkpoint.stored_tensor import StoredTensor
-from ..models.mapping import MappedCheckpoint, entries, rank_placements
+from ..models.mapping import MappedCheckpoint
 from .target import NewFile, Target, new_dtypes
 
 FOLDER = "release"
@@ -57,7 +57,7 @@ def legacy_target(mapped: MappedCheckpoint, size: int, dtype: str | None = None)
     storage class in such files.
     """
     model, dtypes = mapped.model, new_dtypes(mapped, dtype)
-    known = entries(model)
+    known = model.entries()
     original = all(len(entry.stored_names()) == 1 and not entry.transpose for entry in known.values())
     parameters = {name: p.without_padding() if original else p for name, p in model.parameters.items()}
     names = {name: known[name].stored_names()[0] if original else name for name in parameters}
@@ -73,7 +73,7 @@ def legacy_target(mapped: MappedCheckpoint, size: int, dtype: str | None = None)
         files.append(file)
         ranks.append({name: file.tensors[names[name]] for name in parameters})
     return Target(
-        "legacy", size, CheckpointLayout(rank_placements(parameters, ranks)), tuple(files), {"latest": FOLDER + "\n"}
+        "legacy", size, CheckpointLayout(place_by_rank(parameters, ranks)), tuple(files), {"latest": FOLDER + "\n"}
     )
 
 

@@ -12,11 +12,11 @@ from typing import Literal
 
 from ..checkpoint.checkpoint import EXTRAS, open_checkpoint
 from ..checkpoint.dtypes import torch_name
-from ..checkpoint.file_io import Files, Writer, hash_stored, open_for_reading
+from ..checkpoint.file_io import OpenFiles, Writer, hash_stored, open_for_reading
 from ..checkpoint.folder_files import companion_files
 from ..checkpoint.manifest import ExtraRecord, Manifest, TensorRecord
 from ..checkpoint.stored_tensor import StoredTensor
-from ..models.mapping import MappedCheckpoint, entries
+from ..models.mapping import MappedCheckpoint
 from .copying import Digests, run_copies
 from .destination import Destination
 from .journal import Journal
@@ -108,7 +108,7 @@ def _convert(
         place.tidy()
         return Outcome(len(todo.copies), todo.nbytes, todo.nbytes)
     texts = _companions(todo, options)  # what is wrong with them shows before the weights are copied
-    before = source_state(todo.mapped.source.files)
+    before = source_state(todo.mapped.checkpoint.files)
     journal = place.begin(todo.target.files, todo.fingerprint(), overwrite=options.overwrite)
     try:
         return _run(todo, place, journal, texts, before, threads, report or (lambda done, total: None))
@@ -131,9 +131,9 @@ def _run(
     threads: int,
     report: ProgressReport,
 ) -> Outcome:
-    source, target = todo.mapped.source, todo.target
+    source, target = todo.mapped.checkpoint, todo.target
     digests: Digests = {}
-    with Files(open_for_reading) as inputs, Files(partial(_open_for_writing, place)) as outputs:
+    with OpenFiles(open_for_reading) as inputs, OpenFiles(partial(_open_for_writing, place)) as outputs:
         inputs.open(source.files)
         outputs.open([Path(file.name) for file in target.files])
         kept = _intact(todo, journal.finished, outputs)
@@ -143,7 +143,7 @@ def _run(
         done = kept_bytes = sum(todo.copies[index].nbytes for index in kept)
         report(done, todo.nbytes)
         copies = [todo.copies[index] for index in rest]
-        work = run_copies(copies, inputs, todo.mapped.hashes, lambda tensors: Writer(tensors, outputs), threads)
+        work = run_copies(copies, inputs, todo.mapped.digests, lambda tensors: Writer(tensors, outputs), threads)
         for position, written in work:
             journal.record(rest[position], written)
             digests |= written
@@ -159,13 +159,13 @@ def _open_for_writing(place: Destination, path: Path) -> int:
     return os.open(place.partial(str(path)), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
-def _intact(todo: ConversionPlan, finished: Mapping[int, Digests], outputs: Files) -> set[int]:
+def _intact(todo: ConversionPlan, finished: Mapping[int, Digests], outputs: OpenFiles) -> set[int]:
     """The copies that an interrupted run finished and whose bytes still have the hashes it noted."""
     kept = set()
     for index, digests in finished.items():
         if index not in range(len(todo.copies)):
             continue
-        tensors = {(part.tensor.file, part.tensor.name): part.tensor for part in todo.copies[index].target.parts()}
+        tensors = {(part.tensor.file, part.tensor.name): part.tensor for part in todo.copies[index].target.slices()}
         if digests.keys() == tensors.keys() and all(
             hash_stored(tensor, outputs[tensor.file], 1 << 20) == digests[key] for key, tensor in tensors.items()
         ):
@@ -175,8 +175,8 @@ def _intact(todo: ConversionPlan, finished: Mapping[int, Digests], outputs: File
 
 def _companions(todo: ConversionPlan, options: Options) -> dict[str, bytes | Path]:
     """Small files by name, as contents or to be copied: the source's own, config.json, and what the target needs."""
-    texts: dict[str, bytes | Path] = {path.name: path for path in companion_files(todo.mapped.source.folder)}
-    config = dict(todo.mapped.source.config)
+    texts: dict[str, bytes | Path] = {path.name: path for path in companion_files(todo.mapped.checkpoint.folder)}
+    config = dict(todo.mapped.checkpoint.config or todo.mapped.model.config.to_dict())
     if options.dtype is not None:
         keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
         config |= dict.fromkeys(keys, torch_name(options.dtype))
@@ -187,10 +187,10 @@ def _companions(todo: ConversionPlan, options: Options) -> dict[str, bytes | Pat
 
 def _manifest(todo: ConversionPlan, digests: Digests) -> Manifest:
     model, target, names = todo.mapped.model, todo.target, todo.mapped.names
-    canonical = {name: entry.stored_names() for name, entry in entries(model).items()}
+    canonical = {name: entry.stored_names() for name, entry in model.entries().items()}
     records = {}
     for name, parameter in model.parameters.items():
-        tensors = list(target.layout.placements[name].parts())
+        tensors = list(target.layout.placements[name].slices())
         records[name] = TensorRecord(
             shape=parameter.shape,
             dtype=torch_name(tensors[0].tensor.dtype),

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.checkpoint import open_checkpoint
-from ..checkpoint.file_io import Files, open_for_reading
-from ..checkpoint.layout import CheckpointLayout, check_no_overlap, whole
-from ..models.mapping import MappedCheckpoint, Parameter, entries, map_checkpoint
+from ..checkpoint.file_io import OpenFiles, open_for_reading
+from ..checkpoint.layout import CheckpointLayout, ParameterSpec, check_no_overlap, place_whole
+from ..models.mapping import MappedCheckpoint, map_checkpoint
 from .copying import Copy
 from .target import Target, huggingface_target, shards_target
 
@@ -35,7 +35,7 @@ class ConversionPlan:
     def fingerprint(self) -> str:
         """Equal for equal work on unchanged source files."""
         digest = hashlib.sha256(repr(self.copies).encode())
-        for path, state in source_state(self.mapped.source.files).items():
+        for path, state in source_state(self.mapped.checkpoint.files).items():
             digest.update(f"{path}{state}".encode())
         return digest.hexdigest()
 
@@ -74,7 +74,7 @@ def compose(source: CheckpointLayout, target: CheckpointLayout) -> tuple[Copy, .
         goal_tensor = target.extras[name]
         if (tensor.dtype, tensor.shape) != (goal_tensor.dtype, goal_tensor.shape):
             raise ValueError(f"{tensor} is {tensor.dtype} {tensor.shape}, unlike {goal_tensor}")
-        copies.append(Copy(name, whole(name, tensor), whole(name, goal_tensor)))
+        copies.append(Copy(name, place_whole(name, tensor), place_whole(name, goal_tensor)))
     return tuple(sorted(copies, key=_first_byte))
 
 
@@ -99,7 +99,7 @@ def dry_run(source: Path, size: int | None, config_file: Path | None = None) -> 
     todo = plan_conversion(
         source, lambda m: huggingface_target(m) if size is None else shards_target(m, size), config_file
     )
-    known = entries(todo.mapped.model)
+    known = todo.mapped.model.entries()
     tensors = []
     for name, parameter in todo.mapped.model.parameters.items():
         placement = todo.target.layout.placements[name]
@@ -123,18 +123,18 @@ def dry_run(source: Path, size: int | None, config_file: Path | None = None) -> 
     model = todo.mapped.model
     return {
         "tensors": tensors,
-        "source": f"{todo.mapped.source.description}, {model.config.model_type}",
+        "source": f"{todo.mapped.checkpoint.description}, {model.config.model_type}",
         "target": "Hugging Face folder" if size is None else f"shardzoo folder of {size} ranks",
         "parameters": sum(prod(parameter.shape) for parameter in model.parameters.values()),
         "vocabulary": f"{model.vocab_size}, padded to {model.padded_vocab_size(size or 1)}",
-        "bytes_to_read": todo.mapped.source.nbytes,
+        "bytes_to_read": todo.mapped.checkpoint.nbytes,
         "bytes_to_write": todo.target.nbytes,
         "files": len(todo.target.files),
         "estimated_seconds": round(_seconds(todo), 1),
     }
 
 
-def _describe(parameter: Parameter) -> str:
+def _describe(parameter: ParameterSpec) -> str:
     if parameter.shard is None:
         return "replicated"
     blocks = f" in blocks {'+'.join(map(str, parameter.shard.groups))}" if len(parameter.shard.groups) > 1 else ""
@@ -143,8 +143,8 @@ def _describe(parameter: Parameter) -> str:
 
 def _seconds(todo: ConversionPlan) -> float:
     """By the time that reading and hashing a little takes; writing is taken to be as fast as reading and hashing."""
-    with Files(open_for_reading) as files:
-        largest = max(todo.mapped.source.files, key=lambda path: path.stat().st_size)
+    with OpenFiles(open_for_reading) as files:
+        largest = max(todo.mapped.checkpoint.files, key=lambda path: path.stat().st_size)
         files.open([largest])
         started = time.perf_counter()
         sample = os.pread(files[largest], SAMPLE, 0)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from ..checkpoint.checkpoint import EXTRAS
 from ..checkpoint.dtypes import FLOATS, item_size
-from ..checkpoint.layout import CheckpointLayout, ParameterPlacement, TensorSlice
+from ..checkpoint.layout import CheckpointLayout, ParameterPlacement, TensorSlice, place_by_rank
 from ..checkpoint.safetensors_header import make_header
 from ..checkpoint.stored_tensor import StoredTensor
-from ..models.mapping import MappedCheckpoint, entries, rank_placements, stacked_ranges, stored_shape
+from ..models.mapping import MappedCheckpoint, stacked_ranges, stored_shape
 
 METADATA = {"format": "pt"}
 LARGEST_FILE = 5 * 10**9  # of a Hugging Face folder, before it is divided into several
@@ -66,7 +66,7 @@ def shards_target(mapped: MappedCheckpoint, size: int, dtype: str | None = None)
         file, tensors = _new_file(f"rank_{rank:02d}.safetensors", shapes)
         files.append(file)
         ranks.append(tensors)
-    placements = rank_placements(mapped.model.parameters, ranks)
+    placements = place_by_rank(mapped.model.parameters, ranks)
     extras: dict[str, StoredTensor] = {}
     if mapped.layout.extras:
         extra_shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in mapped.layout.extras.items()}
@@ -78,7 +78,7 @@ def shards_target(mapped: MappedCheckpoint, size: int, dtype: str | None = None)
 def huggingface_target(mapped: MappedCheckpoint, dtype: str | None = None, largest_file: int = LARGEST_FILE) -> Target:
     """A Hugging Face folder with the names that the weights had in the one they came from, else today's."""
     dtypes = new_dtypes(mapped, dtype)
-    known = entries(mapped.model)
+    known = mapped.model.entries()
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, parameter in mapped.model.parameters.items():
         spans = stacked_ranges(parameter, known[name])

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..checkpoint.checkpoint import open_checkpoint
-from ..checkpoint.file_io import Comparer, Files, check_hash, hash_stored, open_for_reading
+from ..checkpoint.file_io import Comparer, OpenFiles, check_hash, hash_stored, open_for_reading
 from ..checkpoint.stored_tensor import StoredTensor
 from ..models.mapping import MappedCheckpoint, map_checkpoint
 from .copying import block_size, run_copies
@@ -34,13 +34,13 @@ def verify_folder(folder: Path, options: Options) -> Verdict:
     """
     mapped = map_checkpoint(open_checkpoint(folder, options.config_file))
     tensors = mapped.layout.tensors()
-    with Files(open_for_reading) as files, ThreadPoolExecutor(options.threads) as pool:
-        files.open(mapped.source.files)
+    with OpenFiles(open_for_reading) as files, ThreadPoolExecutor(options.threads) as pool:
+        files.open(mapped.checkpoint.files)
 
         def check(tensor: StoredTensor) -> str:
             found = hash_stored(tensor, files[tensor.file], block_size(options.threads))
             try:
-                check_hash(tensor, found, mapped.hashes.get((tensor.file, tensor.name)))
+                check_hash(tensor, found, mapped.digests.get((tensor.file, tensor.name)))
             except ValueError as error:
                 return str(error)
             digests[tensor.file, tensor.name] = found
@@ -66,14 +66,14 @@ def _differing_copies(mapped: MappedCheckpoint, digests: dict[tuple[Path, str], 
 
 def _repeated_ranks(mapped: MappedCheckpoint, digests: dict[tuple[Path, str], str]) -> list[str]:
     """Rank files without recorded hashes that are copies of one another."""
-    if mapped.source.kind != "legacy":
+    if mapped.checkpoint.kind != "legacy":
         return []
     parts = [placement.copies[0] for placement in mapped.layout.placements.values() if len(placement.copies[0]) > 1]
     seen: dict[tuple, int] = {}
-    for rank in range(len(mapped.source.ranks)):
+    for rank in range(len(mapped.checkpoint.ranks)):
         contents = tuple(digests.get((copy[rank].tensor.file, copy[rank].tensor.name)) for copy in parts)
         if contents in seen:
-            return [f"rank {rank} of {mapped.source.folder} repeats rank {seen[contents]} in every split tensor"]
+            return [f"rank {rank} of {mapped.checkpoint.folder} repeats rank {seen[contents]} in every split tensor"]
         seen[contents] = rank
     return []
 
@@ -93,16 +93,16 @@ def verify_round_trip(folder: Path, size: int | None, options: Options, report: 
     mapped = map_checkpoint(open_checkpoint(folder, options.config_file))
     with tempfile.TemporaryDirectory(prefix=".round-trip-", dir=folder.resolve().parent) as temporary:
         there = Path(temporary) / "converted"
-        if mapped.source.kind == "huggingface":
+        if mapped.checkpoint.kind == "huggingface":
             split(folder, there, size or smallest_size(mapped), options, report)
         else:
             merge(folder, there, replace(options, largest_file=1 << 62), report)
         back = map_checkpoint(open_checkpoint(there))
         verdict = _compare(back, mapped, options, report)
         problems = list(verdict.differences)
-        if mapped.source.kind == "huggingface":
+        if mapped.checkpoint.kind == "huggingface":
             named = {(t.name, t.dtype, t.shape) for t in huggingface_target(back).layout.tensors()}
-            wanted = {(t.name, t.dtype, t.shape) for t in mapped.source.ranks[0].values()}
+            wanted = {(t.name, t.dtype, t.shape) for t in mapped.checkpoint.ranks[0].values()}
             names = {name for name, *_ in named} ^ {name for name, *_ in wanted}
             problems += [f"tensor {name} does not survive under its name" for name in sorted(names)]
     return Verdict(tuple(problems), verdict.tensors, verdict.nbytes)
@@ -122,22 +122,22 @@ def _compare(
     copies = compose(source.layout, target.layout)
     comparers: list[Comparer] = []
     problems = [
-        f"{copy.name} is {copy.source.dtype} in {source.source.folder}, "
-        f"but {copy.target.dtype} in {target.source.folder}"
+        f"{copy.name} is {copy.source.dtype} in {source.checkpoint.folder}, "
+        f"but {copy.target.dtype} in {target.checkpoint.folder}"
         for copy in copies
         if copy.source.dtype != copy.target.dtype
     ]
     copies = [copy for copy in copies if copy.source.dtype == copy.target.dtype]
     total, done = sum(copy.nbytes for copy in copies), 0
-    with Files(open_for_reading) as inputs, Files(open_for_reading) as others:
-        inputs.open(source.source.files)
-        others.open(target.source.files)
+    with OpenFiles(open_for_reading) as inputs, OpenFiles(open_for_reading) as others:
+        inputs.open(source.checkpoint.files)
+        others.open(target.checkpoint.files)
 
         def compare(tensors: Sequence[StoredTensor]) -> Comparer:
             comparers.append(Comparer(tensors, others))
             return comparers[-1]
 
-        for index, _ in run_copies(copies, inputs, source.hashes, compare, options.threads):
+        for index, _ in run_copies(copies, inputs, source.digests, compare, options.threads):
             done += copies[index].nbytes
             report(done, total)
     for comparer in comparers:

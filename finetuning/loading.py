@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpoint.checkpoint import open_checkpoint
+from ..checkpoint.folder_files import CONFIG, read_folder_json
+from ..checkpoint.manifest import MANIFEST
 from ..models import FAMILIES, ParallelConfig, config_from_dict, family, from_pretrained
-from ..models.auto import read_config
-from ..models.files import MANIFEST, huggingface_tensors, native_tensors
 from ..mpu import ParallelMesh
 from ..trainer.engines.precision import DTYPES
 from ..trainer.launch.ranks import on_first_rank
@@ -65,11 +66,14 @@ def find_source(arguments: FinetuningArguments) -> ModelSource:
     """Which model the arguments name, and whether the zoo's is taken. ValueError where they ask for what it cannot."""
     folder, adapter = locate(arguments.model_name_or_path), None
     if (folder / ADAPTER).exists():
-        adapter, folder = folder, locate(read_config(folder / ADAPTER).get("base_model_name_or_path") or "")
-    values = read_config(folder / "config.json")
+        base = (read_folder_json(folder, ADAPTER) or {}).get("base_model_name_or_path")
+        adapter, folder = folder, locate(base if isinstance(base, str) else "")
+    values = read_folder_json(folder, CONFIG)
+    if values is None:
+        raise ValueError(f"{folder} has no {CONFIG}: it holds no model")
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
-        raise ValueError(f"{folder}/config.json has no model_type, so its kind of model is unknown")
+        raise ValueError(f"{folder / CONFIG} has no model_type, so its kind of model is unknown")
     native = arguments.native
     if adapter is not None and native:
         raise ValueError(f"{adapter} holds LoRA weights, which only transformers' models take; use native=False")
@@ -153,16 +157,13 @@ def _native(
 
 def _new_modules(source: ModelSource) -> list[str]:
     """The classifier, and what else of a classifier's modules the folder was stored without."""
-    if (source.folder / MANIFEST).exists():
-        stored = native_tensors(source.folder)[0]
-    else:
-        stored = huggingface_tensors(source.folder)
+    stored = open_checkpoint(source.folder).ranks[0]
     facts = family(source.model_type)
 
     def is_stored(module: str) -> bool:
         entries = [entry for entry in facts.name_map.entries if entry.native.startswith(f"{module}.")]
         names = {name for entry in entries for name in (entry.native, *entry.stored_names())}
-        return any(facts.name_map.todays_name(tensor.name, names) in names for tensor in stored)
+        return any(facts.name_map.todays_name(name, names) in names for name in stored)
 
     return [name for name in facts.new_modules if name == "classifier" or not is_stored(name)]
 

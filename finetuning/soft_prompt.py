@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ..checkpoint.folder_files import checked_file
+from ..checkpoint.strict_json import read_json_object
+from ..checkpoint.tensor_reader import read_tensors
 from ..mpu import VocabParallelEmbedding
 
 PROMPT_FILE = "soft_prompt.safetensors"
@@ -124,10 +127,10 @@ def load_prompt(folder: Path) -> tuple[list[str], int, Tensor] | None:
     if not (folder / PROMPT_FILE).exists():
         return None
     try:
-        content = json.loads((folder / TOKENS_FILE).read_text())
+        content = read_json_object(checked_file(folder, TOKENS_FILE))
         tokens, first_id = [str(token) for token in content["tokens"]], int(content["first_id"])
-        rows = load_file(folder / PROMPT_FILE)["prompt"]
-    except Exception as error:  # whatever a damaged file makes json and safetensors raise
+        rows = read_tensors(checked_file(folder, PROMPT_FILE))["prompt"]
+    except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{folder} has a soft prompt that is not readable: {error}") from None
     if rows.dim() != 2 or len(rows) != len(tokens):
         raise ValueError(f"{folder / PROMPT_FILE} has shape {list(rows.shape)} for {len(tokens)} tokens")

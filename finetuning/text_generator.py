@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import generation  # noqa: F401 - gives the zoo's models their `generate`
+from ..checkpoint.folder_files import read_folder_json
 from ..data.pairs.datasets import closed, opened
 from ..generation.api import Extras, device_of, evaluating, search
 from ..generation.decoders import Decoder
@@ -41,8 +41,7 @@ class TextGenerator:
         self.source, self.tokenizer, self.positions = source, tokenizer, positions
         self.max_source_length, self.batch_size = max_source_length, batch_size
         self.defaults = {"max_new_tokens": max_new_tokens, "num_beams": num_beams}
-        stored = source.folder / "generation_config.json"
-        self._stored = json.loads(stored.read_text()) if source.native and stored.exists() else None
+        self._stored = read_folder_json(source.folder, "generation_config.json") if source.native else None
 
     def __call__(self, model: Any, sources: Sequence[str], **settings: Any) -> list[str]:
         """`num_return_sequences` texts for each source. settings: of `generate`, by transformers' names."""

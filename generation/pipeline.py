@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..checkpoint.folder_files import read_folder_json
 from ..data.tokenizers.glm_tokens import GLMVocabulary
 from ..models import from_pretrained
 from ..models.registry import BlankText, family
@@ -44,7 +44,7 @@ class TextGenerationPipeline:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
         self.model: Any = from_pretrained(path, mesh, dtype, device=device)
         self.batch_size, folder = batch_size, Path(path)
-        self.generation_config = _stored_settings(folder / "generation_config.json")
+        self.generation_config = read_folder_json(folder, "generation_config.json")
         make_blank_text = family(self.model.config.model_type).blank_text
         self.blank_text = None if make_blank_text is None else make_blank_text(folder, glm_vocabulary)
         self.tokenizer = None if self.blank_text else load_text_tokenizer(folder)
@@ -122,15 +122,3 @@ class TextGenerationPipeline:
             for row in zip(found.tokens.tolist(), found.scores.tolist(), strict=True)
         ]
         return {"prompt": text, "masks": masks}
-
-
-def _stored_settings(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not readable: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold a JSON object, not a {type(values).__name__}")
-    return values

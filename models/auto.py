@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..checkpoint.folder_files import CONFIG, read_folder_json
+from ..checkpoint.stored_tensor import StoredTensor
 from ..mpu import ParallelMesh, initialize, materialize
 from .common.config import ModelConfig
 from .common.parallel_config import ParallelConfig
-from .registry import family, presets
+from .registry import FAMILIES, family, family_of, presets
 
 
 def find_config(name: str) -> ModelConfig:
@@ -21,28 +23,27 @@ def find_config(name: str) -> ModelConfig:
         if preset == name:
             return config
     path = Path(name)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
+    folder, file = (path, CONFIG) if path.is_dir() else (path.parent, path.name)
+    values = read_folder_json(folder, file)
+    if values is None:
         known = ", ".join(preset for preset, _ in presets())
-        raise ValueError(f"model {name!r} is no preset and no folder with a config.json; presets: {known}")
-    return config_from_dict(read_config(path))
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """The contents of a `config.json`. ValueError if it is none."""
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not a readable config.json: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold a JSON object, not a {type(values).__name__}")
-    return values
+        raise ValueError(f"model {name!r} is no preset and no folder with a {CONFIG}; presets: {known}")
+    return config_from_dict(values)
 
 
 def config_from_dict(values: dict[str, Any]) -> ModelConfig:
-    if "model_type" not in values:
-        raise ValueError("the configuration has no model_type, so its family is unknown")
-    return family(values["model_type"]).config.from_dict(values)
+    return family_of(values).config.from_dict(values)
+
+
+def infer_config(ranks: Sequence[Mapping[str, StoredTensor]]) -> ModelConfig:
+    """What each rank's tensors tell of a model without a `config.json`. ValueError if that is not enough."""
+    reasons = []
+    for infer in filter(None, (family(name).infer_config for name in FAMILIES)):
+        try:
+            return infer(ranks)
+        except ValueError as error:
+            reasons.append(str(error))
+    raise ValueError(f"there is no {CONFIG}, and {'; '.join(reasons)}; name one with --config")
 
 
 def as_config(config: ModelConfig | dict[str, Any] | str | Any) -> ModelConfig:

@@ -1,27 +1,64 @@
-"""Where a source keeps each parameter, by the family's name map and the parameters' `Shard`s."""
+"""Where a checkpoint keeps each parameter of a model, by the family's name map and the parameters' `Shard`s.
+
+`from_pretrained` and the converter share it, so that both accept the same folders and find the same tensors in them.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.dtypes import torch_name
-from ..checkpoint.file_io import open_for_reading, read_into
-from ..checkpoint.layout import CheckpointLayout, ParameterPlacement, TensorSlice
+from ..checkpoint.dtypes import FLOATS, torch_name
+from ..checkpoint.file_io import open_for_reading, read_bytes
+from ..checkpoint.layout import CheckpointLayout, ParameterPlacement, ParameterSpec, TensorSlice, place_by_rank
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.stored_tensor import StoredTensor
-from ..mpu import Shard
-from .auto import config_from_dict, from_config
+from .auto import build_on_meta, config_from_dict, infer_config
 from .common.config import ModelConfig
-from .common.name_map import Entry, NameMap
+from .common.name_map import Entry, NameMap, refuse_names
 from .registry import family
+
+CHUNK = 1 << 20
+MOST_PROBLEMS = 20  # of those that one error lists
+
+
+@dataclass(frozen=True)
+class NativeModel:
+    """The parameters of a model of the zoo, without their values."""
+
+    config: ModelConfig
+    name_map: NameMap
+    parameters: Mapping[str, ParameterSpec]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    def entries(self) -> dict[str, Entry]:
+        """Native name -> its entry of the family's name map."""
+        return {entry.native: entry for entry in self.name_map.resolve(self.parameters)}
+
+    def padded_vocab_size(self, size: int) -> int:
+        """Rows of the vocabulary over all of `size` ranks."""
+        for parameter in self.parameters.values():
+            if parameter.shard is not None and parameter.shard.pad_multiple:
+                return size * parameter.local_shape(size)[parameter.dim]
+        return self.vocab_size
+
+    def check_size(self, size: int) -> None:
+        """ValueError if some parameter cannot be split `size` ways."""
+        if size < 1:
+            raise ValueError(f"a tensor-parallel size of {size} is none; use 1 or more")
+        for parameter in self.parameters.values():
+            parameter.local_shape(size)
 
 
 @dataclass(frozen=True)
@@ -44,35 +81,109 @@ class StoredNames:
 
 @dataclass(frozen=True)
 class MappedCheckpoint:
-    """A source together with its model and where that model's parameters lie."""
+    """A checkpoint together with its model and where that model's parameters lie.
 
-    source: Checkpoint
+    digests: (file, tensor) -> sha256, as far as the checkpoint records them.
+    """
+
+    checkpoint: Checkpoint
     model: NativeModel
     layout: CheckpointLayout
     names: StoredNames
-    hashes: Mapping[tuple[Path, str], str]  # (file, tensor) -> sha256, as far as the source records them
+    digests: Mapping[tuple[Path, str], str]
 
 
-def map_checkpoint(source: Checkpoint) -> MappedCheckpoint:
-    """ValueError, naming tensor and file, for what is missing, unknown, mis-shaped or stored twice."""
-    count = sum(map(len, source.ranks)) + len(source.extras)
+def parameter_specs(model: nn.Module) -> dict[str, ParameterSpec]:
+    """Each parameter's full shape, without padding, and its split."""
+    specs = {}
+    for name, parameter in model.named_parameters():
+        shard = getattr(parameter, "shard", None)
+        specs[name] = ParameterSpec(name, tuple(shard.shape if shard else parameter.shape), shard)
+    return specs
+
+
+def native_model(config: ModelConfig, model: nn.Module | None = None) -> NativeModel:
+    """model: built already; otherwise one is built without storage."""
+    if model is None:
+        with _NoInitialValues(), config_mistakes():
+            model = build_on_meta(config, None)
+    return NativeModel(config, family(config.model_type).name_map, parameter_specs(model))
+
+
+def map_checkpoint(
+    checkpoint: Checkpoint, model: NativeModel | None = None, absent: Collection[str] = ()
+) -> MappedCheckpoint:
+    """Finds every parameter of a model in a checkpoint.
+
+    Args:
+        checkpoint: An opened folder.
+        model: Which parameters are wanted; by default those of the folder's own configuration.
+        absent: Names of parameters that are left aside, in the model and in the files.
+
+    Raises:
+        ValueError: a tensor is missing, unknown, mis-shaped, of no floating-point numbers, or stored twice.
+    """
     try:
-        model = native_model(source.config, most_layers=count, is_tied=lambda _, names: is_tied(source, names))
-        mapped = {"huggingface": _map_huggingface, "shards": _map_shards, "legacy": _map_legacy}[source.kind](
-            source, model
-        )
+        if model is None:
+            model = native_model(stored_config(checkpoint))
+        wanted = {name: parameter for name, parameter in model.parameters.items() if name not in absent}
+        finder = {"huggingface": _map_huggingface, "shards": _map_shards, "legacy": _map_legacy}[checkpoint.kind]
+        mapped = finder(checkpoint, NativeModel(model.config, model.name_map, wanted), absent)
+        _check_types(mapped.layout)
         mapped.layout.check()
     except ValueError as error:
-        raise ValueError(f"{source.folder}: {error}") from None
+        raise ValueError(f"{checkpoint.folder}: {error}") from None
     return mapped
 
 
-def entries(model: NativeModel) -> dict[str, Entry]:
-    """Native name -> its entry of the family's name map."""
-    return {entry.native: entry for entry in model.name_map.resolve(model.parameters)}
+def stored_config(
+    checkpoint: Checkpoint,
+    config: ModelConfig | None = None,
+    repeats: Callable[[StoredTensor, StoredTensor], bool] | None = None,
+) -> ModelConfig:
+    """The configuration of a checkpoint's model, with the output head tied or not as the files have it.
+
+    Args:
+        checkpoint: An opened folder.
+        config: Instead of the folder's `config.json`.
+        repeats: Whether a stored output head repeats the stored embedding; by default their bytes are compared.
+
+    Raises:
+        ValueError: there is no configuration, a wrong one, or one of a larger model than the files can hold.
+    """
+    values: Mapping[str, Any] = {}
+    if config is None and checkpoint.config is not None:
+        values = checkpoint.config
+        try:
+            with config_mistakes():
+                config = config_from_dict(dict(values))
+        except ValueError as error:
+            raise ValueError(f"config.json: {str(error).removeprefix('config.json: ')}") from None
+    elif config is None:
+        if checkpoint.kind != "legacy":
+            raise ValueError("there is no config.json; name one with --config")
+        config = infer_config(checkpoint.ranks)
+    most = sum(1 for _ in checkpoint.tensors())
+    layers = getattr(config, config.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
+    layers += getattr(config, "decoder_layers", 0)
+    if not 0 < layers <= most:
+        raise ValueError(f"config.json: it claims {layers:,} layers, but there are {most:,} tensors in all")
+    tied = _is_tied(checkpoint, family(config.model_type).name_map, values, repeats or hold_same_bytes)
+    return config if tied is None else config.with_changes(tie_word_embeddings=tied)
 
 
-def stacked_ranges(parameter: Parameter, entry: Entry) -> list[tuple[int, int]]:
+@contextmanager
+def config_mistakes() -> Iterator[None]:
+    """Whatever a wrong value in config.json leads to while a model is built is the file's mistake."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, MemoryError) as error:
+        raise ValueError(f"config.json: {error}") from None
+
+
+def stacked_ranges(parameter: ParameterSpec, entry: Entry) -> list[tuple[int, int]]:
     """The range of the parameter that each of its entry's stored tensors holds."""
     length = parameter.shape[parameter.dim] if parameter.shape else 1
     if len(entry.stored_names()) == 1:
@@ -84,7 +195,7 @@ def stacked_ranges(parameter: Parameter, entry: Entry) -> list[tuple[int, int]]:
     return list(zip([0, *stops], stops, strict=False))
 
 
-def stored_shape(parameter: Parameter, span: tuple[int, int], entry: Entry) -> tuple[int, ...]:
+def stored_shape(parameter: ParameterSpec, span: tuple[int, int], entry: Entry) -> tuple[int, ...]:
     """The shape in which a Hugging Face folder stores `span` of the parameter along its `dim`."""
     shape = list(parameter.shape)
     if shape:
@@ -92,73 +203,142 @@ def stored_shape(parameter: Parameter, span: tuple[int, int], entry: Entry) -> t
     return tuple(shape[::-1] if entry.transpose else shape)
 
 
-def _map_huggingface(source: Checkpoint, model: NativeModel) -> MappedCheckpoint:
-    tensors = source.ranks[0]
+def hold_same_bytes(first: StoredTensor, second: StoredTensor) -> bool:
+    """Whether two stored tensors are equal bit for bit; reading ends at the first difference."""
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
+        return False
+    return all(
+        _bytes_of(first, start, CHUNK) == _bytes_of(second, start, CHUNK) for start in range(0, first.nbytes, CHUNK)
+    )
+
+
+def _bytes_of(tensor: StoredTensor, start: int, count: int) -> bytes:
+    descriptor = open_for_reading(tensor.file)
+    try:
+        return read_bytes(tensor, descriptor, start, min(count, tensor.nbytes - start))
+    finally:
+        os.close(descriptor)
+
+
+def _is_tied(
+    checkpoint: Checkpoint,
+    name_map: NameMap,
+    values: Mapping[str, Any],
+    repeats: Callable[[StoredTensor, StoredTensor], bool],
+) -> bool | None:
+    """Whether the output head is the word embedding: the files decide, not the flag in config.json, which some
+    writers always set (see `models.t5.config`). None for families whose models are always tied, or never.
+
+    A head of its own that is stored next to the embedding is a tied one's copy if both hold the same bytes.
+    """
+    untied = set(name_map.untied_names())
+    if not untied:
+        return None
+    if checkpoint.kind != "huggingface":
+        return not {entry.native for entry in name_map.untied_entries()} & checkpoint.ranks[0].keys()
+    known = name_map.stored_names()
+    tensors = {name_map.todays_name(name, known): tensor for name, tensor in checkpoint.ranks[0].items()}
+    heads = [(name, kept) for name, kept in name_map.aliases if name in untied and name in tensors]
+    if not heads:
+        return values.get("tie_word_embeddings") is not False
+    for head, kept in heads:
+        others = [kept, *(name for name, same in name_map.aliases if same == kept and name not in untied)]
+        stored = next((tensors[name] for name in others if name in tensors), None)
+        if stored is None or not repeats(tensors[head], stored):
+            return False
+    return True
+
+
+def _check_types(layout: CheckpointLayout) -> None:
+    for name, placement in layout.placements.items():
+        for part in placement.slices():
+            if part.tensor.dtype not in FLOATS:
+                kind = torch_name(part.tensor.dtype)
+                raise ValueError(f"{part.tensor} is {kind}, not of floating-point numbers, but {name} needs them")
+
+
+def _map_huggingface(checkpoint: Checkpoint, model: NativeModel, absent: Collection[str]) -> MappedCheckpoint:
+    tensors = checkpoint.ranks[0]
     match = model.name_map.match(model.parameters, tensors)
     stored = {
         name: tuple(match.sources[today] for today in entry.stored_names()) for name, entry in match.entries.items()
     }
-    names = StoredNames(stored, {alias: match.sources[kept] for alias, kept in match.aliases.items()})
-    placements, used = {}, set()
+    names = StoredNames(
+        stored, {alias: match.sources[kept] for alias, kept in match.aliases.items() if kept in match.sources}
+    )
+    placements, used, problems = {}, set(), []
     for name, parameter in model.parameters.items():
         entry = match.entries[name]
         spans, copies = stacked_ranges(parameter, entry), []
         for copy in names.copies(name):
             used.update(copy)
-            parts = []
-            for stored_name, (start, stop) in zip(copy, spans, strict=True):
-                tensor = tensors[stored_name]
-                expected = stored_shape(parameter, (start, stop), entry)
-                if tensor.shape != expected:
-                    raise ValueError(f"{tensor} has shape {list(tensor.shape)}, but config.json means {list(expected)}")
-                parts.append(TensorSlice(tensor.at_least_1d(), ((start, stop),), entry.transpose))
-            copies.append(tuple(parts))
+            for stored_name, span in zip(copy, spans, strict=True):
+                _check_shape(tensors[stored_name], stored_shape(parameter, span, entry), name, problems)
+            parts = zip(copy, spans, strict=True)
+            copies.append(
+                tuple(TensorSlice(tensors[part].at_least_1d(), (span,), entry.transpose) for part, span in parts)
+            )
         placements[name] = ParameterPlacement(name, parameter.shape or (1,), parameter.dim, tuple(copies))
+    _refuse_shapes(problems)
     extras = {name: tensor for name, tensor in tensors.items() if name not in used}
-    return MappedCheckpoint(source, model, CheckpointLayout(placements, extras), names, {})
+    return MappedCheckpoint(checkpoint, model, CheckpointLayout(placements, extras), names, {})
 
 
-def _map_shards(source: Checkpoint, model: NativeModel) -> MappedCheckpoint:
-    manifest = source.manifest
-    assert manifest is not None  # every source of this kind has one
-    _check_manifest(manifest, model)
-    layout = CheckpointLayout(
-        _by_rank(source, model.parameters, {name: name for name in model.parameters}), source.extras
-    )
+def _check_shape(tensor: StoredTensor, expected: tuple[int, ...], name: str, problems: list[str]) -> None:
+    if tensor.shape != expected:
+        problems.append(f"{tensor} has shape {list(tensor.shape)}, but {name} needs {list(expected)} by config.json")
+
+
+def _refuse_shapes(problems: list[str]) -> None:
+    if problems:
+        more = f"; and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
+        raise ValueError("; ".join(problems[:MOST_PROBLEMS]) + more)
+
+
+def _map_shards(checkpoint: Checkpoint, model: NativeModel, absent: Collection[str]) -> MappedCheckpoint:
+    manifest = checkpoint.manifest
+    assert manifest is not None  # every checkpoint of this kind has one
+    _check_manifest(manifest, model, absent)
+    extras = checkpoint.extras
+    layout = CheckpointLayout(_by_rank(checkpoint, model.parameters, {name: name for name in model.parameters}), extras)
     for name, placement in layout.placements.items():
-        for part in placement.parts():
+        for part in placement.slices():
             if torch_name(part.tensor.dtype) != manifest.tensors[name].dtype:
                 wanted = manifest.tensors[name].dtype
                 raise ValueError(f"{part.tensor} is {part.tensor.dtype}, but {wanted} in the manifest")
-    hashes = {
+    digests = {
         (tensors[name].file, name): digest
         for name, record in manifest.tensors.items()
-        for tensors, digest in zip(source.ranks, record.sha256, strict=True)
+        for tensors, digest in zip(checkpoint.ranks, record.sha256, strict=True)
     }
     for name, extra in manifest.extras.items():
-        tensor = source.extras[name]
+        tensor = extras[name]
         if (tensor.shape, torch_name(tensor.dtype)) != (extra.shape, extra.dtype):
             raise ValueError(f"{tensor} is {tensor.dtype} {list(tensor.shape)}, unlike the manifest's record")
-        hashes[tensor.file, name] = extra.sha256
-    known = entries(model)
+        digests[tensor.file, name] = extra.sha256
+    return MappedCheckpoint(checkpoint, model, layout, _names_in_manifest(manifest, model), digests)
+
+
+def _names_in_manifest(manifest: Manifest, model: NativeModel) -> StoredNames:
+    known = model.entries()
     stored = {name: manifest.tensors[name].stored or known[name].stored_names() for name in model.parameters}
     for name, names in stored.items():
         if len(names) != len(known[name].stored_names()):
             raise ValueError(f"the manifest stores {name} as {', '.join(names)}")
     if unknown := sorted(set(manifest.ties.values()) - {name for names in stored.values() for name in names}):
         raise ValueError(f"the manifest ties a tensor to {unknown[0]}, which the model does not have")
-    return MappedCheckpoint(source, model, layout, StoredNames(stored, manifest.ties), hashes)
+    return StoredNames(stored, manifest.ties)
 
 
-def _check_manifest(manifest: Manifest, model: NativeModel) -> None:
+def _check_manifest(manifest: Manifest, model: NativeModel, absent: Collection[str]) -> None:
     """The manifest must describe the very model that config.json builds."""
     if manifest.model_type != model.config.model_type or manifest.vocab_size != model.vocab_size:
         raise ValueError(
             f"the manifest is of a {manifest.model_type} with {manifest.vocab_size} tokens, config.json of a "
             f"{model.config.model_type} with {model.vocab_size}"
         )
-    if differing := sorted(manifest.tensors.keys() ^ model.parameters.keys()):
-        raise ValueError(f"the manifest and the model of config.json do not both have {differing[0]}")
+    stored = {name for name in manifest.tensors if name not in absent}
+    refuse_names(sorted(model.parameters.keys() - stored), sorted(stored - model.parameters.keys()))
     for name, parameter in model.parameters.items():
         record = manifest.tensors[name]
         if record.shape != parameter.shape:
@@ -171,8 +351,10 @@ def _check_manifest(manifest: Manifest, model: NativeModel) -> None:
             raise ValueError(f"{name} is split as {theirs} in the manifest, but as {mine} by this model")
 
 
-def _map_legacy(source: Checkpoint, model: NativeModel) -> MappedCheckpoint:
-    tensors = source.ranks[0]
+def _map_legacy(checkpoint: Checkpoint, model: NativeModel, absent: Collection[str]) -> MappedCheckpoint:
+    if absent:
+        raise ValueError(f"new heads are not drawn for {checkpoint.description}; convert them first")
+    tensors = checkpoint.ranks[0]
     if model.parameters.keys() <= tensors.keys():
         names = {name: name for name in model.parameters}
     else:
@@ -182,150 +364,46 @@ def _map_legacy(source: Checkpoint, model: NativeModel) -> MappedCheckpoint:
         names = {name: match.sources[entry.stored_names()[0]] for name, entry in match.entries.items()}
     if unknown := sorted(tensors.keys() - set(names.values())):
         raise ValueError(f"{tensors[unknown[0]]} is no parameter of the model")
-    _check_ranks_differ(source, model, names)
     parameters = {name: parameter.without_padding() for name, parameter in model.parameters.items()}
-    padded = {name for name in names if _is_padded(model.parameters[name], source, names[name])}
+    padded = {name for name in names if _is_padded(model.parameters[name], checkpoint, names[name])}
     parameters |= {name: model.parameters[name] for name in padded}
-    stored = {name: entry.stored_names() for name, entry in entries(model).items()}
-    return MappedCheckpoint(
-        source, model, CheckpointLayout(_by_rank(source, parameters, names)), StoredNames(stored, {}), {}
-    )
+    placements = _by_rank(checkpoint, parameters, names)
+    _check_ranks_differ(checkpoint, model, names)
+    stored = {name: entry.stored_names() for name, entry in model.entries().items()}
+    return MappedCheckpoint(checkpoint, model, CheckpointLayout(placements), StoredNames(stored, {}), {})
 
 
-def _check_ranks_differ(source: Checkpoint, model: NativeModel, names: Mapping[str, str]) -> None:
-    """ValueError if two files, which have no hashes, begin alike in every split matrix."""
+def _check_ranks_differ(checkpoint: Checkpoint, model: NativeModel, names: Mapping[str, str]) -> None:
+    """ValueError if two files, which have no digests, begin alike in every split matrix."""
     split = [names[p.name] for p in model.parameters.values() if p.shard is not None and len(p.shape) > 1]
     seen: dict[tuple[bytes, ...], int] = {}
-    for rank, tensors in enumerate(source.ranks):
-        beginnings = tuple(beginning(tensors[name], 4096) for name in split)
+    for rank, tensors in enumerate(checkpoint.ranks):
+        beginnings = tuple(_bytes_of(tensors[name], 0, 4096) for name in split)
         if beginnings in seen and any(len(set(content)) > 1 for content in beginnings):
             name = next(iter(tensors.values())).file.name
             raise ValueError(f"{name} repeats rank {seen[beginnings]} in every split matrix: one of the two is wrong")
         seen[beginnings] = rank
 
 
-def _is_padded(parameter: Parameter, source: Checkpoint, name: str) -> bool:
+def _is_padded(parameter: ParameterSpec, checkpoint: Checkpoint, name: str) -> bool:
     """Whether the files pad the vocabulary as this package's layers do."""
-    return bool(parameter.shard and parameter.shard.pad_multiple) and source.ranks[0][name].shape == (
-        parameter.local_shape(len(source.ranks))
+    return bool(parameter.shard and parameter.shard.pad_multiple) and checkpoint.ranks[0][name].shape == (
+        parameter.local_shape(len(checkpoint.ranks))
     )
 
 
 def _by_rank(
-    source: Checkpoint, parameters: Mapping[str, Parameter], names: Mapping[str, str]
+    checkpoint: Checkpoint, parameters: Mapping[str, ParameterSpec], names: Mapping[str, str]
 ) -> dict[str, ParameterPlacement]:
-    size = len(source.ranks)
+    problems: list[str] = []
     for name, parameter in parameters.items():
-        expected = parameter.local_shape(size)
-        for rank, tensors in enumerate(source.ranks):
-            tensor = tensors[names[name]]
-            if tensor.shape != expected:
-                raise ValueError(
-                    f"{tensor} has shape {list(tensor.shape)}; rank {rank} of {size} holds {list(expected)}"
-                )
-    return rank_placements(
-        parameters, [{name: tensors[names[name]] for name in parameters} for tensors in source.ranks]
+        expected = parameter.local_shape(len(checkpoint.ranks))
+        for tensors in checkpoint.ranks:
+            _check_shape(tensors[names[name]], expected, name, problems)
+    _refuse_shapes(problems)
+    return place_by_rank(
+        parameters, [{name: tensors[names[name]] for name in parameters} for tensors in checkpoint.ranks]
     )
-
-
-def rank_placements(
-    parameters: Mapping[str, Parameter], ranks: Sequence[Mapping[str, StoredTensor]]
-) -> dict[str, ParameterPlacement]:
-    """By native name, from each rank's tensors under native names."""
-    size, placements = len(ranks), {}
-    for name, parameter in parameters.items():
-        parts = [TensorSlice(ranks[rank][name].at_least_1d(), parameter.ranges(rank, size)) for rank in range(size)]
-        copies = (tuple(parts),) if parameter.shard else tuple((part,) for part in parts)
-        placements[name] = ParameterPlacement(name, parameter.shape or (1,), parameter.dim, copies)
-    return placements
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """shape: full and unpadded. shard: None for a replicated parameter."""
-
-    name: str
-    shape: tuple[int, ...]
-    shard: Shard | None
-
-    @property
-    def dim(self) -> int:
-        return self.shard.dim if self.shard else 0
-
-    def ranges(self, rank: int, size: int) -> tuple[tuple[int, int], ...]:
-        """What `rank` of `size` holds along `dim`; all of it where the parameter is replicated."""
-        return tuple(self.shard.ranges(rank, size)) if self.shard else ((0, (self.shape or (1,))[0]),)
-
-    def local_shape(self, size: int) -> tuple[int, ...]:
-        """ValueError, naming the parameter and the sizes that work, if it cannot be split `size` ways."""
-        try:
-            return self.shard.local_shape(size) if self.shard else self.shape
-        except ValueError as error:
-            raise ValueError(f"parameter {self.name}: {error}") from None
-
-    def without_padding(self) -> Parameter:
-        """As formats store it that know no padded vocabulary."""
-        return replace(self, shard=replace(self.shard, pad_multiple=0)) if self.shard else self
-
-
-@dataclass(frozen=True)
-class NativeModel:
-    config: ModelConfig
-    name_map: NameMap
-    parameters: Mapping[str, Parameter]
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    def padded_vocab_size(self, size: int) -> int:
-        """Rows of the vocabulary over all of `size` ranks."""
-        for parameter in self.parameters.values():
-            if parameter.shard is not None and parameter.shard.pad_multiple:
-                return size * parameter.local_shape(size)[parameter.dim]
-        return self.vocab_size
-
-    def check_size(self, size: int) -> None:
-        """ValueError if some parameter cannot be split `size` ways."""
-        if size < 1:
-            raise ValueError(f"a tensor-parallel size of {size} is none; use 1 or more")
-        for parameter in self.parameters.values():
-            parameter.local_shape(size)
-
-
-def native_model(
-    values: Mapping[str, Any], *, most_layers: int, is_tied: Callable[[ModelConfig, NameMap], bool | None]
-) -> NativeModel:
-    """The parameters of the model that the contents of a `config.json` describe.
-
-    most_layers: more than the checkpoint can hold; a config that claims more is refused before it is built.
-    is_tied: whether the checkpoint's output head is the embedding, which files know better than `config.json`
-        (see `models.t5.config`); None leaves it to the config.
-    """
-    try:
-        config = config_from_dict(dict(values))
-        layers = _number_of_layers(config)
-        if not 0 < layers <= most_layers:
-            raise ValueError(f"it claims {layers:,} layers, but there are {most_layers:,} tensors in all")
-        name_map = family(config.model_type).name_map
-        tied = is_tied(config, name_map)
-        if tied is not None:
-            config = config.with_changes(tie_word_embeddings=tied)
-        with _NoInitialValues():
-            model = from_config(config, device="meta")
-    except (TypeError, AttributeError, KeyError, OverflowError, ArithmeticError, RuntimeError, ValueError) as error:
-        # Whatever a wrong value in config.json leads to while the model is built is the file's mistake.
-        raise ValueError(f"config.json: {error}") from None
-    parameters = {}
-    for name, parameter in model.named_parameters():
-        shard = getattr(parameter, "shard", None)
-        shape = tuple(shard.shape if shard else parameter.shape)
-        parameters[name] = Parameter(name, shape, shard)
-    return NativeModel(config, name_map, parameters)
-
-
-def _number_of_layers(config: ModelConfig) -> int:
-    return getattr(config, config.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
 
 
 class _NoInitialValues(TorchFunctionMode):
@@ -335,43 +413,3 @@ class _NoInitialValues(TorchFunctionMode):
         if getattr(function, "__module__", None) == "torch.nn.init":
             return args[0] if args else (kwargs or {})["tensor"]
         return function(*args, **(kwargs or {}))
-
-
-COMPARED = 1 << 20  # bytes; equal beginnings are taken for equal tensors, and compared in full while copying
-
-
-def is_tied(source: Checkpoint, name_map: NameMap) -> bool | None:
-    """None for families whose models are always tied, or never.
-
-    A head of its own that is stored next to the embedding is a tied one's copy if both hold the same bytes.
-    """
-    untied = set(name_map.untied_names())
-    if not untied:
-        return None
-    if source.kind != "huggingface":
-        own = {entry.native for entry in name_map.entries if untied & set(entry.stored_names())}
-        return not own & source.ranks[0].keys()
-    tensors = {name_map.todays_name(name, _known(name_map)): tensor for name, tensor in source.ranks[0].items()}
-    stored = [(name, kept) for name, kept in name_map.aliases if name in untied and name in tensors]
-    if not stored:
-        return source.config.get("tie_word_embeddings") is not False
-    return all(kept not in tensors or _begin_equal(tensors[name], tensors[kept]) for name, kept in stored)
-
-
-def _known(name_map: NameMap) -> set[str]:
-    return {name for entry in name_map.entries for name in entry.stored_names()}
-
-
-def _begin_equal(first: StoredTensor, second: StoredTensor) -> bool:
-    return (first.shape, first.dtype) == (second.shape, second.dtype) and beginning(first) == beginning(second)
-
-
-def beginning(tensor: StoredTensor, most: int = COMPARED) -> bytes:
-    """The tensor's first bytes."""
-    descriptor = open_for_reading(tensor.file)
-    try:
-        content = np.empty(min(tensor.nbytes, most), np.uint8)
-        read_into(tensor, descriptor, 0, content)
-    finally:
-        os.close(descriptor)
-    return content.tobytes()

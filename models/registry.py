@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from torch import nn
 
+from ..checkpoint.stored_tensor import StoredTensor
 from .activations import Activations
 from .common.config import ModelConfig
 from .common.name_map import NameMap
@@ -60,6 +61,8 @@ class Family:
         in_transformers: Whether transformers has this family under the same `model_type`.
         masks_padding: Whether a 0 in `attention_mask` [B, S] means padding, as in transformers.
         blank_text: Makes the `BlankText` of a folder; its second argument names the vocabulary, None finds it.
+        has_config: Whether the contents of a `config.json` without a `model_type` are of this family.
+        infer_config: The configuration that the tensors of each rank's file tell, for files without a `config.json`.
     """
 
     config: type[ModelConfig]
@@ -75,6 +78,8 @@ class Family:
     in_transformers: bool = True
     masks_padding: bool = True
     blank_text: Callable[[Path, Any], BlankText] | None = None
+    has_config: Callable[[Mapping[str, Any]], bool] | None = None
+    infer_config: Callable[[Sequence[Mapping[str, StoredTensor]]], ModelConfig] | None = None
 
 
 def family(model_type: str) -> Family:
@@ -82,6 +87,16 @@ def family(model_type: str) -> Family:
     if model_type not in FAMILIES:
         raise ValueError(f"there is no model family {model_type!r}; use one of {', '.join(FAMILIES)}")
     return importlib.import_module(f".{model_type}", __package__).FAMILY
+
+
+def family_of(values: Mapping[str, Any]) -> Family:
+    """The family of the contents of a `config.json`. ValueError if there is none, or the zoo does not have it."""
+    if "model_type" in values:
+        return family(values["model_type"])
+    for known in map(family, FAMILIES):
+        if known.has_config is not None and known.has_config(values):
+            return known
+    raise ValueError("the configuration has no model_type, so its family is unknown")
 
 
 def presets() -> Iterator[tuple[str, ModelConfig]]:

@@ -75,10 +75,19 @@ class NameMap:
     def is_ignored(self, stored_name: str) -> bool:
         return any(re.fullmatch(pattern, stored_name) for pattern in self.ignored)
 
+    def stored_names(self) -> set[str]:
+        """All names that entries have."""
+        return {name for entry in self.entries for name in entry.stored_names()}
+
     def untied_names(self) -> list[str]:
         """Stored names that are an alias in a tied model and a parameter of their own in an untied one."""
-        own = {name for entry in self.entries for name in entry.stored_names()}
+        own = self.stored_names()
         return [alias for alias, _ in self.aliases if alias in own]
+
+    def untied_entries(self) -> list[Entry]:
+        """Entries of the parameters that only an untied model has."""
+        names = set(self.untied_names())
+        return [entry for entry in self.entries if names & set(entry.stored_names())]
 
     def todays_name(self, stored_name: str, known: Container[str]) -> str:
         """`stored_name` as entries spell it: renamed if it is an old name, with the prefix if only that is known."""
@@ -118,11 +127,12 @@ class NameMap:
             if kept in wanted and kept not in sources:  # files that kept another one of the equal tensors
                 sources[kept] = stored
                 del aliases[stored]
-        _refuse(sorted(wanted - sources.keys()), unexpected)
+        refuse_names(sorted(wanted - sources.keys()), unexpected)
         return Match(entries, sources, aliases, tuple(other_heads))
 
 
-def _refuse(missing: list[str], unexpected: list[str]) -> None:
+def refuse_names(missing: list[str], unexpected: list[str]) -> None:
+    """ValueError if a checkpoint lacks tensors of the model, or has tensors that the model does not."""
     problems = []
     if missing:
         problems.append(f"lacks {_listed(missing)}")

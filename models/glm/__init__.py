@@ -2,7 +2,7 @@
 
 from ..registry import Family
 from .config import GLMConfig
-from .hf import NAME_MAP
+from .hf import NAME_MAP, has_config, infer_config
 from .memory import activations
 from .model import GLMForConditionalGeneration
 from .presets import PRESETS
@@ -22,6 +22,8 @@ FAMILY = Family(
     in_transformers=False,  # transformers' "glm" is the GLM-4 line
     masks_padding=False,
     blank_text=GLMText,
+    has_config=has_config,
+    infer_config=infer_config,
 )
 
 __all__ = ["FAMILY", "GLMConfig", "GLMForConditionalGeneration"]

@@ -1,8 +1,20 @@
-"""Where checkpoints of the original GLM keep each native parameter: the authors' and those on the hub agree."""
+"""Where checkpoints of the original GLM keep each native parameter: the authors' and those on the hub agree.
+
+The authors' are `mp_rank_XX_model_states.pt` files of tensor-parallel ranks, without a `config.json`. FlagAI's have one
+without a `model_type`.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...checkpoint.stored_tensor import StoredTensor
 from ..common.name_map import Entry, NameMap
+from .config import GLMConfig
+
+_HEAD_SIZE = 64  # of every release; a checkpoint does not tell
 
 NAME_MAP = NameMap(
     entries=(
@@ -27,3 +39,32 @@ NAME_MAP = NameMap(
     # Prefixes of wrappers: the hub's GLMForConditionalGeneration, FlagAI, distributed data parallel.
     renamed=((r"(?:glm|model|module)\.((?:word_embeddings|transformer)\..*)", r"\1"),),
 )
+
+
+def has_config(values: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` without a `model_type` is FlagAI's of the original GLM."""
+    return "block_position_encoding" in values
+
+
+def infer_config(ranks: Sequence[Mapping[str, StoredTensor]]) -> GLMConfig:
+    """The sizes that tensors tell; the number of heads is that of every release, one for 64 hidden units."""
+    ranks = [{NAME_MAP.todays_name(name, ()): tensor for name, tensor in tensors.items()} for tensors in ranks]
+    try:
+        embeddings = [tensors["word_embeddings.weight"] for tensors in ranks]
+        positions = ranks[0]["transformer.position_embeddings.weight"]
+    except KeyError as error:
+        raise ValueError(f"the checkpoint lacks {error.args[0]}: it is not of the original GLM") from None
+    for tensor in (*embeddings, positions):
+        if len(tensor.shape) != 2:
+            raise ValueError(f"{tensor} has shape {list(tensor.shape)}, unlike an embedding of the original GLM")
+    hidden_size = embeddings[0].shape[1]
+    layers = {int(match[1]) for name in ranks[0] if (match := re.match(r"transformer\.layers\.(\d+)\.", name))}
+    if hidden_size % _HEAD_SIZE:
+        raise ValueError(f"a hidden size of {hidden_size} is not made of heads of {_HEAD_SIZE}, as in every release")
+    return GLMConfig(
+        vocab_size=sum(tensor.shape[0] for tensor in embeddings),
+        num_layers=max(layers, default=-1) + 1,
+        hidden_size=hidden_size,
+        num_attention_heads=hidden_size // _HEAD_SIZE,
+        max_sequence_length=positions.shape[0] - 1,
+    )

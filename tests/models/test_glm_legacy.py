@@ -16,7 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import shardzoo
-from shardzoo.models.glm.legacy import infer_config, legacy_files, read_ranks
+from shardzoo.checkpoint.checkpoint import open_checkpoint
+from shardzoo.models.auto import infer_config
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "glm_tiny.safetensors"
 # How the authors split each tensor: the part of its name, the dimension, the number of stacked blocks.
@@ -92,7 +93,7 @@ def test_files_of_any_number_of_ranks(written, tmp_path, run_mesh, golden):
             close(actual, logits)
     (tmp_path / "latest").unlink()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("250000")
-    assert legacy_files(tmp_path) == legacy_files(tmp_path / "250000")
+    assert open_checkpoint(tmp_path).files == open_checkpoint(tmp_path / "250000").files
     close(logits_of(None, tmp_path / "250000", config, inputs), logits)
 
 
@@ -141,7 +142,7 @@ def test_a_hugging_face_folder_is_read_as_one_whatever_a_trainer_left_in_it(tmp_
 def test_sizes_told_by_the_tensors(tmp_path, golden):
     _, weights, _, _ = golden
     write_authors(tmp_path, weights, 2)
-    config = infer_config(read_ranks(legacy_files(tmp_path)))
+    config = infer_config(open_checkpoint(tmp_path).ranks)
     sizes = (config.vocab_size, config.num_layers, config.hidden_size, config.max_sequence_length)
     assert sizes == (160, 3, 64, 48)
     assert config.num_attention_heads == 1  # heads of 64, as in every release
@@ -162,7 +163,7 @@ def test_no_code_of_a_file_runs(tmp_path, golden):
     marker = tmp_path / "marker"
     for hostile, name in ((Opener(marker), "open"), (collections.deque([1]), "collections.deque"), (sys.exit, "exit")):
         torch.save({"module": weights, "state": hostile}, tmp_path / "mp_rank_00_model_states.pt")
-        with pytest.raises(ValueError, match=rf"holds a \S*{name}, which is not among|is no readable file"):
+        with pytest.raises(ValueError, match=rf"is refused: .* holds a \S*{name}"):
             shardzoo.from_pretrained(tmp_path, config=config)
     assert not marker.exists()
     # An allowed name builds an inert object, never the real one.
@@ -182,15 +183,15 @@ def test_what_is_wrong_is_named(tmp_path, golden):
     final = "transformer.final_layernorm.weight"
     refused(f"lacks {final}", {name: tensor for name, tensor in weights.items() if name != final})
     refused("has prompt_spell.weight, which", {**weights, "prompt_spell.weight": torch.ones(2)})
-    refused(rf"{final} of .* has shape \[63\]", {**weights, final: torch.ones(63)})
+    refused(rf"{final} in .* has shape \[63\]", {**weights, final: torch.ones(63)})
     write_authors(tmp_path, weights, 2)
     (tmp_path / "mp_rank_00_model_states.pt").rename(tmp_path / "mp_rank_02_model_states.pt")
-    refused("but none of rank 0")
+    refused("ranks must be 0 to 0, each once")
     (tmp_path / "mp_rank_02_model_states.pt").unlink()
     (tmp_path / "mp_rank_01_model_states.pt").rename(tmp_path / "mp_rank_00_model_states.pt")
     refused("was written by 2 tensor-parallel ranks, but there are files of 1")
     (tmp_path / "mp_rank_00_model_states.pt").write_bytes(b"PK\x03\x04 and no more")
-    refused("no readable file of tensors")
+    refused("mp_rank_00_model_states.pt is not in a format of torch.save|is damaged")
     (tmp_path / "mp_rank_00_model_states.pt").unlink()
     (tmp_path / "latest").write_text("../elsewhere")
-    refused("names '../elsewhere', which is no folder beside it")
+    refused("names '../elsewhere', which is no folder of a checkpoint")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -12,8 +14,10 @@ from safetensors.torch import load_file, save_file
 
 import shardzoo
 import shardzoo.models
+from shardzoo.checkpoint.manifest import Manifest, TensorRecord
 from shardzoo.models import ParallelConfig, config_from_dict, family
 from shardzoo.models.auto import build_on_meta
+from shardzoo.models.mapping import parameter_specs
 from shardzoo.mpu import materialize
 
 SIZES = {
@@ -129,8 +133,18 @@ def write_native(mesh, folder, values, stored):
     tensors = {name: parameter.detach() for name, parameter in expected_parameters(mesh, values, stored).items()}
     save_file(tensors, folder / f"rank_{mesh.tp_rank:02d}.safetensors")
     config_from_dict(values).save(folder)
-    manifest = {"format_version": 1, "tensor_parallel_size": mesh.tp_size}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def write_manifest(folder, values):
+    """For the rank files that are there."""
+    ranks = [load_file(path) for path in sorted(folder.glob("rank_*.safetensors"))]
+    config, records = config_from_dict(values), {}
+    for name, spec in parameter_specs(build_on_meta(config, None)).items():
+        digests = [hashlib.sha256(rank[name].numpy().tobytes()).hexdigest() for rank in ranks]
+        shard = asdict(spec.shard) if spec.shard else None
+        records[name] = TensorRecord(spec.shape, "float32", shard, tuple(digests))
+    padded = sum(len(rank["word_embeddings.weight"]) for rank in ranks)
+    Manifest(config.model_type, len(ranks), config.vocab_size, padded, records).write(folder)
 
 
 @pytest.mark.parametrize("model_type", SIZES)
@@ -140,12 +154,13 @@ def test_a_shardzoo_folder_loads_under_any_other_number_of_ranks(model_type, run
         folder = tmp_path / str(written)
         folder.mkdir()
         run_mesh(written, write_native, folder, values, stored)
+        write_manifest(folder, values)
         for read in (1, 2, 4):
             run_mesh(read, check_native, folder, values, stored)
     tensors = load_file(folder / "rank_01.safetensors")
     moved = {f"not.{name}" if name.endswith("final_norm.weight") else name: value for name, value in tensors.items()}
     save_file(moved, folder / "rank_01.safetensors")
-    with pytest.raises(ValueError, match=r"rank 1 lacks .*final_norm.weight; .*rank 1 has not\..*final_norm.weight"):
+    with pytest.raises(ValueError, match=r"rank_01\.safetensors lacks tensor .*final_norm.weight of the manifest"):
         shardzoo.from_pretrained(folder)
 
 
@@ -310,7 +325,7 @@ def test_missing_extra_and_misshaped_tensors_are_named(model_type, tmp_path):
         save_file(tensors | {name: wrong}, tmp_path / "model.safetensors")
         with pytest.raises(ValueError, match=r"\S") as error:
             shardzoo.from_pretrained(tmp_path)
-        assert f"tensor {name} of {tmp_path}" in str(error.value)
+        assert f"tensor {name} in {tmp_path}" in str(error.value)
         assert str(list(wrong.shape)) in str(error.value)
 
 
@@ -336,24 +351,24 @@ def damage(name: str, folder) -> str:
     file, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if name == "truncated":
         file.write_bytes(file.read_bytes()[:-10])
-        return "model.safetensors is no readable safetensors file"
+        return "the file is truncated or wrong"
     if name == "no weights":
         file.unlink()
         return "has no weights"
     if name == "config":
         (folder / "config.json").write_text("{")
-        return "not a readable config.json"
+        return "config.json is not valid JSON"
     if name == "type":
         (folder / "config.json").write_text('{"model_type": "made-up"}')
         return "no model family 'made-up'"
     if name == "code":
         file.unlink()
         torch.save({"transformer.wte.weight": Evil()}, folder / "pytorch_model.bin")
-        return "pytorch_model.bin is no readable file of tensors"
+        return "pytorch_model.bin is refused: besides tensors and plain values it holds a print"
     if name == "no pickle":
         file.unlink()
         (folder / "pytorch_model.bin").write_bytes(b"garbage")
-        return "pytorch_model.bin is no readable file of tensors"
+        return "pytorch_model.bin is not in a format of torch.save"
     tensors = load_file(file)
     where = {"index leaves the folder": "../model.safetensors", "index names no file": "nowhere.safetensors"}
     file.rename(folder / "part.safetensors")
@@ -362,9 +377,9 @@ def damage(name: str, folder) -> str:
         weight_map["transformer.h.9.ln_1.bias"] = "part.safetensors"
     index.write_text(json.dumps({"weight_map": weight_map}))
     return {
-        "index leaves the folder": "'../model.safetensors', which is not a file of its folder",
-        "index names no file": "nowhere.safetensors is no readable",
-        "index names no tensor": "names transformer.h.9.ln_1.bias, which part.safetensors does not have",
+        "index leaves the folder": "'../model.safetensors'; a checkpoint's files lie in its own folder",
+        "index names no file": "nowhere.safetensors: No such file",
+        "index names no tensor": "tensor transformer.h.9.ln_1.bias is in part.safetensors, which does not have it",
     }[name]
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import shardzoo
 from shardzoo.models import find_config, from_config
-from shardzoo.models.placement import parameter_layout
+from shardzoo.models.mapping import parameter_specs
 from shardzoo.models.t5.hf import NAME_MAP
 
 RANKS = 4
@@ -77,9 +77,9 @@ def write_huge(folder, config) -> None:
     """The preset's checkpoint in two files full of zeros, which take no room on disk."""
     tensors = {}
     model = from_config(config, device="meta")
-    layout = parameter_layout(model)
-    for native, entry in zip(layout, NAME_MAP.resolve(layout), strict=True):
-        shape, shard = layout[native]
+    specs = parameter_specs(model)
+    for native, entry in zip(specs, NAME_MAP.resolve(specs), strict=True):
+        shape, shard = specs[native].shape, specs[native].shard
         names = entry.stored_names()
         lengths = shard.groups if shard and len(names) > 1 else (shape[shard.dim if shard else 0],)
         for name, length in zip(names, lengths, strict=True):

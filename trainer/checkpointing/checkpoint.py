@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
-
+from ...checkpoint.folder_files import checked_file
 from ...checkpoint.rank_files import rank_file
+from ...checkpoint.strict_json import read_json_object, take_digest
+from ...checkpoint.tensor_reader import read_tensors
 from ..launch.ranks import Ranks
 from ..run_folder import RunFolder
 from .random_state import restore_random_state, seed_everything
-from .snapshot import RANDOM, STATE, TrainerState, content_digest
+from .snapshot import RANDOM, STATE, TrainerState
 
 
 def find_checkpoint(
@@ -54,12 +54,12 @@ def verify_checkpoint(folder: Path, share: int, shares: int) -> str:
     try:
         digests = _read(folder)["files"]
         for name in sorted(digests)[share::shares]:
-            with (folder / name).open("rb") as file:
-                digest = _digest(file)
-            if digest.hexdigest() != digests[name]:
+            if not (folder / name).exists():
+                return f"the checkpoint {folder} is damaged: {name} is missing"
+            with checked_file(folder, name).open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if digest != digests[name]:
                 return f"the checkpoint {folder} is damaged: {name} is not what was written"
-    except FileNotFoundError as error:
-        return f"the checkpoint {folder} is damaged: {Path(error.filename).name} is missing"
     except (OSError, ValueError) as error:
         return f"the checkpoint {folder} is damaged: {error}"
     return ""
@@ -75,25 +75,17 @@ def restore_random(folder: Path, state: TrainerState, ranks: Ranks, seed: int) -
     """Puts this rank's generators back; seeds them anew, and says False, where their states were not saved."""
     path = rank_file(folder, RANDOM, ranks.rank)
     if state.world_size == ranks.world_size and path.exists():
-        restore_random_state(load_file(path))
+        restore_random_state(read_tensors(path))
         return True
     seed_everything(seed + 7919 * state.step + ranks.dp_rank)
     return False
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    try:
-        content = json.loads((folder / STATE).read_text())
-        digest = content.pop("sha256")
-        if digest != content_digest(content) or not isinstance(content["files"], dict):
-            raise ValueError(f"{STATE} does not match its own sha256")
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, AttributeError, TypeError):
-        raise ValueError(f"{STATE} is unreadable") from None
+    if not (folder / STATE).exists():
+        raise ValueError(f"{STATE} is missing")
+    content = read_json_object(checked_file(folder, STATE), finite=False)  # the best loss may be infinite
+    take_digest(content, folder / STATE)
+    if not isinstance(content.get("files"), dict):
+        raise ValueError(f"{STATE} lists no files")
     return content
-
-
-def _digest(file: Any) -> Any:
-    digest = hashlib.sha256()
-    while block := file.read(1 << 20):
-        digest.update(block)
-    return digest

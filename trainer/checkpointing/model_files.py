@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
+from ...checkpoint.checkpoint import open_checkpoint
+from ...checkpoint.folder_files import checked_file
 from ...checkpoint.manifest import Manifest, TensorRecord
-from ...checkpoint.rank_files import ShardedReader, rank_file
+from ...checkpoint.rank_files import ShardedReader, open_rank_files, rank_file
+from ...checkpoint.safetensors_header import read_header
+from ...checkpoint.stored_tensor import only_names_once
+from ...checkpoint.tensor_reader import TensorReader
 from ...models.common.config import ModelConfig
 from ..engines.state import persistent_buffers
 from ..launch.ranks import Ranks
@@ -70,10 +74,13 @@ class ShardedFiles:
     def load_weights(self, folder: Path, ranks: Ranks) -> None:
         parameters = dict(self.model.named_parameters())
         shards = {name: getattr(parameter, "shard", None) for name, parameter in parameters.items()}
-        reader = ShardedReader(folder, WEIGHTS, Manifest.read(folder).tensor_parallel_size, shards)
-        check_names(folder, set(reader.names()), set(parameters))
-        for name, parameter in parameters.items():
-            copy_checked(folder, name, reader.local(name, ranks.tp_rank, ranks.tp_size), parameter)
+        stored = open_checkpoint(folder)
+        if stored.manifest is None:
+            raise ValueError(f"{folder} is a {stored.description}, not a checkpoint of training")
+        check_names(folder, set(stored.ranks[0]), set(parameters))
+        with ShardedReader(stored.ranks, shards) as reader:
+            for name, parameter in parameters.items():
+                copy_checked(folder, name, reader.local(name, ranks.tp_rank, ranks.tp_size), parameter)
 
 
 class WholeFiles:
@@ -107,10 +114,11 @@ class WholeFiles:
         path = folder / MODEL_FILE
         if not path.exists():
             raise ValueError(f"{folder} has no {MODEL_FILE}: it holds a model of another kind")
-        with safe_open(path, framework="pt") as file:
-            check_names(folder, set(file.keys()), set(wanted))
+        stored = only_names_once(read_header(checked_file(folder, MODEL_FILE))[0])
+        check_names(folder, set(stored), set(wanted))
+        with TensorReader() as reader:
             for name, value in wanted.items():
-                copy_checked(folder, name, file.get_tensor(name), value)
+                copy_checked(folder, name, reader.whole(stored[name]), value)
 
 
 def make_manifest(model: nn.Module, config: ModelConfig, hashes_by_rank: Sequence[Hashes]) -> Manifest:
@@ -156,16 +164,15 @@ def copy_checked(folder: Path, name: str, value: Tensor, into: Tensor) -> None:
 def read_optimizer(folder: Path, model: nn.Module, ranks: Ranks) -> dict[str, Tensor]:
     """The optimizer's tensors for this rank, from a checkpoint of any tensor-parallel size. ValueError if there are
     none."""
-    size = len(list(folder.glob(f"{OPTIMIZER}_*.safetensors")))
-    if not size:
+    stored = open_rank_files(folder, OPTIMIZER)
+    if not stored:
         raise ValueError(
             f"{folder} was saved without the optimizer's state (save_optim=False), and a run cannot go on from it; "
             "begin another one with its weights, by load_dir, load_optim=False and another save_dir"
         )
-    stored = ShardedReader(folder, OPTIMIZER, size, {})
     parameters, shards = dict(model.named_parameters()), {}
-    for name in stored.names():
-        if not stored.is_scalar(name):  # such as a count of steps
+    for name, tensor in stored[0].items():
+        if tensor.shape:  # a number, such as a count of steps, is the same on all ranks
             shards[name] = getattr(parameters.get(name.split("/", 1)[1]), "shard", None)
-    reader = ShardedReader(folder, OPTIMIZER, size, shards)
-    return {name: reader.local(name, ranks.tp_rank, ranks.tp_size) for name in stored.names()}
+    with ShardedReader(stored, shards) as reader:
+        return {name: reader.local(name, ranks.tp_rank, ranks.tp_size) for name in stored[0]}

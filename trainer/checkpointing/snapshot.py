@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -14,9 +13,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ...checkpoint.dtypes import from_torch_name
-from ...checkpoint.rank_files import rank_file, tensor_bytes
-from ...checkpoint.safetensors_header import make_header
+from ...checkpoint.rank_files import rank_file, write_tensors
+from ...checkpoint.strict_json import add_digest, read_json_object, sync_folder, write_durably
+from ...checkpoint.tensor_reader import tensor_bytes
 from ..engines.engine import Engine
 from ..launch.ranks import Ranks
 from .model_files import OPTIMIZER, ModelFiles
@@ -140,27 +139,6 @@ def _write_files(snapshot: Snapshot, folder: Path) -> tuple[dict[str, str], dict
     return digests, {name: hashlib.sha256(tensor_bytes(tensor)).hexdigest() for name, tensor in tensors.items()}
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Writes a safetensors file durably and returns its sha256. The bytes do not depend on the order of the tensors,
-    and other threads run meanwhile."""
-    layout = {name: (from_torch_name(str(tensors[name].dtype)), tuple(tensors[name].shape)) for name in sorted(tensors)}
-    header, offsets = make_header(layout, {"format": "pt"})
-    digest = hashlib.sha256(header)
-    with path.open("wb", buffering=0) as file:
-        _write_all(file, memoryview(header))
-        for name in sorted(tensors, key=offsets.__getitem__):
-            data = tensor_bytes(tensors[name])
-            digest.update(data)
-            _write_all(file, data)
-        os.fsync(file.fileno())
-    return digest.hexdigest()
-
-
-def _write_all(file: Any, data: memoryview) -> None:
-    while len(data):
-        data = data[file.write(data) :]
-
-
 def _complete(
     snapshot: Snapshot, partial: Path, folder: Path, digests: dict[str, str], hashes: list[dict[str, str]]
 ) -> None:
@@ -181,27 +159,10 @@ def write_state(path: Path, state: TrainerState, digests: Mapping[str, str]) -> 
 
 def amend_state(folder: Path, **values: Any) -> None:
     """Changes fields of the `TrainerState` of a complete checkpoint: all of them, or none if it fails."""
-    content = json.loads((folder / STATE).read_text())
+    content = read_json_object(folder / STATE, finite=False)
     del content["sha256"]
-    partial = folder / f".{STATE}.partial"
-    _write_content(partial, {**content, **values})
-    partial.replace(folder / STATE)
-    sync_folder(folder)
+    _write_content(folder / STATE, {**content, **values})
 
 
 def _write_content(path: Path, values: Mapping[str, Any]) -> None:
-    content = json.loads(json.dumps(values))
-    with path.open("w") as file:
-        json.dump({**content, "sha256": content_digest(content)}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def content_digest(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    write_durably(path, json.dumps(add_digest(values), indent=1))

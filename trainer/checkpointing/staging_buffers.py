@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...checkpoint.rank_files import tensor_bytes
+from ...checkpoint.tensor_reader import tensor_bytes
 
 
 class StagingBuffers:

@@ -91,7 +91,7 @@ def test_code_in_other_files(place, arena, folder, weights):
 def test_a_bare_pickle(arena, folder):
     marker = arena.folder / "executed"
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Calls(os.system, f"touch {marker}")))
-    assert "not in the zip format" in arena.refused_split(folder)
+    assert "not in a format of torch.save" in arena.refused_split(folder)
     assert not marker.exists()
 
 

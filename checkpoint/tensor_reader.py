@@ -1,0 +1,133 @@
+"""Reads tensors, or a rank's parts of them, and nothing but those bytes, a few megabytes at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .dtypes import item_size, torch_name
+from .file_io import OpenFiles, check_hash, hash_stored, open_for_reading, read_into
+from .layout import ParameterPlacement
+from .safetensors_header import read_header
+from .stored_tensor import StoredTensor
+
+CHUNK_BYTES = 8 << 20
+
+
+class TensorReader:
+    """Opens each file once, until its context ends. The chunks that it returns are valid until its next read."""
+
+    def __init__(self) -> None:
+        self._files = OpenFiles(open_for_reading)
+        self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+
+    def __enter__(self) -> TensorReader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._files.__exit__(*exception)
+
+    def chunks(self, tensor: StoredTensor, dim: int, start: int, stop: int) -> Iterator[tuple[slice, Tensor]]:
+        """[start, stop) along `dim` (0 or 1) of a tensor of one or two dimensions.
+
+        Yields pieces along dimension 0: where they are in the result, and their values in the stored type.
+        """
+        itemsize = item_size(tensor.dtype)
+        if dim == 0:
+            row = prod(tensor.shape[1:])
+            step = max(1, CHUNK_BYTES // (max(row, 1) * itemsize))
+            for first in range(start, stop, step):
+                last = min(first + step, stop)
+                chunk = self._empty(tensor, last - first, *tensor.shape[1:])
+                self._read(tensor, first * row, chunk)
+                yield slice(first - start, last - start), chunk
+        else:
+            rows, columns = tensor.shape
+            step = max(1, CHUNK_BYTES // (max(stop - start, 1) * itemsize))
+            for first in range(0, rows, step):
+                last = min(first + step, rows)
+                chunk = self._empty(tensor, last - first, stop - start)
+                for row in range(first, last):
+                    self._read(tensor, row * columns + start, chunk[row - first])
+                yield slice(first, last), chunk
+
+    def flat(self, tensor: StoredTensor, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the flattened tensor, as [stop - start]."""
+        values = self._empty(tensor, stop - start)
+        self._read(tensor, start, values)
+        return values
+
+    def whole(self, tensor: StoredTensor) -> Tensor:
+        """The tensor as it is stored, in memory of its own."""
+        values = torch.empty(tensor.shape, dtype=torch_dtype(tensor))
+        self._read(tensor, 0, values)
+        return values
+
+    def fill(self, placement: ParameterPlacement, ranges: Iterable[tuple[int, int]], into: Tensor) -> None:
+        """Copies `ranges` of the parameter into a rank's part; the vocabulary's padding behind them is zeros."""
+        filled = 0
+        for part, start, stop, position in placement.wanted(ranges):
+            own = into.narrow(placement.dim, position, stop - start)
+            own, dim = (own.t(), 1 - placement.dim) if part.transposed else (own, placement.dim)
+            for rows, chunk in self.chunks(part.tensor, dim, start, stop):
+                own[rows].copy_(chunk)
+            filled += stop - start
+        length = into.shape[placement.dim]
+        if filled < length:
+            into.narrow(placement.dim, filled, length - filled).zero_()
+
+    def _empty(self, tensor: StoredTensor, *shape: int) -> Tensor:
+        """The buffer as a tensor of this shape; a buffer of its own for a row that is longer than that."""
+        dtype = torch_dtype(tensor)
+        nbytes = prod(shape) * dtype.itemsize
+        buffer = self._buffer if nbytes <= CHUNK_BYTES else torch.empty(nbytes, dtype=torch.uint8)
+        return buffer[:nbytes].view(dtype).view(shape)
+
+    def _read(self, tensor: StoredTensor, element: int, into: Tensor) -> None:
+        """Fills the contiguous `into` with consecutive elements."""
+        self._files.open([tensor.file])
+        array = into.reshape(-1).view(torch.uint8).numpy()
+        read_into(tensor, self._files[tensor.file], element * item_size(tensor.dtype), array)
+
+
+def torch_dtype(tensor: StoredTensor) -> torch.dtype:
+    return getattr(torch, torch_name(tensor.dtype))
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, not copied."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a small safetensors file."""
+    with TensorReader() as reader:
+        return {tensor.name: reader.whole(tensor) for tensor in read_header(path)[0]}
+
+
+def check_digests(
+    tensors: Sequence[StoredTensor], digests: Mapping[tuple[Path, str], str], rank: int = 0, size: int = 1
+) -> None:
+    """ValueError if a stored tensor is not what its recorded sha256 was made of.
+
+    tensors: in the order of their files, of which `rank` of `size` ranks checks a contiguous share. What the digests do
+    not list is passed over.
+    """
+    recorded = [tensor for tensor in tensors if (tensor.file, tensor.name) in digests and tensor.nbytes]
+    total, position, mine = sum(tensor.nbytes for tensor in recorded), 0, []
+    for tensor in recorded:
+        if (position + tensor.nbytes // 2) * size // total == rank:
+            mine.append(tensor)
+        position += tensor.nbytes
+    threads = max(1, min(4, (os.cpu_count() or 1) // size))
+    with OpenFiles(open_for_reading) as files, ThreadPoolExecutor(threads) as pool:
+        files.open([tensor.file for tensor in mine])
+        found = pool.map(lambda tensor: hash_stored(tensor, files[tensor.file], CHUNK_BYTES // 8), mine)
+        for tensor, digest in zip(mine, found, strict=True):
+            check_hash(tensor, digest, digests[tensor.file, tensor.name])
