@@ -168,7 +168,7 @@ def stored_config(
     layers += getattr(config, "decoder_layers", 0)
     if not 0 < layers <= most:
         raise ValueError(f"config.json: it claims {layers:,} layers, but there are {most:,} tensors in all")
-    tied = _is_tied(checkpoint, family(config.model_type).name_map, values, repeats or hold_same_bytes)
+    tied = _is_tied(checkpoint, config, values, repeats or hold_same_bytes)
     return config if tied is None else config.with_changes(tie_word_embeddings=tied)
 
 
@@ -222,15 +222,17 @@ def _bytes_of(tensor: StoredTensor, start: int, count: int) -> bytes:
 
 def _is_tied(
     checkpoint: Checkpoint,
-    name_map: NameMap,
+    config: ModelConfig,
     values: Mapping[str, Any],
     repeats: Callable[[StoredTensor, StoredTensor], bool],
 ) -> bool | None:
     """Whether the output head is the word embedding: the files decide, not the flag in config.json, which some
     writers always set (see `models.t5.config`). None for families whose models are always tied, or never.
 
-    A head of its own that is stored next to the embedding is a tied one's copy if both hold the same bytes.
+    A head of its own that is stored next to the embedding is a tied one's copy if both hold the same bytes. Without an
+    embedding next to it the configuration decides, for a tied model's file may keep either name.
     """
+    name_map = family(config.model_type).name_map
     untied = set(name_map.untied_names())
     if not untied:
         return None
@@ -244,7 +246,7 @@ def _is_tied(
     for head, kept in heads:
         others = [kept, *(name for name, same in name_map.aliases if same == kept and name not in untied)]
         stored = next((tensors[name] for name in others if name in tensors), None)
-        if stored is None or not repeats(tensors[head], stored):
+        if not (getattr(config, "tie_word_embeddings", True) if stored is None else repeats(tensors[head], stored)):
             return False
     return True
 

@@ -186,7 +186,7 @@ def test_what_is_wrong_is_named(tmp_path, golden):
     refused(rf"{final} in .* has shape \[63\]", {**weights, final: torch.ones(63)})
     write_authors(tmp_path, weights, 2)
     (tmp_path / "mp_rank_00_model_states.pt").rename(tmp_path / "mp_rank_02_model_states.pt")
-    refused("ranks must be 0 to 0, each once")
+    refused("ranks must be 0 to 1, each once")
     (tmp_path / "mp_rank_02_model_states.pt").unlink()
     (tmp_path / "mp_rank_01_model_states.pt").rename(tmp_path / "mp_rank_00_model_states.pt")
     refused("was written by 2 tensor-parallel ranks, but there are files of 1")
