@@ -146,5 +146,5 @@ def _reference_logits(kind: Any, folder: Path, inputs: Mapping[str, Tensor], map
     if "head.weight" in mapped.model.parameters:
         # transformers 5 ties every T5's head, whatever the file holds (huggingface/transformers#48154).
         head = from_pretrained(folder, dtype=torch.float32).get_parameter("head.weight")
-        model.get_output_embeddings().weight = torch.nn.ParameterSpec(head[: mapped.model.vocab_size].clone())
+        model.get_output_embeddings().weight = torch.nn.Parameter(head[: mapped.model.vocab_size].clone())
     return logits_of(model.eval()(**inputs))
