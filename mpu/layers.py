@@ -14,7 +14,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from ..ops import layer_norm, linear, matmul, rms_norm
+from ..ops import autocast_arguments, layer_norm, linear, linear_cross_entropy, matmul, rms_norm
 from .collectives import (
     SEQUENCE_DIM,
     gather_from_tp,
@@ -25,8 +25,9 @@ from .collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
+from .cross_entropy import head_losses
 from .mesh import ParallelMesh
-from .parameter import SplitLayer, split_parameter
+from .parameter import SplitLayer, check_ids, split_parameter
 from .shard import Shard
 
 
@@ -115,7 +116,7 @@ class RowParallelLinear(SplitLayer):
             tensor = scatter_to_tp(tensor, self.mesh)
         if self.mesh is None or self.mesh.tp_size == 1:
             return linear(tensor, self.weight, self.bias)
-        arguments = autocast(tensor, self.weight, self.bias)
+        arguments = autocast_arguments(tensor, self.weight, self.bias)
         return _RowParallel.apply(*arguments, self.mesh.tp_group, self.sequence_parallel)
 
 
@@ -125,7 +126,7 @@ def column_parallel(
     """`linear` with this rank's rows of the weight: [..., in], or [B, S/tp, in] -> [..., out/tp]."""
     if mesh is None or mesh.tp_size == 1:
         return linear(tensor, weight, bias)
-    return _ColumnParallel.apply(*autocast(tensor, weight, bias), mesh.tp_group, sequence_parallel)
+    return _ColumnParallel.apply(*autocast_arguments(tensor, weight, bias), mesh.tp_group, sequence_parallel)
 
 
 class _ColumnParallel(Function):
@@ -205,15 +206,6 @@ def _input_grad(grad: Tensor, weight: Tensor) -> Tensor:
 
 def _weight_grad(grad: Tensor, tensor: Tensor) -> Tensor:
     return matmul(grad.flatten(0, -2).t(), tensor.flatten(0, -2))  # [out, in]
-
-
-def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """What `torch.autocast` does to a linear layer's arguments; a custom function must do it itself."""
-    device = next(t for t in tensors if t is not None).device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
 class VocabParallelEmbedding(SplitLayer):
@@ -311,18 +303,30 @@ class VocabParallelHead(SplitLayer):
         weight = self.shared_weight(table)
         return column_parallel(hidden, weight, self.bias, sequence_parallel=self.sequence_parallel, mesh=self.mesh)
 
+    def losses(self, hidden: Tensor, target: Tensor, table: Tensor | None = None, *, ignore_index: int) -> Tensor:
+        """Cross-entropy losses [T] of the logits of hidden [T, H], which is replicated also under sequence parallelism.
+
+        target: int64 [T]. The caller sums the gradient of `hidden` over the ranks under sequence parallelism.
+        """
+        weight = self.shared_weight(table)
+        if self.mesh is None or self.mesh.tp_size == 1:
+            check_ids(target.masked_fill(target == ignore_index, 0), self.num_embeddings, "label")
+            return linear_cross_entropy(
+                hidden, weight, self.bias, target, num_classes=self.num_embeddings, ignore_index=ignore_index
+            )
+        return head_losses(
+            hidden,
+            weight,
+            self.bias,
+            target,
+            num_classes=self.num_embeddings,
+            ignore_index=ignore_index,
+            partial_grad=not self.sequence_parallel,
+            mesh=self.mesh,
+        )
+
     def shared_weight(self, table: Tensor | None) -> Tensor:
         return table if self.tied and table is not None else self.weight
-
-
-def check_ids(ids: Tensor, count: int, what: str) -> None:
-    """Raise `ValueError` if an id is outside [0, count). On an accelerator, where looking would stall the host, the
-    check runs on the device and fails the way an out-of-range index there does."""
-    inside = (ids >= 0) & (ids < count)
-    if not ids.is_cpu:
-        torch.ops.aten._assert_async(inside.all())
-    elif not inside.all():
-        raise ValueError(f"{what} {ids[~inside][0]} is outside 0..{count - 1}")
 
 
 def embedding(ids: Tensor, table: Tensor, padding_idx: int | None = None) -> tuple[Tensor, Tensor]:

@@ -155,3 +155,13 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, mesh: Paralle
         if parameter.grad is not None:
             parameter.grad.mul_(factor)  # an fp32 scalar: a 16-bit gradient is rounded once
     return norm
+
+
+def check_ids(ids: Tensor, count: int, what: str) -> None:
+    """Raise `ValueError` if an id is outside [0, count). On an accelerator, where looking would stall the host, the
+    check runs on the device and fails the way an out-of-range index there does."""
+    inside = (ids >= 0) & (ids < count)
+    if not ids.is_cpu:
+        torch.ops.aten._assert_async(inside.all())
+    elif not inside.all():
+        raise ValueError(f"{what} {ids[~inside][0]} is outside 0..{count - 1}")

@@ -5,10 +5,17 @@ numbers.
 """
 
 from .activation import bias_gelu, geglu, relu, swiglu
-from .cross_entropy import cross_entropy, cross_entropy_grad, cross_entropy_loss, cross_entropy_stats
+from .cross_entropy import (
+    cross_entropy,
+    cross_entropy_grad,
+    cross_entropy_loss,
+    cross_entropy_stats,
+    linear_cross_entropy,
+    token_cross_entropy,
+)
 from .dropout import bias_dropout_residual, dropout, dropout_keep, dropout_keys, use_key
 from .library import current_choice, in_inference_mode, kernels
-from .matmul import addmm, linear, matmul
+from .matmul import addmm, autocast_arguments, linear, matmul
 from .norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from .softmax import masked_softmax
 
@@ -16,6 +23,7 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "addmm",
+    "autocast_arguments",
     "bias_dropout_residual",
     "bias_gelu",
     "cross_entropy",
@@ -31,10 +39,12 @@ __all__ = [
     "kernels",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
     "masked_softmax",
     "matmul",
     "relu",
     "rms_norm",
     "swiglu",
+    "token_cross_entropy",
     "use_key",
 ]

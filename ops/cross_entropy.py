@@ -15,11 +15,20 @@ Label smoothing: Szegedy et al. 2016; z-loss: Chowdhery et al. 2022 (PaLM).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from .library import LIBRARY, Op, compute_dtype, empty_pooled, same_dtype
+from .matmul import addmm, autocast_arguments, matmul
 
 IGNORE_INDEX = -100
+CHUNK_ELEMENTS = 1 << 21  # of logits that are widened at once: 8 MiB in fp32
+Gather = Callable[[Tensor], Tensor]  # [3, T] of each rank -> [ranks, 3, T]
+SumGrad = Callable[[Tensor], Callable[[], Tensor]]  # starts the sum over the ranks; the result finishes it
 
 
 def stats_reference(logits, target, first, columns):
@@ -146,14 +155,14 @@ def _backward(ctx, grad_losses, grad_log_z):
 torch.library.register_autograd("shardzoo::cross_entropy", _backward, setup_context=_setup_context, lib=LIBRARY)
 
 
-def _check(logits: torch.Tensor, target: torch.Tensor) -> None:
+def _check(logits: Tensor, target: Tensor) -> None:
     if logits.dim() != 2 or tuple(target.shape) != (logits.shape[0],):
         raise ValueError(f"expected logits [T, V] and target [T], got {tuple(logits.shape)} and {tuple(target.shape)}")
 
 
 def cross_entropy_stats(
-    logits: torch.Tensor, target: torch.Tensor, first: int, columns: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits: Tensor, target: Tensor, first: int, columns: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A rank's share of the cross-entropy, in one pass over its logits. Not differentiable.
 
     Args:
@@ -171,16 +180,16 @@ def cross_entropy_stats(
 
 
 def cross_entropy_loss(
-    log_z: torch.Tensor,
-    target_logit: torch.Tensor,
-    sum_logits: torch.Tensor,
-    target: torch.Tensor,
+    log_z: Tensor,
+    target_logit: Tensor,
+    sum_logits: Tensor,
+    target: Tensor,
     *,
     num_classes: int,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     ignore_index: int = IGNORE_INDEX,
-) -> torch.Tensor:
+) -> Tensor:
     """The losses [T] from statistics combined over the ranks; 0 where the target is `ignore_index`."""
     loss = log_z - target_logit
     if label_smoothing:
@@ -191,10 +200,10 @@ def cross_entropy_loss(
 
 
 def cross_entropy_grad(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    grad: torch.Tensor,
-    log_z: torch.Tensor,
+    logits: Tensor,
+    target: Tensor,
+    grad: Tensor,
+    log_z: Tensor,
     *,
     first: int,
     columns: int,
@@ -203,7 +212,7 @@ def cross_entropy_grad(
     z_loss: float = 0.0,
     ignore_index: int = IGNORE_INDEX,
     in_place: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """The gradient of a rank's logits [T, Vp], in their dtype.
 
     Args:
@@ -223,15 +232,162 @@ def cross_entropy_grad(
 
 
 def cross_entropy(
-    logits: torch.Tensor,
-    target: torch.Tensor,
+    logits: Tensor,
+    target: Tensor,
     *,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     ignore_index: int = IGNORE_INDEX,
-) -> torch.Tensor:
+) -> Tensor:
     """Cross-entropy losses [T] (fp32; fp64 for fp64) of whole logits [T, V] and target int64 [T];
     differentiable.
     """
     _check(logits, target)
     return torch.ops.shardzoo.cross_entropy(logits, target, float(label_smoothing), float(z_loss), ignore_index)[0]
+
+
+def token_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    num_classes: int,
+    ignore_index: int = IGNORE_INDEX,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    first: int = 0,
+    gather: Gather | None = None,
+) -> Tensor:
+    """Losses [T] of a rank's columns [T, Vp] of the logits, the same on every rank; differentiable once.
+
+    Rows are processed in chunks, so no fp32 copy of the logits exists.
+
+    Args:
+        logits: [T, Vp], the columns from `first` on of the vocabulary, then padding.
+        target: int64 [T], class numbers of the whole vocabulary.
+        num_classes: unpadded size of the whole vocabulary.
+        gather: puts together the statistics of all ranks; None where this rank has the whole vocabulary.
+    """
+    return _TokenCrossEntropy.apply(logits, target, (num_classes, ignore_index, label_smoothing, z_loss, first, gather))
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    *,
+    num_classes: int,
+    ignore_index: int = IGNORE_INDEX,
+    first: int = 0,
+    gather: Gather | None = None,
+    sum_grad: SumGrad | None = None,
+) -> Tensor:
+    """Losses [T] of the logits hidden @ weight.T + bias, which only this function ever has; differentiable.
+
+    As nobody else has the logits, their gradient is written over them.
+
+    Args:
+        hidden: [T, H].
+        weight, bias: [Vp, H] and [Vp] or None, this rank's rows.
+        sum_grad: starts to sum the gradient of `hidden` over the ranks, which runs behind the weight's product.
+        target, num_classes, first, gather: as in `token_cross_entropy`.
+    """
+    settings = (num_classes, ignore_index, 0.0, 0.0, first, gather)
+    return _LinearCrossEntropy.apply(*autocast_arguments(hidden, weight, bias), target, settings, sum_grad)
+
+
+class _TokenCrossEntropy(Function):
+    """logits [T, Vp], target [T], settings of `_token_losses` -> losses [T]"""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, target: Tensor, settings: tuple) -> Tensor:
+        losses, log_z, ctx.settings = _token_losses(logits, target, *settings)
+        ctx.save_for_backward(logits, target, log_z)
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor):
+        logits, target, log_z = ctx.saved_tensors
+        logits_grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        for rows in _chunks(*logits.shape):
+            torch.ops.shardzoo.cross_entropy_grad_out(
+                logits[rows], target[rows], grads[0][rows], log_z[rows], *ctx.settings, grad_logits=logits_grad[rows]
+            )
+        return logits_grad, None, None
+
+
+class _LinearCrossEntropy(Function):
+    """hidden [T, H], weight [Vp, H], bias [Vp] or None, target [T], settings of `_token_losses`, `sum_grad` ->
+    losses [T]"""
+
+    @staticmethod
+    def forward(
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        settings: tuple,
+        sum_grad: SumGrad | None,
+    ) -> Tensor:
+        logits = addmm(bias, hidden, weight.t())  # [T, Vp]
+        losses, log_z, ctx.settings = _token_losses(logits, target, *settings)
+        ctx.save_for_backward(hidden, weight, bias, logits, target, log_z)
+        ctx.sum_grad, ctx.spent = sum_grad, False
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor):
+        hidden, weight, bias, logits, target, log_z = ctx.saved_tensors
+        if ctx.spent:  # a second pass over a retained graph
+            logits = addmm(bias, hidden, weight.t())
+        grad, ctx.spent = logits.data, True  # .data: writing there leaves what is saved valid for that second pass
+        for rows in _chunks(*grad.shape):
+            torch.ops.shardzoo.cross_entropy_grad_(grad[rows], target[rows], grads[0][rows], log_z[rows], *ctx.settings)
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        input_grad = finish = None
+        if needs_input:
+            input_grad = matmul(grad, weight)
+            finish = ctx.sum_grad(input_grad) if ctx.sum_grad else None
+        weight_grad = matmul(grad.t(), hidden) if needs_weight else None
+        bias_grad = grad.sum(0) if needs_bias else None
+        return finish() if finish else input_grad, weight_grad, bias_grad, None, None, None
+
+
+def _token_losses(
+    logits: Tensor,
+    target: Tensor,
+    num_classes: int,
+    ignore_index: int,
+    smoothing: float,
+    z_loss: float,
+    first: int,
+    gather: Gather | None,
+) -> tuple[Tensor, Tensor, tuple]:
+    """Outside autograd: the losses [T] of logits [T, Vp], log of the sum of exp [T], and `cross_entropy_grad`'s
+    settings."""
+    columns = min(max(num_classes - first, 0), logits.shape[1])  # those that are not padding
+    stats = logits.new_empty(3, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32))
+    for rows in _chunks(*logits.shape):
+        maximum, sum_exp, picked, total = torch.ops.shardzoo.cross_entropy_stats(
+            logits[rows], target[rows], first, columns
+        )
+        stats[0, rows] = maximum + sum_exp.log()
+        stats[1, rows], stats[2, rows] = picked, total
+    stats = stats if smoothing else stats[:2]
+    stats = gather(stats) if gather else stats[None]  # [ranks, 3, T]
+    log_z = stats[:, 0].logsumexp(0)  # [T]
+    losses = log_z - (1 - smoothing) * stats[:, 1].sum(0)
+    if smoothing:
+        losses -= smoothing / num_classes * stats[:, 2].sum(0)
+    if z_loss:
+        losses += z_loss * log_z.square()
+    losses = losses.masked_fill_(target == ignore_index, 0)
+    return losses, log_z, (first, columns, num_classes, smoothing, z_loss, ignore_index)
+
+
+def _chunks(rows: int, width: int) -> Iterator[slice]:
+    step = max(1, CHUNK_ELEMENTS // max(width, 1))
+    return (slice(start, start + step) for start in range(0, rows, step))

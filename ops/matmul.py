@@ -73,6 +73,15 @@ def addmm(bias: Tensor | None, x: Tensor, weight_t: Tensor) -> Tensor:
     return _cpu_linear(x, weight_t.t(), bias) if x.is_cpu else F.linear(x, weight_t.t(), bias)
 
 
+def autocast_arguments(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """What `torch.autocast` does to a linear layer's arguments; a custom function must do it itself."""
+    device = next(t for t in tensors if t is not None).device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+
+
 class _MatMul(Function):
     @staticmethod
     def forward(ctx, a: Tensor, b: Tensor) -> Tensor:

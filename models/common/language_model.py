@@ -19,7 +19,6 @@ from ...mpu import (
     copy_to_tp,
     gather_from_tp,
     gather_sequence,
-    head_losses,
     scatter_sequence,
     tp_size,
     vocab_parallel_cross_entropy,
@@ -170,16 +169,7 @@ def head_loss(
         if len(chosen) < len(target):
             chosen = chosen if len(chosen) else torch.zeros_like(target[:1])  # an ignored one, for zero gradients
             rows, target = rows[chosen], target[chosen]
-    losses = head_losses(
-        rows,
-        head.shared_weight(table),
-        head.bias,
-        target,
-        num_classes=head.num_embeddings,
-        partial_grad=not head.sequence_parallel,
-        mesh=head.mesh,
-    )
-    return losses.sum() / count
+    return head.losses(rows, target, table, ignore_index=IGNORED).sum() / count
 
 
 class PositionEmbedding(nn.Embedding):
