@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def start(argv: Sequence[str] | None, launch: RankInfo, quiet: bool) -> int:
     from ..models import find_config
-    from ..models.common.attention import check_heads
+    from ..models.common.transformer import check_heads
     from ..trainer.launch.launch import start_processes
 
     given = sys.argv[1:] if argv is None else list(argv)

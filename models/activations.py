@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .common.attention import MAX_EAGER_SCORES
 from .common.parallel_config import ParallelConfig
+from .common.transformer import MAX_EAGER_SCORES
 
 FP32 = 4
 INT64 = 8

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from ..models import family, find_config, presets
-from ..models.common.attention import check_heads
 from ..models.common.config import ModelConfig
+from ..models.common.transformer import check_heads
 from ..mpu import validate_layout
 from ..trainer.arguments.training_arguments import EnvType, TrainingArguments
 from ..trainer.engines.deepspeed_config import zero_stage

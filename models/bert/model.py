@@ -15,14 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from ...mpu import Dropout, LayerNorm, ParallelMesh, VocabParallelEmbedding, VocabParallelHead, checkpoint
-from ..common.attention import SelfAttention, key_mask
 from ..common.language_model import VOCABULARY_MULTIPLE, LanguageModel, PositionEmbedding, ReplicatedLinear, first_token
-from ..common.mlp import MLP, find_activation
 from ..common.parallel_config import ParallelConfig, residual_dropout
+from ..common.transformer import MLP, SelfAttention, find_activation, key_mask
 from .classification import SequenceClassifier, class_loss
 from .config import BertConfig
 from .outputs import MaskedLMOutput, PreTrainingOutput
-from .positions import position_ids_of
 
 
 class BertBlock(nn.Module):
@@ -236,3 +234,18 @@ class BertForSequenceClassification(BertModel, SequenceClassifier):
     def classify(self, first: Tensor) -> Tensor:
         """The first token's state [B, H] -> [B, num_labels]"""
         return self.classifier(self.dropout(self.pooler(first).tanh()))
+
+
+def position_ids_of(input_ids: Tensor, config: BertConfig) -> Tensor:
+    """int64 [1, S], or [B, S] where padding has a position of its own.
+
+    Then the other tokens count on from it, wherever the padding is: cumsum(token is not padding) + padding position,
+    as in fairseq and transformers. Raises `ValueError` for more tokens than positions.
+    """
+    length = input_ids.shape[1]
+    if length > config.max_sequence_length:
+        raise ValueError(f"the sequence has {length} tokens, but the model only {config.max_sequence_length} positions")
+    if config.position_padding_idx is None:
+        return torch.arange(length, device=input_ids.device)[None]
+    is_token = input_ids != config.pad_token_id
+    return is_token.cumsum(1) * is_token + config.position_padding_idx

@@ -88,18 +88,3 @@ class Cache:
     def nbytes(self) -> int:
         """Of the buffers that exist, on this rank."""
         return sum(layer.nbytes for layer in [*self.layers, *self.sources])
-
-
-def fold_beams(queries: Tensor, rows: int) -> tuple[Tensor, int]:
-    """Queries [B·n, Np, S, D] of n sequences for each of B = `rows` sources -> ([B, Np, n·S, D], n)."""
-    copies = queries.shape[0] // rows
-    if copies == 1:
-        return queries, 1
-    return queries.unflatten(0, (rows, copies)).transpose(1, 2).flatten(2, 3), copies
-
-
-def unfold_beams(attended: Tensor, copies: int) -> Tensor:
-    """[B, Np, n·S, D] -> [B·n, Np, S, D]"""
-    if copies == 1:
-        return attended
-    return attended.unflatten(2, (copies, -1)).transpose(1, 2).flatten(0, 1)

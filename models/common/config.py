@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origi
 
 from typing_extensions import Self
 
-from .mlp import ACTIVATIONS
+from .transformer import ACTIVATIONS
 
 
 @dataclass(frozen=True)

@@ -13,19 +13,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding, VocabParallelHead, checkpoint
-from ..common.attention import SelfAttention
 from ..common.cache import Cache, LayerKVCache
-from ..common.language_model import VOCABULARY_MULTIPLE, LanguageModel, PositionEmbedding
-from ..common.mlp import MLP
+from ..common.language_model import VOCABULARY_MULTIPLE, LanguageModel, ModelOutput, PositionEmbedding
 from ..common.parallel_config import ParallelConfig, residual_dropout
+from ..common.transformer import MLP, SelfAttention
 from .config import GLMConfig
-from .masks import visible_keys
-from .outputs import GLMOutput
 
 
 class GLMBlock(nn.Module):
@@ -176,3 +174,50 @@ def extend_mems(mems: Sequence[Tensor] | None, new: Sequence[Tensor]) -> tuple[T
     if mems is None:
         return tuple(state.detach() for state in new)
     return tuple(torch.cat([old, state.detach()], dim=1) for old, state in zip(mems, new, strict=True))
+
+
+def visible_keys(attention_mask: Tensor | None, batch: int, queries: int, memory: int) -> tuple[Tensor | None, bool]:
+    """(bool mask broadcastable to [B, N, S, M + S], causal), where B = `batch`, and S = `queries` new positions follow
+    M = `memory` cached ones.
+
+    attention_mask is one of
+    - None: causal.
+    - numbers [B], [1], [B, 1] or a scalar, the length of part A: its positions are seen by all of this sequence, those
+      of part B by themselves and what follows; all memory is seen.
+    - [B, ≥ M + S]: nonzero for the keys that every query sees.
+    - [B or 1, N or 1, S or 1, ≥ M + S]: nonzero where a query sees a key. Of longer masks the last M + S columns count.
+    """
+    if attention_mask is None:
+        return None, True
+    shape, keys = attention_mask.shape, memory + queries
+    fits = not shape or shape[0] in (1, batch)
+    if fits and (len(shape) < 2 or shape[1:] == (1,)):
+        prefix = attention_mask.reshape(-1, 1, 1, 1)
+        key = torch.arange(-memory, queries, device=attention_mask.device)  # negative in memory
+        query = torch.arange(queries, device=attention_mask.device)[:, None]
+        return (key <= query) | (key < prefix), False  # [B, 1, S, M + S]
+    if fits and len(shape) == 2 and shape[1] >= keys:
+        return attention_mask.bool()[:, None, None, -keys:], False
+    if fits and len(shape) == 4 and shape[2] in (1, queries) and shape[3] >= keys:
+        return attention_mask.bool()[..., -keys:], False
+    raise ValueError(
+        f"attention_mask has shape {tuple(shape)}; for {batch} x {queries} tokens after {memory} cached ones use "
+        f"[{batch}] (the length of part A), [{batch}, {keys}] or [{batch}, 1, {queries}, {keys}]"
+    )
+
+
+@dataclass
+class GLMOutput(ModelOutput):
+    """loss: scalar fp32, mean over the labels that are not -100; None without labels.
+
+    logits: [B, S, Vp], this rank's columns of the padded vocabulary ([B, S, V] in one process);
+        `model.gather_logits` gives [B, S, V]. With labels they are calculated when first read.
+    mems: the embedding output and each block's output at all positions so far, [B, M + S, H] each, before the final
+        norm and cut off from autograd; what the next call takes as `mems`. None where not asked for.
+    hidden_states: the same of this call's positions, the last one after the final norm; None unless asked for.
+    """
+
+    loss: Tensor | None
+    logits: Tensor
+    mems: tuple[Tensor, ...] | None = None
+    hidden_states: tuple[Tensor, ...] | None = None

@@ -21,11 +21,10 @@ from ...mpu import (
     VocabParallelHead,
     checkpoint,
 )
-from ..common.attention import SelfAttention, causal_mask
 from ..common.cache import Cache, LayerKVCache
 from ..common.language_model import VOCABULARY_MULTIPLE, CausalLM, CausalLMOutput, PositionEmbedding
-from ..common.mlp import MLP
 from ..common.parallel_config import ParallelConfig, residual_dropout
+from ..common.transformer import MLP, SelfAttention, causal_mask
 from .config import GPT2Config
 
 

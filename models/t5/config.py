@@ -21,7 +21,7 @@ from ..common.config import (
     VocabSize,
     shown,
 )
-from ..common.mlp import ACTIVATIONS
+from ..common.transformer import ACTIVATIONS
 
 PRETRAINED_LENGTH = 512  # positions are relative, so longer sequences work too
 

@@ -1,0 +1,418 @@
+"""The two halves of a transformer block, attention and feed-forward, split over the tensor-parallel ranks.
+
+Attention splits its heads, the feed-forward its inner width. An attention mask is bool, True where a query sees a key,
+broadcastable to [B, N, Sq, Sk]; None where all see all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from ...mpu import (
+    ColumnParallelLinear,
+    Dropout,
+    ParallelMesh,
+    RowParallelLinear,
+    Shard,
+    checkpoint,
+    scaled_masked_softmax,
+    tp_size,
+)
+from ...mpu.layers import column_parallel
+from ...mpu.parameter import split_parameter
+from ...ops import bias_gelu, geglu, in_inference_mode, linear, matmul, relu, swiglu
+from ...ops.library import can_bypass_dispatcher, empty_pooled, needs_gradient
+from .cache import LayerKVCache
+from .parallel_config import ParallelConfig
+
+MAX_EAGER_SCORES = 512 * 512  # of a head, where `eager_beats_sdpa`
+
+gelu_tanh = partial(F.gelu, approximate="tanh")
+
+# transformers' names; "gelu_new" and its like are the tanh approximation.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_new": gelu_tanh,
+    "gelu_fast": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "relu": relu,
+    "silu": F.silu,
+    "swish": F.silu,
+}
+WITH_BIAS: dict[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]] = {
+    F.gelu: bias_gelu,
+    gelu_tanh: partial(bias_gelu, approximate="tanh"),
+}
+GATES: dict[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]] = {
+    F.gelu: geglu,
+    gelu_tanh: partial(geglu, approximate="tanh"),
+    F.silu: swiglu,
+}
+
+
+class Attention(nn.Module):
+    """Base of both kinds: the input projections, the attention core and the output projection.
+
+    A subclass lists its input projections in `projections`: name -> number of blocks that are stacked in the weight.
+
+    Args:
+        head_size: hidden_size / num_heads by default.
+        bias: whether the projections have biases.
+
+    Raises:
+        ValueError: the tensor-parallel size does not divide the number of heads; a head is never split.
+    """
+
+    projections: ClassVar[dict[str, int]]
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        head_size: int | None = None,
+        bias: bool = True,
+        scale: float,
+        dropout: float = 0.0,
+        mesh: ParallelMesh | None = None,
+        parallel_config: ParallelConfig,
+    ) -> None:
+        super().__init__()
+        check_heads(num_heads, tp_size(mesh))
+        self.head_size = head_size or hidden_size // num_heads
+        inner_size = num_heads * self.head_size
+        shared = {
+            "bias": bias,
+            "unit": self.head_size,
+            "sequence_parallel": parallel_config.sequence_parallel,
+            "mesh": mesh,
+        }
+        self.core = CoreAttention(scale=scale, dropout=dropout, mesh=mesh, parallel_config=parallel_config)
+        for name, blocks in self.projections.items():
+            groups = (inner_size,) * blocks if blocks > 1 else None
+            self.add_module(name, ColumnParallelLinear(hidden_size, blocks * inner_size, groups=groups, **shared))
+        self.output = RowParallelLinear(inner_size, hidden_size, **shared)
+
+
+class SelfAttention(Attention):
+    """Attention of a sequence to itself, with a fused qkv product [Q|K|V]."""
+
+    projections: ClassVar = {"qkv": 3}
+    qkv: ColumnParallelLinear
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        *,
+        causal: bool = False,
+        memory: Tensor | None = None,
+        cache: LayerKVCache | None = None,
+    ) -> Tensor:
+        """[B, S, H] -> [B, S, H]
+
+        mask: bool, broadcastable to [B, Np, S, S], True where attended; None for all.
+        position_bias: [1 or B, Np, S, S], added to the scaled scores; it may be trained.
+        causal: without a mask, lets a position see itself and those before it.
+        memory: [B, M, H] of the positions before x, which are attended too; the keys are then M + S. Not under
+            sequence parallelism, where x is a part of the sequence.
+        cache: the keys and values of M earlier positions, to which those of x are added; the keys are then M + S.
+        """
+        qkv = self.qkv(x if memory is None else torch.cat([memory, x], dim=1))
+        q, k, v = split_fused_heads(qkv, 3, self.head_size)  # [B, Np, S, D]
+        if memory is not None:
+            q = q[:, :, memory.shape[1] :]
+        if cache is not None:
+            k, v = cache.extend(k, v)
+        return self.output(merge_heads(self.core(q, k, v, mask, position_bias, causal)))
+
+
+class CrossAttention(Attention):
+    """Attention of one sequence to another, with a query product and a fused [K|V] product."""
+
+    projections: ClassVar = {"query": 1, "key_value": 2}
+    query: ColumnParallelLinear
+    key_value: ColumnParallelLinear
+
+    def forward(
+        self, x: Tensor, source: Tensor, mask: Tensor | None = None, cache: LayerKVCache | None = None
+    ) -> Tensor:
+        """x: [B, S, H]; source: [B, T, H], what is attended; mask: bool, broadcastable to [B, Np, S, T].
+
+        cache: keeps the source's keys and values at the first call, which later ones use. Then x may have n rows for
+        each of the source's, one after another, and mask must be the same for all queries.
+        """
+        q = split_heads(self.query(x), self.head_size)  # [B, Np, S, D]
+        if cache is not None and cache.length:
+            k, v = cache.filled()
+        else:
+            k, v = split_fused_heads(self.key_value(source), 2, self.head_size)
+            if cache is not None:
+                k, v = cache.extend(k, v)
+        q, copies = fold_beams(q, k.shape[0])
+        return self.output(merge_heads(unfold_beams(self.core(q, k, v, mask, None, False), copies)))
+
+
+class CoreAttention(nn.Module):
+    """softmax(scale · q·kᵀ + position_bias, over the keys that the mask shows)·v, of this rank's heads.
+
+    A query that sees no key gets zeros, as in `scaled_dot_product_attention`. Selective recomputation keeps only q,
+    k and v for the backward pass.
+    """
+
+    def __init__(
+        self, *, scale: float, dropout: float, mesh: ParallelMesh | None, parallel_config: ParallelConfig
+    ) -> None:
+        super().__init__()
+        self.scale = scale
+        self.dropout = Dropout(dropout, split_dim=1, mesh=mesh)
+        self.recompute = parallel_config.recompute == "selective"
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position_bias: Tensor | None, causal: bool
+    ) -> Tensor:
+        """q: [B, Np, Sq, D]; k, v: [B, Np, Sk, D]; returns [B, Np, Sq, D]. The other arguments: `SelfAttention`."""
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self.attend, q, k, v, mask, position_bias, causal)
+        return self.attend(q, k, v, mask, position_bias, causal)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position_bias: Tensor | None, causal: bool
+    ) -> Tensor:
+        causal = causal and mask is None and q.shape[2] > 1  # the last query sees every key
+        if mask is None and not causal and in_inference_mode():
+            mask, position_bias = position_bias, None  # a mask of numbers is added, and no gradient is wanted
+        if position_bias is None and not self.dropout.drops and not eager_beats_sdpa(q, k):
+            if causal and q.shape[2] != k.shape[2]:
+                mask, causal = lower_triangular_mask(q.shape[2], k.shape[2], q.device), False
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, is_causal=causal)
+        # The probabilities are written out: for the gradient of a trained bias, for a dropout mask that does not
+        # depend on the layout, or for speed.
+        scores = matmul(q, k.mT)  # [B, Np, Sq, Sk]
+        weights = scaled_masked_softmax(
+            scores, mask, position_bias, scale=self.scale, causal=causal, dropout=self.dropout
+        )
+        return matmul(weights, v)
+
+
+def eager_beats_sdpa(q: Tensor, k: Tensor) -> bool:
+    """Whether two matrix products and a softmax beat `scaled_dot_product_attention`, forward and backward.
+
+    They do for 16-bit types on a CPU: 12 ms against 26 for 4 × 12 heads of 64 at 256 positions, 53 against 87 at 512.
+    Longer rows would cost too much memory.
+    """
+    short = q.shape[2] * k.shape[2] <= MAX_EAGER_SCORES
+    return q.is_cpu and q.dtype.itemsize == 2 and short and torch.is_grad_enabled() and q.requires_grad
+
+
+def check_heads(num_heads: int, tensor_parallel_size: int) -> None:
+    if num_heads % tensor_parallel_size:
+        fitting = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
+        raise ValueError(
+            f"{num_heads} attention heads cannot be split {tensor_parallel_size} ways; "
+            f"use a model-parallel size of {', '.join(map(str, fitting))}"
+        )
+
+
+def split_heads(x: Tensor, head_size: int) -> Tensor:
+    """[B, S, Hp] -> [B, Np, S, D]"""
+    return x.unflatten(-1, (-1, head_size)).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """[B, Np, S, D] -> [B, S, Hp]"""
+    return x.transpose(1, 2).flatten(2)
+
+
+def split_fused_heads(x: Tensor, blocks: int, head_size: int) -> tuple[Tensor, ...]:
+    """[B, S, blocks * Hp] -> for each block [B, Np, S, D]"""
+    if needs_gradient(x) and can_bypass_dispatcher(x):
+        return _SplitFusedHeads.apply(x, blocks, head_size)
+    return tuple(split_heads(block, head_size) for block in x.chunk(blocks, dim=-1))
+
+
+class _SplitFusedHeads(Function):
+    """See `split_fused_heads`. The gradients are written where they belong; a sum of slices' gradients would first pad
+    each one, and a concatenation would first merge the heads of each."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, blocks: int, head_size: int) -> tuple[Tensor, ...]:
+        ctx.shape, ctx.head_size = x.shape, head_size
+        return tuple(split_heads(block, head_size) for block in x.chunk(blocks, dim=-1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor):
+        whole = empty_pooled(grads[0], *ctx.shape)
+        for block, grad in zip(whole.chunk(len(grads), dim=-1), grads, strict=True):
+            split_heads(block, ctx.head_size).copy_(grad)
+        return whole, None, None
+
+
+def fold_beams(queries: Tensor, rows: int) -> tuple[Tensor, int]:
+    """Queries [B·n, Np, S, D] of n sequences for each of B = `rows` sources -> ([B, Np, n·S, D], n)."""
+    copies = queries.shape[0] // rows
+    if copies == 1:
+        return queries, 1
+    return queries.unflatten(0, (rows, copies)).transpose(1, 2).flatten(2, 3), copies
+
+
+def unfold_beams(attended: Tensor, copies: int) -> Tensor:
+    """[B, Np, n·S, D] -> [B·n, Np, S, D]"""
+    if copies == 1:
+        return attended
+    return attended.unflatten(2, (copies, -1)).transpose(1, 2).flatten(0, 1)
+
+
+def key_mask(attention_mask: Tensor | None) -> Tensor | None:
+    """What bidirectional attention and cross-attention see: None without padding, else every key but the padding.
+
+    attention_mask: [B, Sk], nonzero for tokens and 0 for padding, as in transformers; or [B or 1, N or 1, Sq, Sk],
+    a finished mask, nonzero where attended. ValueError for other shapes and for a 4-D mask of floats, which may be
+    meant to be added.
+    """
+    if attention_mask is None:
+        return None
+    if attention_mask.dim() == 2:
+        return attention_mask.bool()[:, None, None, :]
+    if attention_mask.dim() == 4 and not attention_mask.is_floating_point():
+        return attention_mask.bool()
+    raise ValueError(
+        "attention_mask must be [B, S], 0 for padding, or a bool or integer [B, N, Sq, Sk], 0 where not attended; "
+        f"got {attention_mask.dtype} {tuple(attention_mask.shape)}"
+    )
+
+
+def causal_mask(attention_mask: Tensor | None, sequence_length: int, cached: int = 0) -> Tensor | None:
+    """What the S queries of a causal model see of themselves and of the `cached` positions before them: None without
+    padding, else bool [B, 1, S, cached + S]. `attention_mask` is as in `key_mask`, [B, cached + S], and a finished
+    mask is taken as it is."""
+    keys = key_mask(attention_mask)
+    if attention_mask is None or keys is None or attention_mask.dim() == 4:
+        return keys
+    return lower_triangular_mask(sequence_length, cached + sequence_length, keys.device) & keys
+
+
+def lower_triangular_mask(queries: int, keys: int, device: torch.device) -> Tensor:
+    """bool [Sq, Sk]: each query sees its own position and those before it; the last query is at the last key."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+
+
+class MLP(nn.Module):
+    """down(dropout(activation(up(x))))."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        inner_size: int,
+        activation: str,
+        *,
+        bias: bool = True,
+        dropout: float = 0.0,
+        mesh: ParallelMesh | None = None,
+        parallel_config: ParallelConfig,
+    ) -> None:
+        super().__init__()
+        shared = {"bias": bias, "sequence_parallel": parallel_config.sequence_parallel, "mesh": mesh}
+        self.activation = find_activation(activation)
+        self.up = ColumnParallelLinear(hidden_size, inner_size, **shared)
+        self.dropout = Dropout(dropout, split_dim=-1, mesh=mesh)
+        self.down = RowParallelLinear(inner_size, hidden_size, **shared)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, H] -> [B, S, H]"""
+        fused = None if self.up.bias is None else WITH_BIAS.get(self.activation)
+        if fused is None or self.up.bias is None:
+            return self.down(self.dropout(self.activation(self.up(x))))
+        y = column_parallel(x, self.up.weight, None, sequence_parallel=self.up.sequence_parallel, mesh=self.up.mesh)
+        return self.down(self.dropout(fused(y, self.up.bias.to(y.dtype))))  # y: [B, S, Fp]
+
+
+class GatedMLP(nn.Module):
+    """down(dropout(activation(gate(x)) · up(x))), without biases (Shazeer 2020, arXiv:2002.05202).
+
+    Any number of ranks can share the inner width.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        inner_size: int,
+        activation: str,
+        *,
+        dropout: float = 0.0,
+        mesh: ParallelMesh | None = None,
+        parallel_config: ParallelConfig,
+    ) -> None:
+        super().__init__()
+        shared = {"sequence_parallel": parallel_config.sequence_parallel, "mesh": mesh}
+        self.activation = find_activation(activation)
+        self.gate_up = GateUpLinear(hidden_size, inner_size, **shared)
+        self.dropout = Dropout(dropout, split_dim=-1, mesh=mesh)
+        self.down = DownLinear(inner_size, hidden_size, **shared)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, H] -> [B, S, H]"""
+        gate, up = self.gate_up(x)  # [B, S, Fp] each
+        fused = GATES.get(self.activation)
+        product = self.activation(gate) * up if fused is None else fused(gate, up)
+        return self.down(self.dropout(product))
+
+
+class GateUpLinear(nn.Module):
+    """x·gateᵀ and x·upᵀ with the inner features split over the ranks, by one exchange for both. No biases.
+
+    Where the ranks do not divide the inner width (1024 of mT5-small over 3), the last rank's rows end with zeros.
+    They stay zeros: the gated product of zeros is zero, so neither they nor what they meet get a gradient.
+    """
+
+    def __init__(
+        self, hidden_size: int, inner_size: int, *, sequence_parallel: bool = False, mesh: ParallelMesh | None = None
+    ) -> None:
+        super().__init__()
+        self.sequence_parallel, self.mesh = sequence_parallel, mesh
+        self.shard = Shard((inner_size, hidden_size), 0, pad_multiple=1)
+        self.gate = split_parameter(self.shard, mesh)  # [Fp, H]
+        self.up = split_parameter(self.shard, mesh)  # [Fp, H]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, S, H], or [B, S/tp, H] -> twice [B, S, Fp]"""
+        if tp_size(self.mesh) == 1 or (in_inference_mode() and not self.sequence_parallel):
+            return linear(x, self.gate), linear(x, self.up)  # nothing to exchange
+        weight = torch.cat([self.gate, self.up])  # little beside the products; it halves the exchanges
+        both = column_parallel(x, weight, None, sequence_parallel=self.sequence_parallel, mesh=self.mesh)
+        gate, up = both.chunk(2, dim=-1)
+        return gate, up
+
+    def extra_repr(self) -> str:
+        return f"2 x {self.shard.describe()}, sequence_parallel={self.sequence_parallel}"
+
+
+class DownLinear(RowParallelLinear):
+    """The product back, whose input is split as `GateUpLinear` splits its output. No bias."""
+
+    def __init__(
+        self, inner_size: int, hidden_size: int, *, sequence_parallel: bool = False, mesh: ParallelMesh | None = None
+    ) -> None:
+        size = tp_size(mesh)
+        padded = -(-inner_size // size) * size
+        super().__init__(padded, hidden_size, bias=False, sequence_parallel=sequence_parallel, mesh=mesh)
+        self.in_features = inner_size
+        self.shard = Shard((hidden_size, inner_size), 1, pad_multiple=1)
+        self.weight = split_parameter(self.shard, mesh)  # [H, Fp]
+
+
+def find_activation(name: str) -> Callable[[Tensor], Tensor]:
+    """ValueError for a name that is not transformers'."""
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation {name!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
