@@ -1,0 +1,371 @@
+"""The private functions of torch, DeepSpeed and datasets that the package uses are there, and do what it expects.
+
+A new release of a library may change them without notice. Each failure says what breaks then, and what to do.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+
+@contextmanager
+def needed_by(place: str, *, breaks: str, remedy: str) -> Iterator[None]:
+    """Explains whatever fails inside."""
+    try:
+        yield
+    except Exception as error:
+        pytest.fail(f"{type(error).__name__}: {error}\nUsed by: {place}\nWhat breaks: {breaks}\nWhat to do: {remedy}")
+
+
+def buckets_after_backward(mesh: Any) -> tuple[bool, bool]:
+    """Whether DDP has made its buckets anew after a backward pass: our subclass, and DDP itself."""
+    from shardzoo.trainer.engines.ddp_engine import _FixedBuckets
+
+    def rebuilds(kind: Callable[[torch.nn.Module], Any]) -> bool:
+        model = kind(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
+        model(torch.ones(1, 2)).sum().backward()
+        return bool(model.reducer._rebuild_buckets())
+
+    return rebuilds(_FixedBuckets), rebuilds(torch.nn.parallel.DistributedDataParallel)
+
+
+def test_ddp_keeps_its_first_buckets(run_mesh):
+    with needed_by(
+        "trainer/engines/ddp_engine.py (_FixedBuckets)",
+        breaks="The first step after a resume adds gradients in another order than the whole run did, so that a run "
+        "under env_type='pytorchDDP' no longer resumes bit for bit on three ranks or more.",
+        remedy="Find how the new DDP decides its buckets (torch/csrc/distributed/c10d/reducer.cpp), and keep them in "
+        "the order of _build_params_for_reducer. If that cannot be done, exchange gradients by an all-reduce for "
+        "each parameter.",
+    ):
+        for ours, theirs in run_mesh(1, buckets_after_backward, data=2):
+            assert not ours, "DDP makes the buckets anew after the first backward pass"
+            assert theirs, "DDP itself no longer makes them anew: _FixedBuckets may not be needed any longer"
+
+
+def default_store_passes_messages(mesh: Any) -> bytes:
+    from datetime import timedelta
+
+    store = torch.distributed.distributed_c10d._get_default_store()
+    if mesh.rank == 0:
+        store.set("canary", "sings")
+    store.wait(["canary"], timedelta(seconds=20))
+    try:
+        store.wait([f"never set by {mesh.rank}"], timedelta(milliseconds=10))
+    except RuntimeError:
+        return store.get("canary")
+    raise AssertionError("a wait for a key that nobody sets has ended without a RuntimeError")
+
+
+def test_the_default_store_passes_messages_outside_collectives(run_mesh):
+    with needed_by(
+        "cli/rank_errors.py",
+        breaks="Ranks cannot agree on who reports a user's mistake: it is printed by each of them, or by none.",
+        remedy="Make a TCPStore of our own in trainer/launch/environment.py when the process group starts, and use "
+        "its set and wait. A collective will not do, because other ranks may be in one of their own.",
+    ):
+        assert run_mesh(1, default_store_passes_messages, data=2) == [b"sings"] * 2
+
+
+def test_deepspeed_imports_muon_without_torchs_compiler():
+    code = (
+        "import sys, json\n"
+        "import deepspeed\n"
+        "from deepspeed.runtime import compiler\n"
+        "original, before = compiler.compile, 'torch._inductor' in sys.modules\n"
+        "from shardzoo.trainer.engines.deepspeed_engine import _import_muon\n"
+        "_import_muon()\n"
+        "from deepspeed.runtime.zero.muon import original_muon\n"
+        "function = original_muon.zeropower_via_newtonschulz5\n"
+        "print('CANARY', json.dumps([type(function).__name__, compiler.compile is original]))\n"
+    )
+    with needed_by(
+        "trainer/engines/deepspeed_engine.py (_import_muon)",
+        breaks="Each start under DeepSpeed imports torch's compiler, which takes a second or more; or Muon's functions "
+        "are compiled at run time, or DeepSpeed's `compile` stays replaced.",
+        remedy="Look at how deepspeed/runtime/zero/muon/original_muon.py is decorated now. If it no longer calls "
+        "deepspeed.runtime.compiler.compile(), delete _import_muon.",
+    ):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-2000:]
+        [line] = [line for line in done.stdout.splitlines() if line.startswith("CANARY")]
+        assert json.loads(line.removeprefix("CANARY")) == ["function", True]
+
+
+def test_deepspeed_asks_a_table_before_it_compiles_a_collective():
+    with needed_by(
+        "trainer/engines/deepspeed_engine.py (DeepSpeedEngine)",
+        breaks="On a CPU, DeepSpeed compiles its shared-memory all-reduce at run time, with a lock file that a killed "
+        "run leaves behind: the next run waits for it without end.",
+        remedy="Find what deepspeed/comm/torch.py asks before it loads the shm_comm builder, and switch that off.",
+    ):
+        import deepspeed
+        from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+
+        assert ShareMemCommBuilder.NAME == "deepspeed_shm_comm"
+        assert isinstance(deepspeed.ops.__compatible_ops__, dict)
+        backend = importlib.import_module("deepspeed.comm.torch")
+        assert "__compatible_ops__" in inspect.getsource(backend)
+
+
+def test_zero_optimizers_have_the_fields_that_states_are_saved_by():
+    with needed_by(
+        "trainer/engines/deepspeed_engine.py (optimizer_tensors, _create_element_states)",
+        breaks="Optimizer states under ZeRO cannot be saved or resumed.",
+        remedy="Find where the optimizer now keeps its flat partitions, its groups of parameters and their process "
+        "groups, and where it links states to parameters; tests/trainer/test_resume.py and test_zero3.py check it.",
+    ):
+        from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+        from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+        from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+        for kind, fields in (
+            (BF16_Optimizer, ("self.bf16_groups", "self.real_dp_process_group")),
+            (DeepSpeedZeroOptimizer, ("self.bit16_groups", "self.real_dp_process_group")),
+            (DeepSpeedZeroOptimizer_Stage3, ("self.fp32_partitioned_groups_flat",)),
+        ):
+            source = inspect.getsource(kind)
+            for field in fields:
+                assert field in source, f"{kind.__name__} has no {field}"
+        for kind in (BF16_Optimizer, DeepSpeedZeroOptimizer):
+            assert callable(kind._lazy_init_hp_params_optimizer_state)
+
+
+def test_torchruns_error_file(tmp_path, monkeypatch):
+    with needed_by(
+        "trainer/launch/rank_process.py",
+        breaks="torchrun shows no traceback of a rank that failed, and our launcher reads none of one that torch's "
+        "own handler wrote.",
+        remedy="Write and read the fields that torch/distributed/elastic/multiprocessing/errors/error_handler.py has "
+        "now.",
+    ):
+        from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
+
+        from shardzoo.trainer.launch.rank_process import ERROR_FILE, read, write
+
+        theirs, ours = tmp_path / "theirs.json", tmp_path / "ours.json"
+        monkeypatch.setenv(ERROR_FILE, str(theirs))
+        error = ValueError("a canary")
+        ErrorHandler().record_exception(error)
+        assert write(ours, error)
+        assert _keys(json.loads(theirs.read_text())) == _keys(json.loads(ours.read_text()))
+        found = read(theirs)
+        assert found is not None
+        assert found.summary == "ValueError: a canary"
+
+
+def _keys(value: Any) -> Any:
+    return {key: _keys(entry) for key, entry in value.items()} if isinstance(value, dict) else None
+
+
+DISPATCHER = "ops/library.py (is_watched, can_bypass_dispatcher)"
+BYPASS = "A call of one of our operators may go past torch's dispatcher while something watches it: "
+ASK = "Find another way to ask, or let `can_bypass_dispatcher` return False: all is then correct, and slower."
+
+
+def test_modes_of_the_dispatcher_are_seen():
+    from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+    from torch.utils.flop_counter import FlopCounterMode
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+            return function(*arguments, **(keywords or {}))
+
+    breaks = BYPASS + "a FlopCounterMode, fake tensors, or a profiler of memory miss it."
+    with needed_by(DISPATCHER, breaks=breaks, remedy=ASK):
+        assert torch._C._len_torch_dispatch_stack() == 0
+        with Mode(), FlopCounterMode(display=False) as counter:
+            assert torch._C._len_torch_dispatch_stack() == 2
+            stack: list[Any] = _get_current_dispatch_mode_stack()
+            assert [type(mode).__module__ == "torch.utils.flop_counter" for mode in stack] == [False, True]
+            assert stack[1].counter is counter
+            assert isinstance(counter.flop_registry, dict)
+
+
+def test_modes_of_torch_function_are_seen():
+    from torch.overrides import TorchFunctionMode
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, function, types, arguments=(), keywords=None):
+            return function(*arguments, **(keywords or {}))
+
+    breaks = BYPASS + "a TorchFunctionMode misses it."
+    with needed_by(DISPATCHER, breaks=breaks, remedy=ASK):
+        assert torch._C._len_torch_function_stack() == 0
+        with Mode():
+            assert torch._C._len_torch_function_stack() == 1
+
+
+def test_transforms_of_functorch_are_seen():
+    breaks = BYPASS + "torch.func.vmap and grad get wrong results or an error from a kernel."
+    with needed_by(DISPATCHER, breaks=breaks, remedy=ASK):
+        peek: Any = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
+        assert peek() is None
+        seen: list[bool] = []
+
+        def watched(x: torch.Tensor) -> torch.Tensor:
+            seen.append(peek() is not None)
+            return x * 2
+
+        torch.func.vmap(watched)(torch.ones(2))
+        assert seen == [True]
+
+
+def test_levels_of_forward_derivatives_are_seen():
+    from torch.autograd import forward_ad
+
+    with needed_by(
+        "ops/matmul.py",
+        breaks="A matmul by oneDNN, which has no forward derivative, is taken inside torch.autograd.forward_ad.",
+        remedy="Find another way to ask whether a dual level is open, or leave the fast path out for all tensors that "
+        "are not plain.",
+    ):
+        assert forward_ad._current_level < 0
+        with forward_ad.dual_level():
+            assert forward_ad._current_level >= 0
+
+
+def test_operators_that_are_called_by_their_private_names():
+    with needed_by(
+        "ops/matmul.py, mpu/layers.py, mpu/parameter.py",
+        breaks="A CPU's linear layers, the check of token ids, or gradient norms raise AttributeError, or have other "
+        "results.",
+        remedy="Use the operator's new name, or functional.linear, torch._assert_async and torch.linalg.vector_norm "
+        "of each tensor; compare bits with the old path.",
+    ):
+        x, weight, bias = torch.randn(3, 4), torch.randn(5, 4), torch.randn(5)
+        expected = torch.nn.functional.linear(x, weight, bias)
+        if torch.backends.mkldnn.is_available():
+            found = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+            torch.testing.assert_close(found, expected)
+        torch.ops.aten._assert_async(torch.tensor(True))
+        [norm] = torch.ops.aten._foreach_norm([torch.tensor([3.0, 4.0])], 2, dtype=torch.float64)
+        assert norm.dtype == torch.float64
+        assert float(norm) == 5.0
+
+
+def test_dynamo_leaves_marked_functions_alone():
+    from shardzoo.mpu.dropout import Dropout
+
+    with needed_by(
+        "mpu/dropout.py",
+        breaks="A compiled model is compiled again in every step, because its dropout key is a new constant.",
+        remedy="Find what torch.compiler.disable sets on a function now, and set that.",
+    ):
+
+        def function() -> None: ...
+
+        disabled = torch.compiler.disable(function)
+        assert disabled._torchdynamo_disable is True  # type: ignore[attr-defined]
+        assert Dropout.mask_arguments._torchdynamo_disable is True  # type: ignore[attr-defined]
+
+
+def test_a_worker_of_the_data_loader_can_be_hidden():
+    from torch.utils.data import get_worker_info
+    from torch.utils.data._utils import worker
+
+    with needed_by(
+        "data/loading/stream.py (_without_worker)",
+        breaks="With num_workers, each worker of a stream reads a part of it only, and takes a share of that: samples "
+        "are lost.",
+        remedy="Find where torch.utils.data.get_worker_info() reads from now, and hide that.",
+    ):
+        before, worker._worker_info = worker._worker_info, "a worker"  # type: ignore[assignment]
+        try:
+            assert get_worker_info() == "a worker"
+        finally:
+            worker._worker_info = before
+
+
+def test_datasets_shares_the_epoch_between_workers():
+    datasets = pytest.importorskip("datasets")
+    with needed_by(
+        "trainer/batches/training_data.py (_epoch_of)",
+        breaks="Workers that are in different epochs of a shuffled stream of datasets change one another's order.",
+        remedy="Find where datasets.IterableDataset keeps its epoch now, and give each worker a copy.",
+    ):
+        stream = datasets.IterableDataset.from_generator(lambda: iter([{"x": 1}]))
+        assert isinstance(stream._epoch, torch.Tensor)
+        assert stream._epoch.is_shared()
+        stream._epoch = stream._epoch.clone()
+        stream.set_epoch(3)
+        assert int(stream._epoch) == 3
+        assert stream.epoch == 3
+
+
+def test_storages_have_an_identity_without_data():
+    with needed_by(
+        "trainer/estimate/model.py",
+        breaks="The estimate for a transformers model counts what autograd keeps more than once.",
+        remedy="Tell storages apart by another identity that works on the meta device.",
+    ):
+        first = torch.empty(4, device="meta")
+        assert first.untyped_storage()._cdata == first.view(2, 2).untyped_storage()._cdata
+        assert first.untyped_storage()._cdata != torch.empty(4, device="meta").untyped_storage()._cdata
+
+
+def test_tensors_count_their_changes():
+    with needed_by(
+        "models/common/language_model.py (lazy logits)",
+        breaks="Logits that are calculated late may be those of changed weights, without an error.",
+        remedy="Find another counter of in-place changes, or calculate the logits at once.",
+    ):
+        tensor = torch.ones(2)
+        before = tensor._version
+        tensor.add_(1)
+        assert tensor._version > before
+
+
+def test_a_transformers_model_names_its_loss_function():
+    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    with needed_by(
+        "trainer/batches/loss_normalization.py (shifts_labels)",
+        breaks="The trainer counts the first label of a row where a model of transformers does not, so that unequal "
+        "micro-batches have wrong shares of the loss.",
+        remedy="Find where transformers shifts labels now; tests/trainer/test_loss_normalization.py compares the rule "
+        "with the models' behavior.",
+    ):
+        assert LOSS_MAPPING["ForCausalLM"].__name__ == "ForCausalLMLoss"
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_positions=4, n_embd=4, n_layer=1, n_head=1))
+        assert model.loss_function.__name__ == "ForCausalLMLoss"
+
+
+def test_every_private_name_has_a_canary():
+    """A new use of another library's private name needs a test in this file."""
+    import shardzoo
+
+    known = {
+        "_push_all_rebuilt_params", "_rebuild_buckets", "_build_params_for_reducer", "_get_default_store",
+        "_lazy_init_hp_params_optimizer_state", "_len_torch_dispatch_stack", "_len_torch_function_stack",
+        "_get_current_dispatch_mode_stack", "_functorch", "_C", "_current_level", "_linear_pointwise", "_assert_async",
+        "_foreach_norm", "_torchdynamo_disable", "_worker_info", "_epoch", "_cdata", "_version", "_python_dispatch",
+        "_utils",
+    }  # fmt: skip
+    # Of long standing and documented, or in a benchmark alone.
+    accepted = {"_exit", "_parameters", "_buffers", "_modules", "_attn_implementation", "_sleep", "_ops", "_dynamo",
+                "_core", "_reconstruct", "_replace", "_asdict"}  # fmt: skip
+    package, found = Path(shardzoo.__file__).parent, {}
+    rooms = "trainer mpu ops models checkpoint convert data generation finetuning pretraining cli".split()  # noqa: SIM905
+    foreign = re.compile(r"(?<!self)(?<!cls)(?<!\(\))(?<=[a-z_\])])\.(_[a-zA-Z]\w*)")
+    for room in rooms:
+        for path in (package / room).rglob("*.py"):
+            source = path.read_text()
+            own = set(re.findall(r"(?:def |self\.|cls\.|class )(_\w+)", source))
+            for name in foreign.findall(source):
+                if name not in own | known | accepted:
+                    found[name] = str(path.relative_to(package))
+    assert not found, f"private names of other libraries without a canary: {found}"
