@@ -7,8 +7,10 @@ import json
 import random
 import struct
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+from tiny_models import hf_model
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -19,19 +21,19 @@ class Zoo:
     Each variant's sizes: heads H, head size D, hidden size H * D, feed-forward F, layers, vocabulary.
     """
 
-    variants = (
-        "gpt2",
-        "gpt2-untied",
-        "bert",
-        "bert-pretraining",
-        "bert-classification",
-        "roberta",
-        "t5",
-        "t5-v1.1",
-        "mt5",
-        "mt5-tied",
-        "glm",
-    )
+    variants: ClassVar[dict[str, tuple[str, dict]]] = {
+        "gpt2": ("GPT2LMHeadModel", {}),
+        "gpt2-untied": ("GPT2LMHeadModel", {"tie_word_embeddings": False}),
+        "bert": ("BertForMaskedLM", {}),
+        "bert-pretraining": ("BertForPreTraining", {}),
+        "bert-classification": ("BertForSequenceClassification", {"num_labels": 3}),
+        "roberta": ("RobertaForMaskedLM", {"type_vocab_size": 1}),
+        "t5": ("T5ForConditionalGeneration", {}),
+        "t5-v1.1": ("T5ForConditionalGeneration", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+        "mt5": ("MT5ForConditionalGeneration", {}),
+        "mt5-tied": ("MT5ForConditionalGeneration", {}),
+        "glm": ("", {}),
+    }
 
     def make(
         self,
@@ -62,44 +64,20 @@ class Zoo:
 
     def _transformers_model(self, variant, *, heads, head_size, feed_forward, layers, vocabulary, dtype):
         import torch
-        import transformers as hf
 
+        architecture, changes = self.variants[variant]
+        tokens = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
         hidden = heads * head_size
-        tokens = {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
-        encoder = {
-            **tokens,
-            "hidden_size": hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "intermediate_size": feed_forward,
-            "max_position_embeddings": 40,
-        }
-        seq2seq = {
-            "vocab_size": vocabulary,
-            "d_model": 20,  # not heads * d_kv, as in the small mT5
-            "d_kv": head_size,
-            "d_ff": feed_forward,
-            "num_layers": layers,
-            "num_decoder_layers": layers + 1,
-            "num_heads": heads,
-        }
-        gpt2 = {**tokens, "n_embd": hidden, "n_layer": layers, "n_head": heads, "n_inner": feed_forward}
-        gpt2 |= {"n_positions": 40}
-        makers = {
-            "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**gpt2)),
-            "gpt2-untied": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**gpt2, tie_word_embeddings=False)),
-            "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**encoder)),
-            "bert-pretraining": lambda: hf.BertForPreTraining(hf.BertConfig(**encoder)),
-            "bert-classification": lambda: hf.BertForSequenceClassification(hf.BertConfig(**encoder, num_labels=3)),
-            "roberta": lambda: hf.RobertaForMaskedLM(hf.RobertaConfig(**encoder, type_vocab_size=1)),
-            "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**seq2seq)),
-            "t5-v1.1": lambda: hf.T5ForConditionalGeneration(
-                hf.T5Config(**seq2seq, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
-            ),
-            "mt5": lambda: hf.MT5ForConditionalGeneration(hf.MT5Config(**seq2seq)),
-            "mt5-tied": lambda: hf.MT5ForConditionalGeneration(hf.MT5Config(**seq2seq)),
-        }
-        return makers[variant]().to(getattr(torch, dtype))
+        if "5" in architecture:  # d_model is not heads * d_kv, as in the small mT5
+            sizes = {"d_model": 20, "d_kv": head_size, "d_ff": feed_forward, "num_heads": heads}
+            sizes |= {"num_layers": layers, "num_decoder_layers": layers + 1}
+        elif architecture.startswith("GPT2"):
+            sizes = {**tokens, "n_embd": hidden, "n_head": heads, "n_inner": feed_forward, "n_positions": 40}
+            sizes["n_layer"] = layers
+        else:
+            sizes = {**tokens, "hidden_size": hidden, "num_attention_heads": heads, "intermediate_size": feed_forward}
+            sizes |= {"max_position_embeddings": 40, "num_hidden_layers": layers}
+        return hf_model(architecture, vocab_size=vocabulary, **sizes, **changes).to(getattr(torch, dtype))
 
     def _add_head(self, folder: Path, like: str, name: str) -> None:
         """Version 1.1's head, which transformers 5 ties when it makes a model."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from memory import peak_of
+from tiny_models import hf_model, tiny
 from training import Pairs, losses, native_t5, on_ranks, run_training, tiny_t5
 
 MIB = 1 << 20
@@ -93,12 +94,7 @@ def test_replicas_stay_identical_and_each_file_has_one_writer(run_mesh, tmp_path
 
 def hf_mt5():
     """A small mT5 of transformers whose weights are all different, its head untied."""
-    from transformers import MT5Config, MT5ForConditionalGeneration
-
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 1, "num_heads": 4}
-    model = MT5ForConditionalGeneration(
-        MT5Config(vocab_size=66, dropout_rate=0.0, decoder_start_token_id=0, tie_word_embeddings=False, **sizes)
-    )
+    model = hf_model("MT5ForConditionalGeneration", 0.0, vocab_size=66, num_layers=2, tie_word_embeddings=False)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.1, generator=generator)
@@ -216,9 +212,7 @@ def peaks(mesh, folder: Path) -> tuple[int, int, int]:
             ids = torch.arange(length) + index
             return {"input_ids": ids, "labels": ids}
 
-    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": length, "vocab_size": vocabulary}
-    sizes |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
-    model = from_config({"model_type": "gpt2", "bos_token_id": 0, "eos_token_id": 0, **sizes})
+    model = from_config(tiny("gpt2", 0.0, layers=1, n_head=2, n_positions=length, vocab_size=vocabulary))
     trainer = Trainer(train_steps=1, batch_size=rows, save_dir=str(folder))
 
     def step() -> None:

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-import transformers
 from parity import randomize
+from tiny_models import hf_model, tiny
 
 import shardzoo
 from shardzoo.generation import fill_mask
-
-SIZES = {
-    "hidden_size": 24,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "intermediate_size": 40,
-    "vocab_size": 261,
-}
 
 
 def best(mesh, folder, inputs):
@@ -26,8 +18,7 @@ def best(mesh, folder, inputs):
 
 @pytest.mark.parametrize("family", ["Bert", "Roberta"])
 def test_tokens_and_probabilities(family, tmp_path, run_mesh):
-    config = getattr(transformers, f"{family}Config")(**SIZES, max_position_embeddings=20)
-    reference = getattr(transformers, f"{family}ForMaskedLM")(config).eval()
+    reference = hf_model(f"{family}ForMaskedLM", vocab_size=261).eval()
     randomize(reference, 1)
     reference.save_pretrained(tmp_path)
     generator = torch.Generator().manual_seed(1)
@@ -35,7 +26,7 @@ def test_tokens_and_probabilities(family, tmp_path, run_mesh):
     ids[torch.rand(5, 9, generator=generator) < 0.3] = 4
     mask = torch.ones_like(ids)
     mask[1, 6:] = 0
-    ids[1, 6:] = config.pad_token_id
+    ids[1, 6:] = reference.config.pad_token_id
     inputs = {"input_ids": ids, "attention_mask": mask}
     with torch.no_grad():
         chances = reference(**inputs).logits.softmax(-1)[ids == 4]
@@ -48,7 +39,7 @@ def test_tokens_and_probabilities(family, tmp_path, run_mesh):
 
 
 def test_mistakes(saved):
-    bert = shardzoo.from_config({"model_type": "bert", **SIZES})
+    bert = shardzoo.from_config(tiny("bert", vocab_size=261))
     with pytest.raises(ValueError, match="no token of input_ids is the mask, 4"):
         fill_mask(bert, torch.tensor([[5, 6]]), mask_token_id=4)
     with pytest.raises(ValueError, match="from 1 to the vocabulary's 261, not 300"):
