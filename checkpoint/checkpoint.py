@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from .folder_files import CONFIG, checked_file, read_folder_json
+from ..data.files import checked_file, read_folder_json, read_json_object
+from .folder_files import CONFIG
 from .manifest import MANIFEST, Manifest
 from .safetensors_header import read_header
 from .stored_tensor import StoredTensor, only_names_once
-from .strict_json import read_json_object
 
 Kind = Literal["huggingface", "shards", "legacy"]
 

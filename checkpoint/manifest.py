@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .folder_files import read_folder_json
-from .strict_json import add_digest, take_digest, write_durably
+from ..data.files import read_folder_json
+from .json_digest import add_digest, take_digest, write_durably
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"

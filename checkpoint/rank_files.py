@@ -11,9 +11,9 @@ from typing import IO
 import torch
 from torch import Tensor
 
+from ..data.files import checked_file
 from ..mpu import Shard
 from .dtypes import from_torch_name
-from .folder_files import checked_file
 from .layout import ParameterSpec, place_by_rank
 from .safetensors_header import make_header, read_header
 from .stored_tensor import StoredTensor, only_names_once

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..data.files import LARGEST_JSON, parse_json
 from .dtypes import DTYPES, item_size
 from .stored_tensor import StoredTensor
-from .strict_json import LARGEST_JSON, parse_json
 
 ALIGNMENT = 8
 

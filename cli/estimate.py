@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..checkpoint.folder_files import CONFIG, read_folder_json
+from ..checkpoint.folder_files import CONFIG
+from ..data.files import read_folder_json
 from ..models import FAMILIES, find_config
 from ..trainer.estimate import Estimate, Job, estimate, largest_micro_batch
 from .console import exit_code_of

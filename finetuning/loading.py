@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from ..checkpoint.checkpoint import open_checkpoint
-from ..checkpoint.folder_files import CONFIG, read_folder_json
+from ..checkpoint.folder_files import CONFIG
 from ..checkpoint.manifest import MANIFEST
+from ..data.files import read_folder_json
 from ..models import FAMILIES, ParallelConfig, config_from_dict, family, from_pretrained
 from ..mpu import ParallelMesh
 from ..trainer.engines.precision import DTYPES

@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..checkpoint.folder_files import checked_file
-from ..checkpoint.strict_json import read_json_object
 from ..checkpoint.tensor_reader import read_tensors
+from ..data.files import checked_file, read_json_object
 from ..mpu import VocabParallelEmbedding
 
 PROMPT_FILE = "soft_prompt.safetensors"

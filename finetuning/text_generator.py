@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import generation  # noqa: F401 - gives the zoo's models their `generate`
-from ..checkpoint.folder_files import read_folder_json
+from ..data.files import read_folder_json
 from ..data.pairs.datasets import closed, opened
 from ..generation.api import Extras, device_of, evaluating, search
 from ..generation.decoders import Decoder

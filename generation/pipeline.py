@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.folder_files import read_folder_json
+from ..data.files import read_folder_json
 from ..data.tokenizers.glm_tokens import GLMVocabulary
 from ..models import from_pretrained
 from ..models.registry import BlankText, family

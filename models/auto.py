@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.folder_files import CONFIG, read_folder_json
+from ..checkpoint.folder_files import CONFIG
 from ..checkpoint.stored_tensor import StoredTensor
+from ..data.files import read_folder_json
 from ..mpu import ParallelMesh, initialize, materialize
 from .common.config import ModelConfig
 from .common.parallel_config import ParallelConfig

@@ -8,10 +8,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint.folder_files import checked_file
+from ...checkpoint.json_digest import take_digest
 from ...checkpoint.rank_files import rank_file
-from ...checkpoint.strict_json import read_json_object, take_digest
 from ...checkpoint.tensor_reader import read_tensors
+from ...data.files import checked_file, read_json_object
 from ..launch.ranks import Ranks
 from ..run_folder import RunFolder
 from .random_state import restore_random_state, seed_everything

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from ...checkpoint.checkpoint import open_checkpoint
-from ...checkpoint.folder_files import checked_file
 from ...checkpoint.manifest import Manifest, TensorRecord
 from ...checkpoint.rank_files import ShardedReader, open_rank_files, rank_file
 from ...checkpoint.safetensors_header import read_header
 from ...checkpoint.stored_tensor import only_names_once
 from ...checkpoint.tensor_reader import TensorReader
+from ...data.files import checked_file
 from ...models.common.config import ModelConfig
 from ..engines.state import persistent_buffers
 from ..launch.ranks import Ranks

@@ -13,9 +13,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from ...checkpoint.json_digest import add_digest, sync_folder, write_durably
 from ...checkpoint.rank_files import rank_file, write_tensors
-from ...checkpoint.strict_json import add_digest, read_json_object, sync_folder, write_durably
 from ...checkpoint.tensor_reader import tensor_bytes
+from ...data.files import read_json_object
 from ..engines.engine import Engine
 from ..launch.ranks import Ranks
 from .model_files import OPTIMIZER, ModelFiles

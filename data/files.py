@@ -1,0 +1,89 @@
+"""The files of a folder that a user brings: regular files of that folder, and JSON without surprises.
+
+Tokenizers and checkpoints are opened by the same rules, so this lies below both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+LARGEST_JSON = 16 << 20  # bytes, of which Python makes up to 26 times as many
+
+
+def parse_json(text: bytes, what: str, *, finite: bool = True) -> Any:
+    """ValueError, naming `what`, for anything that is not one strict JSON value.
+
+    finite: whether NaN and infinities, which JSON does not have but Python writes, are refused.
+    """
+    refused = {"parse_constant": _no_constant} if finite else {}
+    try:
+        return json.loads(text.decode("utf-8"), object_pairs_hook=_unique, **refused)
+    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ValueError(f"{what} is not valid JSON: {reason}") from None
+
+
+def read_json_object(path: Path, *, finite: bool = True, largest: int = LARGEST_JSON) -> dict[str, Any]:
+    """The object in a file. ValueError if it is missing, too large, or anything else.
+
+    finite: see `parse_json`. largest: bytes that such a file may have.
+    """
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError(f"{path} is no regular file")
+        if found.st_size > largest:
+            raise ValueError(f"{path} has {found.st_size:,} bytes; such a file has at most {largest:,}")
+        text = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    value = parse_json(text, str(path), finite=finite)
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}")
+    return value
+
+
+def checked_file(folder: Path, name: str) -> Path:
+    """`folder / name`, if that is a regular file of this folder. ValueError otherwise.
+
+    A symbolic link may lead to a file of the folder itself, or into the `blobs` of a Hugging Face cache, whose
+    snapshots are made of such links.
+    """
+    if not name or name != os.path.basename(name) or name in (".", "..") or "\0" in name:
+        raise ValueError(f"{folder} names a file {name!r}; a model's files lie in its own folder")
+    path = folder / name
+    try:
+        real = path.resolve(strict=True)
+        mode = real.stat().st_mode
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, on older Pythons
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"cannot read {path}: {reason}") from None
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"{path} is no regular file")
+    home = folder.resolve()
+    if real.parent != home and real.parent != home.parent.parent / "blobs":
+        raise ValueError(f"{path} is a link out of its folder, to {real}; copy the file there first")
+    return path
+
+
+def read_folder_json(folder: Path, name: str) -> dict[str, Any] | None:
+    """Returns the JSON object of a folder's file; None if there is no such file. ValueError if it is damaged."""
+    path = folder / name
+    return read_json_object(checked_file(folder, name)) if path.exists() or path.is_symlink() else None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise ValueError(f"the key {name!r} is there twice")
+        values[name] = value
+    return values
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
