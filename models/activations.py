@@ -47,9 +47,15 @@ class Layout:
 class Block:
     """What a block is made of.
 
-    mlp_kept: tensors of the feed-forward width that are kept. gated: whether there are two products into it.
-    bias: whether a trained bias is added to the scores. dropouts: on the residual stream, of which a key is kept.
-    statistics: numbers that a norm keeps per token. cross: attends to a source too.
+    Args:
+        mlp_kept: tensors of the feed-forward width that are kept.
+        dropouts: on the residual stream, of which a key is kept.
+        statistics: numbers that a norm keeps per token: 2 of a LayerNorm, 1 of an RMSNorm.
+        bias: whether a trained bias is added to the scores.
+        cross: whether the block attends to a source too.
+        gated: whether the feed-forward block has a gate.
+        key_value_heads: for grouped-query attention; heads by default.
+        rotary: whether queries and keys are rotated.
     """
 
     hidden: int
@@ -64,6 +70,13 @@ class Block:
     bias: bool = False
     cross: bool = False
     gated: bool = False
+    key_value_heads: int | None = None
+    rotary: bool = False
+
+    @property
+    def key_value_size(self) -> int:
+        """Features of the keys."""
+        return (self.key_value_heads or self.heads) * self.head_size
 
 
 @dataclass(frozen=True)
@@ -140,7 +153,7 @@ def _kept(stack: Stack, batch: Batch, layout: Layout, *, without_core: bool) -> 
     norms = 3 if block.cross else 2
     # A norm's input, output and statistics.
     total = norms * (2 * _stream(stack, batch, layout) + tokens * block.statistics * FP32 // layout.sequence_split)
-    total += 4 * tokens * inner * e // t  # q, k, v and what attention makes of them
+    total += _attention_features(stack, batch, layout, without_core=without_core) * tokens * e // t
     lengths = [_own_length(stack, batch)]
     if block.cross:
         total += (2 * tokens + 2 * batch.size * batch.length) * inner * e // t
@@ -153,6 +166,17 @@ def _kept(stack: Stack, batch: Batch, layout: Layout, *, without_core: bool) -> 
         total += 2 * feed_forward * block.hidden * e  # both products' weights, stacked so that one exchange serves both
     keys_of_dropouts = block.dropouts + (len(lengths) if block.attention_dropout and not without_core else 0)
     return total + keys_of_dropouts * batch.size * INT64
+
+
+def _attention_features(stack: Stack, batch: Batch, layout: Layout, *, without_core: bool) -> int:
+    """Features of q, k, v and of what attention makes of them, that are kept for a token."""
+    block, length = stack.block, _own_length(stack, batch)
+    inner, key_value = block.heads * block.head_size, block.key_value_size
+    qkv = inner + 2 * key_value
+    eager = not without_core and _weights_are_written(block, layout, length, length, crosses=False)
+    if key_value != inner and eager:  # k and v are kept with each head repeated
+        return 4 * inner + (0 if block.rotary else qkv - inner)
+    return qkv + inner + (inner + key_value if block.rotary else 0)  # v is a part of qkv, which is kept whole
 
 
 def _own_length(stack: Stack, batch: Batch) -> int:

@@ -32,6 +32,7 @@ from ...ops import bias_gelu, geglu, in_inference_mode, linear, matmul, relu, sw
 from ...ops.library import can_bypass_dispatcher, empty_pooled, needs_gradient
 from .cache import LayerKVCache
 from .parallel_config import ParallelConfig
+from .rotary import rotate
 
 MAX_EAGER_SCORES = 512 * 512  # of a head, where `eager_beats_sdpa`
 
@@ -61,23 +62,26 @@ GATES: dict[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]] = {
 class Attention(nn.Module):
     """Base of both kinds: the input projections, the attention core and the output projection.
 
-    A subclass lists its input projections in `projections`: name -> number of blocks that are stacked in the weight.
+    A subclass lists its input projections in `projections`: name -> the blocks that are stacked in the weight, "q", "k"
+    and "v".
 
     Args:
+        num_key_value_heads: for grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245); num_heads by default.
         head_size: hidden_size / num_heads by default.
         bias: whether the projections have biases.
 
     Raises:
-        ValueError: the tensor-parallel size does not divide the number of heads; a head is never split.
+        ValueError: the tensor-parallel size does not divide both numbers of heads; a head is never split.
     """
 
-    projections: ClassVar[dict[str, int]]
+    projections: ClassVar[dict[str, str]]
 
     def __init__(
         self,
         hidden_size: int,
         num_heads: int,
         *,
+        num_key_value_heads: int | None = None,
         head_size: int | None = None,
         bias: bool = True,
         scale: float,
@@ -86,9 +90,10 @@ class Attention(nn.Module):
         parallel_config: ParallelConfig,
     ) -> None:
         super().__init__()
+        num_key_value_heads = num_key_value_heads or num_heads
         check_heads(num_heads, tp_size(mesh))
+        check_heads(num_key_value_heads, tp_size(mesh))
         self.head_size = head_size or hidden_size // num_heads
-        inner_size = num_heads * self.head_size
         shared = {
             "bias": bias,
             "unit": self.head_size,
@@ -96,16 +101,20 @@ class Attention(nn.Module):
             "mesh": mesh,
         }
         self.core = CoreAttention(scale=scale, dropout=dropout, mesh=mesh, parallel_config=parallel_config)
+        heads = {"q": num_heads, "k": num_key_value_heads, "v": num_key_value_heads}
+        self.heads: dict[str, tuple[int, ...]] = {}  # projection -> this rank's heads in each block
         for name, blocks in self.projections.items():
-            groups = (inner_size,) * blocks if blocks > 1 else None
-            self.add_module(name, ColumnParallelLinear(hidden_size, blocks * inner_size, groups=groups, **shared))
-        self.output = RowParallelLinear(inner_size, hidden_size, **shared)
+            widths = tuple(heads[block] * self.head_size for block in blocks)
+            groups = widths if len(widths) > 1 else None
+            self.add_module(name, ColumnParallelLinear(hidden_size, sum(widths), groups=groups, **shared))
+            self.heads[name] = tuple(heads[block] // tp_size(mesh) for block in blocks)
+        self.output = RowParallelLinear(num_heads * self.head_size, hidden_size, **shared)
 
 
 class SelfAttention(Attention):
     """Attention of a sequence to itself, with a fused qkv product [Q|K|V]."""
 
-    projections: ClassVar = {"qkv": 3}
+    projections: ClassVar = {"qkv": "qkv"}
     qkv: ColumnParallelLinear
 
     def forward(
@@ -117,6 +126,7 @@ class SelfAttention(Attention):
         causal: bool = False,
         memory: Tensor | None = None,
         cache: LayerKVCache | None = None,
+        rotary: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """[B, S, H] -> [B, S, H]
 
@@ -126,9 +136,12 @@ class SelfAttention(Attention):
         memory: [B, M, H] of the positions before x, which are attended too; the keys are then M + S. Not under
             sequence parallelism, where x is a part of the sequence.
         cache: the keys and values of M earlier positions, to which those of x are added; the keys are then M + S.
+        rotary: cosines and sines of the positions of x, as `rotary_embedding` gives them; not with memory.
         """
         qkv = self.qkv(x if memory is None else torch.cat([memory, x], dim=1))
-        q, k, v = split_fused_heads(qkv, 3, self.head_size)  # [B, Np, S, D]
+        q, k, v = split_fused_heads(qkv, self.heads["qkv"], self.head_size)  # [B, Np or Kp, S, D]
+        if rotary is not None:
+            q, k = rotate(q, *rotary), rotate(k, *rotary)
         if memory is not None:
             q = q[:, :, memory.shape[1] :]
         if cache is not None:
@@ -139,7 +152,7 @@ class SelfAttention(Attention):
 class CrossAttention(Attention):
     """Attention of one sequence to another, with a query product and a fused [K|V] product."""
 
-    projections: ClassVar = {"query": 1, "key_value": 2}
+    projections: ClassVar = {"query": "q", "key_value": "kv"}
     query: ColumnParallelLinear
     key_value: ColumnParallelLinear
 
@@ -155,7 +168,7 @@ class CrossAttention(Attention):
         if cache is not None and cache.length:
             k, v = cache.filled()
         else:
-            k, v = split_fused_heads(self.key_value(source), 2, self.head_size)
+            k, v = split_fused_heads(self.key_value(source), self.heads["key_value"], self.head_size)
             if cache is not None:
                 k, v = cache.extend(k, v)
         q, copies = fold_beams(q, k.shape[0])
@@ -180,7 +193,12 @@ class CoreAttention(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position_bias: Tensor | None, causal: bool
     ) -> Tensor:
-        """q: [B, Np, Sq, D]; k, v: [B, Np, Sk, D]; returns [B, Np, Sq, D]. The other arguments: `SelfAttention`."""
+        """Returns [B, Np, Sq, D]. The other arguments are as in `SelfAttention`.
+
+        Args:
+            q: [B, Np, Sq, D].
+            k, v: [B, Kp, Sk, D]; a key-value head serves Np / Kp query heads, one after another.
+        """
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self.attend, q, k, v, mask, position_bias, causal)
         return self.attend(q, k, v, mask, position_bias, causal)
@@ -194,14 +212,23 @@ class CoreAttention(nn.Module):
         if position_bias is None and not self.dropout.drops and not eager_beats_sdpa(q, k):
             if causal and q.shape[2] != k.shape[2]:
                 mask, causal = lower_triangular_mask(q.shape[2], k.shape[2], q.device), False
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, is_causal=causal)
+            grouped = q.shape[1] != k.shape[1]
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, scale=self.scale, is_causal=causal, enable_gqa=grouped
+            )
         # The probabilities are written out: for the gradient of a trained bias, for a dropout mask that does not
         # depend on the layout, or for speed.
+        k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
         scores = matmul(q, k.mT)  # [B, Np, Sq, Sk]
         weights = scaled_masked_softmax(
             scores, mask, position_bias, scale=self.scale, causal=causal, dropout=self.dropout
         )
         return matmul(weights, v)
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """[B, Kp, S, D] -> [B, heads, S, D], each head as many times, one after another."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def eager_beats_sdpa(q: Tensor, k: Tensor) -> bool:
@@ -233,11 +260,16 @@ def merge_heads(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-def split_fused_heads(x: Tensor, blocks: int, head_size: int) -> tuple[Tensor, ...]:
-    """[B, S, blocks * Hp] -> for each block [B, Np, S, D]"""
+def split_fused_heads(x: Tensor, heads: tuple[int, ...], head_size: int) -> tuple[Tensor, ...]:
+    """[B, S, sum(heads) * D] -> for each block of n heads [B, n, S, D]"""
     if needs_gradient(x) and can_bypass_dispatcher(x):
-        return _SplitFusedHeads.apply(x, blocks, head_size)
-    return tuple(split_heads(block, head_size) for block in x.chunk(blocks, dim=-1))
+        return _SplitFusedHeads.apply(x, heads, head_size)
+    return _split_blocks(x, heads, head_size)
+
+
+def _split_blocks(x: Tensor, heads: tuple[int, ...], head_size: int) -> tuple[Tensor, ...]:
+    blocks = x.split([count * head_size for count in heads], dim=-1)
+    return tuple(split_heads(block, head_size) for block in blocks)
 
 
 class _SplitFusedHeads(Function):
@@ -245,16 +277,16 @@ class _SplitFusedHeads(Function):
     each one, and a concatenation would first merge the heads of each."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, blocks: int, head_size: int) -> tuple[Tensor, ...]:
-        ctx.shape, ctx.head_size = x.shape, head_size
-        return tuple(split_heads(block, head_size) for block in x.chunk(blocks, dim=-1))
+    def forward(ctx, x: Tensor, heads: tuple[int, ...], head_size: int) -> tuple[Tensor, ...]:
+        ctx.shape, ctx.heads, ctx.head_size = x.shape, heads, head_size
+        return _split_blocks(x, heads, head_size)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads: Tensor):
         whole = empty_pooled(grads[0], *ctx.shape)
-        for block, grad in zip(whole.chunk(len(grads), dim=-1), grads, strict=True):
-            split_heads(block, ctx.head_size).copy_(grad)
+        for block, grad in zip(_split_blocks(whole, ctx.heads, ctx.head_size), grads, strict=True):
+            block.copy_(grad)
         return whole, None, None
 
 

@@ -80,7 +80,7 @@ def whole(config: dict, ranks: list, mode: int) -> Run:
             full = shard.merge(parts)
         full = full.t() if entry.transpose else full
         names = entry.stored_names()
-        merged |= dict(zip(names, full.chunk(len(names)), strict=True))
+        merged |= dict(zip(names, full.split(list(shard.groups) if len(names) > 1 else len(full)), strict=True))
     return Run(first, loss, merged)
 
 
