@@ -138,7 +138,7 @@ def _any_rank(condition: bool, mesh: ParallelMesh | None) -> bool:
 
 def _exchange_device(mesh: ParallelMesh | None) -> str:
     """Where tensors must be for the ranks to exchange them, wherever the parameters are."""
-    return "cpu" if mesh is None else mesh.device_mesh.device_type
+    return "cpu" if mesh is None else mesh.device_type
 
 
 def _read_share(reader: TensorReader, placement: ParameterPlacement, parameter: Tensor, rank: int, size: int) -> Tensor:

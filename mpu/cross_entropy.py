@@ -79,7 +79,9 @@ def head_losses(
     `vocab_parallel_cross_entropy`. partial_grad: False where the caller sums the gradient of `hidden` over the ranks.
     """
     check_ids(target.masked_fill(target == ignore_index, 0), num_classes, "label")
-    split = mesh is not None and mesh.tp_size > 1 and partial_grad
+    sum_grad = None
+    if mesh is not None and mesh.tp_size > 1 and partial_grad:
+        sum_grad = partial(start_all_reduce, group=mesh.tp_group)
     return linear_cross_entropy(
         hidden,
         weight,
@@ -87,7 +89,7 @@ def head_losses(
         target,
         num_classes=num_classes,
         ignore_index=ignore_index,
-        sum_grad=partial(start_all_reduce, group=mesh.tp_group) if split else None,
+        sum_grad=sum_grad,
         **_split(mesh, weight.shape[0]),
     )
 

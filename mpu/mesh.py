@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .shard import describe_sizes, divisors
+
+AXES = ("pipeline", "data", "tensor")
 
 
 def validate_layout(world_size: int, tensor_parallel_size: int, pipeline_parallel_size: int = 1) -> int:
@@ -38,42 +44,71 @@ def validate_layout(world_size: int, tensor_parallel_size: int, pipeline_paralle
 class ParallelMesh:
     """Ranks, sizes and process groups of each axis of a pipeline × data × tensor mesh.
 
-    Consecutive ranks are tensor-parallel neighbours, because that axis communicates most. The data-parallel size is
-    inferred from the number of processes. `torch.distributed` must be initialised, and every process must build the
-    mesh with the same sizes. The `get_*` methods are those that DeepSpeed 0.19 calls on an `mpu`; there are
-    deliberately none named `*sequence_parallel*`, which DeepSpeed would take for its own Ulysses parallelism.
+        mesh = ParallelMesh(tensor_parallel_size=2)  # under torchrun or deepspeed
 
-    Raises `ValueError` if the sizes do not fit the number of processes, `RuntimeError` without torch.distributed.
+    Consecutive ranks are tensor-parallel neighbors, because that axis communicates most. The data-parallel size follows
+    from the number of processes. Every process must build the mesh with the same sizes. The process group of
+    torch.distributed is used as it is; where there is none yet, the mesh starts it under a launcher (NCCL with GPUs, of
+    which each process takes that of its LOCAL_RANK, else gloo), and does without in a single process.
+
+    The `get_*` methods are those that DeepSpeed 0.19 calls on an `mpu`; there are deliberately none named
+    `*sequence_parallel*`, which DeepSpeed would take for its own Ulysses parallelism.
+
+    Raises:
+        ValueError: the sizes do not fit the number of processes, or the launcher's variables are incomplete.
     """
 
     def __init__(self, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1):
-        if not dist.is_available() or not dist.is_initialized():
-            raise RuntimeError(
-                "ParallelMesh needs torch.distributed: call torch.distributed.init_process_group() first, "
-                "or pass mesh=None for a single process"
+        grouped = join_process_group()
+        self.world_size, self.rank = (dist.get_world_size(), dist.get_rank()) if grouped else (1, 0)
+        self.tp_size, self.pp_size = tensor_parallel_size, pipeline_parallel_size
+        needed = tensor_parallel_size * pipeline_parallel_size
+        if not grouped and needed > 1:
+            raise ValueError(
+                f"tensor_parallel_size {tensor_parallel_size} and pipeline_parallel_size {pipeline_parallel_size} need "
+                f"a multiple of {needed} processes, and this is one without a launcher: start the script with "
+                f"`torchrun --nproc-per-node {needed}` or `deepspeed --num_gpus {needed}`, or use sizes of 1"
             )
-        self.world_size = dist.get_world_size()
-        self.rank = dist.get_rank()
-        self.tp_size = tensor_parallel_size
-        self.pp_size = pipeline_parallel_size
         self.dp_size = validate_layout(self.world_size, tensor_parallel_size, pipeline_parallel_size)
-        device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
-        self.device_mesh = init_device_mesh(
-            device_type, (self.pp_size, self.dp_size, self.tp_size), mesh_dim_names=("pipeline", "data", "tensor")
-        )
-        self.pp_rank, self.dp_rank, self.tp_rank = (
-            self.device_mesh.get_local_rank(axis) for axis in ("pipeline", "data", "tensor")
-        )
-        self.pp_group, self.dp_group, self.tp_group = (
-            self.device_mesh.get_group(axis) for axis in ("pipeline", "data", "tensor")
-        )
-        self.model_group = self._build_model_group()
+        self.device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device_mesh: DeviceMesh | None = None
+        self.pp_rank = self.dp_rank = self.tp_rank = 0
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        if grouped:
+            self.device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
+            self.device_mesh = init_device_mesh(
+                self.device_type, (self.pp_size, self.dp_size, self.tp_size), mesh_dim_names=AXES
+            )
+            self.pp_rank, self.dp_rank, self.tp_rank = (self.device_mesh.get_local_rank(axis) for axis in AXES)
+            self._groups = {axis: self.device_mesh.get_group(axis) for axis in AXES}
+            self._groups["model"] = self._build_model_group(self.device_mesh)
 
-    def _build_model_group(self) -> dist.ProcessGroup:
+    @property
+    def pp_group(self) -> dist.ProcessGroup:
+        return self._group("pipeline")
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup:
+        return self._group("data")
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup:
+        return self._group("tensor")
+
+    @property
+    def model_group(self) -> dist.ProcessGroup:
         """All ranks that hold one replica of the model: tensor × pipeline, ordered by stage."""
+        return self._group("model")
+
+    def _group(self, axis: str) -> dist.ProcessGroup:
+        if axis not in self._groups:
+            raise RuntimeError("this mesh is a single process without torch.distributed, and has no process groups")
+        return self._groups[axis]
+
+    def _build_model_group(self, device_mesh: DeviceMesh) -> dist.ProcessGroup:
         if self.pp_size == 1:
-            return self.tp_group
-        ranks = self.device_mesh.mesh.movedim(1, 0).flatten(1).tolist()  # [dp, pp * tp]
+            return self._groups["tensor"]
+        ranks = device_mesh.mesh.movedim(1, 0).flatten(1).tolist()  # [dp, pp * tp]
         group, _ = dist.new_subgroups_by_enumeration(ranks)
         assert isinstance(group, dist.ProcessGroup)
         return group
@@ -138,6 +173,38 @@ class ParallelMesh:
     get_pipeline_model_parallel_rank = get_pipe_parallel_rank
     get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
     get_pipeline_model_parallel_group = get_pipe_parallel_group
+
+
+def join_process_group() -> bool:
+    """Whether this process is in torch.distributed's process group, which is started under a launcher if need be.
+
+    Raises:
+        ValueError: the launcher has set RANK and WORLD_SIZE, but not where the processes meet, or no numbers.
+    """
+    if not dist.is_available():
+        return False
+    if dist.is_initialized():
+        return True
+    if not ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
+        return False
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise ValueError(
+            f"RANK and WORLD_SIZE say that a launcher started this process, but {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set; use torchrun or deepspeed, or set both variables"
+        )
+    if torch.cuda.is_available():
+        local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())  # a launcher may show each process one GPU
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    atexit.register(_leave_process_group)
+    return True
+
+
+def _leave_process_group() -> None:
+    """Ends the group, if it is still there: its threads would abort the interpreter's end."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def tp_rank(mesh: ParallelMesh | None) -> int:

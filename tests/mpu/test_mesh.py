@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -87,9 +90,58 @@ def test_every_method_that_deepspeed_calls_exists(run_ranks):
     assert run_ranks(1, check, called, ulysses) == [[]]
 
 
-def test_a_mesh_needs_torch_distributed():
-    with pytest.raises(RuntimeError, match=r"init_process_group\(\) first, or pass mesh=None"):
-        ParallelMesh()
+def in_a_process(code: str, *launcher: str, **environment: str) -> subprocess.CompletedProcess:
+    """Runs Python code in a process of its own, or in those of a launcher."""
+    plain = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    command = [*launcher, "-c", code] if not launcher else [*launcher, "--no-python", sys.executable, "-c", code]
+    return subprocess.run(
+        [sys.executable, *command], env={**plain, **environment}, capture_output=True, text=True, timeout=120
+    )
+
+
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+USE = """
+import shardzoo, torch
+from shardzoo.models import config_from_dict
+from shardzoo.mpu import ParallelMesh
+
+mesh = ParallelMesh(tensor_parallel_size={size})
+config = config_from_dict({{
+    "model_type": "gpt2", "vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2,
+    "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0,
+}})
+ids = torch.arange(16)[None]
+print(mesh, "loss", round(float(shardzoo.from_config(config, mesh)(input_ids=ids, labels=ids).loss), 4), flush=True)
+"""
+
+
+def test_a_launcher_needs_no_process_group_to_be_made():
+    """What the README shows works under torchrun, and gives what one process gives."""
+    alone = in_a_process(USE.format(size=1))
+    assert alone.returncode == 0, alone.stderr[-2000:]
+    assert "rank 0 of 1" in alone.stdout
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    both = in_a_process(USE.format(size=2), *torchrun)
+    assert both.returncode == 0, both.stderr[-2000:]
+    loss = alone.stdout.split("loss ")[1].strip()
+    assert both.stdout.count(f"loss {loss}") == 2
+    assert all(f"rank {rank} of 2" in both.stdout for rank in (0, 1))
+
+
+def test_one_process_cannot_be_split(monkeypatch):
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    mesh = ParallelMesh()
+    assert (mesh.tp_size, mesh.dp_size, mesh.world_size, mesh.get_model_parallel_rank()) == (1, 1, 1, 0)
+    with pytest.raises(RuntimeError, match="has no process groups"):
+        _ = mesh.tp_group
+    with pytest.raises(ValueError, match=r"need a multiple of 4 processes.*torchrun --nproc-per-node 4"):
+        ParallelMesh(2, 2)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(ValueError, match="MASTER_PORT is not set"):
+        ParallelMesh(2)
 
 
 def test_no_mesh_is_one_process():
