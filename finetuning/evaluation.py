@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..models.common.language_model import IGNORED
 from ..mpu import ParallelMesh
 from ..trainer.evaluation import Metric
+from ..trainer.launch.ranks import Ranks
 from ..trainer.trainer import Trainer
 from .arguments import FinetuningArguments
 
@@ -23,10 +24,11 @@ def text_value_names(metric: str) -> tuple[str, ...]:
 
 
 def text_values(metric: str, predictions: Sequence[str], targets: Sequence[str]) -> dict[str, float]:
-    """Generated texts beside their targets, which are compared without the white space around them.
+    """Compares generated texts with their targets, without the white space around them.
 
-    sacrebleu: BLEU of the corpus, 0 to 100 (Post 2018). rouge: mean F-measures of ROUGE-1, -2 and -L with stemming, 0
-    to 100 (Lin 2004). accuracy: the share of texts equal to their target, 0 to 1.
+    Args:
+        metric: sacrebleu: BLEU of the corpus, 0 to 100 (Post 2018). rouge: mean F-measures of ROUGE-1, -2 and -L with
+            stemming, 0 to 100 (Lin 2004). accuracy: the share of texts equal to their target, 0 to 1.
     """
     predictions, targets = [text.strip() for text in predictions], [text.strip() for text in targets]
     if metric == "accuracy":
@@ -42,6 +44,22 @@ def text_values(metric: str, predictions: Sequence[str], targets: Sequence[str])
     return {name: 100 * sum(score[name].fmeasure for score in scores) / len(scores) for name in ROUGE}
 
 
+def generated_values(
+    metric: str,
+    generate: Callable[[Sequence[str]], list[str]],
+    records: Sequence[tuple[str, str]],
+    ranks: Ranks,
+) -> dict[str, float]:
+    """`text_values` of what is generated for the sources of records. Each data-parallel rank generates a part of them;
+    all ranks get the values."""
+    mine = range(ranks.dp_rank, len(records), ranks.dp_size)
+    texts = generate([records[number][0] for number in mine])
+    every = ranks.gather(list(zip(mine, texts, strict=True)) if ranks.tp_rank == 0 else [])
+    found = dict(pair for part in every for pair in part)
+    targets = [records[number][1] for number in range(len(records))]
+    return text_values(metric, [found[number] for number in range(len(records))], targets)
+
+
 def class_accuracy(logits: Tensor, labels: Tensor) -> tuple[float, float]:
     """Hits and rows: logits [B, C], labels int64 [B]."""
     return float((logits.argmax(-1) == labels).sum()), float(len(labels))
@@ -55,12 +73,16 @@ def next_token_accuracy(logits: Tensor, labels: Tensor) -> tuple[float, float]:
 
 
 def perplexity(loss: float) -> float:
-    """exp of the mean loss in nats per token."""
+    """exp of the mean loss, which is in nats per token."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
 class FinetuningTrainer(Trainer):
-    """measure: more validation values of the bare model, by the names `measured`; collective over all ranks."""
+    """The trainer underneath: it also measures perplexity, and what the model generates.
+
+    Attributes:
+        measure: Gives further validation values of the bare model, called `measured`. Collective over all ranks.
+    """
 
     def __init__(self, arguments: FinetuningArguments, mesh: ParallelMesh | None = None) -> None:
         super().__init__(arguments, mesh=mesh)
@@ -69,7 +91,7 @@ class FinetuningTrainer(Trainer):
         self.measured: tuple[str, ...] = ()
 
     def check(self, validates: bool, metrics: Mapping[str, Metric]) -> None:
-        """ValueError for what `train` would refuse of the arguments, so that it can be before the run has a folder."""
+        """Raises the ValueError of `train` for these arguments, before the run has a folder."""
         best = self.arguments.save_best
         if best is not None and not validates:
             raise ValueError(

@@ -14,7 +14,7 @@ from ..trainer.launch.ranks import on_first_rank
 from ..trainer.run_folder import RunFolder
 from .arguments import FinetuningArguments
 from .data import Collate, FinetuningData, TextTokenizer
-from .evaluation import FinetuningTrainer, class_accuracy, next_token_accuracy, text_value_names, text_values
+from .evaluation import FinetuningTrainer, class_accuracy, generated_values, next_token_accuracy, text_value_names
 from .freezing import ModelSummary, part_parameters, summarize
 from .loading import find_source, load_model, positions_of
 from .lora import add_lora
@@ -278,14 +278,13 @@ class Finetuning:
         """The metric of what is generated for the records, each by one data-parallel rank."""
         if not self._measures_texts():
             return {}
-        mine = range(self.ranks.dp_rank, len(records), self.ranks.dp_size)
-        pairs = [records[number] for number in mine]
         end = self.arguments.separator if self._learns_continuations() else ""
-        texts = self._generator(module, [self._data.prepare_source(source) + end for source, _ in pairs])
-        every = self.ranks.gather(list(zip(mine, texts, strict=True)) if self.ranks.tp_rank == 0 else [])
-        found = dict(pair for part in every for pair in part)
-        targets = [records[number][1] for number in range(len(records))]
-        return text_values(self.arguments.metric, [found[number] for number in range(len(records))], targets)
+        return generated_values(
+            self.arguments.metric,
+            lambda sources: self._generator(module, [self._data.prepare_source(source) + end for source in sources]),
+            records,
+            self.ranks,
+        )
 
     def _generate(self, text: str, settings: dict[str, Any]) -> list[str]:
         if self._data.labels is not None:

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
+from tiny_models import save_model
 
 from shardzoo import finetuning as t2t
 
@@ -65,6 +66,19 @@ def test_both_kinds_of_models_learn_alike(checkpoints, files, tmp_path, kind, fi
         for parameter, value in wanted.named_parameters():
             torch.testing.assert_close(model.get_parameter(parameter), value, rtol=1e-3, atol=2e-4)
         assert transformers.AutoTokenizer.from_pretrained(tmp_path / name / "hf")("red").input_ids
+
+
+def test_the_classifier_of_a_roberta_is_new_and_its_encoder_is_not(files, tmp_path):
+    """A RoBERTa's language model is stored without the dense layer that its classifier begins with."""
+    folder = save_model(tmp_path / "roberta", "RobertaForMaskedLM", "bert", pad_token_id=0)
+    arguments = {"train_file": str(files / "names.json"), "max_source_length": 20, "output_dir": str(tmp_path / "run")}
+    ours, theirs = (t2t.Trainer(model_name_or_path=str(folder), native=n, **arguments) for n in (True, False))
+    embedding = theirs.model.get_input_embeddings().weight
+    assert torch.equal(ours.model.get_parameter("encoder.word_embeddings.weight")[: len(embedding)], embedding)
+    assert ours.model.get_parameter("pooler.weight").isfinite().all()
+    assert ours.positions == theirs.positions
+    ours.train(valid=False)
+    transformers.RobertaForSequenceClassification.from_pretrained(ours.save_model())
 
 
 @pytest.mark.parametrize("native", [True, False])
