@@ -33,13 +33,14 @@ final_eval_sequences: 2
 """
 # Pages whose code other tests run and look at more closely.
 ELSEWHERE = {
+    "docs/adding-a-model.md": "tests/models/test_adding_a_model.py",
     "docs/finetune.md": "tests/cli/test_finetune.py",
     "examples/README.md": "tests/examples/test_examples.py",
 }
-SCHEMATIC = ("docs/adding-a-model.md",)
 # Commands that are this very run of the tests, that .ci/run calls beside it, or that tests/cli/test_pretrain.py runs.
 RUN_ELSEWHERE = {"make setup", "make pretrain", "make test", "make lint", *LAUNCHERS}
 STARTED = ("shardzoo doctor", "shardzoo convert verify runs/quickstart/hf --logits")
+OF_OTHERS = ("zero/stage_1_and_2.py", "bf16_optimizer.py", "script.py")  # DeepSpeed's files, a user's
 SPLIT = ("README.md", "docs/trainer.md")  # their snippets ask for two ranks
 
 
@@ -73,6 +74,15 @@ def test_commands_that_are_run_elsewhere_are():
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", (ROOT / page).read_text()):
         assert (ROOT / page).parent.joinpath(target).exists(), f"{page} links to {target}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "tests/README.md"])
+def test_files_that_a_page_names_exist(page):
+    ours = {f"/{path.relative_to(ROOT)}" for path in ROOT.rglob("*.py")}
+    named = re.findall(r"`([\w/]+\.py)\b", (ROOT / page).read_text())
+    missing = [name for name in named if name not in OF_OTHERS and not any(path.endswith(f"/{name}") for path in ours)]
+    missing = [name for name in missing if not name.startswith("models/llama/")]  # the family that a page adds
+    assert not missing
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +186,7 @@ def check_mems(names: dict) -> None:
 CHECKS = {"num_beams=4, no_repeat": check_generation, "Cache(": check_cache, "mems=output.mems": check_mems}
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in (*ELSEWHERE, *SCHEMATIC) and blocks(page)])
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in ELSEWHERE and blocks(page)])
 def test_page(page, workplace, run_ranks):
     names = given_names()
     if page == "README.md":
@@ -204,3 +214,18 @@ def train_quickstart(folder: Path) -> int:
 def make_quickstart(folder: Path, run_ranks) -> None:
     """What `make pretrain` leaves, of the small text and the short configuration."""
     assert run_ranks(2, train_quickstart, folder, isolated=True) == [0, 0]
+
+
+def test_the_readmes_model_under_torchrun(workplace):
+    """Nobody but the snippet's mesh starts the process group."""
+    [block] = [block for block in blocks("README.md", "python") if "ParallelMesh" in block.text]
+    given = "import torch\ninput_ids = torch.arange(24).view(2, 12)\nattention_mask = torch.ones_like(input_ids)\n"
+    Path("use.py").write_text(f"{given}labels = input_ids[:, :5]\n{block.text}print('loss', loss.item(), flush=True)\n")
+    done = subprocess.run(
+        ["torchrun", "--nproc-per-node", "2", "use.py"],
+        cwd=workplace, env=user_environment(), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = re.findall(r"^loss (\S+)$", done.stdout, re.MULTILINE)
+    assert len(losses) == 2
+    assert losses[0] == losses[1]
