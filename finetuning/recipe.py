@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..generation.text import load_text_tokenizer
+from ..data.tokenizers.tokenizer import load_transformers_tokenizer
 from ..mpu import ParallelMesh
 from ..trainer.batches.training_data import check_size
 from ..trainer.launch.ranks import on_first_rank
@@ -53,7 +53,7 @@ class Finetuning:
         self.source = find_source(arguments)
         self.task = choose_task(arguments, self.source)
         stored_with = self.source.adapter or self.source.folder
-        self.tokenizer: Any = load_text_tokenizer(stored_with)
+        self.tokenizer: Any = load_transformers_tokenizer(stored_with)
         self._texts = TextTokenizer(self.tokenizer)
         self._data = FinetuningData(arguments, self.task, self.source, self._texts)
         self._trainer.is_language_model = self._data.labels is None

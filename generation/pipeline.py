@@ -10,13 +10,14 @@ import torch
 
 from ..data.files import read_folder_json
 from ..data.tokenizers.glm_tokens import GLMVocabulary
+from ..data.tokenizers.tokenizer import load_transformers_tokenizer
 from ..models import from_pretrained
 from ..models.registry import BlankText, family
 from ..mpu import ParallelMesh
 from .api import generate
 from .filling import fill_blanks, fill_mask, fills_masks
 from .settings import make_settings
-from .text import load_text_tokenizer, pad_left
+from .text import pad_left
 
 
 class TextGenerationPipeline:
@@ -47,7 +48,7 @@ class TextGenerationPipeline:
         self.generation_config = read_folder_json(folder, "generation_config.json")
         make_blank_text = family(self.model.config.model_type).blank_text
         self.blank_text = None if make_blank_text is None else make_blank_text(folder, glm_vocabulary)
-        self.tokenizer = None if self.blank_text else load_text_tokenizer(folder)
+        self.tokenizer = None if self.blank_text else load_transformers_tokenizer(folder)
 
     def __call__(
         self, texts: str | Sequence[str], *, return_full_text: bool = True, streamer: Any = None, **settings: Any

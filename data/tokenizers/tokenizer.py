@@ -4,14 +4,17 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..files import read_json_object
+from .files import check_tokenizer_file, check_tokenizer_folder, library_errors
+
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 T5_SENTINELS = 100
+PROBE = "A word, \u4f60"  # what a tokenizer must be able to encode when it is loaded
 SENTENCEPIECE_FILES = ("spiece.model", "sentencepiece.bpe.model", "tokenizer.model")
 
 
@@ -68,30 +71,33 @@ class FastTokenizer(Tokenizer):
     def __init__(self, file: str | Path, special_tokens: dict[str, str] | None = None) -> None:
         from tokenizers import Tokenizer as RustTokenizer
 
-        try:
+        self.file = Path(file)
+        check_tokenizer_file(self.file)
+        with library_errors(self.file):
             self.backend = RustTokenizer.from_file(str(file))
-        except Exception as error:  # the Rust library raises bare Exception
-            raise ValueError(f"{file} is not a readable tokenizer.json: {error}") from None
-        self.backend.encode_special_tokens = True  # "<|endoftext|>" inside a document is text, not the end of it
-        self.backend.no_padding()
-        self.backend.no_truncation()
+            self.backend.encode_special_tokens = True  # "<|endoftext|>" inside a document is text, not the end of it
+            self.backend.no_padding()
+            self.backend.no_truncation()
+            self.backend.encode_batch_fast([PROBE], add_special_tokens=False)
         highest = max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self.vocab_size = highest + 1
         ids = {name: self.backend.token_to_id(token) for name, token in (special_tokens or {}).items()}
         self.special = {name: index for name, index in ids.items() if index is not None}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"backend": self.backend.to_str(), "vocab_size": self.vocab_size, "special": self.special}
+        state = {"file": self.file, "vocab_size": self.vocab_size, "special": self.special}
+        return {**state, "backend": self.backend.to_str()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         from tokenizers import Tokenizer as RustTokenizer
 
-        self.vocab_size, self.special = state["vocab_size"], state["special"]
+        self.file, self.vocab_size, self.special = state["file"], state["vocab_size"], state["special"]
         self.backend = RustTokenizer.from_str(state["backend"])
         self.backend.encode_special_tokens = True  # no part of the tokenizer's own state
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        with library_errors(self.file):
+            return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -118,12 +124,12 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, file: str | Path, added: Sequence[str] = ()) -> None:
         from sentencepiece import SentencePieceProcessor
 
-        try:
-            self.backend = SentencePieceProcessor(model_file=str(file))
-        except (OSError, RuntimeError) as error:
-            raise ValueError(f"{file} is not a readable SentencePiece model: {error}") from None
         self.file = Path(file)
-        self.pieces: int = self.backend.get_piece_size()
+        check_tokenizer_file(self.file)
+        with library_errors(self.file):
+            self.backend = SentencePieceProcessor(model_file=str(file))
+            self.pieces: int = self.backend.get_piece_size()
+            self.backend.id_to_piece(list(range(self.pieces)))  # each of them is text
         self.added: list[str] = []
         self.add_tokens(added)
         ids = {
@@ -175,15 +181,16 @@ class TransformersTokenizer(Tokenizer):
     """Any other folder that `transformers.AutoTokenizer` reads."""
 
     def __init__(self, folder: str | Path) -> None:
-        from transformers import AutoTokenizer
-
-        self.backend = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        self.folder = Path(folder)
+        self.backend = load_transformers_tokenizer(self.folder)
         self.vocab_size = len(self.backend)
         ids = {name: getattr(self.backend, f"{name}_id") for name in SPECIAL_NAMES}
         self.special = {name: index for name, index in ids.items() if index is not None}
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return self.backend(list(texts), add_special_tokens=False, split_special_tokens=True, verbose=False).input_ids
+        options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+        with library_errors(self.folder):
+            return self.backend(list(texts), **options).input_ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -205,6 +212,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     network.
     """
     path = Path(path)
+    if path.is_dir():
+        check_tokenizer_folder(path)
     if path.is_file():
         return SentencePieceTokenizer(path) if path.suffix == ".model" else _fast(path, path.parent)
     if not path.is_dir():
@@ -214,10 +223,21 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     for name in SENTENCEPIECE_FILES:
         if (path / name).is_file() and (added := _behind_sentencepiece(path)) is not None:
             return SentencePieceTokenizer(path / name, added)
-    try:
-        return TransformersTokenizer(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} holds no tokenizer that transformers reads: {error}") from None
+    return TransformersTokenizer(path)
+
+
+def load_transformers_tokenizer(folder: Path) -> Any:
+    """transformers' tokenizer of a folder, whose files are checked first. ValueError if it has none.
+
+    Nothing is downloaded, and no code of the folder runs.
+    """
+    from transformers import AutoTokenizer
+
+    check_tokenizer_folder(folder)
+    with library_errors(folder):
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        tokenizer(PROBE)
+    return tokenizer
 
 
 def t5_sentinel_names(count: int = T5_SENTINELS) -> list[str]:
@@ -230,7 +250,7 @@ def _behind_sentencepiece(folder: Path) -> list[str] | None:
     config = folder / "tokenizer_config.json"
     if not config.is_file():
         return []
-    values = json.loads(config.read_text(encoding="utf-8"))
+    values = read_json_object(config)
     kind = str(values.get("tokenizer_class", "")).removesuffix("Fast")
     sentinels = {"T5Tokenizer": T5_SENTINELS, "MT5Tokenizer": 0}
     if kind not in sentinels:
@@ -243,7 +263,7 @@ def _fast(file: Path, folder: Path) -> FastTokenizer:
     names: dict[str, str] = {}
     for side in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / side).is_file():
-            values = json.loads((folder / side).read_text(encoding="utf-8"))
+            values = read_json_object(folder / side)
             for name in SPECIAL_NAMES:
                 value = values.get(name)
                 value = value.get("content") if isinstance(value, dict) else value

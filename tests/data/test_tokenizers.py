@@ -207,9 +207,9 @@ def test_what_is_no_tokenizer_is_named(tmp_path):
     (tmp_path / "x.model").write_bytes(b"nothing")
     (tmp_path / "empty").mkdir()
     for name, reason in [
-        ("tokenizer.json", "not a readable tokenizer.json"),
-        ("x.model", "not a readable SentencePiece model"),
-        ("empty", "no tokenizer that transformers reads"),
+        ("tokenizer.json", "tokenizer.json has no model"),
+        ("x.model", "x.model holds no tokenizer that can be read"),
+        ("empty", "holds no tokenizer that can be read"),
         ("missing", "does not exist"),
     ]:
         with pytest.raises(ValueError, match=reason):

@@ -1,0 +1,103 @@
+"""A tokenizer's files are checked before a library reads them, and a library's failure becomes one ValueError.
+
+The libraries raise errors of many types, wait for a pipe, read an endless file, and allocate by the largest id: of
+one id of 2**32 - 1, the Rust library ends the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..files import checked_file, read_json_object
+
+LARGEST_FILE = 64 << 20  # bytes; twice the largest published tokenizer.json
+MOST_HOLES = 1 << 20  # ids without a token
+MOST_SENTINELS = 100_000
+JSON_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "config.json",
+)
+OTHER_FILES = (
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "sentencepiece.model",
+    "spm.model",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+
+
+def check_tokenizer_folder(folder: Path) -> None:
+    """Raises ValueError, naming the file and the cause, if a file that tokenizers are read from is damaged."""
+    for name in (*JSON_FILES, *OTHER_FILES):
+        path = folder / name
+        if path.exists() or path.is_symlink():
+            check_tokenizer_file(checked_file(folder, name))
+
+
+def check_tokenizer_file(path: Path) -> None:
+    """As `check_tokenizer_folder`, for one file."""
+    size = path.stat().st_size if path.is_file() else 0
+    if size > LARGEST_FILE:
+        raise ValueError(f"{path} has {size:,} bytes; a tokenizer's file has at most {LARGEST_FILE:,}")
+    if path.suffix != ".json":
+        return
+    values = read_json_object(path, largest=LARGEST_FILE)
+    if path.name == "tokenizer.json":
+        _check_ids(path, _ids_of_backend(path, values))
+    elif path.name in ("vocab.json", "added_tokens.json"):
+        _check_ids(path, values)
+    elif path.name == "tokenizer_config.json":
+        _check_config(path, values)
+
+
+@contextmanager
+def library_errors(path: Path) -> Iterator[None]:
+    """Turns whatever a tokenizers' library raises of a file or folder into a ValueError that names it."""
+    try:
+        yield
+    except BaseException as error:  # a panic in Rust is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        cause = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ValueError(f"{path} holds no tokenizer that can be read: {cause}") from None
+
+
+def _ids_of_backend(path: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """The ids of a `tokenizer.json`: of its vocabulary, and of the tokens that are added to it."""
+    model, added = values.get("model"), values.get("added_tokens", [])
+    if not isinstance(model, dict):
+        raise ValueError(f"{path} has no model")
+    if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
+        raise ValueError(f"{path}: added_tokens must be a list of objects")
+    vocabulary = model.get("vocab")
+    ids = dict(vocabulary) if isinstance(vocabulary, dict) else dict.fromkeys(range(len(vocabulary or ())), 0)
+    return ids | {f"added token {place}": token.get("id") for place, token in enumerate(added)}
+
+
+def _check_ids(path: Path, ids: Mapping[Any, Any]) -> None:
+    for token, index in ids.items():
+        if not isinstance(index, int) or isinstance(index, bool) or index < 0:
+            raise ValueError(f"{path}: the id of {token!r} must be an integer of at least 0, not {index!r:.100}")
+        if index >= len(ids) + MOST_HOLES:
+            raise ValueError(
+                f"{path}: {token!r} has the id {index:.0f}, but there are only {len(ids):,} tokens; ids must be below "
+                f"{len(ids) + MOST_HOLES:,}"
+            )
+
+
+def _check_config(path: Path, values: dict[str, Any]) -> None:
+    if not isinstance(kind := values.get("tokenizer_class"), str | None):
+        raise ValueError(f"{path}: tokenizer_class must be a string, not {kind!r:.100}")
+    count = values.get("extra_ids", 0)
+    if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MOST_SENTINELS:
+        raise ValueError(f"{path}: extra_ids must be an integer from 0 to {MOST_SENTINELS:,}, not {count!r:.100}")
