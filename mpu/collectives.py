@@ -20,6 +20,8 @@ library's all-reduce is as exact. Small CPU tensors are exchanged whole and summ
 messages.
 """
 
+# pyright: reportUnknownMemberType=false
+# (torch leaves the types of many of its methods open)
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -28,8 +30,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Function
 
+from ..ops.autograd import Function
 from .mesh import ParallelMesh, tp_size
 from .shard import divide
 
@@ -38,7 +40,7 @@ Finish = Callable[[], Tensor]
 _HALF = (torch.bfloat16, torch.float16)
 _SMALL = 1 << 19  # bytes, of all ranks
 # torch 2.13 renamed it and warns at the old name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_gather = getattr(dist, "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor")
 
 
 def _fresh(tensor: Tensor) -> Tensor:
@@ -47,33 +49,33 @@ def _fresh(tensor: Tensor) -> Tensor:
 
 class _Copy(Function):
     @staticmethod
-    def forward(ctx, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx, *grads: Tensor):
+    def backward(ctx: Any, *grads: Tensor):
         return start_all_reduce(_fresh(grads[0]), ctx.group)(), None
 
 
 class _Reduce(Function):
     @staticmethod
-    def forward(ctx, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         return start_all_reduce(_fresh(tensor), group)()
 
     @staticmethod
-    def backward(ctx, *grads: Tensor):
+    def backward(ctx: Any, *grads: Tensor):
         return grads[0], None
 
 
 class _Gather(Function):
     @staticmethod
-    def forward(ctx, tensor: Tensor, dim: int, group: dist.ProcessGroup, partial_grad: bool) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup, partial_grad: bool) -> Tensor:
         ctx.dim, ctx.group, ctx.partial_grad = dim, group, partial_grad
         return start_all_gather(tensor, dim, group)()
 
     @staticmethod
-    def backward(ctx, *grads: Tensor):
+    def backward(ctx: Any, *grads: Tensor):
         if ctx.partial_grad:
             return start_reduce_scatter(grads[0], ctx.dim, ctx.group)(), None, None, None
         return local_slice(grads[0], ctx.dim, ctx.group), None, None, None
@@ -81,12 +83,12 @@ class _Gather(Function):
 
 class _Scatter(Function):
     @staticmethod
-    def forward(ctx, tensor: Tensor, dim: int, group: dist.ProcessGroup, partial: bool) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup, partial: bool) -> Tensor:
         ctx.dim, ctx.group = dim, group
         return start_reduce_scatter(tensor, dim, group)() if partial else local_slice(tensor, dim, group)
 
     @staticmethod
-    def backward(ctx, *grads: Tensor):
+    def backward(ctx: Any, *grads: Tensor):
         return start_all_gather(grads[0], ctx.dim, ctx.group)(), None, None, None
 
 
@@ -191,7 +193,7 @@ def start_reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> 
     if size == 1:
         return lambda: tensor
     share = divide(tensor.shape[dim], size, f"positions of dim {dim}")
-    pieces = tensor.unflatten(dim, (size, share)).movedim(dim, 0).contiguous()  # [size, ..., share, ...]
+    pieces = torch.unflatten(tensor, dim, (size, share)).movedim(dim, 0).contiguous()  # [size, ..., share, ...]
     return _start_exchange_and_sum(pieces, group) if tensor.numel() else lambda: pieces[0]
 
 

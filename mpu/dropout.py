@@ -5,16 +5,18 @@ reproduces it. `ops.dropout` has the function. A site is a `Dropout` of the mode
 one key, so a module that runs twice in a forward pass draws two masks.
 """
 
+# pyright: reportUnknownMemberType=false
+# (torch leaves the types of many of its methods open)
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils import checkpoint as torch_checkpoint
 
 from ..ops import dropout, dropout_keys, masked_softmax, use_key
 from .mesh import ParallelMesh
@@ -47,7 +49,7 @@ class DropoutState:
         return self._key and self._key._replace(visits=dict(self._key.visits))
 
     @contextmanager
-    def replay(self, key: DropoutKey | None) -> Iterator[None]:
+    def replay(self, key: DropoutKey | None) -> Generator[None]:
         """Run with a captured key; the key that was current comes back afterwards."""
         current, self._key = self._key, key and key._replace(visits=dict(key.visits))
         try:
@@ -111,7 +113,7 @@ class Dropout(nn.Module):
         return arguments
 
     # What torch.compiler.disable sets; calling that would import dynamo. A key is a new constant in every step.
-    mask_arguments._torchdynamo_disable = True  # type: ignore[attr-defined]
+    vars(mask_arguments)["_torchdynamo_disable"] = True
 
     def extra_repr(self) -> str:
         return f"p={self.p}, split_dim={self.split_dim}"
@@ -122,7 +124,8 @@ def assign_dropout_sites(model: nn.Module, prefix: str = "") -> None:
 
     A pipeline stage passes the `prefix` that its modules have in the whole model.
     """
-    for name, module in model.named_modules(prefix=prefix):
+    modules = cast(Iterable[tuple[str, nn.Module]], model.named_modules(prefix=prefix))
+    for name, module in modules:
         if isinstance(module, Dropout):
             module.site = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
@@ -143,7 +146,9 @@ def scaled_masked_softmax(
     dropout: a `Dropout(p, split_dim=1, mesh=mesh)`, since the heads are split. Returns [B, Np, Sq, Sk] in the dtype
     of scores.
     """
-    dropped = {"dropout": dropout.p, **dropout.mask_arguments(scores)} if dropout is not None and dropout.drops else {}
+    dropped: dict[str, Any] = {}
+    if dropout is not None and dropout.drops:
+        dropped = {"dropout": dropout.p, **dropout.mask_arguments(scores)}
     return masked_softmax(scores, mask, bias, scale=scale, causal=causal, **dropped)
 
 
@@ -154,6 +159,13 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     is full recomputation, around the attention core alone selective recomputation (arXiv:2205.05198, section 5).
     """
     key = dropout_state.capture()
-    return torch_checkpoint(
-        function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), dropout_state.replay(key)), **kwargs
+    return cast(
+        Any,
+        torch_checkpoint.checkpoint(
+            function,
+            *args,
+            use_reentrant=False,
+            context_fn=lambda: (nullcontext(), dropout_state.replay(key)),
+            **kwargs,
+        ),
     )

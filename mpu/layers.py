@@ -5,16 +5,19 @@ parallelism (Korthikanti et al. 2022, arXiv:2205.05198). With one rank each laye
 torch's.
 """
 
+# pyright: reportUnknownMemberType=false
+# (torch leaves the types of many of its methods open)
 from __future__ import annotations
+
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ..ops import autocast_arguments, layer_norm, linear, linear_cross_entropy, matmul, rms_norm
+from ..ops.autograd import Function, once_differentiable
 from .collectives import (
     SEQUENCE_DIM,
     gather_from_tp,
@@ -76,7 +79,7 @@ class ColumnParallelLinear(SplitLayer):
         if len(self.shard.groups) < 2:
             return gathered
         widths = [group // size for group in self.shard.groups]
-        pieces = gathered.split(widths * size, dim=-1)  # rank 0's blocks, rank 1's blocks, ...
+        pieces = torch.split(gathered, widths * size, dim=-1)  # rank 0's blocks, rank 1's blocks, ...
         return torch.cat([piece for block in range(len(widths)) for piece in pieces[block :: len(widths)]], dim=-1)
 
 
@@ -138,7 +141,7 @@ class _ColumnParallel(Function):
 
     @staticmethod
     def forward(
-        ctx, tensor: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, sequence_parallel: bool
+        ctx: Any, tensor: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, sequence_parallel: bool
     ) -> Tensor:
         ctx.save_for_backward(tensor, weight)
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
@@ -147,7 +150,7 @@ class _ColumnParallel(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads: Tensor):
+    def backward(ctx: Any, *grads: Tensor):
         (grad,) = grads
         tensor, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -179,7 +182,7 @@ class _RowParallel(Function):
 
     @staticmethod
     def forward(
-        ctx, tensor: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, sequence_parallel: bool
+        ctx: Any, tensor: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, sequence_parallel: bool
     ) -> Tensor:
         ctx.save_for_backward(tensor, weight)
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
@@ -190,7 +193,7 @@ class _RowParallel(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads: Tensor):
+    def backward(ctx: Any, *grads: Tensor):
         tensor, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad = start_all_gather(grads[0], SEQUENCE_DIM, ctx.group)() if ctx.sequence_parallel else grads[0]
@@ -201,7 +204,7 @@ class _RowParallel(Function):
 
 
 def _input_grad(grad: Tensor, weight: Tensor) -> Tensor:
-    return matmul(grad.flatten(0, -2), weight).unflatten(0, grad.shape[:-1])  # [..., in]
+    return torch.unflatten(matmul(grad.flatten(0, -2), weight), 0, grad.shape[:-1])  # [..., in]
 
 
 def _weight_grad(grad: Tensor, tensor: Tensor) -> Tensor:
@@ -345,7 +348,7 @@ class _Embedding(Function):
     """ids, table [V, H], index of a row without gradient or None -> rows, and the table for those who use it next."""
 
     @staticmethod
-    def forward(ctx, ids: Tensor, table: Tensor, padding_idx: int | None) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, ids: Tensor, table: Tensor, padding_idx: int | None) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(ids)
         ctx.shape, ctx.padding_idx = table.shape, padding_idx
         ctx.set_materialize_grads(False)
@@ -353,7 +356,7 @@ class _Embedding(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads: Tensor | None):
+    def backward(ctx: Any, *grads: Tensor | None):
         (rows, total), (ids,) = grads, ctx.saved_tensors
         if rows is None:
             return None, total, None
@@ -371,7 +374,7 @@ def add_rows(total: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
     """total[ids[i]] += rows[i], in place; the sum for an id is rounded once. total: [V, H]; rows: [T, H]"""
     if rows.dtype.itemsize >= 4:
         return total.index_add_(0, ids, rows)
-    distinct, place = ids.unique(return_inverse=True)
+    distinct, place = cast(tuple[Tensor, Tensor], ids.unique(return_inverse=True))
     sums = total[distinct].float().index_add_(0, place, rows.float())
     return total.index_copy_(0, distinct, sums.to(total.dtype))
 
@@ -438,7 +441,7 @@ class _SequenceParallelNorm(Function):
     much precision again."""
 
     @staticmethod
-    def forward(ctx, name: str, group: dist.ProcessGroup, eps: float, tensor: Tensor, *parameters: Tensor | None):
+    def forward(ctx: Any, name: str, group: dist.ProcessGroup, eps: float, tensor: Tensor, *parameters: Tensor | None):
         output, _, *statistics = getattr(torch.ops.shardzoo, name)(tensor, None, *parameters, eps)
         ctx.save_for_backward(tensor, parameters[0], *statistics)
         ctx.operator, ctx.group = getattr(torch.ops.shardzoo, f"{name}_backward"), group
@@ -447,7 +450,7 @@ class _SequenceParallelNorm(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads: Tensor):
+    def backward(ctx: Any, *grads: Tensor):
         tensor, weight, *statistics = ctx.saved_tensors
         own, *parts = ctx.operator(grads[0], None, tensor, weight, *statistics, *ctx.has_bias)
         parts = torch.stack(parts[: 1 + sum(ctx.has_bias)])  # so that one all-reduce serves both

@@ -1,10 +1,13 @@
 """Parameters of a split model: how they are made, materialized and initialized, and the norm of their gradients."""
 
+# pyright: reportUnknownMemberType=false
+# (torch leaves the types of many of its methods open)
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
 from functools import reduce
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,20 +34,24 @@ class SplitLayer(nn.Module):
 class SplitParameter(nn.Parameter):
     """A parameter whose attributes, `.shard` and DeepSpeed's marks among them, survive `copy.deepcopy`."""
 
-    def __deepcopy__(self, memo):
-        copy = super().__deepcopy__(memo)
+    shard: Shard
+    model_parallel: bool
+    tensor_model_parallel: bool
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SplitParameter:
+        copy: SplitParameter = super().__deepcopy__(memo)  # pyright: ignore[reportAssignmentType, reportUnknownVariableType]
         vars(copy).update(vars(self))
         return copy
 
 
-def split_parameter(shard: Shard, mesh: ParallelMesh | None) -> nn.Parameter:
+def split_parameter(shard: Shard, mesh: ParallelMesh | None) -> SplitParameter:
     """A parameter that holds this rank's part of `shard`, filled with NaN until it is initialised or loaded.
 
     It carries `.shard`, and the two marks by which DeepSpeed counts it on every tensor-parallel rank.
     """
     parameter = SplitParameter(torch.full(shard.local_shape(tp_size(mesh)), float("nan")))
-    parameter.shard = shard  # type: ignore[attr-defined]
-    parameter.model_parallel = parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+    parameter.shard = shard
+    parameter.model_parallel = parameter.tensor_model_parallel = True
     return parameter
 
 
@@ -58,21 +65,17 @@ def materialize(model: nn.Module, device: torch.device | str, dtype: torch.dtype
     """
     renewed: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if id(parameter) not in renewed:
                 renewed[id(parameter)] = _with_storage(parameter, torch.device(device), dtype)
-            module._parameters[name] = renewed[id(parameter)]
-        for name, buffer in module._buffers.items():
-            if buffer is None:
-                continue
+            setattr(module, name, renewed[id(parameter)])
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             if buffer.is_meta:
                 raise ValueError(
                     f"buffer {name!r} of {type(module).__name__} is on the meta device: its values are lost; "
                     'create it with an explicit device, e.g. torch.arange(n, device="cpu")'
                 )
-            module._buffers[name] = buffer.to(device)
+            setattr(module, name, buffer.to(device))
     assign_dropout_sites(model)
     return model
 
@@ -126,7 +129,8 @@ def grad_norm(parameters: Iterable[Tensor], mesh: ParallelMesh | None = None) ->
     rank of a tensor × pipeline group must call it.
     """
     parameters = list(parameters)
-    split, replicated = [], []
+    split: list[Tensor] = []
+    replicated: list[Tensor] = []
     for parameter in parameters:
         if parameter.grad is None or getattr(parameter, "ds_pipe_replicated", False):
             continue

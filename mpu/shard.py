@@ -92,7 +92,8 @@ class Shard:
         self.check(size)
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is outside 0..{size - 1}")
-        ranges, offset = [], 0
+        ranges: list[tuple[int, int]] = []
+        offset = 0
         for block in self._blocks:
             width = self._width(block, size)
             ranges.append((offset + min(rank * width, block), offset + min((rank + 1) * width, block)))

@@ -11,6 +11,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -27,7 +29,7 @@ class BertBlock(nn.Module):
     def __init__(self, config: BertConfig, mesh: ParallelMesh | None, parallel_config: ParallelConfig) -> None:
         super().__init__()
         size, eps, heads = config.hidden_size, config.layer_norm_eps, config.num_attention_heads
-        shared = {"mesh": mesh, "sequence_parallel": parallel_config.sequence_parallel}
+        shared: dict[str, Any] = {"mesh": mesh, "sequence_parallel": parallel_config.sequence_parallel}
         self.attention = SelfAttention(
             size,
             heads,
@@ -56,7 +58,7 @@ class BertEncoder(nn.Module):
         self.sequence_parallel = parallel_config.sequence_parallel
         self.recompute_blocks = parallel_config.recompute == "full"
         size = config.hidden_size
-        shared = {"mesh": mesh, "sequence_parallel": parallel_config.sequence_parallel}
+        shared: dict[str, Any] = {"mesh": mesh, "sequence_parallel": parallel_config.sequence_parallel}
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size, size, padding_idx=config.pad_token_id, pad_multiple=VOCABULARY_MULTIPLE, **shared
         )
@@ -102,7 +104,7 @@ class MaskedLMHead(nn.Module):
     def __init__(self, encoder: BertEncoder, activation: str) -> None:
         super().__init__()
         config, size = encoder.config, encoder.config.hidden_size
-        shared = {"mesh": encoder.mesh, "sequence_parallel": encoder.sequence_parallel}
+        shared: dict[str, Any] = {"mesh": encoder.mesh, "sequence_parallel": encoder.sequence_parallel}
         self.activation = find_activation(activation)
         self.dense = ReplicatedLinear(size, size, **shared)
         self.norm = LayerNorm(size, config.layer_norm_eps, **shared)

@@ -3,6 +3,8 @@
 Outputs have Hugging Face's field names; logits stay vocabulary-parallel.
 """
 
+# pyright: reportUnknownMemberType=false
+# (torch leaves the types of many of its methods open)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -191,9 +193,9 @@ class PositionEmbedding(nn.Embedding):
     def reset_parameters(self) -> None:
         """`initialize` draws the values; drawing shapes alone would load all of torch's compiler."""
 
-    def forward(self, position_ids: Tensor) -> Tensor:
-        """[B, S] -> [B, S, H], or [B, S/tp, H]"""
-        x = super().forward(position_ids)
+    def forward(self, input: Tensor) -> Tensor:
+        """Position ids [B, S] -> [B, S, H], or [B, S/tp, H]"""
+        x = super().forward(input)
         return scatter_sequence(x, self.mesh) if self.sequence_parallel else x
 
 
@@ -219,7 +221,7 @@ class ReplicatedLinear(nn.Linear):
         if not self.sequence_parallel:
             return F.linear(input, self.weight, self.bias)
         joined = torch.cat([self.weight.flatten(), self.bias])  # one all-reduce of the gradient for both
-        weight, bias = copy_to_tp(joined, self.mesh).split([self.weight.numel(), self.bias.numel()])
+        weight, bias = torch.split(copy_to_tp(joined, self.mesh), [self.weight.numel(), self.bias.numel()])
         return F.linear(input, weight.view_as(self.weight), bias)
 
 
@@ -230,6 +232,7 @@ def first_token(x: Tensor, *, sequence_parallel: bool, mesh: ParallelMesh | None
     return x[:, 0]
 
 
+@dataclass
 class ModelOutput:
     """Base of the outputs, dataclasses whose fields that are not None can also be had by position or by name.
 
@@ -256,7 +259,7 @@ class ModelOutput:
         return vars(self)
 
     def keys(self) -> tuple[str, ...]:
-        names = (field.name for field in fields(self))  # type: ignore[arg-type]
+        names = (field.name for field in fields(self))
         return tuple(name for name in names if name in self._lazy_logits or getattr(self, name) is not None)
 
     def to_tuple(self) -> tuple[Any, ...]:

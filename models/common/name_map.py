@@ -110,7 +110,8 @@ class NameMap:
         known = wanted | heads | kept_as.keys()
         sources: dict[str, str] = {}
         aliases: dict[str, str] = {}
-        other_heads, unexpected = [], []
+        other_heads: list[str] = []
+        unexpected: list[str] = []
         for stored in stored_names:
             name = self.todays_name(stored, known)
             if name in wanted:
@@ -133,7 +134,7 @@ class NameMap:
 
 def refuse_names(missing: list[str], unexpected: list[str]) -> None:
     """ValueError if a checkpoint lacks tensors of the model, or has tensors that the model does not."""
-    problems = []
+    problems: list[str] = []
     if missing:
         problems.append(f"lacks {_listed(missing)}")
     if unexpected:

@@ -4,17 +4,17 @@ Attention splits its heads, the feed-forward its inner width. An attention mask 
 broadcastable to [B, N, Sq, Sk]; None where all see all.
 """
 
+# pyright: reportUnknownMemberType=false
+# (torch leaves the types of many of its methods open)
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from ...mpu import (
     ColumnParallelLinear,
@@ -29,6 +29,7 @@ from ...mpu import (
 from ...mpu.layers import column_parallel
 from ...mpu.parameter import split_parameter
 from ...ops import bias_gelu, geglu, in_inference_mode, linear, matmul, relu, swiglu
+from ...ops.autograd import Function, once_differentiable
 from ...ops.library import can_bypass_dispatcher, empty_pooled, needs_gradient
 from .cache import LayerKVCache
 from .parallel_config import ParallelConfig
@@ -94,7 +95,7 @@ class Attention(nn.Module):
         check_heads(num_heads, tp_size(mesh))
         check_heads(num_key_value_heads, tp_size(mesh))
         self.head_size = head_size or hidden_size // num_heads
-        shared = {
+        shared: dict[str, Any] = {
             "bias": bias,
             "unit": self.head_size,
             "sequence_parallel": parallel_config.sequence_parallel,
@@ -252,7 +253,7 @@ def check_heads(num_heads: int, tensor_parallel_size: int) -> None:
 
 def split_heads(x: Tensor, head_size: int) -> Tensor:
     """[B, S, Hp] -> [B, Np, S, D]"""
-    return x.unflatten(-1, (-1, head_size)).transpose(1, 2)
+    return torch.unflatten(x, -1, (-1, head_size)).transpose(1, 2)
 
 
 def merge_heads(x: Tensor) -> Tensor:
@@ -268,7 +269,7 @@ def split_fused_heads(x: Tensor, heads: tuple[int, ...], head_size: int) -> tupl
 
 
 def _split_blocks(x: Tensor, heads: tuple[int, ...], head_size: int) -> tuple[Tensor, ...]:
-    blocks = x.split([count * head_size for count in heads], dim=-1)
+    blocks = torch.split(x, [count * head_size for count in heads], dim=-1)
     return tuple(split_heads(block, head_size) for block in blocks)
 
 
@@ -277,13 +278,13 @@ class _SplitFusedHeads(Function):
     each one, and a concatenation would first merge the heads of each."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, heads: tuple[int, ...], head_size: int) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, heads: tuple[int, ...], head_size: int) -> tuple[Tensor, ...]:
         ctx.shape, ctx.heads, ctx.head_size = x.shape, heads, head_size
         return _split_blocks(x, heads, head_size)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads: Tensor):
+    def backward(ctx: Any, *grads: Tensor):
         whole = empty_pooled(grads[0], *ctx.shape)
         for block, grad in zip(_split_blocks(whole, ctx.heads, ctx.head_size), grads, strict=True):
             block.copy_(grad)
@@ -295,14 +296,14 @@ def fold_beams(queries: Tensor, rows: int) -> tuple[Tensor, int]:
     copies = queries.shape[0] // rows
     if copies == 1:
         return queries, 1
-    return queries.unflatten(0, (rows, copies)).transpose(1, 2).flatten(2, 3), copies
+    return torch.unflatten(queries, 0, (rows, copies)).transpose(1, 2).flatten(2, 3), copies
 
 
 def unfold_beams(attended: Tensor, copies: int) -> Tensor:
     """[B, Np, n·S, D] -> [B·n, Np, S, D]"""
     if copies == 1:
         return attended
-    return attended.unflatten(2, (copies, -1)).transpose(1, 2).flatten(0, 1)
+    return torch.unflatten(attended, 2, (copies, -1)).transpose(1, 2).flatten(0, 1)
 
 
 def key_mask(attention_mask: Tensor | None) -> Tensor | None:
@@ -354,7 +355,7 @@ class MLP(nn.Module):
         parallel_config: ParallelConfig,
     ) -> None:
         super().__init__()
-        shared = {"bias": bias, "sequence_parallel": parallel_config.sequence_parallel, "mesh": mesh}
+        shared: dict[str, Any] = {"bias": bias, "sequence_parallel": parallel_config.sequence_parallel, "mesh": mesh}
         self.activation = find_activation(activation)
         self.up = ColumnParallelLinear(hidden_size, inner_size, **shared)
         self.dropout = Dropout(dropout, split_dim=-1, mesh=mesh)
@@ -386,7 +387,7 @@ class GatedMLP(nn.Module):
         parallel_config: ParallelConfig,
     ) -> None:
         super().__init__()
-        shared = {"sequence_parallel": parallel_config.sequence_parallel, "mesh": mesh}
+        shared: dict[str, Any] = {"sequence_parallel": parallel_config.sequence_parallel, "mesh": mesh}
         self.activation = find_activation(activation)
         self.gate_up = GateUpLinear(hidden_size, inner_size, **shared)
         self.dropout = Dropout(dropout, split_dim=-1, mesh=mesh)

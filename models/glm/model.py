@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ class GLMBlock(nn.Module):
     def __init__(self, config: GLMConfig, mesh: ParallelMesh | None, parallel_config: ParallelConfig) -> None:
         super().__init__()
         size, heads, eps = config.hidden_size, config.num_attention_heads, config.layer_norm_eps
-        shared = {"mesh": mesh, "sequence_parallel": parallel_config.sequence_parallel}
+        shared: dict[str, Any] = {"mesh": mesh, "sequence_parallel": parallel_config.sequence_parallel}
         self.ln_1 = LayerNorm(size, eps, **shared)
         self.attention = SelfAttention(
             size,
@@ -75,7 +76,7 @@ class GLMForConditionalGeneration(LanguageModel):
         self.sequence_parallel = parallel_config.sequence_parallel
         self.recompute_blocks = parallel_config.recompute == "full"
         size, positions = config.hidden_size, config.max_sequence_length + 1
-        shared = {"mesh": mesh, "sequence_parallel": parallel_config.sequence_parallel}
+        shared: dict[str, Any] = {"mesh": mesh, "sequence_parallel": parallel_config.sequence_parallel}
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size, size, pad_multiple=VOCABULARY_MULTIPLE, **shared
         )

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ class GPT2Block(nn.Module):
         scale = (size // config.n_head) ** -0.5 if config.scale_attn_weights else 1.0
         if config.scale_attn_by_inverse_layer_idx:
             scale /= layer + 1
-        shared = {"mesh": mesh, "sequence_parallel": parallel_config.sequence_parallel}
+        shared: dict[str, Any] = {"mesh": mesh, "sequence_parallel": parallel_config.sequence_parallel}
         self.ln_1 = LayerNorm(size, eps, **shared)
         self.attention = SelfAttention(
             size, config.n_head, scale=scale, dropout=config.attn_pdrop, mesh=mesh, parallel_config=parallel_config
@@ -65,7 +66,7 @@ class GPT2LMHeadModel(CausalLM):
         parallel_config = parallel_config or ParallelConfig()
         self.config, self.mesh, self.parallel_config = config, mesh, parallel_config
         self.recompute_blocks = parallel_config.recompute == "full"
-        shared = {"mesh": mesh, "sequence_parallel": parallel_config.sequence_parallel}
+        shared: dict[str, Any] = {"mesh": mesh, "sequence_parallel": parallel_config.sequence_parallel}
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size, config.n_embd, pad_multiple=VOCABULARY_MULTIPLE, **shared
         )

@@ -13,15 +13,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from ...mpu import ParallelMesh, RMSNorm, Shard, VocabParallelEmbedding, VocabParallelHead, checkpoint, tp_size
 from ...mpu.parameter import split_parameter
+from ...ops.autograd import Function, once_differentiable
 from ..common.cache import Cache, LayerKVCache
 from ..common.language_model import VOCABULARY_MULTIPLE, EncoderOutput, Seq2SeqLM, Seq2SeqLMOutput
 from ..common.parallel_config import ParallelConfig, residual_dropout
@@ -39,9 +39,13 @@ class T5Block(nn.Module):
     ) -> None:
         super().__init__()
         size, heads, rate = config.d_model, config.num_heads, config.dropout_rate
-        norm = {"eps": config.layer_norm_epsilon, "sequence_parallel": parallel_config.sequence_parallel, "mesh": mesh}
-        heads_of = {"head_size": config.d_kv, "bias": False, "scale": 1.0, "dropout": rate}
-        ways = {"mesh": mesh, "parallel_config": parallel_config}
+        norm: dict[str, Any] = {
+            "eps": config.layer_norm_epsilon,
+            "sequence_parallel": parallel_config.sequence_parallel,
+            "mesh": mesh,
+        }
+        heads_of: dict[str, Any] = {"head_size": config.d_kv, "bias": False, "scale": 1.0, "dropout": rate}
+        ways: dict[str, Any] = {"mesh": mesh, "parallel_config": parallel_config}
         self.attention_norm = RMSNorm(size, **norm)
         self.attention = SelfAttention(size, heads, **heads_of, **ways)
         self.attention_dropout = residual_dropout(rate, mesh, parallel_config)
@@ -141,7 +145,7 @@ class T5ForConditionalGeneration(Seq2SeqLM):
         super().__init__()
         parallel_config = parallel_config or ParallelConfig()
         self.config, self.mesh, self.parallel_config = config, mesh, parallel_config
-        shared = {
+        shared: dict[str, Any] = {
             "mesh": mesh,
             "sequence_parallel": parallel_config.sequence_parallel,
             "pad_multiple": VOCABULARY_MULTIPLE,
@@ -283,14 +287,14 @@ class _LayOutDiagonals(Function):
     """
 
     @staticmethod
-    def forward(ctx, values: Tensor, queries: int, keys: int) -> Tensor:
+    def forward(ctx: Any, values: Tensor, queries: int, keys: int) -> Tensor:
         ctx.shape = values.shape
         # Row i begins at Sq - 1 - i. Contiguous, or the softmax of each layer would copy it.
         return values.contiguous().unfold(1, keys, 1).flip(1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads: Tensor):
+    def backward(ctx: Any, *grads: Tensor):
         (grad,) = grads  # [N, Sq, Sk]
         queries, keys = grad.shape[1:]
         total = grad.new_zeros(ctx.shape, dtype=torch.promote_types(grad.dtype, torch.float32))
