@@ -9,11 +9,18 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ..activation import GELU_TANH, SILU, bias_gelu, geglu, swiglu
-from ..cross_entropy import cross_entropy
-from ..dropout import bias_dropout_residual, dropout_keys
-from ..norm import layer_norm, rms_norm
-from ..softmax import masked_softmax
+from .. import (
+    bias_dropout_residual,
+    bias_gelu,
+    cross_entropy,
+    dropout_keys,
+    geglu,
+    layer_norm,
+    masked_softmax,
+    rms_norm,
+    swiglu,
+)
+from ..activation import GELU_TANH, SILU
 
 Tensors = dict[str, torch.Tensor]
 

@@ -21,10 +21,11 @@ def liger_layer_norm(t):
 
 
 def liger_rms_norm(t):
-    """Liger's RMSNorm in Llama's rounding order."""
+    """Liger's RMSNorm in its default rounding order, casting mode 0: the input is normalized in fp32 and rounded before
+    the weight is applied."""
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
-    return LigerRMSNormFunction.apply(t["x"], t["weight"], 1e-6, 0.0, "llama", False)
+    return LigerRMSNormFunction.apply(t["x"], t["weight"], 1e-6, 0.0, 0, False)
 
 
 def liger_cross_entropy(t):
