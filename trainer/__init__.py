@@ -1,4 +1,18 @@
-"""Training: arguments, processes, the loop, engines, checkpoints and what a person sees."""
+"""Training: one loop over several engines, with its processes, checkpoints and logs.
+
+Imports run downwards only. From the highest floor to the lowest:
+
+    trainer.py            the public class; it makes all the parts of a run
+    loop.py               the optimizer steps
+    evaluation.py         validation
+    checkpointing/  logging/  estimate/
+    engines/              PyTorch, DDP and DeepSpeed; optimizers, schedules, precision
+    batches/              micro-batches, and the normalization of the loss
+    launch/               processes, ranks and hosts
+    arguments/  run_folder.py
+
+Rooms and files of one line do not import one another.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Validation over data-parallel ranks, a micro-batch at a time: it never needs more memory than training."""
+"""Validation over data-parallel ranks, one micro-batch at a time, so that it needs no more memory than training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Metric = Callable[[Tensor, Tensor], Any]
 
 
 def metric_functions(metrics: Mapping[str, Metric] | Iterable[Sequence[Any]] | None) -> dict[str, Metric]:
-    """Metrics by name, from a mapping or from FlagAI's list of [name, function]."""
+    """Returns metrics by name, from a mapping or from FlagAI's list of [name, function]."""
     pairs = metrics.items() if isinstance(metrics, Mapping) else metrics
     named = {}
     for pair in pairs if isinstance(pairs, Iterable) else () if pairs is None else (pairs,):
@@ -32,7 +32,7 @@ def metric_functions(metrics: Mapping[str, Metric] | Iterable[Sequence[Any]] | N
 
 
 def check_samples(samples: Any) -> None:
-    """ValueError for validation data without samples, or without numbers for them."""
+    """Raises ValueError for validation data that is empty or cannot be indexed."""
     readable = hasattr(samples, "__len__") and hasattr(samples, "__getitem__") and not is_table(samples)
     if not readable or isinstance(samples, (type, str, bytes, Mapping)):
         kind = f"the class {samples.__name__}" if isinstance(samples, type) else f"a {type(samples).__name__}"
@@ -55,10 +55,15 @@ def evaluate(
     collate: Callable[[Sequence[Any]], Batch],
     metrics: Mapping[str, Metric] | None = None,
 ) -> dict[str, float]:
-    """The mean loss over all targets of `samples`, each evaluated once, and the metrics; the same on every rank.
+    """Returns the mean loss over all targets of `samples`, in nats per token, and the metrics; the same on every rank.
 
-    loss: in nats per target token. A rank without samples left repeats the first ones and counts nothing, since a
-    forward pass may be a collective.
+    Each sample is evaluated once. A rank without samples left repeats the first ones and does not count them, because a
+    forward pass may be collective.
+
+    Args:
+        model: what a forward pass is called on.
+        module: the model itself.
+        batch_size: samples in one forward pass of a rank.
     """
     check_samples(samples)
     was_training = module.training
@@ -72,7 +77,7 @@ def evaluate(
         rows = range(first, min(first + batch_size, len(samples)))
         batch = to_device(collate([samples[i] for i in rows or range(min(batch_size, len(samples)))]), device)
         output = forward_step(batch, model, None)
-        logits = output_field(output, "logits") if metrics else None  # calculating them may be a collective too
+        logits = output_field(output, "logits") if metrics else None  # computing them may be collective too
         if not rows:
             continue
         count = normalizer.count(batch)[0]
@@ -81,7 +86,8 @@ def evaluate(
         for name, metric in (metrics or {}).items():
             if logits is None or "labels" not in batch:
                 raise ValueError(f"the metric {name} needs logits of forward_step and labels in the batch")
-            whole = module.gather_logits(logits) if hasattr(module, "gather_logits") else logits  # type: ignore[operator]
+            gather: Any = getattr(module, "gather_logits", None)
+            whole = gather(logits) if gather else logits
             _add(sums[name], *_sum_and_count(name, metric(whole, batch["labels"]), len(rows)))
         output = logits = whole = None  # before the next ones are there
     module.train(was_training)
@@ -95,7 +101,7 @@ def _add(pair: list[float], total: float, count: float) -> None:
 
 
 def _sum_and_count(name: str, value: Any, rows: int) -> tuple[float, float]:
-    """Of what a metric returned for so many rows."""
+    """Returns the sum and the count of what a metric returned for so many rows."""
     try:
         if isinstance(value, (tuple, list)):
             total, count = value

@@ -1,4 +1,4 @@
-"""The folder of a run: where its files lie, and that two runs never share one."""
+"""The folder of a run: the paths of its files, and the rule that two runs never share a folder."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class RunFolder:
         return max(self.steps(), default=None)
 
     def best_checkpoint(self) -> Path | None:
-        """The one that `name_best` named last, if it is there."""
+        """Returns the checkpoint that `name_best` named last, if it exists."""
         try:
             folder = self.checkpoints / (self.checkpoints / BEST).read_text().strip()
         except FileNotFoundError:
@@ -97,13 +97,13 @@ class RunFolder:
         partial.rename(self.checkpoints / BEST)
 
     def restore_best(self, best: dict[str, Any]) -> None:
-        """Names the best checkpoint again as a `TrainerState` has it: a kill may have come just before it was named."""
+        """Names the best checkpoint of a `TrainerState` again, because a kill may have come before it was named."""
         folder = self.checkpoint(int(best.get("step", 0)))
         if folder.is_dir():
             self.name_best(folder)
 
     def prune(self, keep: int | None) -> None:
-        """Deletes all but the last `keep` checkpoints and the best one; each is gone by name before it is by bytes."""
+        """Deletes all but the last `keep` checkpoints and the best one. Each is first renamed."""
         for step in self.steps()[:-keep] if keep else []:
             folder = self.checkpoint(step)
             if folder != self.best_checkpoint():
@@ -116,7 +116,7 @@ class RunFolder:
         shutil.rmtree(doomed, ignore_errors=True)
 
     def first_step(self, *, resume: bool, overwrite: bool) -> int:
-        """The step that a run in this folder begins with: 0 for a new run. Changes nothing.
+        """Returns the step at which a run in this folder begins: 0 for a new run. Changes nothing.
 
         ValueError if the folder holds another run and neither `resume` nor `overwrite` was asked for, if it holds
         files that are no run's, or if there is nothing to resume.
@@ -145,20 +145,20 @@ class RunFolder:
         return 0
 
     def begin(self, arguments: dict[str, object], data: Path) -> None:
-        """Makes the folder a new run's, in place of what it held; moves the prepared corpus `data` into it."""
+        """Replaces the folder by that of a new run, and moves the prepared corpus `data` into it."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True)
         self.arguments_file.write_text(yaml.safe_dump(arguments, sort_keys=False))
         data.rename(self.data)
 
     def go_on(self, arguments: dict[str, object]) -> None:
-        """Keeps the run's arguments as they are from now on."""
+        """Records the arguments of a run that resumes."""
         self.arguments_file.write_text(yaml.safe_dump(arguments, sort_keys=False))
 
     def forget_after(self, step: int, *, evaluated: bool) -> None:
-        """Makes metrics and checkpoints end at `step`: later ones, damaged or of a course that is left, are renamed.
+        """Drops the metrics after `step`, and renames later checkpoints: damaged, or no longer part of the run.
 
-        evaluated: whether the evaluation of `step` is past; else what was logged of it is dropped too.
+        evaluated: whether `step` has been evaluated; otherwise what was logged of its evaluation is dropped too.
         """
         self.forget_metrics_after(step, evaluated=evaluated)
         for later in self.steps():
@@ -178,12 +178,12 @@ class RunFolder:
         partial.replace(self.metrics_file)
 
     def sweep(self) -> None:
-        """Deletes what killed processes have left of checkpoints that they were writing or deleting."""
+        """Deletes what killed processes left of checkpoints that they were writing or deleting."""
         for left in (*self.checkpoints.glob(".step-*.partial"), *self.checkpoints.glob(".step-*.deleted")):
             shutil.rmtree(left, ignore_errors=True)
 
     def metrics(self) -> list[dict[str, float]]:
-        """Logged values by step; a line cut short by a crash is left out."""
+        """Returns the logged values by step, without a line that a crash cut short."""
         if not self.metrics_file.exists():
             return []
         records = []

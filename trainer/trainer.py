@@ -20,10 +20,9 @@ from .arguments.training_arguments import TrainingArguments
 from .batches.collate import DefaultCollate
 from .batches.loss_normalization import LossNormalizer
 from .batches.training_data import make_training_data
-from .checkpointing.checkpoint import restore_random
 from .checkpointing.model_files import model_files
 from .checkpointing.random_state import seed_everything
-from .checkpointing.resume import ResumePoint, open_run
+from .checkpointing.resume import ResumePoint, open_run, restore_random
 from .checkpointing.saver import BackgroundSaver
 from .engines.deepspeed_config import zero_stage
 from .engines.engine import Engine

@@ -39,11 +39,12 @@ SWITCHES = {
 def with_argument_aliases(kind: type[Arguments]) -> type[Arguments]:
     """Class decorator: the dataclass's constructor also accepts the aliases above, and suggests a name for an unknown
     one."""
-    plain = kind.__init__
+    dataclass_type: Any = kind
+    plain = dataclass_type.__init__
 
     @functools.wraps(plain)
     def __init__(self: Any, **keywords: Any) -> None:
-        plain(self, **resolve_aliases(keywords, [field.name for field in fields(kind)]))  # type: ignore[arg-type]
+        plain(self, **resolve_aliases(keywords, [field.name for field in fields(dataclass_type)]))
 
     kind.__init__ = __init__
     return kind

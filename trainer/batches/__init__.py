@@ -1,1 +1,1 @@
-"""From samples to the micro-batches of a step, and what the loss is divided by."""
+"""From samples to the micro-batches of a step, and the normalization of their loss."""

@@ -1,4 +1,4 @@
-"""Samples into batches."""
+"""Collating samples into batches."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Batch = dict[str, Tensor]
 
 
 def collate(samples: Sequence[Batch], device: torch.device) -> Batch:
-    """Samples of equal length -> one batch, [B, …] for each of their tensors, on the device."""
+    """Stacks samples of equal length into one batch on the device; each tensor becomes [B, …]."""
     return {name: torch.stack([sample[name] for sample in samples]).to(device) for name in samples[0]}
 
 
 class DefaultCollate:
-    """Stacks samples of equal lengths as they are; pads others on the right, labels with -100, and adds a mask.
+    """Stacks samples of equal length; pads others on the right, labels with -100, and adds an attention mask.
 
-    Integers of any size become int64, as embeddings and losses need them; Python's floats float32.
+    Integers become int64, which embeddings and losses need, and Python's floats float32.
     """
 
     def __init__(self, pad_token_id: int) -> None:
@@ -41,12 +41,12 @@ class DefaultCollate:
 
 
 def is_table(value: Any) -> bool:
-    """Whether it is a data frame, whose length is its rows' and whose items are its columns."""
+    """Whether `value` is a data frame: its length counts rows, but its items are columns."""
     return type(value).__module__.split(".")[0] in ("pandas", "polars", "pyarrow")
 
 
 def _array(name: str, value: Any) -> np.ndarray:
-    """What one sample has under a name. ValueError unless it is numbers."""
+    """Returns a sample's value as an array. Raises ValueError unless it holds numbers."""
     if isinstance(value, Tensor):
         value = value.detach().cpu()
         value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()  # NumPy has no bfloat16

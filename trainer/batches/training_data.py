@@ -1,4 +1,4 @@
-"""Training batches from whatever holds samples, resumable where the last step ended."""
+"""Training batches from a dataset, an iterable or a loader, resumable after the last step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Collate = Callable[[Sequence[Any]], Any]
 
 
 class Batches(Protocol):
-    """Micro-batches of one data-parallel rank; `state_dict()` says how far they were handed out."""
+    """Micro-batches of one data-parallel rank. `state_dict()` returns the position after the last one handed out."""
 
     def __iter__(self) -> Iterator[Any]: ...
 
@@ -29,7 +29,7 @@ class Batches(Protocol):
 
 @dataclass
 class TrainingData:
-    """steps: optimizer steps that the data is enough for; None if unknown or endless."""
+    """steps: the number of optimizer steps that the data lasts for; None if it is unknown or endless."""
 
     batches: Batches
     steps: int | None
@@ -38,11 +38,13 @@ class TrainingData:
 def make_training_data(
     dataset: Any, arguments: TrainingArguments, ranks: Ranks, collate: Collate | None, pad_token_id: int = 0
 ) -> TrainingData:
-    """Batches of a map-style dataset, an iterable of samples, or a resumable loader or stream of batches.
+    """Returns the batches of a map-style dataset, an iterable of samples, or a resumable loader or stream of batches.
 
-    A dataset of known length is shuffled in each epoch; one without a length is taken in its own order, without end.
-    ValueError for an empty dataset, one with fewer samples than a global batch, something else than these, or epochs
-    of what has none.
+    A dataset of known length is shuffled in each epoch. One without a length is read in its own order, without end.
+
+    Raises:
+        ValueError: the dataset is of another kind, is empty, or has fewer samples than a global batch; or epochs are
+            asked for of a dataset without a length.
     """
     share = Share(arguments.micro_batch_size, ranks.dp_rank, ranks.dp_size)
     check_kind(dataset)
@@ -74,7 +76,7 @@ def make_training_data(
 
 
 def check_kind(dataset: Any) -> None:
-    """ValueError for what holds no samples, or cannot be read again."""
+    """Raises ValueError for an object that holds no samples, or can be read only once."""
     if isinstance(dataset, Iterator):
         raise ValueError(
             f"train_dataset is a {type(dataset).__name__}, which can be read only once; pass an object whose __iter__ "
@@ -95,7 +97,7 @@ def check_kind(dataset: Any) -> None:
 
 
 def _is_stream(dataset: Any) -> bool:
-    # torch's class, which datasets' is one of, has a __getitem__ that only raises.
+    # torch's IterableDataset, from which that of datasets inherits, has a __getitem__ that only raises.
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         return True
     return hasattr(dataset, "__iter__") and not hasattr(dataset, "__len__")
@@ -104,7 +106,7 @@ def _is_stream(dataset: Any) -> bool:
 def _length(dataset: Any) -> int | None:
     try:
         return len(dataset) if hasattr(dataset, "__len__") else None
-    except TypeError:  # of torch's ChainDataset over streams without a length
+    except TypeError:  # torch's ChainDataset over streams without a length
         return None
 
 
@@ -139,7 +141,9 @@ def _steps_of_loader(batches: Any, arguments: TrainingArguments, ranks: Ranks) -
 
 def _epoch_of(dataset: Any, epoch: int) -> Iterable[Any]:
     number = getattr(dataset, "_epoch", None)
-    if isinstance(number, Tensor) and number.is_shared():  # by datasets, between workers that are in different epochs
+    if (
+        isinstance(number, Tensor) and number.is_shared()
+    ):  # datasets shares it between workers, which may be in different epochs
         dataset._epoch = number.clone()
     if hasattr(dataset, "set_epoch"):
         dataset.set_epoch(epoch)

@@ -93,14 +93,14 @@ class WholeFiles:
         return MODEL_FILE
 
     def describe(self, hashes: Sequence[Hashes]) -> Callable[[Path], None]:
-        config = getattr(self.model, "config", None)
-        generation = getattr(self.model, "generation_config", None)
+        config: Any = getattr(self.model, "config", None)
+        generation: Any = getattr(self.model, "generation_config", None)
         texts = {}
         if hasattr(config, "to_dict"):
-            values = {**config.to_dict(), "architectures": [type(self.model).__name__]}  # type: ignore[union-attr]
+            values = {**config.to_dict(), "architectures": [type(self.model).__name__]}
             texts["config.json"] = json.dumps(values, indent=2, sort_keys=True, default=str) + "\n"
         if hasattr(generation, "to_json_string"):
-            texts["generation_config.json"] = generation.to_json_string()  # type: ignore[union-attr]
+            texts["generation_config.json"] = generation.to_json_string()
 
         def write(folder: Path) -> None:
             for name, text in texts.items():

@@ -1,24 +1,30 @@
-"""Where a run begins: its folder, and the checkpoint that it goes on from."""
+"""Resuming: the checkpoint that a run resumes from, its verification, and the run's folder."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
+from ...checkpoint.json_digest import take_digest
+from ...checkpoint.rank_files import rank_file
+from ...checkpoint.tensor_reader import read_tensors
+from ...data.files import checked_file, read_json_object
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.ranks import Ranks, on_first_rank
 from ..run_folder import RunFolder
-from .checkpoint import find_checkpoint
-from .snapshot import TrainerState
+from .random_state import restore_random_state, seed_everything
+from .snapshot import RANDOM, STATE, TrainerState
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A checkpoint that gives a run its weights.
+    """The checkpoint that a run takes its weights from.
 
-    optimizer: it also gives all the rest but the random states, which `random` is about; else the run begins at step 0.
-    own: it is in the run's folder.
+    optimizer: also take the optimizer's state, the step and the data's position; else the run begins at step 0.
+    random: also take the random states. own: the checkpoint is in the run's own folder.
     """
 
     folder: Path
@@ -37,12 +43,17 @@ def open_run(
 ) -> ResumePoint | None:
     """Finds the checkpoint that `arguments` ask for, if any, and makes the run's folder. Collective.
 
-    `resume` comes before a `load_dir` elsewhere, so that a command that has both can be given again after each kill.
-    ValueError if there is no checkpoint where there must be one, or if the folder holds another run.
+    `resume` has precedence over a `load_dir` elsewhere, so that a command with both can be repeated after each kill.
+
+    Args:
+        tell: is called with a message for each damaged checkpoint that is skipped.
+
+    Raises:
+        ValueError: there is no checkpoint where there must be one, or the folder holds another run.
     """
-    start = _find(run_folder, arguments, ranks, tell)
-    on_first_rank(lambda: _open_folder(run_folder, start, arguments))
-    return start
+    point = _find(run_folder, arguments, ranks, tell)
+    on_first_rank(lambda: _open_folder(run_folder, point, arguments))
+    return point
 
 
 def _find(
@@ -58,7 +69,7 @@ def _find(
     if arguments.resume:
         found = find_checkpoint(run_folder.path, "latest", ranks, tell)
         if found:
-            # What is to be loaded of `load_dir` was loaded when the run began.
+            # The run took what it needed from `load_dir` when it began; its own checkpoint is taken whole.
             return ResumePoint(
                 *found, arguments.load_optim or bool(load_dir), arguments.load_rng or bool(load_dir), own=True
             )
@@ -70,9 +81,9 @@ def _find(
     return ResumePoint(*found, arguments.load_optim, arguments.load_rng, own=loads_own)
 
 
-def _open_folder(folder: RunFolder, start: ResumePoint | None, arguments: TrainingArguments) -> None:
+def _open_folder(folder: RunFolder, point: ResumePoint | None, arguments: TrainingArguments) -> None:
     step = folder.latest_step()
-    own = start if start and start.own else None
+    own = point if point and point.own else None
     if own and not own.optimizer:
         raise ValueError(
             f"load_optim=False begins at step 0, and {folder.path} holds a run that is saved at step {step}; "
@@ -100,3 +111,95 @@ def _make_folder(path: Path, meaning: str) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise ValueError(f"{path} cannot be {meaning}, for a file is there; name another") from None
+
+
+def find_checkpoint(
+    path: Path, load_type: str, ranks: Ranks, tell: Callable[[str], None]
+) -> tuple[Path, TrainerState] | None:
+    """Returns the checkpoint to resume from, and its state; None if the folder has no checkpoint. Collective.
+
+    A damaged checkpoint is skipped for the one before it.
+
+    Args:
+        path: a run's folder, or one checkpoint.
+        load_type: "latest", or "best" for the one that was named so.
+        tell: is called with a message for each damaged checkpoint that is skipped.
+
+    Raises:
+        ValueError: all checkpoints are damaged, or the only one asked for is.
+    """
+    if (path / STATE).exists():
+        candidates = [path]
+    elif load_type == "best":
+        best = RunFolder(path).best_checkpoint()
+        if best is None:
+            raise ValueError(f"{path} names no best checkpoint; use load_type='latest', or train with save_best")
+        candidates = [best]
+    else:
+        run = RunFolder(path)
+        candidates = [run.checkpoint(step) for step in reversed(run.steps())]
+    problems = []
+    for folder in candidates:
+        problem = next(filter(None, ranks.gather(verify_checkpoint(folder, ranks.rank, ranks.world_size))), "")
+        if not problem:
+            for earlier in problems:
+                tell(f"{earlier}; going on from {folder.name} instead")
+            return folder, read_state(folder)
+        problems.append(problem)
+    if problems:
+        raise ValueError(f"no checkpoint can be gone on from: {'; '.join(problems)}")
+    return None
+
+
+def verify_checkpoint(folder: Path, share: int, shares: int) -> str:
+    """Compares this rank's share of a checkpoint's files with their digests; returns the problem, or ""."""
+    try:
+        digests = _read(folder)["files"]
+        for name in sorted(digests)[share::shares]:
+            if not (folder / name).exists():
+                return f"the checkpoint {folder} is damaged: {name} is missing"
+            with checked_file(folder, name).open("rb") as file:
+                digest = _sha256(file)
+            if digest != digests[name]:
+                return f"the checkpoint {folder} is damaged: {name} is not what was written"
+    except (OSError, ValueError) as error:
+        return f"the checkpoint {folder} is damaged: {error}"
+    return ""
+
+
+def _sha256(file: Any) -> str:
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def read_state(folder: Path) -> TrainerState:
+    """Returns the state of the run in a checkpoint. Raises ValueError if it is damaged."""
+    content = _read(folder)
+    known = [field.name for field in fields(TrainerState)]
+    return TrainerState(**{name: content[name] for name in known if name in content})  # older ones have fewer
+
+
+def restore_random(folder: Path, state: TrainerState, ranks: Ranks, seed: int) -> bool:
+    """Restores this rank's random generators.
+
+    Returns:
+        False if their states were not saved for this layout; the generators are then seeded again.
+    """
+    path = rank_file(folder, RANDOM, ranks.rank)
+    if state.world_size == ranks.world_size and path.exists():
+        restore_random_state(read_tensors(path))
+        return True
+    seed_everything(seed + 7919 * state.step + ranks.dp_rank)
+    return False
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    if not (folder / STATE).exists():
+        raise ValueError(f"{STATE} is missing")
+    content = read_json_object(checked_file(folder, STATE), finite=False)  # the best loss may be infinite
+    take_digest(content, folder / STATE)
+    if not isinstance(content.get("files"), dict):
+        raise ValueError(f"{STATE} lists no files")
+    return content

@@ -1,4 +1,4 @@
-"""Saving while training goes on."""
+"""Saving checkpoints in a thread while training continues."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ WRITING_TIMEOUT = timedelta(hours=1)  # one rank's disk may be much slower than 
 class BackgroundSaver:
     """Copies and writes snapshots in a thread, one at a time. All ranks save the same steps.
 
-    The copy is made while the next forward and backward passes run, which change neither parameters nor the optimizer's
-    state; an update must wait for it. The ranks' threads meet in a process group of their own, so that they never stand
-    between the collectives of training. A failure is raised by the next call.
+    The thread copies while the next forward and backward passes run, which change neither parameters nor the
+    optimizer's state. An update must wait for the copy. The threads of the ranks have a process group of their own, so
+    that their collectives never interleave with those of training. The next call raises what failed in the thread.
+
+    Args:
+        keep: how many checkpoints to keep; None keeps all.
     """
 
     def __init__(self, run_folder: RunFolder, ranks: Ranks, keep: int | None) -> None:
@@ -37,7 +40,7 @@ class BackgroundSaver:
         self.copied.set()
 
     def save(self, snapshot: Snapshot) -> Path:
-        """Waits for the last save, then begins this one; the folder where it will be."""
+        """Waits for the last save, and starts this one. Returns the folder where it will be."""
         self.wait()
         folder = self.run_folder.checkpoint(snapshot.state.step)
         self.copied.clear()
@@ -46,7 +49,7 @@ class BackgroundSaver:
         return folder
 
     def amend(self, step: int, *, validation: dict[str, float], best: dict[str, Any]) -> None:
-        """Writes into the complete checkpoint of `step` what its evaluation has found. Collective."""
+        """Adds the results of an evaluation to the complete checkpoint of `step`. Collective."""
         self.wait()
 
         def amend() -> None:
@@ -60,7 +63,7 @@ class BackgroundSaver:
         self.copied.wait()
 
     def wait(self) -> None:
-        """Until everything is on the disk. OSError if it could not be written."""
+        """Waits until everything is on disk. Raises OSError if it could not be written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -69,7 +72,7 @@ class BackgroundSaver:
             raise failure
 
     def close(self) -> None:
-        """Waits, and gives the process group back."""
+        """Waits, and destroys the process group."""
         try:
             self.wait()
         finally:
@@ -97,6 +100,6 @@ class BackgroundSaver:
 
 
 def _yield_the_processor() -> None:
-    """Hashing and writing take what the threads of training leave."""
+    """Lowers this thread's priority, so that hashing and writing do not slow down training."""
     if sys.platform == "linux":  # where a thread has a priority of its own
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

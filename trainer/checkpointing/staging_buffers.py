@@ -1,4 +1,4 @@
-"""CPU memory that snapshots are copied to, the same for every save."""
+"""Staging buffers: CPU memory that snapshots are copied to, reused by every save."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ...checkpoint.tensor_reader import tensor_bytes
 
 
 class StagingBuffers:
-    """A tensor for each name, made when it is first needed: fresh memory costs more than copying into it.
+    """One tensor for each name, allocated when it is first needed: fresh memory costs more than copying into it.
 
-    Beside a GPU it is pinned, so that all copies run at the bus's speed and are waited for once.
+    For tensors of a GPU the memory is pinned, so that copies run at the speed of the bus and are awaited once.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def copy(self, file: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Contiguous copies of `tensors`, which are valid until the next call for this file.
+        """Returns contiguous copies of `tensors`, valid until the next call for this file.
 
-        From a GPU they are made on a stream of their own, behind what the current one has been given so far.
+        Copies from a GPU run on a stream of their own, after what is queued on the current stream.
         """
         copies = {name: self._buffer(f"{file}/{name}", tensor) for name, tensor in tensors.items()}
         streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -36,7 +36,7 @@ class StagingBuffers:
                 with torch.cuda.stream(stream):
                     copies[name].copy_(tensor, non_blocking=True)
             elif tensor.is_contiguous():
-                # In this thread alone: torch would start others, which get in the way of the step's.
+                # NumPy copies in this thread alone; torch would start others, which compete with the step's.
                 np.copyto(np.asarray(tensor_bytes(copies[name])), np.asarray(tensor_bytes(tensor)))
             else:
                 copies[name].copy_(tensor)

@@ -12,9 +12,9 @@ from .torch_engine import TorchEngine
 
 
 class DDPEngine(TorchEngine):
-    """See `Engine`. Gradients are exchanged while the backward pass of a step's last micro-batch runs.
+    """An `Engine` that exchanges gradients during the backward pass of a step's last micro-batch.
 
-    16-bit gradients are exchanged for every micro-batch, for it is their sum in fp32 that is kept.
+    16-bit gradients are exchanged for every micro-batch, because the master weights keep their sum in fp32.
     """
 
     def __init__(
@@ -24,20 +24,22 @@ class DDPEngine(TorchEngine):
         self._replicas = ranks.dp_size
         self._exchange_always = arguments.precision != "fp32"
         self.model = _FixedBuckets(model)
-        self._trained = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self._without_gradient: set[nn.Parameter] = set()
+        self._trained: dict[Tensor, str] = {
+            parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad
+        }
+        self._without_gradient: set[Tensor] = set()
         for parameter in self._trained:
-            parameter.register_post_accumulate_grad_hook(self._without_gradient.discard)  # type: ignore[arg-type]
+            parameter.register_post_accumulate_grad_hook(self._without_gradient.discard)
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
         self._without_gradient.update(self._trained)
         self.model.require_backward_grad_sync = is_last or self._exchange_always
 
     def backward(self, loss: Tensor) -> None:
-        # DDP averages over the ranks; the shares of the loss already add up to the mean.
+        # DDP averages over the ranks, but the losses of the ranks already add up to the mean.
         super().backward(loss * self._replicas)
         if self.model.require_backward_grad_sync and self._without_gradient:
-            # DDP itself would say so in the next step, after an update with gradients that were not exchanged.
+            # DDP reports this only in the next step, after an update with gradients that were not exchanged.
             names = sorted(self._trained[parameter] for parameter in self._without_gradient)
             raise ValueError(
                 f"no gradient came to {', '.join(names[:5])}{' and others' if len(names) > 5 else ''}, and "
@@ -47,11 +49,11 @@ class DDPEngine(TorchEngine):
 
 
 class _FixedBuckets(DistributedDataParallel):
-    """Exchanges gradients in buckets that stay what they are, the model's last parameters first.
+    """DistributedDataParallel whose buckets of gradients never change; the model's last parameters come first.
 
-    DDP makes others after its first backward pass, in the order in which gradients came. Where a gradient lies in a
-    bucket decides in which order three ranks or more add it up, so that the first step of a run that goes on would
-    differ in a last bit from the same step of a whole run.
+    DDP itself rebuilds the buckets after its first backward pass, in the order in which gradients arrived. A gradient's
+    place in a bucket decides the order in which three or more ranks add it up, so the first step of a resumed run would
+    differ in the last bit from the same step of an uninterrupted one.
     """
 
     def __init__(self, model: nn.Module) -> None:

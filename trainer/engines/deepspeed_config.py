@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration, made from the arguments and the user's file."""
+"""DeepSpeed's configuration, from the arguments and the user's file."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from ..arguments.training_arguments import ELEMENTWISE, TrainingArguments
 
-UPDATES = ("optimizer", "scheduler")  # which the trainer makes, as its own arguments or those of `train` say
+UPDATES = ("optimizer", "scheduler")  # the trainer makes these itself
 
 
 def deepspeed_config(arguments: TrainingArguments, data_parallel_size: int) -> dict[str, Any]:
-    """The DeepSpeed configuration of a run: what the arguments decide, and the keys of the user's file."""
+    """Returns the DeepSpeed configuration of a run: what the arguments decide, and the keys of the user's file."""
     accumulation_steps = arguments.accumulation_steps(data_parallel_size)
     decided: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": arguments.micro_batch_size,
@@ -40,7 +40,7 @@ def deepspeed_config(arguments: TrainingArguments, data_parallel_size: int) -> d
 
 
 def zero_stage(arguments: TrainingArguments) -> int:
-    """The ZeRO stage of a run. ValueError for one that the arguments or the user's file make impossible."""
+    """Returns the ZeRO stage of a run. Raises ValueError if the arguments or the user's file rule it out."""
     of_file = read_deepspeed_file(arguments.deepspeed_config).get("zero_optimization", {}).get("stage", "auto")
     elementwise = arguments.optimizer in ELEMENTWISE
     stage = arguments.zero_stage
@@ -66,7 +66,7 @@ def zero_stage(arguments: TrainingArguments) -> int:
 
 
 def read_deepspeed_file(path: str | None) -> dict[str, Any]:
-    """The user's configuration; ValueError if it is not there, or no JSON object."""
+    """Returns the user's configuration. Raises ValueError if it cannot be read, or is not a JSON object."""
     if path is None:
         return {}
     try:

@@ -1,4 +1,4 @@
-"""DeepSpeed behind the training loop, and its state as plain tensors."""
+"""The DeepSpeed engine, and its optimizer state as whole tensors."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ from .state import MASTER_WEIGHT, load_state_tensors, model_tensors, persistent_
 
 
 class DeepSpeedEngine:
-    """See `Engine`. ZeRO's partitions are flat: those of stages 1 and 2 are gathered whole, those of stage 3 by
-    DeepSpeed's own calls, which also set the states of all three."""
+    """An `Engine` by DeepSpeed, with any ZeRO stage.
+
+    ZeRO's partitions are flat. Those of stages 1 and 2 are gathered here; those of stage 3 by DeepSpeed's own calls,
+    which also load the states of all three.
+    """
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, arguments: TrainingArguments, ranks: Ranks
@@ -67,7 +70,7 @@ class DeepSpeedEngine:
             config=deepspeed_config(arguments, ranks.dp_size),
             mpu=ranks.mesh if arguments.env_type == "deepspeed+mpu" else None,
         )[0]
-        # Forward passes change them by each replica's own samples. As in DDP, the first replica's count.
+        # A forward pass changes them by its own samples. As in DDP, those of the first replica are broadcast.
         self._buffers = list(persistent_buffers(model).values()) if ranks.dp_size > 1 else []
         self._replica_group = ranks.mesh.dp_group if ranks.mesh else None
         if self._stage:
@@ -84,7 +87,7 @@ class DeepSpeedEngine:
         pass  # DeepSpeed counts for itself
 
     def backward(self, loss: Tensor) -> None:
-        # DeepSpeed averages gradients over the data-parallel ranks; the shares already add up to the mean.
+        # DeepSpeed averages over the data-parallel ranks, but their losses already add up to the mean.
         self.model.backward(loss * self._replicas, scale_wrt_gas=False)
         if not self.model.is_gradient_accumulation_boundary():
             self.model.step()  # only counts the micro-batch
@@ -99,7 +102,7 @@ class DeepSpeedEngine:
         applied = self.model.skipped_steps == skipped
         self.applied_steps += applied
         if self.applied_steps == 1 and self._saves and not self._stage:
-            state_tensors(self.optimizer, self._names)  # what cannot be saved is refused before more is trained
+            state_tensors(self.optimizer, self._names)  # refuses states that cannot be saved, before more is trained
         norm = self.model.get_global_grad_norm() if norm is None else norm
         return StepOutcome(float(norm) if norm is not None else None, applied)
 
@@ -184,7 +187,7 @@ class DeepSpeedEngine:
         return deepspeed.zero.GatheredParameters(list(self.module.parameters()))
 
     def _set(self, parameter: Any, value: Tensor, state: str | None = None) -> None:
-        """Sets a parameter's state, or without one its fp32 value."""
+        """Sets a state of a parameter, or its fp32 value if `state` is None."""
         if self._stage == 3:
             # DeepSpeed 0.19 sets whole tensors only where their elements divide evenly; partitions are padded.
             size = parameter.ds_tensor.numel()
@@ -227,8 +230,11 @@ class DeepSpeedEngine:
 
 
 def _as_dict(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """DeepSpeed gathers what a model uses outside its layers when a gradient of the model's results arrives, and looks
-    for those in tensors, tuples and dicts."""
+    """Turns the zoo's output into a dict.
+
+    When a gradient of an output arrives, DeepSpeed gathers the parameters that the model uses outside its layers. It
+    finds outputs in tensors, tuples and dicts only.
+    """
     if not isinstance(output, ModelOutput):
         return None
     return {"output": output, **{name: value for name, value in vars(output).items() if isinstance(value, Tensor)}}
@@ -257,7 +263,7 @@ def _check_device(arguments: TrainingArguments) -> None:
 
 
 def _check_groups(optimizer: torch.optim.Optimizer, stage: int, trained: set[nn.Parameter]) -> None:
-    """ValueError for what DeepSpeed 0.19 cannot split."""
+    """Raises ValueError for parameter groups that DeepSpeed 0.19 cannot split."""
     groups = [set(group["params"]) for group in optimizer.param_groups]
     if any(group.get("amsgrad") for group in optimizer.param_groups):
         raise ValueError(f"amsgrad keeps a state that ZeRO stage {stage} does not split; use zero_stage=0")
@@ -272,7 +278,7 @@ def _check_groups(optimizer: torch.optim.Optimizer, stage: int, trained: set[nn.
 
 
 def _import_muon() -> None:
-    """DeepSpeed imports its Muon with any optimizer, and torch's compiler for it: a second of every start."""
+    """Imports DeepSpeed's Muon, which it needs for any optimizer, without torch's compiler, which takes a second."""
     original, compiler.compile = compiler.compile, lambda: compiler.dummy_decorator
     try:
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
@@ -281,9 +287,11 @@ def _import_muon() -> None:
 
 
 def _gathered(part: Tensor, device: torch.device, group: dist.ProcessGroup) -> Tensor | None:
-    """The group's equal flat parts as one, on its first rank: DeepSpeed's own call would sum each parameter on all.
+    """Returns the equal flat parts of the group as one tensor, on its first rank.
 
-    device: where the group communicates; the parts may be kept elsewhere.
+    DeepSpeed's own call would sum each parameter on all ranks.
+
+    device: where the group communicates. The parts may be kept elsewhere.
     """
     if group.size() == 1:
         return part

@@ -1,4 +1,4 @@
-"""Optimizers by name, from libraries that keep them."""
+"""Optimizers by name, and checks of a user's own."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch.optim import Optimizer
 
 from ..arguments.training_arguments import TrainingArguments
 
-# Whose update of an element depends on that element alone.
+# Optimizers whose update of an element depends on that element alone.
 WORK_ON_ELEMENTS = (
     optim.Adam, optim.AdamW, optim.SGD, optim.RMSprop, optim.Adagrad, optim.Adadelta, optim.Adamax, optim.NAdam,
     optim.RAdam, optim.Rprop, optim.ASGD,
 )  # fmt: skip
-# The states of each element that ZeRO splits along with it.
+# The states that ZeRO splits like the parameter, by the name of the optimizer.
 ELEMENT_STATES = {"AdamW": ("exp_avg", "exp_avg_sq"), "Adam": ("exp_avg", "exp_avg_sq"), "Lion": ("exp_avg",)}
 
 
 def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> torch.optim.Optimizer:
-    """The optimizer that `arguments` name, over the parameters that require gradients.
+    """Returns the optimizer that `arguments` name, over the parameters that require gradients.
 
     "adam" is FlagAI's name of AdamW: the decay is decoupled (Loshchilov & Hutter 2019). "adafactor" (Shazeer & Stern
     2018) is transformers', "lion" (Chen et al. 2023) and "lamb" (You et al. 2020) are pytorch_optimizer's.
@@ -47,7 +47,7 @@ def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> torch.opti
 
 
 def check_optimizer(optimizer: Any, model: nn.Module, tensor_parallel_size: int = 1) -> None:
-    """ValueError for what the training loop cannot step or save, or what would train something else than `model`."""
+    """Raises ValueError for an optimizer that the loop cannot step or save, or that does not train `model`."""
     if not isinstance(optimizer, Optimizer):
         raise ValueError(f"optimizer must be a torch.optim.Optimizer over the model's parameters, not {optimizer!r}")
     kind = type(optimizer).__name__
@@ -76,7 +76,10 @@ def check_optimizer(optimizer: Any, model: nn.Module, tensor_parallel_size: int 
 
 
 def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; biases and norms (fewer than two dimensions) do not. ValueError if nothing is to be trained."""
+    """Returns parameter groups: matrices decay, biases and norms (fewer than two dimensions) do not.
+
+    Raises ValueError if no parameter requires gradients.
+    """
     matrices = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
     groups = [

@@ -1,4 +1,4 @@
-"""A model made ready: on its device, in its precision, and fit for its environment."""
+"""Preparing a model for training: its device, precision and recomputation, and whether it fits the environment."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def prepare_model(model: nn.Module, device: torch.device, arguments: TrainingArguments, ranks: Ranks) -> None:
-    """Moves and casts the model in place, and turns recomputation on. ValueError if it is no model, is split in another
-    way than `arguments` say, or cannot be."""
+    """Moves and casts the model in place, and turns recomputation on.
+
+    Raises:
+        ValueError: it is not a model, its tensor-parallel size is not that of `arguments`, or it cannot be split.
+    """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, as shardzoo.from_pretrained(path) gives, and not {model!r}")
     wrapper = type(model).__name__
@@ -53,7 +56,7 @@ def _recompute(model: Any, mode: str) -> None:
 
 
 def set_recompute(model: nn.Module, mode: str) -> None:
-    """Sets what a model of the zoo recomputes."""
+    """Sets which activations a model of the zoo recomputes."""
     module: Any
     for module in model.modules():
         if hasattr(module, "recompute_blocks"):

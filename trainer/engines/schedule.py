@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step."""
+"""Learning-rate schedules: the rate as a function of the step, and torch's schedulers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPEN_ENDED = ("constant", "constant_with_warmup", "inverse_sqrt")
 
 
 class LearningRate(Protocol):
-    """Sets an optimizer's learning rates, which are functions of the step or have a state."""
+    """Sets the learning rates of an optimizer."""
 
     def before_step(self, step: int) -> None: ...
 
@@ -30,7 +30,7 @@ class LearningRate(Protocol):
 
 
 class NamedSchedule:
-    """A multiple of each group's initial rate, a function of the step alone."""
+    """Multiplies each group's initial rate by a function of the step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, multiplier: Multiplier) -> None:
         self._multiplier = multiplier
@@ -52,7 +52,7 @@ class NamedSchedule:
 
 
 class TorchSchedule:
-    """A scheduler of torch's, which is stepped after each optimizer step."""
+    """A scheduler of torch, stepped after each optimizer step."""
 
     def __init__(self, scheduler: LRScheduler) -> None:
         self._scheduler = scheduler
@@ -70,7 +70,7 @@ class TorchSchedule:
         return json_changes(self._first, to_json(self._scheduler.state_dict()))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """ValueError if the run had no scheduler of its own, so that this one does not know its step."""
+        """Raises ValueError if the run had no scheduler of its own, so that this one does not know its step."""
         if not state:
             raise ValueError("the run was trained without an lr_scheduler of its own, and cannot go on with one")
         self._scheduler.load_state_dict(apply_changes(self._scheduler.state_dict(), state))
@@ -82,8 +82,11 @@ def make_schedule(
     arguments: TrainingArguments,
     total_steps: int | None,
 ) -> LearningRate:
-    """The given scheduler, or the one that `arguments` name. ValueError for one that does not fit, or that needs an
-    unknown last step."""
+    """Returns the given scheduler, or the schedule that `arguments` name.
+
+    Raises:
+        ValueError: the scheduler does not fit, or the schedule needs to know the last step.
+    """
     if scheduler is not None:
         check_scheduler(scheduler, optimizer)
         return TorchSchedule(scheduler)
@@ -102,6 +105,7 @@ def make_schedule(
 
 
 def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Raises ValueError for an object that the training loop cannot step, or another optimizer's scheduler."""
     if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError(
             "lr_scheduler must be a torch.optim.lr_scheduler.LRScheduler whose rate follows from the step, and not "
@@ -112,7 +116,7 @@ def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def find_multiplier(name: str, warmup_steps: int, total_steps: int) -> Multiplier:
-    """A schedule by name: our own, or transformers' as a function of the step."""
+    """Returns a schedule by name: our own, or transformers' as a function of the step."""
     if name == "warmup_cosine":
         return lambda step: warmup_cosine(step, peak=1.0, warmup_steps=warmup_steps, total_steps=total_steps)
     from transformers.optimization import get_scheduler

@@ -14,7 +14,7 @@ from .state import MASTER_WEIGHT, load_state_tensors, model_tensors, state_tenso
 
 
 class TorchEngine:
-    """See `Engine`. Also what the data-parallel engine is made of."""
+    """An `Engine` for one process, and the base of the data-parallel one."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, arguments: TrainingArguments) -> None:
         self.module = model
@@ -44,20 +44,21 @@ class TorchEngine:
         self._masters.take_gradients()
 
     def step(self) -> StepOutcome:
-        scale = self.loss_scale
         if self._scaler:
             self._scaler.unscale_(self.optimizer)
         parameters = list(self._owners)
         norm = clip_grad_norm_(parameters, self._clip_grad) if self._clip_grad else grad_norm(parameters)
+        applied = True
         if self._scaler:
+            scale = self._scaler.get_scale()
             self._scaler.step(self.optimizer)
             self._scaler.update()
+            applied = self._scaler.get_scale() >= scale  # a lower scale: the gradients overflowed
         else:
             self.optimizer.step()
-        applied = scale is None or self.loss_scale >= scale  # type: ignore[operator]
         self.applied_steps += applied
         if self.applied_steps == 1 and self._saves:
-            state_tensors(self.optimizer, self._owners)  # what cannot be saved is refused before more is trained
+            state_tensors(self.optimizer, self._owners)  # refuses states that cannot be saved, before more is trained
         self._masters.publish()
         self.optimizer.zero_grad(set_to_none=True)
         return StepOutcome(float(norm), applied)
@@ -90,9 +91,9 @@ class TorchEngine:
 
 
 class MasterWeights:
-    """Replaces the 16-bit parameters of an optimizer's groups by fp32 masters; without any it does nothing.
+    """fp32 copies that replace the 16-bit parameters in an optimizer's groups. Without such parameters it does nothing.
 
-    An update smaller than a 16-bit parameter's resolution is not lost, and gradients of micro-batches add up in fp32
+    Updates smaller than a 16-bit parameter's resolution are not lost, and the gradients of micro-batches add up in fp32
     (Micikevicius et al. 2018).
     """
 
@@ -110,7 +111,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def take_gradients(self) -> None:
-        """Adds the parameters' gradients to those of the masters, and clears them."""
+        """Adds the gradients of the parameters to those of the master weights, and clears them."""
         for parameter, master in self.pairs:
             if parameter.grad is None:
                 continue
@@ -122,7 +123,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Rounds the masters into the parameters."""
+        """Copies the master weights into the parameters, rounded."""
         for parameter, master in self.pairs:
             parameter.copy_(master)
 

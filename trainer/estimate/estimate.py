@@ -1,14 +1,14 @@
-"""The peak of a training step's memory: the largest of the moments at which it can be reached."""
+"""The peak memory of a training step: what the engine keeps, and the largest of the moments that can be the peak."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from ...models.common.config import ModelConfig
 from ...models.sizes import ParameterSize
-from .engines import EngineMemory, engine_memory
 from .job import Job
 from .model import ModelMemory, hf_model_memory, model_memory
 
@@ -20,7 +20,7 @@ LARGEST_MICRO_BATCH = 1 << 20
 
 @dataclass(frozen=True)
 class Moment:
-    """A moment of a training step, and the bytes that exist then, by what they are."""
+    """A moment of a training step, and the bytes in use then, by what uses them."""
 
     name: str
     lines: dict[str, int]
@@ -32,7 +32,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Estimate:
-    """parameters, trained: elements on this rank. moments: in their order in a step."""
+    """The memory of one rank. parameters, trained: elements. moments: in their order in a step."""
 
     parameters: int
     trained: int
@@ -44,17 +44,20 @@ class Estimate:
 
 
 def estimate(config: ModelConfig | Any, job: Job) -> Estimate:
-    """Memory of one rank.
+    """Estimates the memory of one rank.
 
-    config: of a family of the zoo, or transformers' own of another decoder. ValueError for a job that the trainer
-    would refuse, or the model does not allow.
+    Args:
+        config: of a family of the zoo, or transformers' configuration of another decoder.
+
+    Raises:
+        ValueError: the trainer would refuse the job, or the model does not allow it.
     """
     memory = model_memory(config, job) if isinstance(config, ModelConfig) else hf_model_memory(config, job)
     return estimate_of(memory, job)
 
 
 def estimate_of(model: ModelMemory, job: Job) -> Estimate:
-    """From a model's memory, of a family of the zoo or not."""
+    """Estimates the memory of one rank from that of its model."""
     engine = engine_memory(model, job)
     return Estimate(
         parameters=sum(size.local for size in model.parameters),
@@ -64,7 +67,7 @@ def estimate_of(model: ModelMemory, job: Job) -> Estimate:
 
 
 def largest_micro_batch(fits: Callable[[int], bool]) -> int:
-    """The largest micro-batch for which `fits` is true, which is false from some size on; 0 for none."""
+    """Returns the largest micro-batch for which `fits` is true, or 0. `fits` is false from some size on."""
     if not fits(1):
         return 0
     low, high = 1, 2
@@ -101,8 +104,8 @@ def _moments(model: ModelMemory, engine: EngineMemory, job: Job) -> list[Moment]
         }
         moments.append(Moment(name, fixed | lines))
 
-    # The gradient of a table that is used again, by the head or by the decoder, is on its way from there to the first
-    # look-up. Where gradients grow, the head's is counted among them.
+    # A table that the head or the decoder uses again has a gradient from there until the first embedding's backward.
+    # Where gradients grow, the head's is counted among them.
     table = e * model.table.local if model.table else 0
     from_head = table if model.is_tied and not engine.grown else 0
     from_decoder = table if not model.is_tied else 0
@@ -124,3 +127,132 @@ def _moments(model: ModelMemory, engine: EngineMemory, job: Job) -> list[Moment]
     at("the embedding's backward", everything, 0, 0, (0 if engine.grown else table) + model.pieces * table)
     at("the optimizer's step", engine.stepped, 0, 0, engine.temporaries, bucket=0)
     return moments
+
+
+ZERO_BUCKET = 500_000_000  # elements: DeepSpeed's reduce_bucket_size
+ZERO_3_GATHERED = 50_000_000  # elements: DeepSpeed's prefetch_bucket_size
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """parameters, masters, states: always there. held: gradients that micro-batches before this one left. grown: of
+    gradients that a backward pass adds, for each byte's worth of trained elements in the model's precision. stepped:
+    gradients while the optimizer updates. buffers: of collectives, always. bucket: from the first gradient to the last.
+    temporaries: of the update.
+    """
+
+    parameters: int
+    masters: int
+    states: int
+    held: int
+    grown: float
+    stepped: int
+    buffers: int
+    bucket: int
+    temporaries: int
+
+
+def engine_memory(model: ModelMemory, job: Job) -> EngineMemory:
+    """Returns the memory of the engine that the trainer uses for the job."""
+    if job.stage is None:
+        return _torch(model, job)
+    return _replicated(model, job) if job.stage == 0 else _zero(model, job)
+
+
+def _torch(model: ModelMemory, job: Job) -> EngineMemory:
+    """PyTorch alone, or with DistributedDataParallel."""
+    trained = sum(size.local for size in model.trained)
+    wide = job.itemsize == FP32
+    accumulates = job.accumulation_steps > 1
+    groups = [[size.local for size in group] for group in _groups(model)]
+    return EngineMemory(
+        parameters=sum(size.local for size in model.parameters) * job.itemsize,
+        masters=0 if wide else FP32 * trained,
+        states=state_bytes(job.optimizer, [size.local_shape for size in model.trained]),
+        held=FP32 * trained if accumulates else 0,
+        grown=0.0 if accumulates and wide else 1.0,
+        stepped=FP32 * trained,
+        buffers=job.itemsize * trained if job.data_parallel_size > 1 else 0,  # DDP's buckets
+        bucket=0,
+        temporaries=step_bytes(job.optimizer, groups),
+    )
+
+
+def _replicated(model: ModelMemory, job: Job) -> EngineMemory:
+    """DeepSpeed without ZeRO, in fp32: gradients are summed in flat copies."""
+    plain = _torch(model, job)
+    trained = sum(size.local for size in model.trained)
+    return replace(plain, buffers=FP32 * min(trained, ZERO_BUCKET))
+
+
+def _zero(model: ModelMemory, job: Job) -> EngineMemory:
+    """ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, sections 5 and 7)."""
+    stage, ranks, e = job.stage or 0, job.data_parallel_size, job.itemsize
+    trained = sum(size.local for size in model.trained)
+    every = sum(size.local for size in model.parameters)
+    own = -(-trained // ranks)
+    flat = [-(-sum(size.local for size in group) // ranks) for group in _groups(model)]
+    # bf16 under stage 1 is DeepSpeed's BF16_Optimizer: flat fp32 gradients of everything, always.
+    always_fp32 = stage == 1 and job.precision == "bf16"
+    gradients = trained * e if stage == 1 else own * FP32
+    if always_fp32:
+        held, grown, stepped, bucket = FP32 * trained, 0.0, FP32 * trained, 0
+    else:
+        accumulates = job.accumulation_steps > 1
+        held = gradients if accumulates else 0
+        grown = 0.0 if accumulates else gradients / (trained * e)
+        stepped = gradients + FP32 * max(flat)
+        # Gradients are copied into a bucket, of which a CPU has what was written to, and a GPU has it all.
+        bucket = ZERO_BUCKET * e if job.device == "cuda" else 0
+        grown += 1.0 if job.device == "cpu" else 0.0
+    return EngineMemory(
+        parameters=every * e if stage < 3 else -(-every // ranks) * e + min(every, ZERO_3_GATHERED) * e,
+        masters=FP32 * own,
+        states=state_bytes(job.optimizer, [(own,)]),
+        held=held,
+        grown=grown,
+        stepped=stepped,
+        buffers=0,
+        bucket=bucket,
+        temporaries=step_bytes(job.optimizer, [[size] for size in flat]),
+    )
+
+
+def _groups(model: ModelMemory) -> list[list[ParameterSize]]:
+    """The optimizer's groups: the matrices, which decay, and the vectors, which do not."""
+    matrices = [size for size in model.trained if len(size.shape) > 1]
+    vectors = [size for size in model.trained if len(size.shape) < 2]
+    return [group for group in (matrices, vectors) if group]
+
+
+STATE_BYTES = {"adamw": 8, "lamb": 8, "lion": 4}
+"""For each element, in fp32: two moments (Loshchilov & Hutter 2019; You et al. 2020), or one (Chen et al. 2023)."""
+FP32 = 4
+
+
+def state_bytes(optimizer: str, shapes: Sequence[tuple[int, ...]]) -> int:
+    """Of parameters of these shapes.
+
+    Adafactor (Shazeer & Stern 2018, section 3) keeps a row's and a column's mean of each matrix's squared gradients,
+    and those of a vector whole.
+    """
+    if optimizer == "adafactor":
+        return FP32 * sum(map(_factored, shapes))
+    return STATE_BYTES[optimizer] * sum(map(prod, shapes))
+
+
+def step_bytes(optimizer: str, groups: Sequence[Sequence[int]]) -> int:
+    """Temporary fp32 tensors while parameters of so many elements, group by group, are updated.
+
+    AdamW is fused and needs none. transformers' Adafactor needs two of a parameter's size at once, pytorch_optimizer's
+    Lion and LAMB one for each parameter of a group, which they update together.
+    """
+    if optimizer == "adafactor":
+        return 2 * FP32 * max((size for group in groups for size in group), default=0)
+    return FP32 * max(map(sum, groups), default=0) if optimizer in ("lion", "lamb") else 0
+
+
+def _factored(shape: tuple[int, ...]) -> int:
+    if len(shape) < 2:
+        return prod(shape)
+    return prod(shape[:-1]) + prod(shape[:-2]) * shape[-1]

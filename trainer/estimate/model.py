@@ -23,8 +23,8 @@ from .job import Job
 
 
 @dataclass(frozen=True)
-class Part:
-    """Equal blocks of a model. parameters: of all of them."""
+class BlockStack:
+    """Equal blocks of a model. parameters: of all blocks together."""
 
     layers: int
     block: BlockBytes
@@ -40,7 +40,7 @@ class ModelMemory:
 
     parameters: tuple[ParameterSize, ...]
     trained: tuple[ParameterSize, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[BlockStack, ...]
     logits: int
     loss: int
     ends: int
@@ -66,7 +66,7 @@ def model_memory(config: ModelConfig, job: Job) -> ModelMemory:
     parts = []
     for stack in activations.stacks:
         own = tuple(size for size in trained if size.name.startswith(stack.path))
-        parts.append(Part(stack.layers, block_bytes(stack, batch, layout), own))
+        parts.append(BlockStack(stack.layers, block_bytes(stack, batch, layout), own))
     table = next(size for size in sizes if size.name.endswith("word_embeddings.weight"))
     head = next((size for size in sizes if size.name.endswith("head.weight")), table)
     logits = logit_bytes(head.local_shape[0], batch, layout)
@@ -85,7 +85,7 @@ def model_memory(config: ModelConfig, job: Job) -> ModelMemory:
 
 
 def is_frozen(size: ParameterSize, job: Job) -> bool:
-    """Whether the job leaves a parameter as it is."""
+    """Whether the job does not train a parameter."""
     parts = {"encoder": "encoder.", "decoder": "decoder."}
     if any(part in job.frozen and size.name.startswith(prefix) for part, prefix in parts.items()):
         return True
@@ -127,7 +127,7 @@ def hf_model_memory(config: Any, job: Job) -> ModelMemory:
     return ModelMemory(
         parameters=tuple(sizes),
         trained=trained,
-        parts=(Part(len(blocks), block, in_blocks),),
+        parts=(BlockStack(len(blocks), block, in_blocks),),
         logits=tokens * config.vocab_size * job.itemsize,
         loss=2 * wide,
         ends=ends - wide,
@@ -165,7 +165,7 @@ def _build(config: Any, job: Job) -> Any:
 
 
 def _blocks(model: nn.Module, layers: int) -> tuple[str, nn.ModuleList]:
-    """The list of the model's blocks, and its name."""
+    """Returns the name of the list of the model's blocks, and the list."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == layers:
             return name, module
@@ -181,7 +181,10 @@ def _sizes(model: nn.Module) -> list[ParameterSize]:
 
 
 def _kept(model: Any, job: Job) -> tuple[int, int]:
-    """Bytes of all storages that a forward pass keeps for backward, and of the largest; without the model's own."""
+    """Returns the bytes of all storages that a forward pass keeps for backward, and of the largest one.
+
+    Storages of the model itself do not count.
+    """
     storages: dict[int, Any] = {}
     own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
 

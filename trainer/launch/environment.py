@@ -1,4 +1,4 @@
-"""Joining the other processes of a run, and leaving them."""
+"""The environment of a rank: its process group, device, threads and memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def initialize_distributed(launch: RankInfo) -> torch.device:
 
 
 def single_device(name: str) -> torch.device:
-    """The device of a run in one process. ValueError for one that is not here."""
+    """Returns the device of a run in one process. Raises ValueError for one that this machine does not have."""
     try:
         device = torch.device(name)
         usable = device.type != "meta" and torch.empty(1, device=device) is not None
@@ -59,14 +59,14 @@ def single_device(name: str) -> torch.device:
 
 
 def end_process(code: int) -> NoReturn:
-    """Ends a rank at once, its output written: threads of the process group could abort an orderly end."""
+    """Flushes the output and ends a rank at once. Threads of the process group could abort an orderly exit."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def leave_distributed() -> None:
-    """Ends the process group, if there is one: its threads would abort the interpreter's end."""
+    """Destroys the process group, if there is one. Its threads would abort the interpreter's exit."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -76,10 +76,10 @@ SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"
 
 
 def keep_freed_memory() -> None:
-    """Lets glibc keep what is freed in blocks of up to 32 MiB, its most, for the next step, which needs as much again.
+    """Lets glibc keep freed blocks of up to 32 MiB, its maximum, for the next step, which needs as much again.
 
-    With torch's huge pages it would give much of it back after each step, and fault it in again in the next. What the
-    user has set in the environment stays.
+    With torch's huge pages it would otherwise return much of that memory after each step, and fault it in again in the
+    next. Settings in the user's environment take precedence.
     """
     if any(name in os.environ for name in SETTINGS):
         return

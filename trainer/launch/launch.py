@@ -1,4 +1,4 @@
-"""Starting the processes of a run that are missing."""
+"""Starting the processes of a run where no launcher has done so."""
 
 from __future__ import annotations
 
@@ -23,16 +23,20 @@ GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
 def ensure_processes(
     world_size: int, nodes: Nodes = THIS_MACHINE, *, script: str | None = None, dry_run: bool = False
 ) -> RankInfo:
-    """This process's place among the run's, which are started first if nobody has.
+    """Returns the rank of this process, after starting the processes of the run if no launcher has.
 
-    Under `torchrun`, `deepspeed` or `srun`, and in the processes that this function has started itself, it returns
-    at once; the number of processes is then the launcher's. Otherwise (a launcher that has started one process counts
-    as none) it runs this process's own command line again as each of `world_size` processes of this machine, or as
-    each process of `nodes`, waits, and raises `SystemExit` with the job's exit code: what follows runs in those alone.
+    Under `torchrun`, `deepspeed` or `srun`, and in the processes that it has started itself, the function returns at
+    once, and the launcher decides the number of processes. Otherwise, or if a launcher has started one process only, it
+    runs this command line again in `world_size` processes of this machine, or in those of `nodes`. It waits for them,
+    and ends this process with their exit code, so that the code after the call runs in those processes alone.
 
-    script: a file that the processes run with this one's arguments; by default what this process runs.
-    dry_run: prints the commands of the job and starts nothing; raises `SystemExit(0)`.
-    Raises `ValueError` if the machines or their GPUs are fewer than asked for, or the script cannot be run again.
+    Args:
+        script: a file to run with the arguments of this process; by default what this process runs.
+        dry_run: print the commands of the job, start nothing, and raise `SystemExit(0)`.
+
+    Raises:
+        ValueError: there are fewer machines or GPUs than asked for, or the script cannot be run again.
+        SystemExit: with the exit code of the job.
     """
     launch = RankInfo.from_environment()
     if launch.world_size > 1:
@@ -50,7 +54,7 @@ def ensure_processes(
 
 
 def ensure_processes_of(arguments: TrainingArguments) -> RankInfo:
-    """`ensure_processes` for what training arguments ask for."""
+    """Calls `ensure_processes` with the machines and processes of training arguments."""
     several = arguments.num_nodes > 1
     nodes = Nodes(
         hostfile=arguments.hostfile,
@@ -66,7 +70,7 @@ def ensure_processes_of(arguments: TrainingArguments) -> RankInfo:
 
 
 def processes_of(arguments: TrainingArguments) -> int:
-    """How many processes of this machine the arguments ask for."""
+    """Returns the number of processes of this machine that the arguments ask for."""
     if arguments.env_type == "pytorch":
         return 1
     return max(arguments.num_gpus, arguments.model_parallel_size)
@@ -98,7 +102,10 @@ def start_processes(
 
 
 def own_command(script: str | None = None) -> list[str]:
-    """The arguments of this Python, or `script` with those of this process. ValueError if there is no file to run."""
+    """Returns the arguments of this Python, or `script` with those of this process.
+
+    Raises ValueError if there is no file to run.
+    """
     if script is not None:
         if not Path(script).is_file():
             raise ValueError(f"training_script {script} is no file; leave it out to run this very command")
@@ -112,7 +119,7 @@ def own_command(script: str | None = None) -> list[str]:
 
 
 def own_script(script: str | None = None) -> list[str]:
-    """The script and its arguments, or "-m", the module and its."""
+    """Returns the script and its arguments, or "-m", the module and its arguments."""
     command = own_command(script)
     if script is not None:
         return command
@@ -140,7 +147,7 @@ def _describe(nodes: Nodes, command: Sequence[str], script: Sequence[str]) -> li
 
 
 def _run(command: Sequence[str]) -> int:
-    """DeepSpeed's launcher, which passes SIGTERM and SIGINT on to the machines itself."""
+    """Runs DeepSpeed's launcher, which forwards SIGTERM and SIGINT to the machines itself."""
     process = subprocess.Popen(command, env=dict(os.environ))
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = {number: signal.signal(number, lambda got, _: process.send_signal(got)) for number in numbers}

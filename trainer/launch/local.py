@@ -1,4 +1,4 @@
-"""A job of several ranks on this machine: started, watched, and ended together."""
+"""A job of several ranks on this machine, which start and end together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TERMINATE_SECONDS = 3.0  # for them to end when asked to, before they are killed
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank failed by itself. code: its exit code, minus a signal's number, or None while it still runs."""
+    """How a rank failed. code: its exit code, the negative number of a signal, or None while it still runs."""
 
     rank: int
     code: int | None
@@ -32,22 +32,22 @@ class Failure:
 
     @property
     def killed(self) -> bool:
-        """By a signal from outside: never the consequence of another rank's end, as an abort may be."""
+        """Whether a signal from outside ended it. Unlike an abort, that is never the consequence of another failure."""
         return self.error is None and self.code is not None and self.code < 0 and self.code != -signal.SIGABRT
 
     @property
     def exit_code(self) -> int:
-        """As a shell has it: 128 + a signal's number; 1, Python's own, of a rank that an exception did not end."""
+        """The exit code as a shell reports it: 128 + the number of a signal; 1 if an exception did not end the rank."""
         if self.code is None:
             return 1
         return self.code if self.code >= 0 else 128 - self.code
 
     def precedence(self) -> tuple[bool, bool, float]:
-        """Sorts failures, the cause first."""
+        """Returns a key that sorts failures, the cause first."""
         return (not self.killed, self.error is not None and self.error.lost_a_peer, self.time)
 
     def describe(self) -> str:
-        """For the first failure. Empty if the rank has said what was wrong itself."""
+        """Describes the first failure. Empty if the rank has printed its own message."""
         if self.error is not None:
             return f"rank {self.rank} failed first:\n{self.error.traceback}"
         if self.killed:
@@ -58,7 +58,7 @@ class Failure:
         return "" if self.code == USAGE_ERROR else f"rank {self.rank} failed first, with exit code {self.exit_code}\n"
 
 
-class Rank:
+class RankProcess:
     """One process of the job, with a session of its own."""
 
     def __init__(self, number: int, command: Sequence[str], environment: dict[str, str], error_file: Path) -> None:
@@ -76,7 +76,7 @@ class Rank:
         return self.process.poll() is None
 
     def look(self) -> Failure | None:
-        """How the rank has failed, if it has. An exception counts before its process is gone, which may hang."""
+        """Returns how the rank has failed, or None. An exception counts at once, because its process may hang."""
         code = self.process.poll()
         if self.failure is None and (code or self.error_file.exists()):
             error = read(self.error_file)
@@ -84,7 +84,7 @@ class Rank:
         return self.failure
 
     def send(self, number: int) -> None:
-        """A signal to the rank and the processes it has started."""
+        """Sends a signal to the rank and the processes it has started."""
         if self.runs:
             os.killpg(self.process.pid, number)
 
@@ -96,7 +96,7 @@ def run_ranks(command: Sequence[str], world_size: int) -> int:
     the job's, that of a signal as the shell has it (128 + its number). SIGTERM and SIGINT are passed on to the ranks,
     which may take their time to save; a second SIGINT kills them. The ranks do not outlive this process.
     """
-    ranks: list[Rank] = []
+    ranks: list[RankProcess] = []
     stops: list[int] = []
 
     def stop(number: int, frame: object) -> None:
@@ -111,7 +111,7 @@ def run_ranks(command: Sequence[str], world_size: int) -> int:
         try:
             environment = _environment(world_size)
             for number in range(world_size):
-                ranks.append(Rank(number, command, environment, Path(folder) / f"rank_{number}.json"))
+                ranks.append(RankProcess(number, command, environment, Path(folder) / f"rank_{number}.json"))
             failures = _watch(ranks, stops)
         finally:
             for rank in ranks:
@@ -126,7 +126,7 @@ def run_ranks(command: Sequence[str], world_size: int) -> int:
 
 
 def _environment(world_size: int) -> dict[str, str]:
-    """What the ranks share."""
+    """Returns the environment variables that all ranks share."""
     # What another launcher told this process about its own job would mislead the ranks of this one.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     return {
@@ -142,8 +142,8 @@ def _environment(world_size: int) -> dict[str, str]:
     }
 
 
-def _watch(ranks: Sequence[Rank], stops: Sequence[int]) -> list[Failure]:
-    """Waits for all ranks to end, and ends those that are left when one fails. The failures, the cause first."""
+def _watch(ranks: Sequence[RankProcess], stops: Sequence[int]) -> list[Failure]:
+    """Waits for all ranks, and ends the rest when one fails. Returns the failures, the cause first."""
     while any(rank.runs for rank in ranks):
         if [rank for rank in ranks if rank.look()] and not stops:  # all are looked at
             _wait(ranks, SETTLE_SECONDS)
@@ -157,8 +157,8 @@ def _watch(ranks: Sequence[Rank], stops: Sequence[int]) -> list[Failure]:
     return sorted(failures, key=Failure.precedence)
 
 
-def _wait(ranks: Sequence[Rank], seconds: float) -> None:
-    """Until all ranks have ended, at most so long; notes when each fails."""
+def _wait(ranks: Sequence[RankProcess], seconds: float) -> None:
+    """Waits until all ranks have ended, at most so long, and records when each fails."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(rank.runs for rank in ranks):
         for rank in ranks:
@@ -167,7 +167,7 @@ def _wait(ranks: Sequence[Rank], seconds: float) -> None:
 
 
 def _report(failures: Sequence[Failure]) -> None:
-    """The first failure whole, the others with an exception in a line each."""
+    """Prints the first failure in full, and one line for each other exception."""
     for position, failure in enumerate(failures):
         if position == 0:
             print(failure.describe(), end="", file=sys.stderr)

@@ -35,7 +35,7 @@ class Nodes:
     launcher: str = "pdsh"
 
     def slots(self) -> dict[str, int]:
-        """Each machine's processes; empty for this machine alone.
+        """Returns the number of processes on each machine; empty for this machine alone.
 
         ValueError for a hostfile with mistakes, or with fewer machines or slots than asked for.
         """
@@ -60,7 +60,7 @@ class Nodes:
 
 
 def read_hostfile(path: Path) -> dict[str, int] | None:
-    """Name -> slots in the file's order; None if there is no such file. ValueError naming the line that is wrong."""
+    """Returns name -> slots in the file's order, or None without such a file. Raises ValueError naming a wrong line."""
     if not path.is_file():
         return None
     hosts: dict[str, int] = {}
@@ -80,7 +80,10 @@ def read_hostfile(path: Path) -> dict[str, int] | None:
 
 
 def deepspeed_command(nodes: Nodes, script: Sequence[str]) -> list[str]:
-    """What starts the job, on this machine. script: the script and its arguments, or "-m", the module and its."""
+    """Returns the command that starts the job from this machine.
+
+    script: the script and its arguments, or "-m", the module and its arguments.
+    """
     slots = nodes.slots()
     assert nodes.hostfile is not None
     command = ["deepspeed", "--hostfile", nodes.hostfile]
@@ -97,7 +100,7 @@ def deepspeed_command(nodes: Nodes, script: Sequence[str]) -> list[str]:
 
 
 def check_launcher(launcher: str) -> None:
-    """ValueError if DeepSpeed could not reach the machines."""
+    """Raises ValueError if DeepSpeed could not reach the machines by this launcher."""
     programs = {"pdsh": "pdsh", "slurm": "sinfo", "openmpi": "ompi_info", "mpich": "mpirun", "impi": "mpirun",
                 "mvapich": "mpiname"}  # fmt: skip
     if launcher not in programs:
@@ -110,7 +113,7 @@ def check_launcher(launcher: str) -> None:
 
 
 def launcher_command(nodes: Nodes, script: Sequence[str]) -> list[str]:
-    """What `deepspeed_command` runs to reach the machines, from DeepSpeed's own code; for `--dry-run`.
+    """Returns the command by which DeepSpeed's launcher reaches the machines, for `--dry-run`.
 
     `%n` is the machine's number, which pdsh fills in.
     """
@@ -138,7 +141,7 @@ def launcher_command(nodes: Nodes, script: Sequence[str]) -> list[str]:
 
 
 def rank_commands(nodes: Nodes, script: Sequence[str]) -> dict[str, list[str]]:
-    """Machine -> the commands of its ranks, with their variables; for `--dry-run`."""
+    """Returns machine -> the commands of its ranks with their variables, for `--dry-run`."""
     slots = nodes.slots()
     shared = {
         "WORLD_SIZE": sum(slots.values()),
@@ -157,7 +160,7 @@ def rank_commands(nodes: Nodes, script: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _address(nodes: Nodes) -> str:
-    """Where the ranks meet; what DeepSpeed would have to ask the first machine for is left to the shell."""
+    """Returns the address where the ranks meet, or the command by which DeepSpeed would ask for it."""
     return nodes.master_addr or f"$(ssh {next(iter(nodes.slots()))} hostname -I | cut -d' ' -f1)"
 
 

@@ -1,4 +1,4 @@
-"""This process's place among a run's, from the variables of whoever started it. Needs no torch: starting is quick."""
+"""The rank of this process, from the environment variables of its launcher. Does not import torch, to start quickly."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class RankInfo:
-    """This process's place in the run, from the variables that torchrun, deepspeed, srun and our own start set.
+    """The rank of this process, from the variables that torchrun, deepspeed, srun or our own launcher set.
 
-    variables: torchrun's for this place, where the starter has set others.
+    variables: those of torchrun for this rank, if the launcher has set others.
     """
 
     rank: int
@@ -36,7 +36,7 @@ class RankInfo:
         )
 
     def export(self) -> None:
-        """Sets the variables that `torch.distributed` and DeepSpeed read."""
+        """Sets the environment variables that `torch.distributed` and DeepSpeed read."""
         os.environ.update(self.variables)
 
     @property
@@ -51,10 +51,10 @@ def free_port() -> int:
 
 
 def cpu_environment(local_world_size: int) -> dict[str, str]:
-    """Variables that make several CPU processes of one machine fast; those already set are kept.
+    """Returns environment variables that make several CPU processes of one machine fast; those already set are kept.
 
-    Huge pages for tensors: touching fresh small pages costs eager PyTorch most of its memory bandwidth.
-    LOCAL_SIZE: how many devices DeepSpeed's CPU accelerator may count on, one for each process.
+    THP_MEM_ALLOC_ENABLE: huge pages for tensors, because touching fresh small pages costs eager PyTorch most of its
+    memory bandwidth. LOCAL_SIZE: the number of devices for DeepSpeed's CPU accelerator, one for each process.
     """
     threads = max(1, (os.cpu_count() or 1) // local_world_size)
     wanted = {
@@ -72,8 +72,8 @@ BATCH_STEP = "4294967291"  # the step number SLURM gives to a batch script itsel
 def started_by_srun(environ: Mapping[str, str]) -> bool:
     """Whether this process is a task of an `srun` step.
 
-    The batch script of a job has a SLURM_PROCID of 0 as well and inherits the job's number of tasks, but `srun` has
-    not started the others: taking it for a task would wait for them for ever. It has no step of its own.
+    The batch script of a job also has a SLURM_PROCID of 0 and the job's number of tasks, but `srun` has not started the
+    others: a process that took itself for a task would wait for them forever. A batch script has no step of its own.
     """
     if "SLURM_PROCID" not in environ or tasks(environ) is None:
         return False
@@ -83,13 +83,13 @@ def started_by_srun(environ: Mapping[str, str]) -> bool:
 
 
 def tasks(environ: Mapping[str, str]) -> int | None:
-    """Of this step: the job may have been given more."""
+    """Returns the number of tasks of this step, which may be fewer than the job's."""
     value = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS")
     return int(value) if value else None
 
 
 def torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that torchrun would have set for this task; MASTER_ADDR and MASTER_PORT are kept where given."""
+    """Returns the variables that torchrun would have set for this task. A given MASTER_ADDR or MASTER_PORT is kept."""
     world_size = tasks(environ)
     assert world_size is not None
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or environ.get("SLURM_JOB_NODELIST")
@@ -105,7 +105,7 @@ def torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def tasks_on_this_node(environ: Mapping[str, str], world_size: int) -> int:
-    """From `SLURM_STEP_TASKS_PER_NODE`, such as `2(x3),1`: two on each of three nodes, one on the last."""
+    """Reads `SLURM_STEP_TASKS_PER_NODE`, such as `2(x3),1`: two on each of three nodes, one on the last."""
     counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     if counts is None:
         return world_size // int(environ.get("SLURM_NNODES", 1)) or 1
@@ -116,7 +116,7 @@ def tasks_on_this_node(environ: Mapping[str, str], world_size: int) -> int:
 
 
 def first_host(nodes: str) -> str:
-    """`rack[1-2]n[04-07,9],other` -> `rack1n04`"""
+    """Returns the first name of a SLURM node list: `rack[1-2]n[04-07,9],other` -> `rack1n04`."""
     depth = 0
     for end, letter in enumerate(nodes):
         depth += (letter == "[") - (letter == "]")

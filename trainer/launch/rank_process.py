@@ -28,7 +28,7 @@ LOST_PEER = ("gloo/transport", "Connection closed by peer", "Connection reset by
 
 @dataclass(frozen=True)
 class RankError:
-    """summary: `ValueError: what it says`. time: seconds since the epoch, of the failure."""
+    """How a rank failed. summary: `ValueError: the message`. time: of the failure, seconds since the epoch."""
 
     summary: str
     traceback: str
@@ -40,15 +40,15 @@ class RankError:
 
 
 def join_job() -> None:
-    """Makes this process a good member of the job it belongs to, if it does."""
+    """Sets up this process as a rank of a job, if it is one."""
     record_uncaught_exceptions()
     end_with_starter()
 
 
 def record_uncaught_exceptions() -> None:
-    """From now on an exception that ends this process goes to the file its starter named, if it named one.
+    """Records an exception that ends this process in the file that its launcher named, if it named one.
 
-    torchrun leaves the traceback on the rank's stderr to the rank; our launcher prints the first one itself.
+    Under torchrun the rank also prints its traceback; our launcher prints the first one itself.
     """
     if ERROR_FILE not in os.environ or getattr(sys.excepthook, "records_to", None) == os.environ[ERROR_FILE]:
         return
@@ -66,7 +66,7 @@ def record_uncaught_exceptions() -> None:
 
 
 def end_with_starter() -> None:
-    """In a rank: makes it end when its launcher does, however that ends (Linux)."""
+    """Makes a rank end when its launcher does, however that ends (Linux)."""
     starter = os.environ.get(STARTER)
     if starter is None or not sys.platform.startswith("linux"):
         return
@@ -81,12 +81,12 @@ def end_with_starter() -> None:
 
 
 def lost_a_peer(summary: str) -> bool:
-    """Whether an exception says that another rank has gone away."""
+    """Whether an exception is the consequence of another rank's failure."""
     return any(words in summary for words in LOST_PEER)
 
 
 def write(path: Path, error: BaseException) -> bool:
-    """Whether the exception could be written, whole or not at all."""
+    """Writes an exception atomically; returns whether that succeeded."""
     summary = f"{type(error).__name__}: {error}"
     # torchrun takes the earliest for the cause, by whole seconds; one that lost a peer failed after that one.
     when = int(time.time()) + lost_a_peer(summary)
@@ -102,7 +102,7 @@ def write(path: Path, error: BaseException) -> bool:
 
 
 def read(path: Path) -> RankError | None:
-    """None if the rank left nothing."""
+    """Returns the error that a rank has written, or None."""
     try:
         message = json.loads(path.read_text())["message"]
         return RankError(message["message"], message["extraInfo"]["py_callstack"], path.stat().st_mtime)
@@ -111,7 +111,7 @@ def read(path: Path) -> RankError | None:
 
 
 class StopSignal:
-    """While open, SIGTERM sets `is_set` and no more; the loop ends after its step."""
+    """While open, SIGTERM only sets `is_set`; the loop then ends after its step."""
 
     def __init__(self) -> None:
         self.is_set = False

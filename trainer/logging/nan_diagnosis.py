@@ -12,7 +12,7 @@ from ..engines.engine import Engine, ForwardStep
 
 @torch.no_grad()
 def diagnose_non_finite(engine: Engine, forward_step: ForwardStep, batch: dict[str, Any]) -> str:
-    """Names the parameter that is not finite, or the first module whose output is not, in another forward pass."""
+    """Repeats a forward pass; returns which parameter, or which module's output first, is not finite."""
     for name, parameter in engine.module.named_parameters():
         if not torch.isfinite(parameter).all():
             return f"the parameter {name} is not finite"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-# Dense 16-bit matrix products, FLOP/s, from the makers' data sheets.
+# Dense 16-bit matmul, FLOP/s, from the data sheets.
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "V100": 125e12}
 
 
@@ -46,25 +46,25 @@ class Throughput:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that this process has had allocated on its GPU, or resident in CPU memory."""
+    """Returns the peak memory of this process in bytes: allocated on its GPU, or resident in CPU memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def device_peak(device: torch.device) -> float:
-    """FLOP/s of a GPU by its data sheet; of anything else, of a large fp32 matrix product that is timed here."""
+    """Returns the peak FLOP/s of a GPU by its data sheet, or of another device by timing a large fp32 matmul."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for known, peak in PEAKS.items():
             if known in name:
                 return peak
-    return _matrix_products(device, torch.get_num_threads())
+    return _matmul_flops(device, torch.get_num_threads())
 
 
 @functools.cache
-def _matrix_products(device: torch.device, threads: int) -> float:
-    """FLOP/s with so many threads, timed once in a process."""
+def _matmul_flops(device: torch.device, threads: int) -> float:
+    """Returns the FLOP/s of a matmul with so many threads, timed once in a process."""
     size = 1024
     a = torch.ones(size, size, device=device)
     best = min(_seconds(a) for _ in range(3))
