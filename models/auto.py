@@ -38,7 +38,7 @@ def config_from_dict(values: dict[str, Any]) -> ModelConfig:
 
 def infer_config(ranks: Sequence[Mapping[str, StoredTensor]]) -> ModelConfig:
     """What each rank's tensors tell of a model without a `config.json`. ValueError if that is not enough."""
-    reasons = []
+    reasons: list[str] = []
     for infer in filter(None, (family(name).infer_config for name in FAMILIES)):
         try:
             return infer(ranks)

@@ -72,7 +72,7 @@ class Family:
     kind: Kind
     objective: str
     activations: Callable[[Any], Activations]
-    tasks: Mapping[str, str] = field(default_factory=dict)
+    tasks: Mapping[str, str] = field(default_factory=dict[str, str])
     no_tasks: str = ""
     new_modules: tuple[str, ...] = ()
     in_transformers: bool = True

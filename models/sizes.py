@@ -47,7 +47,7 @@ def sizes_of(model: nn.Module, tensor_parallel_size: int) -> list[ParameterSize]
             f"tensor-parallel size of {', '.join(map(str, legal))}"
         )
     tables = {parameter for module in model.modules() if is_embedding(module) for parameter in module.parameters()}
-    sizes = []
+    sizes: list[ParameterSize] = []
     for name, parameter in model.named_parameters():
         shard = getattr(parameter, "shard", None)
         shape = tuple(shard.shape if shard else parameter.shape)

@@ -11,14 +11,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from ...mpu import Dropout, LayerNorm, ParallelMesh, VocabParallelEmbedding, VocabParallelHead, checkpoint
 from ..common.language_model import VOCABULARY_MULTIPLE, LanguageModel, PositionEmbedding, ReplicatedLinear, first_token
-from ..common.parallel_config import ParallelConfig, residual_dropout
+from ..common.parallel_config import LayerArguments, ParallelConfig, layer_arguments, residual_dropout
 from ..common.transformer import MLP, SelfAttention, find_activation, key_mask
 from .classification import SequenceClassifier, class_loss
 from .config import BertConfig
@@ -29,7 +27,7 @@ class BertBlock(nn.Module):
     def __init__(self, config: BertConfig, mesh: ParallelMesh | None, parallel_config: ParallelConfig) -> None:
         super().__init__()
         size, eps, heads = config.hidden_size, config.layer_norm_eps, config.num_attention_heads
-        shared: dict[str, Any] = {"mesh": mesh, "sequence_parallel": parallel_config.sequence_parallel}
+        shared = layer_arguments(mesh, parallel_config)
         self.attention = SelfAttention(
             size,
             heads,
@@ -58,7 +56,7 @@ class BertEncoder(nn.Module):
         self.sequence_parallel = parallel_config.sequence_parallel
         self.recompute_blocks = parallel_config.recompute == "full"
         size = config.hidden_size
-        shared: dict[str, Any] = {"mesh": mesh, "sequence_parallel": parallel_config.sequence_parallel}
+        shared = layer_arguments(mesh, parallel_config)
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size, size, padding_idx=config.pad_token_id, pad_multiple=VOCABULARY_MULTIPLE, **shared
         )
@@ -104,7 +102,7 @@ class MaskedLMHead(nn.Module):
     def __init__(self, encoder: BertEncoder, activation: str) -> None:
         super().__init__()
         config, size = encoder.config, encoder.config.hidden_size
-        shared: dict[str, Any] = {"mesh": encoder.mesh, "sequence_parallel": encoder.sequence_parallel}
+        shared = LayerArguments(mesh=encoder.mesh, sequence_parallel=encoder.sequence_parallel)
         self.activation = find_activation(activation)
         self.dense = ReplicatedLinear(size, size, **shared)
         self.norm = LayerNorm(size, config.layer_norm_eps, **shared)

@@ -25,7 +25,6 @@ from ...mpu import (
     tp_size,
     vocab_parallel_cross_entropy,
 )
-from .config import ModelConfig
 from .parallel_config import ParallelConfig
 
 Generates = Literal["continuation", "answer", "blanks", "masks"]
@@ -38,7 +37,7 @@ class LanguageModel(nn.Module):
     """Base of the models whose logits at a position are for the label at that position (masked language models,
     decoders whose labels are aligned); their logits are vocabulary-parallel."""
 
-    config: ModelConfig
+    config: Any  # the family's ModelConfig
     mesh: ParallelMesh | None
     parallel_config: ParallelConfig
     generates: ClassVar[Generates]

@@ -1,9 +1,9 @@
-"""`ParallelConfig`: how a model's blocks run, which never changes what they compute."""
+"""How a model's blocks run, which never changes what they compute."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict
 
 from ...mpu import Dropout, ParallelMesh
 
@@ -17,6 +17,18 @@ class ParallelConfig:
 
     sequence_parallel: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
+
+
+class LayerArguments(TypedDict):
+    """Arguments that norms, embeddings and parallel layers have in common."""
+
+    mesh: ParallelMesh | None
+    sequence_parallel: bool
+
+
+def layer_arguments(mesh: ParallelMesh | None, parallel_config: ParallelConfig) -> LayerArguments:
+    """The common arguments of the layers under a mesh and a `ParallelConfig`."""
+    return {"mesh": mesh, "sequence_parallel": parallel_config.sequence_parallel}
 
 
 def residual_dropout(p: float, mesh: ParallelMesh | None, parallel_config: ParallelConfig) -> Dropout:

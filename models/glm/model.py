@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding, VocabParallelHead, checkpoint
 from ..common.cache import Cache, LayerKVCache
 from ..common.language_model import VOCABULARY_MULTIPLE, LanguageModel, ModelOutput, PositionEmbedding
-from ..common.parallel_config import ParallelConfig, residual_dropout
+from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
 from ..common.transformer import MLP, SelfAttention
 from .config import GLMConfig
 
@@ -31,7 +30,7 @@ class GLMBlock(nn.Module):
     def __init__(self, config: GLMConfig, mesh: ParallelMesh | None, parallel_config: ParallelConfig) -> None:
         super().__init__()
         size, heads, eps = config.hidden_size, config.num_attention_heads, config.layer_norm_eps
-        shared: dict[str, Any] = {"mesh": mesh, "sequence_parallel": parallel_config.sequence_parallel}
+        shared = layer_arguments(mesh, parallel_config)
         self.ln_1 = LayerNorm(size, eps, **shared)
         self.attention = SelfAttention(
             size,
@@ -76,7 +75,7 @@ class GLMForConditionalGeneration(LanguageModel):
         self.sequence_parallel = parallel_config.sequence_parallel
         self.recompute_blocks = parallel_config.recompute == "full"
         size, positions = config.hidden_size, config.max_sequence_length + 1
-        shared: dict[str, Any] = {"mesh": mesh, "sequence_parallel": parallel_config.sequence_parallel}
+        shared = layer_arguments(mesh, parallel_config)
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size, size, pad_multiple=VOCABULARY_MULTIPLE, **shared
         )

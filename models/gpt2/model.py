@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from ...mpu import (
 )
 from ..common.cache import Cache, LayerKVCache
 from ..common.language_model import VOCABULARY_MULTIPLE, CausalLM, CausalLMOutput, PositionEmbedding
-from ..common.parallel_config import ParallelConfig, residual_dropout
+from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
 from ..common.transformer import MLP, SelfAttention, causal_mask
 from .config import GPT2Config
 
@@ -38,7 +37,7 @@ class GPT2Block(nn.Module):
         scale = (size // config.n_head) ** -0.5 if config.scale_attn_weights else 1.0
         if config.scale_attn_by_inverse_layer_idx:
             scale /= layer + 1
-        shared: dict[str, Any] = {"mesh": mesh, "sequence_parallel": parallel_config.sequence_parallel}
+        shared = layer_arguments(mesh, parallel_config)
         self.ln_1 = LayerNorm(size, eps, **shared)
         self.attention = SelfAttention(
             size, config.n_head, scale=scale, dropout=config.attn_pdrop, mesh=mesh, parallel_config=parallel_config
@@ -66,7 +65,7 @@ class GPT2LMHeadModel(CausalLM):
         parallel_config = parallel_config or ParallelConfig()
         self.config, self.mesh, self.parallel_config = config, mesh, parallel_config
         self.recompute_blocks = parallel_config.recompute == "full"
-        shared: dict[str, Any] = {"mesh": mesh, "sequence_parallel": parallel_config.sequence_parallel}
+        shared = layer_arguments(mesh, parallel_config)
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size, config.n_embd, pad_multiple=VOCABULARY_MULTIPLE, **shared
         )

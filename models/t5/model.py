@@ -24,7 +24,7 @@ from ...mpu.parameter import split_parameter
 from ...ops.autograd import Function, once_differentiable
 from ..common.cache import Cache, LayerKVCache
 from ..common.language_model import VOCABULARY_MULTIPLE, EncoderOutput, Seq2SeqLM, Seq2SeqLMOutput
-from ..common.parallel_config import ParallelConfig, residual_dropout
+from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
 from ..common.transformer import MLP, CrossAttention, GatedMLP, SelfAttention, causal_mask, check_heads, key_mask
 from .config import T5Config
 
@@ -39,26 +39,22 @@ class T5Block(nn.Module):
     ) -> None:
         super().__init__()
         size, heads, rate = config.d_model, config.num_heads, config.dropout_rate
-        norm: dict[str, Any] = {
-            "eps": config.layer_norm_epsilon,
-            "sequence_parallel": parallel_config.sequence_parallel,
-            "mesh": mesh,
-        }
-        heads_of: dict[str, Any] = {"head_size": config.d_kv, "bias": False, "scale": 1.0, "dropout": rate}
-        ways: dict[str, Any] = {"mesh": mesh, "parallel_config": parallel_config}
-        self.attention_norm = RMSNorm(size, **norm)
-        self.attention = SelfAttention(size, heads, **heads_of, **ways)
+        eps, shared = config.layer_norm_epsilon, layer_arguments(mesh, parallel_config)
+        block: dict[str, Any] = {"dropout": rate, "mesh": mesh, "parallel_config": parallel_config}
+        attention: dict[str, Any] = {"head_size": config.d_kv, "bias": False, "scale": 1.0, **block}
+        self.attention_norm = RMSNorm(size, eps, **shared)
+        self.attention = SelfAttention(size, heads, **attention)
         self.attention_dropout = residual_dropout(rate, mesh, parallel_config)
         self.is_decoder = is_decoder
         if is_decoder:
-            self.cross_attention_norm = RMSNorm(size, **norm)
-            self.cross_attention = CrossAttention(size, heads, **heads_of, **ways)
+            self.cross_attention_norm = RMSNorm(size, eps, **shared)
+            self.cross_attention = CrossAttention(size, heads, **attention)
             self.cross_attention_dropout = residual_dropout(rate, mesh, parallel_config)
-        self.mlp_norm = RMSNorm(size, **norm)
+        self.mlp_norm = RMSNorm(size, eps, **shared)
         if config.is_gated:
-            self.mlp = GatedMLP(size, config.d_ff, config.activation, dropout=rate, **ways)
+            self.mlp = GatedMLP(size, config.d_ff, config.activation, **block)
         else:
-            self.mlp = MLP(size, config.d_ff, config.activation, bias=False, dropout=rate, **ways)
+            self.mlp = MLP(size, config.d_ff, config.activation, bias=False, **block)
         self.mlp_dropout = residual_dropout(rate, mesh, parallel_config)
 
     def forward(
@@ -103,9 +99,7 @@ class T5Stack(nn.Module):
         )
         self.embedding_dropout = residual_dropout(config.dropout_rate, mesh, parallel_config)
         self.blocks = nn.ModuleList(T5Block(config, is_decoder, mesh, parallel_config) for _ in range(layers))
-        self.final_norm = RMSNorm(
-            config.d_model, config.layer_norm_epsilon, sequence_parallel=parallel_config.sequence_parallel, mesh=mesh
-        )
+        self.final_norm = RMSNorm(config.d_model, config.layer_norm_epsilon, **layer_arguments(mesh, parallel_config))
         self.final_dropout = residual_dropout(config.dropout_rate, mesh, parallel_config)
 
     def forward(
@@ -145,16 +139,16 @@ class T5ForConditionalGeneration(Seq2SeqLM):
         super().__init__()
         parallel_config = parallel_config or ParallelConfig()
         self.config, self.mesh, self.parallel_config = config, mesh, parallel_config
-        shared: dict[str, Any] = {
-            "mesh": mesh,
-            "sequence_parallel": parallel_config.sequence_parallel,
-            "pad_multiple": VOCABULARY_MULTIPLE,
-        }
-        self.word_embeddings = VocabParallelEmbedding(config.vocab_size, config.d_model, **shared)
+        shared = layer_arguments(mesh, parallel_config)
+        self.word_embeddings = VocabParallelEmbedding(
+            config.vocab_size, config.d_model, pad_multiple=VOCABULARY_MULTIPLE, **shared
+        )
         self.encoder = T5Stack(config, config.num_layers, False, mesh, parallel_config)
         self.decoder = T5Stack(config, config.decoder_layers, True, mesh, parallel_config)
         tied = self.word_embeddings if config.tie_word_embeddings else None
-        self.head = VocabParallelHead(config.d_model, config.vocab_size, tied=tied, **shared)
+        self.head = VocabParallelHead(
+            config.d_model, config.vocab_size, tied=tied, pad_multiple=VOCABULARY_MULTIPLE, **shared
+        )
 
     def forward(
         self,
@@ -294,7 +288,7 @@ class _LayOutDiagonals(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor):
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (grad,) = grads  # [N, Sq, Sk]
         queries, keys = grad.shape[1:]
         total = grad.new_zeros(ctx.shape, dtype=torch.promote_types(grad.dtype, torch.float32))
