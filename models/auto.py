@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -55,7 +55,7 @@ def as_config(config: ModelConfig | dict[str, Any] | str | Any) -> ModelConfig:
     if isinstance(config, (str, Path)):
         return find_config(str(config))
     if isinstance(config, dict):
-        return config_from_dict(config)
+        return config_from_dict(cast(dict[str, Any], config))
     if hasattr(config, "to_dict"):
         return config_from_dict(config.to_dict())
     raise ValueError(f"a model's configuration cannot be a {type(config).__name__}; pass a dict, a preset or a path")

@@ -79,7 +79,7 @@ def from_pretrained(
 def _absent_names(model: nn.Module, new: Sequence[str]) -> set[str]:
     """What is not looked for in the files: parameters of the modules that are drawn anew, and heads that the model does
     not have. ValueError for a module that the model does not have."""
-    modules = dict(model.named_modules())
+    modules: dict[str, nn.Module] = dict(cast(Any, model).named_modules())
     for name in new:
         if name not in modules:
             children = ", ".join(child for child, _ in model.named_children())

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -95,7 +95,7 @@ class MappedCheckpoint:
 
 def parameter_specs(model: nn.Module) -> dict[str, ParameterSpec]:
     """Each parameter's full shape, without padding, and its split."""
-    specs = {}
+    specs: dict[str, ParameterSpec] = {}
     for name, parameter in model.named_parameters():
         shard = getattr(parameter, "shard", None)
         specs[name] = ParameterSpec(name, tuple(shard.shape if shard else parameter.shape), shard)
@@ -173,7 +173,7 @@ def stored_config(
 
 
 @contextmanager
-def config_mistakes() -> Iterator[None]:
+def config_mistakes() -> Generator[None, None, None]:
     """Whatever a wrong value in config.json leads to while a model is built is the file's mistake."""
     try:
         yield
@@ -268,10 +268,13 @@ def _map_huggingface(checkpoint: Checkpoint, model: NativeModel, absent: Collect
     names = StoredNames(
         stored, {alias: match.sources[kept] for alias, kept in match.aliases.items() if kept in match.sources}
     )
-    placements, used, problems = {}, set(), []
+    placements: dict[str, ParameterPlacement] = {}
+    used: set[str] = set()
+    problems: list[str] = []
     for name, parameter in model.parameters.items():
         entry = match.entries[name]
-        spans, copies = stacked_ranges(parameter, entry), []
+        spans = stacked_ranges(parameter, entry)
+        copies: list[tuple[TensorSlice, ...]] = []
         for copy in names.copies(name):
             used.update(copy)
             for stored_name, span in zip(copy, spans, strict=True):
@@ -347,7 +350,8 @@ def _check_manifest(manifest: Manifest, model: NativeModel, absent: Collection[s
             raise ValueError(f"{name} is {list(record.shape)} in the manifest, {list(parameter.shape)} by config.json")
         mine = asdict(parameter.shard) if parameter.shard else None
         theirs = record.shard and {
-            key: tuple(value) if isinstance(value, list) else value for key, value in record.shard.items()
+            key: tuple(cast(list[Any], value)) if isinstance(value, list) else value
+            for key, value in record.shard.items()
         }
         if mine != theirs:
             raise ValueError(f"{name} is split as {theirs} in the manifest, but as {mine} by this model")
@@ -411,7 +415,9 @@ def _by_rank(
 class _NoInitialValues(TorchFunctionMode):
     """Parameters without storage have no values to draw, and drawing them imports half of torch's compiler."""
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if getattr(function, "__module__", None) == "torch.nn.init":
             return args[0] if args else (kwargs or {})["tensor"]
         return function(*args, **(kwargs or {}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 from typing_extensions import Self
 
@@ -121,7 +121,9 @@ class BertConfig(ModelConfig):
             if not isinstance(architectures, list):
                 raise ValueError(f"architectures must be a list of class names, not {shown(architectures)}")
             values["architecture"] = architectures[0]
-        if isinstance(names := values.get("id2label"), dict):
+        names: Any = values.get("id2label")
+        if isinstance(names, dict):
+            names = cast(dict[Any, Any], names)
             values["num_labels"] = len(names)
             if set(map(str, names.values())) == {f"LABEL_{i}" for i in range(len(names))}:
                 values["id2label"] = values["label2id"] = None  # transformers' names for labels without one

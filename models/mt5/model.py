@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ..t5.model import T5ForConditionalGeneration
-from .config import MT5Config
 
 
 class MT5ForConditionalGeneration(T5ForConditionalGeneration):
-    config: MT5Config
+    """T5's model; `config` is an `MT5Config`."""

@@ -298,7 +298,7 @@ class _LayOutDiagonals(Function):
             width = keys + size - 1
             shifted = grad.new_zeros(len(grad), size * (width + 1))
             shifted[:, size - 1 :][:, : size * width].unflatten(1, (size, width))[..., :keys] = rows
-            sums = shifted.unflatten(1, (size, width + 1)).sum(1, dtype=total.dtype)
+            sums = torch.sum(shifted.view(-1, size, width + 1), 1, dtype=total.dtype)
             total[:, queries - first - size :][:, :width] += sums[:, :width]
         return total.to(grad.dtype), None, None
 
