@@ -15,11 +15,11 @@ def exit_code_of(work: Callable[[], int], *, quiet: bool = False) -> int:
         return work()
     except ValueError as error:
         if not quiet:
-            print_mistake(error)
+            print_error(error)
         return USAGE_ERROR
 
 
-def print_mistake(error: ValueError) -> None:
+def print_error(error: ValueError) -> None:
     from rich.console import Console
     from rich.text import Text
 

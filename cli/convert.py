@@ -137,8 +137,9 @@ Command = Union[  # noqa: UP007 - tyro reads the annotations of a Union at run t
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0: done, or equal. 1: `verify` or `diff` found differences. 2: refused, after a message on stderr."""
+    command_type: Any = Command  # a Union, which tyro reads
     command = tyro.cli(
-        Command,  # type: ignore[arg-type]
+        command_type,
         prog="shardzoo convert",
         args=None if argv is None else list(argv),
         description=__doc__,

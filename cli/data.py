@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -157,7 +157,8 @@ Command = (
 
 def main(argv: list[str]) -> int:
     """Run `shardzoo data …`; 0, or 2 with one line on standard error for a mistake."""
-    command = tyro.cli(Command, args=argv, prog="shardzoo data")  # type: ignore[call-overload]
+    command_type: Any = Command  # a Union, which tyro reads
+    command = tyro.cli(command_type, args=argv, prog="shardzoo data")
     try:
         command.run(Console())
     except (ValueError, OSError, RuntimeError) as error:

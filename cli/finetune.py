@@ -104,7 +104,8 @@ def make_trainer(arguments: FinetuneCommand) -> Finetuning:
     return trainer
 
 
-def validates(arguments: FinetuneCommand) -> bool:
+def validates(arguments: FinetuningArguments) -> bool:
+    """Whether some file, or a part of the training file, is there to validate on."""
     return arguments.validation_file is not None or arguments.validation_split > 0
 
 
@@ -113,7 +114,7 @@ def run(trainer: Finetuning) -> None:
     arguments, console = trainer.arguments, trainer.console
     if arguments.train_file is not None:
         trainer.model_summary()
-        trainer.train(valid=validates(arguments))  # type: ignore[arg-type]
+        trainer.train(valid=validates(arguments))
         console.print(f"saved {trainer.save_model()}")
     elif arguments.validation_file is not None:
         console.print(describe("validation", trainer.evaluate()))

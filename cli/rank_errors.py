@@ -7,10 +7,10 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from ..trainer.launch.rank_info import RankInfo
-from .console import USAGE_ERROR, print_mistake
+from .console import USAGE_ERROR, print_error
 
 PACKAGE = __name__.partition(".")[0]
-PATIENCE = timedelta(seconds=5)  # ranks that make the same mistake make it at nearly the same time
+PATIENCE = timedelta(seconds=5)  # ranks that raise the same error raise it at nearly the same time
 
 
 def exit_code_of_rank(work: Callable[[], int], launch: RankInfo) -> int:
@@ -22,37 +22,37 @@ def exit_code_of_rank(work: Callable[[], int], launch: RankInfo) -> int:
         return work()
     except ValueError as error:
         if launch.world_size == 1:
-            _tell(error)
+            _report(error)
         else:
-            _tell_once(error, launch)
+            _report_once(error, launch)
         return USAGE_ERROR
 
 
-def _tell_once(error: ValueError, launch: RankInfo) -> None:
+def _report_once(error: ValueError, launch: RankInfo) -> None:
     import torch.distributed as dist  # takes seconds
 
     if not dist.is_initialized():
         # Ranks of one machine have read the same command line and the same files.
         if launch.is_first or (launch.local_rank == 0 and launch.rank >= launch.local_world_size):
-            _tell(error)
+            _report(error)
         return
     # By the group's store and no collective, for another rank may be in one of its own.
     store = dist.distributed_c10d._get_default_store()
-    told, heard = f"told: {error}", [f"heard by {rank}: {error}" for rank in range(launch.world_size)]
+    reported, seen = f"reported: {error}", [f"seen by {rank}: {error}" for rank in range(launch.world_size)]
     if launch.is_first:
-        _tell(error)
-        store.set(told, "")
+        _report(error)
+        store.set(reported, "")
     try:
-        store.wait(heard[1:] if launch.is_first else [told], PATIENCE)
-        store.set(heard[launch.rank], "")
-    except RuntimeError:  # of the store, which may have gone with the first rank: that one made no such mistake
+        store.wait(seen[1:] if launch.is_first else [reported], PATIENCE)
+        store.set(seen[launch.rank], "")
+    except RuntimeError:  # a timeout, or the store ended with the first rank: that rank did not raise this error
         if not launch.is_first:
-            _tell(error)
+            _report(error)
 
 
-def _tell(error: ValueError) -> None:
-    """One message; behind it where it came from, unless that is code of ours, which says all there is to say."""
-    print_mistake(error)
+def _report(error: ValueError) -> None:
+    """Prints the message; after it the traceback, if the error was raised outside this package."""
+    print_error(error)
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     if frame.f_globals["__name__"].partition(".")[0] != PACKAGE:
         traceback.print_exception(error)

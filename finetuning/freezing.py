@@ -19,7 +19,7 @@ EMBEDDINGS = (nn.Embedding, VocabParallelEmbedding, PromptedEmbedding)
 def embedding_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Of the tables of tokens, positions and segments, whose rows are as wide as the model. A head that is tied to the
     token table is the same parameter."""
-    width = input_embedding(model).weight.shape[1]  # type: ignore[union-attr,index]
+    width = input_embedding(model).weight.shape[1]
     return {
         f"{name}.{own}": parameter
         for name, module in model.named_modules()

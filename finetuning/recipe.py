@@ -214,9 +214,12 @@ class Finetuning:
         Of LoRA only the added weights are written; a soft prompt lies beside the unchanged weights. This class reads
         both again as model_name_or_path.
         """
-        if folder is None and self.run_folder is None:
+        if folder is not None:
+            path = Path(folder)
+        elif self.run_folder is not None:
+            path = self.run_folder.hf
+        else:
             raise ValueError("nothing is trained yet: name the folder to save the model in")
-        path = Path(folder) if folder is not None else self.run_folder.hf  # type: ignore[union-attr]
         scratch = path.with_name(f".{path.name}.tokenizer")
         on_first_rank(lambda: self._write_companions(scratch))
         with without_prompt(self.model):

@@ -55,7 +55,7 @@ class PromptedEmbedding(nn.Module):
         return torch.where(new[..., None], F.embedding((ids - self.first_id).clamp(min=0), self.prompt), x)
 
 
-def input_embedding(model: Any) -> nn.Module:
+def input_embedding(model: Any) -> Any:
     """The module from token ids to vectors."""
     if hasattr(model, "get_input_embeddings"):
         return model.get_input_embeddings()

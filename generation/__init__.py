@@ -6,7 +6,7 @@ Names are loaded when they are first used. Importing the package gives every lan
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..models.common.language_model import LanguageModel
 
@@ -51,4 +51,4 @@ def _generate(self: LanguageModel, *args: Any, **kwargs: Any) -> Any:
     return generate(self, *args, **kwargs)
 
 
-LanguageModel.generate = _generate  # type: ignore[attr-defined]
+cast(Any, LanguageModel).generate = _generate

@@ -41,7 +41,7 @@ class Extras:
 
 
 def generate(
-    model: nn.Module,
+    model: Any,
     input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     *,
@@ -59,21 +59,29 @@ def generate(
     return_dict_in_generate: bool = False,
     **settings: Any,
 ) -> Tensor | GenerateOutput:
-    """Sequences that continue prompts (GPT-2), answer them (T5, mT5) or fill their first blank (GLM).
+    """Generates what the model's class says in `generates`: the continuation of prompts (GPT-2), the answer to them
+    (T5, mT5), or the contents of their first blank (GLM).
 
-    input_ids: int64 [B, S], the same on every tensor-parallel rank; None starts from the bos token. attention_mask:
-    [B, S], 0 for padding, which is on the left of prompts to be continued. position_ids, generation_attention_mask: of
-    a GLM, as its tokenizer's `build_inputs_for_generation` makes them; `fill_blanks` needs neither. settings: the
-    fields of `GenerationSettings`, by transformers' names; they override generation_config (transformers' object, the
-    contents of its file, or `GenerationSettings`), which overrides the model's configuration. Other arguments: as in
-    transformers.
+    Args that are not listed mean what they mean in transformers.
 
-    Returns int64 [B · num_return_sequences, T] on every rank: prompt and continuation, or the decoder's sequence; or a
-    `GenerateOutput`. With max_new_tokens=0 that is the prompt. Raises `ValueError` for unknown arguments, tokens
-    outside the vocabulary, and lengths that the model's positions do not cover.
+    Args:
+        input_ids: int64 [B, S], the same on every tensor-parallel rank; None starts from the bos token.
+        attention_mask: [B, S], 0 for padding, which is on the left of prompts to be continued.
+        position_ids, generation_attention_mask: of a GLM, as its tokenizer's `build_inputs_for_generation` makes them;
+            `fill_blanks` needs neither.
+        generation_config: transformers' object, the contents of its file, or `GenerationSettings`. It overrides the
+            model's configuration.
+        settings: the fields of `GenerationSettings`, by transformers' names. They override generation_config.
+
+    Returns:
+        int64 [B * num_return_sequences, T] on every rank: prompt and continuation, or the decoder's sequence; or a
+        `GenerateOutput`. With max_new_tokens=0 that is the prompt.
+
+    Raises:
+        ValueError: unknown arguments, tokens outside the vocabulary, lengths that the model's positions do not cover.
     """
     check_model(model)
-    made = make_settings(model.config, generation_config, settings)  # type: ignore[arg-type]
+    made = make_settings(model.config, generation_config, settings)
     extras = Extras(logits_processor or (), stopping_criteria or (), prefix_allowed_tokens_fn, streamer, tokenizer)
     # Inference mode saves a few percent of a step; what leaves it is copied into ordinary tensors.
     with evaluating(model), torch.inference_mode():

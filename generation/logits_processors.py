@@ -74,7 +74,8 @@ class LogitsProcessors:
 
     def stops(self, ids: Tensor) -> Tensor:
         """Which sequences [R, T] end with their last token: bool [R], the same on every rank."""
-        stops = self.criteria(ids, None)  # type: ignore[arg-type]
+        criteria: Any = self.criteria
+        stops = criteria(ids, None)
         if self.may_disagree:  # clocks differ, and a caller's criterion may be anything
             stops = of_first_rank(stops.to(torch.uint8), self.mesh).bool()
         return stops
@@ -97,7 +98,8 @@ def _edits(s: GenerationSettings, prompt: Tensor, encoder_ids: Any, mask: Tensor
     device: Any = prompt.device  # transformers annotates strings
     start, made = prompt.shape[1], []
     if s.sequence_bias is not None:
-        made.append(p.SequenceBiasLogitsProcessor(s.sequence_bias))  # type: ignore[arg-type]
+        bias: Any = s.sequence_bias
+        made.append(p.SequenceBiasLogitsProcessor(bias))
     if s.encoder_repetition_penalty != 1.0:
         made.append(p.EncoderRepetitionPenaltyLogitsProcessor(s.encoder_repetition_penalty, encoder_ids))
     if s.repetition_penalty != 1.0:
@@ -154,7 +156,7 @@ def _warpers(s: GenerationSettings, eos: Tensor | None, device: Any) -> list:
     return made
 
 
-def _criteria(s: GenerationSettings, eos: Tensor | None, limit: int, tokenizer: Any) -> list:
+def _criteria(s: GenerationSettings, eos: Any, limit: int, tokenizer: Any) -> list:
     made: list[Any] = [MaxLengthCriteria(limit)]
     if s.max_time is not None:
         made.append(MaxTimeCriteria(s.max_time))
@@ -163,7 +165,7 @@ def _criteria(s: GenerationSettings, eos: Tensor | None, limit: int, tokenizer: 
             raise ValueError("stop_strings needs the tokenizer: pass tokenizer=…")
         made.append(StopStringCriteria(tokenizer, s.stop_strings))
     if eos is not None:
-        made.append(EosTokenCriteria(eos))  # type: ignore[arg-type]
+        made.append(EosTokenCriteria(eos))
     return made
 
 

@@ -10,7 +10,7 @@ OLD_NORM_NAMES = ((r"(.*LayerNorm)\.gamma", r"\1.weight"), (r"(.*LayerNorm)\.bet
 
 def both(native: str, stored: str) -> tuple[Entry, Entry]:
     """The entries of a weight and its bias."""
-    return tuple(Entry(f"{native}.{kind}", f"{stored}.{kind}") for kind in ("weight", "bias"))  # type: ignore[return-value]
+    return Entry(f"{native}.weight", f"{stored}.weight"), Entry(f"{native}.bias", f"{stored}.bias")
 
 
 def encoder_entries(prefix: str) -> tuple[Entry, ...]:
