@@ -316,6 +316,23 @@ def test_storages_have_an_identity_without_data():
         assert first.untyped_storage()._cdata != torch.empty(4, device="meta").untyped_storage()._cdata
 
 
+def test_a_torch_file_tells_where_its_tensors_lie(tmp_path):
+    with needed_by(
+        "checkpoint/torch_file.py",
+        breaks="A .bin or .pt file is refused, because the places of its tensors are unknown.",
+        remedy="Find what torch.load on the meta device notes on storages now; else read the "
+        "records of the zip file, and let only .safetensors through meanwhile.",
+    ):
+        path = tmp_path / "weights.bin"
+        torch.save({"weight": torch.arange(4.0)}, path)
+        storage: Any = torch.load(path, map_location="meta", mmap=True, weights_only=True)["weight"].untyped_storage()
+        offset = storage._checkpoint_offset
+        assert path.read_bytes()[offset : offset + 16] == torch.arange(4.0).numpy().tobytes()
+        typed: Any = torch.TypedStorage(wrap_storage=torch.UntypedStorage(8, device="meta"), dtype=torch.float32,
+                                        _internal=True)  # fmt: skip
+        assert typed._untyped_storage.nbytes() == 8
+
+
 def test_tensors_count_their_changes():
     with needed_by(
         "models/common/language_model.py (lazy logits)",
@@ -353,7 +370,7 @@ def test_every_private_name_has_a_canary():
         "_lazy_init_hp_params_optimizer_state", "_len_torch_dispatch_stack", "_len_torch_function_stack",
         "_get_current_dispatch_mode_stack", "_functorch", "_C", "_current_level", "_linear_pointwise", "_assert_async",
         "_foreach_norm", "_torchdynamo_disable", "_worker_info", "_epoch", "_cdata", "_version", "_python_dispatch",
-        "_utils",
+        "_utils", "_untyped_storage", "_checkpoint_offset",
     }  # fmt: skip
     # Of long standing and documented, or in a benchmark alone.
     accepted = {"_exit", "_parameters", "_buffers", "_modules", "_attn_implementation", "_sleep", "_ops", "_dynamo",
