@@ -117,7 +117,6 @@ class Seq2SeqLM(LanguageModel):
     `config` has `pad_token_id` and `decoder_start_token_id`.
     """
 
-    config: Any
     generates = "answer"
 
     def decoder_inputs(self, decoder_input_ids: Tensor | None, labels: Tensor | None) -> Tensor:
