@@ -37,13 +37,16 @@ from .shard import Shard
 class ColumnParallelLinear(SplitLayer):
     """y = x Wᵀ + b with the output features split over the tensor-parallel ranks. Weight [out, in].
 
-    groups: sizes of the blocks stacked along the output (fused Q, K, V; gate and up), each split separately.
-    unit: a rank's piece of each block is a whole number of units, e.g. the head size.
-    gather_output: return all output features, in the unsplit order, on every rank.
-    sequence_parallel: the input is this rank's part [B, S/tp, in] of the sequence.
+    Input [..., in], replicated. Output [..., out/tp], or [..., out] if gathered, in the input's dtype.
 
-    Input [..., in], replicated. Output [..., out/tp], or [..., out] if gathered, in the input's dtype. Raises
-    `ValueError` if the output features cannot be split over the ranks, naming the sizes that work.
+    Args:
+        groups: sizes of the blocks stacked along the output (fused Q, K, V; gate and up), each split separately.
+        unit: a rank's piece of each block is a whole number of units, e.g. the head size.
+        gather_output: return all output features, in the unsplit order, on every rank.
+        sequence_parallel: the input is this rank's part [B, S/tp, in] of the sequence.
+
+    Raises:
+        ValueError: the output features cannot be split over the ranks; names the sizes that work.
     """
 
     def __init__(
@@ -86,14 +89,17 @@ class ColumnParallelLinear(SplitLayer):
 class RowParallelLinear(SplitLayer):
     """y = x Wᵀ + b with the input features split over the tensor-parallel ranks. Weight [out, in].
 
-    The bias is replicated and added once to the sum of the ranks' products.
+    The bias is replicated and added once to the sum of the ranks' products. Input [..., in/tp]. Output [..., out], or
+    [B, S/tp, out].
 
-    unit: a rank's piece of the input is a whole number of units, e.g. the head size.
-    input_is_parallel: the input is already this rank's features; otherwise it is replicated and split here.
-    sequence_parallel: the output is this rank's part [B, S/tp, out] of the sequence.
+    Args:
+        unit: a rank's piece of the input is a whole number of units, e.g. the head size.
+        input_is_parallel: the input is already this rank's features; otherwise it is replicated and split here.
+        sequence_parallel: the output is this rank's part [B, S/tp, out] of the sequence.
 
-    Input [..., in/tp]. Output [..., out], or [B, S/tp, out]. Raises `ValueError` if the input features, or under
-    sequence parallelism the sequence, cannot be split over the ranks, naming the sizes that work.
+    Raises:
+        ValueError: the input features, or under sequence parallelism the sequence, cannot be split over the ranks;
+            names the sizes that work.
     """
 
     def __init__(
@@ -212,14 +218,17 @@ def _weight_grad(grad: Tensor, tensor: Tensor) -> Tensor:
 
 
 class VocabParallelEmbedding(SplitLayer):
-    """Rows of the table are split over the tensor-parallel ranks, padded to an equal number of rows per rank.
+    """Embedding whose table is split by rows over the tensor-parallel ranks, padded to equal numbers of rows.
 
-    padding_idx: the row of this id gets no gradient.
-    pad_multiple: each rank's number of rows is rounded up to a multiple of it.
-    sequence_parallel: return this rank's part of the sequence.
+    Input: integer ids [B, S]. Output [B, S, H], or [B, S/tp, H].
 
-    Input: integer ids [B, S]. Output [B, S, H], or [B, S/tp, H]. Raises `ValueError` for an id outside the true
-    vocabulary, also where the table has padding rows.
+    Args:
+        padding_idx: the row of this id gets no gradient.
+        pad_multiple: each rank's number of rows is rounded up to a multiple of it.
+        sequence_parallel: return this rank's part of the sequence.
+
+    Raises:
+        ValueError: an id outside the true vocabulary, also where the table has padding rows.
     """
 
     def __init__(
@@ -245,9 +254,9 @@ class VocabParallelEmbedding(SplitLayer):
         return self.embed(ids)[0]
 
     def embed(self, ids: Tensor, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The output, and the table [Vp, H] to hand to the next look-up of the same forward pass or to a tied head.
+        """The output, and the table [Vp, H] for the next use in the same forward pass: another call, or a tied head.
 
-        That is the weight; handing it on saves the next one a gradient of its own that is as large.
+        The table is the weight. Uses that pass it on share one gradient, which is as large as the table.
         """
         check_ids(ids, self.num_embeddings, "token id")
         table = self.weight if table is None else table
@@ -267,11 +276,12 @@ class VocabParallelEmbedding(SplitLayer):
 class VocabParallelHead(SplitLayer):
     """Hidden states -> logits of this rank's slice of the vocabulary; nothing is gathered.
 
-    tied: the embedding whose weight is shared (the very same parameter).
-    sequence_parallel: the input is this rank's part of the sequence; logits are for the whole sequence.
-
     Input [B, S, H] or [B, S/tp, H]. Output [B, S, Vp]; rank r's column c is the token r * Vp + c, and columns past
     the vocabulary are padding: pass `num_classes=` to `vocab_parallel_cross_entropy`.
+
+    Args:
+        tied: the embedding whose weight is shared (the same parameter).
+        sequence_parallel: the input is this rank's part of the sequence; logits are for the whole sequence.
     """
 
     def __init__(
@@ -391,10 +401,11 @@ class _Norm(nn.Module):
 
 
 class LayerNorm(_Norm):
-    """Layer normalisation over the last dimension (Ba et al. 2016, arXiv:1607.06450).
+    """Layer normalization over the last dimension (Ba et al. 2016, arXiv:1607.06450). Input and output [..., H].
 
-    sequence_parallel: the input is this rank's part of the sequence, so the parameters' gradients are summed over the
-    tensor-parallel ranks, inside autograd, where every engine sees them. Input and output [..., H].
+    Args:
+        sequence_parallel: the input is this rank's part of the sequence, so the parameters' gradients are summed over
+            the tensor-parallel ranks, inside autograd, where every engine sees them.
     """
 
     def __init__(
@@ -418,10 +429,11 @@ class LayerNorm(_Norm):
 
 
 class RMSNorm(_Norm):
-    """Root-mean-square normalisation (Zhang & Sennrich 2019, arXiv:1910.07467) in the rounding order of transformers:
-    computed in fp32, cast to the input's dtype, then multiplied by the weight.
+    """Root-mean-square normalization (Zhang & Sennrich 2019, arXiv:1910.07467) in the rounding order of transformers:
+    computed in fp32, cast to the input's dtype, then multiplied by the weight. Input and output [..., H].
 
-    sequence_parallel: as for `LayerNorm`. Input and output [..., H].
+    Args:
+        sequence_parallel: as for `LayerNorm`.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable
 from functools import reduce
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -39,13 +39,13 @@ class SplitParameter(nn.Parameter):
     tensor_model_parallel: bool
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SplitParameter:
-        copy: SplitParameter = super().__deepcopy__(memo)  # pyright: ignore[reportAssignmentType, reportUnknownVariableType]
+        copy = cast(SplitParameter, super().__deepcopy__(memo))
         vars(copy).update(vars(self))
         return copy
 
 
 def split_parameter(shard: Shard, mesh: ParallelMesh | None) -> SplitParameter:
-    """A parameter that holds this rank's part of `shard`, filled with NaN until it is initialised or loaded.
+    """A parameter that holds this rank's part of `shard`, filled with NaN until it is initialized or loaded.
 
     It carries `.shard`, and the two marks by which DeepSpeed counts it on every tensor-parallel rank.
     """
@@ -56,7 +56,7 @@ def split_parameter(shard: Shard, mesh: ParallelMesh | None) -> SplitParameter:
 
 
 def materialize(model: nn.Module, device: torch.device | str, dtype: torch.dtype | None = None) -> nn.Module:
-    """Give every parameter of a model built under `torch.device("meta")` real, uninitialised storage, in place.
+    """Give every parameter of a model built under `torch.device("meta")` real, uninitialized storage, in place.
 
     Unlike `nn.Module.to_empty`, ties stay ties and the attributes of a parameter (`.shard` and its like) survive.
     Parameters that already have storage keep their values. `dtype` applies to floating-point parameters. Buffers are

@@ -16,14 +16,15 @@ from torch import Tensor
 class Shard:
     """The split of a full tensor along one dimension. It does not depend on the number of ranks.
 
-    shape: full shape, without padding.
-    dim: the dimension that is split (negative counts from the end).
-    groups: sizes of the blocks stacked along `dim`, each of which is split separately, e.g. the three blocks of a
-        fused QKV weight or the two of a fused gate/up projection. Empty means one block.
-    unit: a rank's piece of every group is a whole number of units, e.g. the head size.
-    pad_multiple: 0 means that every group must divide evenly. m > 0 is for vocabularies: every rank holds ceil(n /
-        size) rows rounded up to a multiple of m, and those beyond the last true row are zeros.
-    tied_to: the name of the parameter whose values this one repeats, if any.
+    Args:
+        shape: full shape, without padding.
+        dim: the dimension that is split (negative counts from the end).
+        groups: sizes of the blocks stacked along `dim`, each of which is split separately, e.g. the three blocks of a
+            fused QKV weight or the two of a fused gate/up projection. Empty means one block.
+        unit: a rank's piece of every group is a whole number of units, e.g. the head size.
+        pad_multiple: 0 means that every group must divide evenly. m > 0 is for vocabularies: every rank holds ceil(n /
+            size) rows rounded up to a multiple of m, and those beyond the last true row are zeros.
+        tied_to: the name of the parameter whose values this one repeats, if any.
     """
 
     shape: tuple[int, ...]
@@ -34,7 +35,7 @@ class Shard:
     tied_to: str | None = None
 
     def __post_init__(self) -> None:
-        set_field = object.__setattr__  # the frozen dataclass's own way of normalising a field
+        set_field = object.__setattr__  # the frozen dataclass's own way of normalizing a field
         set_field(self, "shape", tuple(self.shape))
         set_field(self, "groups", tuple(self.groups))
         if not -len(self.shape) <= self.dim < len(self.shape):

@@ -31,10 +31,12 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 LIBRARY = torch.library.Library("shardzoo", "DEF")
@@ -44,6 +46,7 @@ CHOICES = ("auto", *VARIANTS)
 POOLED = 1 << 20  # bytes: outputs of this size and more get their memory from the pool (csrc/binding/pool.cpp)
 Outputs = tuple[torch.Tensor, ...]
 OPS: dict[str, Op] = {}  # by name
+torch_dispatch = attrgetter("__torch_dispatch__")
 log = logging.getLogger("shardzoo.ops")
 
 _forced: str | None = None  # set by `kernels`; None means the environment decides
@@ -217,8 +220,8 @@ def is_watched() -> bool:
         torch.compiler.is_compiling()
         or (torch._C._len_torch_dispatch_stack() > 0 and torch._C._len_torch_dispatch_stack() > len(flop_counters()))
         or torch._C._len_torch_function_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
-        or torch.jit.is_tracing()  # type: ignore[attr-defined]
+        or peek_interpreter_stack() is not None
+        or torch._C._is_tracing()
     )
 
 
@@ -258,7 +261,7 @@ def is_plain(kind: type[torch.Tensor]) -> bool:
     """Whether tensors of this class neither see the calls made with them nor pass their class on; parameters do not."""
     return kind is torch.Tensor or (
         kind.__torch_function__ is torch.nn.Parameter.__torch_function__
-        and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+        and torch_dispatch(kind) is torch_dispatch(torch.Tensor)
     )
 
 

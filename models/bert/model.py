@@ -1,6 +1,6 @@
 """BERT (Devlin et al., 2018, "BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding").
 
-- word, position and segment embeddings, added and normalised
+- word, position and segment embeddings, added and normalized
 - post-LayerNorm blocks: norm(x + attention(x)), then norm(x + mlp(x)); every token sees every token but padding
 - fused qkv with biases, exact GELU
 - masked-language-model head: a replicated dense layer and norm, then the word embedding with a bias of its own, both

@@ -147,7 +147,7 @@ def head_loss(
     or their sum divided by `num_items`. fp32.
 
     hidden: [B, S, H], or [B, S/tp, H] under sequence parallelism. table: see `VocabParallelHead.forward`.
-    sparse_labels: look for the labelled positions on an accelerator too, where the host has to wait for the answer.
+    sparse_labels: look for the labeled positions on an accelerator too, where the host has to wait for the answer.
     ValueError for shapes that do not match and for labels outside the vocabulary.
     """
     if torch.compiler.is_compiling():  # a compiler traces neither gradients written over logits nor a number of rows
@@ -162,10 +162,10 @@ def head_loss(
     if hidden.shape[:-1] != labels.shape:
         raise ValueError(f"labels {tuple(labels.shape)} do not match the positions {tuple(hidden.shape[:-1])}")
     rows, target = hidden.flatten(0, -2), labels.reshape(-1)
-    labelled = target != IGNORED
-    count = labelled.sum() if num_items is None else num_items
+    labeled = target != IGNORED
+    count = labeled.sum() if num_items is None else num_items
     if hidden.is_cpu or sparse_labels:
-        chosen = labelled.nonzero()[:, 0]
+        chosen = labeled.nonzero()[:, 0]
         if len(chosen) < len(target):
             chosen = chosen if len(chosen) else torch.zeros_like(target[:1])  # an ignored one, for zero gradients
             rows, target = rows[chosen], target[chosen]
