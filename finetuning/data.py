@@ -19,9 +19,12 @@ from .tasks import Labels, label_names, stored_labels
 
 
 class FinetuningData:
-    """Reads each file once. prompt: tokens that are put before every source.
+    """The records and samples of the run's files. Reads each file once.
 
-    labels: of a classifier, else None. new_labels: their names, if the stored model has no classifier for them.
+    Attributes:
+        prompt: Tokens that are put before every source.
+        labels: A classifier's labels; None for other tasks.
+        new_labels: The names of the labels, if the stored model has no classifier for them.
     """
 
     def __init__(
@@ -133,9 +136,10 @@ LONGEST_BLOCK = 1024
 
 
 class TextTokenizer(TransformersTokenizer):
-    """transformers' tokenizer behind the interface of `shardzoo.data`; special tokens are known in text.
+    """transformers' tokenizer with the interface of `shardzoo.data`. It recognizes special tokens in text.
 
-    begin: ids that the tokenizer puts before every text, such as Llama's.
+    Attributes:
+        begin: Ids that the tokenizer puts before every text, such as a start token.
     """
 
     def __init__(self, backend: Any) -> None:
@@ -164,7 +168,7 @@ class Chosen(Sequence[Any]):
 
 
 class SourcesChanged(Sequence[tuple[str, str]]):
-    """Pairs whose sources went through a function."""
+    """Pairs with a function applied to their sources."""
 
     def __init__(self, pairs: Sequence[tuple[str, str]], change: Callable[[str], str]) -> None:
         self.pairs, self.change = pairs, change
@@ -237,7 +241,7 @@ def make_samples(
     prepare_source: Callable[[str], str],
     labels: Labels | None,
 ) -> Any:
-    """What the model is trained on: dicts of arrays, made when they are asked for."""
+    """The samples that the model is trained on, dicts of arrays, each made when it is read."""
     if task == "text-generation":
         return records
     pairs = SourcesChanged(records, prepare_source)
@@ -254,7 +258,11 @@ def make_samples(
 
 
 class Collate:
-    """Samples to a padded batch. learn_padding: labels have padding where they end, and not -100."""
+    """Makes a padded batch of samples.
+
+    Args:
+        learn_padding: Pad labels with pad_token_id, which is then predicted, instead of -100.
+    """
 
     def __init__(self, pad_token_id: int, *, learn_padding: bool = False) -> None:
         self.pad_token_id, self.learn_padding = pad_token_id, learn_padding

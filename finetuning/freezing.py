@@ -17,8 +17,10 @@ EMBEDDINGS = (nn.Embedding, VocabParallelEmbedding, PromptedEmbedding)
 
 
 def embedding_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Of the tables of tokens, positions and segments, whose rows are as wide as the model. A head that is tied to the
-    token table is the same parameter."""
+    """The tables of tokens, positions and segments, by name: embeddings whose rows are as wide as the model.
+
+    A head that is tied to the token table is the same parameter.
+    """
     width = input_embedding(model).weight.shape[1]
     return {
         f"{name}.{own}": parameter
@@ -32,8 +34,10 @@ def embedding_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def part_parameters(model: nn.Module, source: ModelSource, part: str) -> dict[str, nn.Parameter]:
     """The parameters of "encoder", "decoder" or "embeddings", by name.
 
-    Encoder and decoder are their blocks and norms, without embeddings, poolers and heads. ValueError for a part that
-    the model has not.
+    Encoder and decoder are their blocks and norms, without embeddings, poolers and heads.
+
+    Raises:
+        ValueError: the model does not have this part.
     """
     embeddings = embedding_parameters(model)
     if part == "embeddings":
@@ -67,7 +71,7 @@ def _transformers_part(model: Any, source: ModelSource, part: str) -> list[nn.Mo
 
 
 def head_parameters(model: nn.Module, source: ModelSource) -> dict[str, nn.Parameter]:
-    """What is in no other part."""
+    """The parameters that are in no other part."""
     parts = ("encoder", "decoder") if source.shape == "encoder-decoder" else (source.shape,)
     others = {id(p) for part in (*parts, "embeddings") for p in part_parameters(model, source, part).values()}
     return {name: p for name, p in model.named_parameters() if id(p) not in others}
@@ -75,9 +79,10 @@ def head_parameters(model: nn.Module, source: ModelSource) -> dict[str, nn.Param
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """Numbers of parameters of the whole model, however it is split; one that is used twice counts once.
+    """Numbers of parameters of the whole model, however it is split. A shared parameter counts once.
 
-    parts: name -> (all, trainable).
+    Attributes:
+        parts: Name of a part -> (all parameters, trainable parameters).
     """
 
     name: str

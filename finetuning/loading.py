@@ -27,11 +27,18 @@ DOWNLOADED = ("*.json", "*.safetensors", "*.model", "*.txt")
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model on disk. shape: what it is made of. adapter: the folder of its LoRA weights, if it has any."""
+    """A model on disk.
+
+    Attributes:
+        values: The contents of its config.json.
+        shape: "encoder-decoder", "encoder" or "decoder".
+        native: Whether the zoo's model is trained, and not transformers'.
+        adapter: The folder of its LoRA weights, if it has any.
+    """
 
     folder: Path
-    values: dict[str, Any]  # of its config.json
-    shape: str  # "encoder-decoder", "encoder" or "decoder"
+    values: dict[str, Any]
+    shape: str
     native: bool
     adapter: Path | None = None
 

@@ -35,8 +35,11 @@ def check_run(arguments: FinetuningArguments) -> None:
 
 
 def open_run(arguments: FinetuningArguments, write_companions: Callable[[Path], None]) -> RunFolder:
-    """The folder that the arguments name, or a new one, ready for the trainer; for the first rank. ValueError as for
-    `check_run`."""
+    """Makes the run's folder, which the arguments name or which is new. Called by the first rank.
+
+    Raises:
+        ValueError: as `check_run`, or the folder cannot be made.
+    """
     check_run(arguments)
     if not arguments.output_dir:
         folder = RunFolder(make_run_folder(arguments.model_name_or_path))
@@ -69,10 +72,13 @@ def write_companions(tokenizer: Any, source: ModelSource, folder: Path) -> None:
 
 
 def save_whole(model: Any, source: ModelSource, companions: Path, folder: Path, ranks: Ranks) -> None:
-    """A Hugging Face folder of the whole model, or of its LoRA weights. Collective.
+    """Writes a Hugging Face folder of the whole model, or of its LoRA weights. Collective.
 
-    companions: a folder whose files, such as the tokenizer's, are put beside the weights. ValueError if `folder` holds
-    something else than a model that was saved there before.
+    Args:
+        companions: A folder whose files, such as the tokenizer's, are put beside the weights.
+
+    Raises:
+        ValueError: `folder` holds something else than a model that was saved there before.
     """
     on_first_rank(lambda: check_destination(folder))
     if not source.native:

@@ -25,8 +25,8 @@ COMMON_TOKENS = 5000  # new rows begin as those of frequent tokens, which vocabu
 class PromptedEmbedding(nn.Module):
     """A model's input embedding, and beside it the rows of new tokens, whose ids begin at `first_id`.
 
-    Parameters: `weight`, the embedding's own under its own name, and `prompt` [P, H], whole on every rank. The output
-    head knows the new tokens nothing of, so the vocabulary of what is predicted stays as it was.
+    Parameters: `weight`, which is the embedding's, under its old name, and `prompt` [P, H], whole on every rank. The
+    output head does not have the new tokens, so they are never predicted.
     """
 
     def __init__(self, base: nn.Module, first_id: int, prompt: nn.Parameter) -> None:

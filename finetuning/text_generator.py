@@ -1,4 +1,4 @@
-"""Texts from texts: the same call for models of the zoo and of transformers."""
+"""Generates texts from texts, by one call for models of the zoo and of transformers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ from .loading import ModelSource
 
 
 class TextGenerator:
-    """Answers of an encoder-decoder, or what a decoder continues its prompts with.
+    """Generates the answers of an encoder-decoder, or a decoder's continuations of its prompts.
 
-    positions: how many tokens the model reads at most; None for any number. max_source_length: as in training.
+    Args:
+        positions: The most tokens that the model reads; None for any number.
+        max_source_length: As in training.
     """
 
     def __init__(
@@ -99,9 +101,11 @@ def pad_right(rows: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, to
 
 
 class TransformersDecoder(Decoder):
-    """Next tokens of a transformers model with its own cache. mask: int64 [B, S] of the prompts.
+    """Decodes with a transformers model and its own cache.
 
-    encoded: of an encoder-decoder's prompts; None for a decoder, whose prompts are padded on the left.
+    Args:
+        mask: int64 [B, S] of the prompts.
+        encoded: The encoder's output for the prompts; None for a decoder, whose prompts are padded on the left.
     """
 
     def __init__(self, model: Any, mask: Tensor, encoded: Any, copies: int) -> None:
@@ -133,7 +137,7 @@ class TransformersDecoder(Decoder):
 
 
 def unsplit(model: Any) -> Any:
-    """What a search asks of a model: its vocabulary, and that it is whole."""
+    """What a search needs to know of a model: the size of its vocabulary, and that it is not split."""
     width = model.get_output_embeddings().weight.shape[0]
     return SimpleNamespace(config=SimpleNamespace(vocab_size=width), mesh=None)
 

@@ -1,4 +1,4 @@
-"""One way to ask every family for the next token's logits, with or without a cache."""
+"""Decoders: the next token's logits of each kind of model, with or without a cache."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from .vocabulary import without_padding
 
 
 class Decoder(ABC):
-    """Gives the scores of what may follow sequences that grow from call to call.
+    """Computes the logits of the next token, for sequences that grow from call to call.
 
-    model: of which `layers` blocks decode. copies: sequences for each prompt, one after another; the prompt itself is
-    read once. capacity: positions to keep in the cache; None keeps nothing.
+    Args:
+        layers: How many blocks of the model see the generated tokens.
+        copies: Sequences for each prompt, one after another. The prompt itself is read once.
+        capacity: Positions to keep in the cache; None keeps nothing.
     """
 
     def __init__(
@@ -30,8 +32,11 @@ class Decoder(ABC):
         self.is_first = True
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """ids: int64 [R, T], all tokens so far; of a former call's only the order of rows may have changed, as told to
-        `select`. Returns fp32 [R, Vp], this rank's columns, -inf where they are behind the vocabulary."""
+        """Returns fp32 [R, Vp], this rank's columns; -inf in the padding of the vocabulary.
+
+        Args:
+            ids: int64 [R, T], all tokens so far. Between calls the order of rows changes only by `select`.
+        """
         if self.is_first and self.copies > 1:
             logits = self.next_logits(ids[:: self.copies], 0).repeat_interleave(self.copies, 0)
             self.repeat_rows()
@@ -45,18 +50,22 @@ class Decoder(ABC):
         """[R, T] -> [R, Vp]; the first `cached` tokens are in the cache."""
 
     def repeat_rows(self) -> None:
-        """After the prompts were read: each becomes `copies` rows."""
+        """Makes `copies` rows of each prompt, after the prompts were read."""
         if self.cache is not None:
             self.cache.repeat(self.copies)
 
     def select(self, rows: Tensor) -> None:
-        """Row i is now a continuation of what was row rows[i], of the same prompt."""
+        """Row i becomes a continuation of the former row rows[i], which has the same prompt."""
         if self.cache is not None:
             self.cache.select(rows)
 
 
 class CausalDecoder(Decoder):
-    """attention_mask: int64 [B, T0] of the prompts, which are padded on the left; None without padding."""
+    """Decodes with a causal language model.
+
+    Args:
+        attention_mask: int64 [B, T0] of the prompts, which are padded on the left; None without padding.
+    """
 
     def __init__(
         self, model: CausalLM, attention_mask: Tensor | None, *, copies: int = 1, capacity: int | None
@@ -81,8 +90,13 @@ class CausalDecoder(Decoder):
 
 
 class Seq2SeqDecoder(Decoder):
-    """encoded: of B prompts, with their attention_mask int64 [B, S] or None; decoder_mask: [B, T0] of the decoder's
-    prompts or None."""
+    """Decodes with an encoder-decoder.
+
+    Args:
+        encoded: The encoder's output for B prompts.
+        attention_mask: int64 [B, S] of the prompts, or None.
+        decoder_mask: [B, T0] of what the decoder's output starts with, or None.
+    """
 
     def __init__(
         self,

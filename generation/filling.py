@@ -24,8 +24,13 @@ from .vocabulary import best, log_probabilities, without_padding
 
 @dataclass(frozen=True)
 class MaskFills:
-    """places: int64 [M, 2], row and column of each mask, in reading order. tokens: int64 [M, k], best first.
-    scores: fp32 [M, k], their probabilities."""
+    """The best tokens at M masked places.
+
+    Attributes:
+        places: int64 [M, 2], row and column of each mask, in reading order.
+        tokens: int64 [M, k], best first.
+        scores: fp32 [M, k], their probabilities.
+    """
 
     places: Tensor
     tokens: Tensor
@@ -47,10 +52,17 @@ def fill_mask(
     mask_token_id: int,
     top_k: int = 5,
 ) -> MaskFills:
-    """input_ids, attention_mask, token_type_ids: [B, S], as the model takes them.
+    """Predicts the tokens at the masked places.
 
-    Only the masked places go through the output head, and only the best tokens of each rank are exchanged. ValueError
-    without a mask, and for a model that fills none.
+    Only the masked places go through the output head, and only the best tokens of each rank are exchanged.
+
+    Args:
+        input_ids, attention_mask, token_type_ids: [B, S], as the model takes them.
+        mask_token_id: Marks the masked places in input_ids.
+        top_k: How many tokens to return for each place.
+
+    Raises:
+        ValueError: no token is masked, or the model does not predict masked tokens.
     """
     check_model(model)
     if not fills_masks(type(model)):
@@ -74,7 +86,12 @@ def fill_mask(
 
 @dataclass(frozen=True)
 class BlankFills:
-    """ids: the text with its blanks filled. pieces: the tokens of each blank, from left to right."""
+    """A text whose blanks are filled.
+
+    Attributes:
+        ids: The tokens of the whole text.
+        pieces: The tokens of each blank, from left to right.
+    """
 
     ids: list[int]
     pieces: list[list[int]]
@@ -94,9 +111,13 @@ def fill_blanks(
 ) -> list[BlankFills]:
     """Fills every [MASK], [sMASK] and [gMASK] of each row.
 
-    input_ids: int64 [B, S], starting with [CLS]; attention_mask: [B, S], 0 for padding, on any side. tokens: ids of
-    the special tokens. settings: as for `generate`; max_new_tokens is for each blank. A piece ends with the end of
-    piece or of text, which is not part of it.
+    A piece ends before the end-of-piece or end-of-text token.
+
+    Args:
+        input_ids: int64 [B, S], starting with [CLS].
+        tokens: Ids of the special tokens.
+        attention_mask: [B, S], 0 for padding, on any side.
+        settings: As for `generate`; max_new_tokens is for each blank.
 
     glm-10b-chinese, where [gMASK] has the end of piece's id: transformers' id 50009 for it is understood too, and is
     never generated, for its row of the vocabulary is a copy. ValueError if no row has a blank.
@@ -143,7 +164,14 @@ def _joined(text: list[int], places: list[int], pieces: list[list[int]]) -> list
 
 @dataclass(frozen=True)
 class _Prompt:
-    """A text, the pieces filled so far, and the token that starts the next piece. text: the text's own length."""
+    """A text, the pieces filled so far, and the token that starts the next piece.
+
+    Attributes:
+        ids: All tokens.
+        places: The first position of each token: where it, or its blank, stands in the text.
+        steps: The second position of each token: its place within a piece.
+        text: The length of the text alone.
+    """
 
     ids: list[int]
     places: list[int]
@@ -167,7 +195,7 @@ def _fill_next(
     settings: GenerationSettings,
     extras: Extras,
 ) -> list[list[int]]:
-    """The next piece of each."""
+    """The tokens of the next piece of each prompt."""
     width, device = max(len(prompt.ids) for prompt in prompts), device_of(model)
     ids = torch.full((len(prompts), width), tokens.pad)
     positions = torch.zeros(len(prompts), 2, width, dtype=torch.int64)

@@ -1,6 +1,6 @@
 """Diverse beam search (Vijayakumar et al., 2016, arXiv:1610.02424): groups of beams that avoid each other's tokens.
 
-transformers gave it up with release 4.57; scores, order and stopping are those of its last releases.
+transformers removed it in release 4.57. Scores, order and stopping are those of its last releases with it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A folder and prompts in, text out: the call that needs no tensors."""
+"""Text from prompts and a model's folder, without handling tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of prompts before any of them is decoded; every rank finds the same mistakes."""
+"""Checks of prompts before any of them is decoded. Every rank raises the same errors."""
 
 from __future__ import annotations
 

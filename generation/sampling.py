@@ -1,4 +1,4 @@
-"""Decoding with one sequence at a time for each row: greedily or by drawing."""
+"""Greedy decoding and sampling: one sequence for each row."""
 
 from __future__ import annotations
 
