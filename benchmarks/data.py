@@ -117,7 +117,7 @@ def index_building(arguments: Arguments, corpus: Path, tokenizer: Path, table: T
     if not index_building.COMPILED:
         raise SystemExit("the compiled index builders are not installed")
     generator = np.random.default_rng(0)
-    compiled = index_building.builders
+    compiled = index_building
     sizes = generator.poisson(24, arguments.index_tokens // 24).astype(np.int32)
     marks = np.arange(0, len(sizes) + 1, 25, dtype=np.int64)
     sentence = (sizes, marks, 509, 0.1, 2, 7)

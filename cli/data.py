@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from ..data.indexed.dataset import IndexedDataset
 from ..data.indexed.merge import merge_datasets, split_dataset
 from ..data.text.documents import SourceReport, fail_on_bad, iter_documents, skip_bad
 from ..data.text.entropy import token_counts
-from ..data.text.prepare import PrepareOptions, PrepareReport, prepare_dataset
-from ..data.text.progress import prepare_progress
-from ..data.tokenizers.sentencepiece_training import train_sentencepiece
+from ..data.text.prepare import PrepareOptions, PrepareProgress, PrepareReport, prepare_dataset
 from ..data.tokenizers.tokenizer import load_tokenizer
-from ..data.tokenizers.training import train_byte_level_bpe, train_wordpiece
+from ..data.tokenizers.training import train_byte_level_bpe, train_sentencepiece, train_wordpiece
 
 
 @dataclass(frozen=True)
@@ -204,3 +205,23 @@ def _description(dataset: IndexedDataset) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+@contextmanager
+def prepare_progress(console: Console) -> Iterator[PrepareProgress]:
+    """A callback for `prepare_dataset` that draws a bar on the console."""
+    columns = (
+        TextColumn("tokenising"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rates]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None, rates="")
+
+        def show(report: PrepareReport, done: int, total: int) -> None:
+            rates = f"{report.documents_per_second:.0f} documents/s {report.megabytes_per_second:.1f} MB/s"
+            bar.update(task, completed=done, total=total, rates=rates)
+
+        yield show

@@ -18,15 +18,16 @@ if TYPE_CHECKING:
     from .loading.collate import PadBatch
     from .loading.loader import ResumableLoader, Share
     from .loading.stream import DocumentRecords, IterableRecords, ResumableStream
+    from .objectives.bert import SentencePairDataset, SentencePairs
     from .objectives.blank_infilling import BlankInfilling
-    from .objectives.causal import GPTDataset
-    from .objectives.datasets import ObjectiveDataset, SentencePairDataset, masked_dataset, span_corruption_dataset
-    from .objectives.glm_texts import GLMDataset, GLMMixture
+    from .objectives.glm import GLMDataset, GLMMixture
+    from .objectives.gpt import GPTDataset
     from .objectives.masking import Masking
-    from .objectives.packed import PackedTokens
-    from .objectives.pretraining import LIBAI_MT5, PretrainingData, build_dataset, build_loader
-    from .objectives.sentence_pairs import SentencePairs
-    from .objectives.span_corruption import PrefixLM, SpanCorruption
+    from .objectives.packed import ObjectiveDataset, PackedTokens
+    from .objectives.prefix_lm import PrefixLM
+    from .objectives.pretraining import PretrainingData, build_dataset, build_loader
+    from .objectives.roberta import masked_dataset
+    from .objectives.t5 import LIBAI_MT5, SpanCorruption, span_corruption_dataset
     from .pairs.datasets import BlockDataset, PromptDataset, Seq2SeqDataset
     from .pairs.pairs import load_pairs
     from .text.corpus import Corpus, prepare_corpus
@@ -36,10 +37,9 @@ if TYPE_CHECKING:
     from .text.sentences import sentence_end_ids, split_sentences
     from .text.sources import python_stdlib
     from .tokenizers.glm_tokens import GLMTokens, glm_token_ids, glm_tokenizer
-    from .tokenizers.sentencepiece_training import train_sentencepiece
     from .tokenizers.sentinels import add_sentinels, sentinel_ids
     from .tokenizers.tokenizer import Tokenizer, load_tokenizer
-    from .tokenizers.training import train_byte_level_bpe, train_wordpiece
+    from .tokenizers.training import train_byte_level_bpe, train_sentencepiece, train_wordpiece
 
 _MODULES = {
     "BlankInfilling": "objectives.blank_infilling",
@@ -47,33 +47,33 @@ _MODULES = {
     "Corpus": "text.corpus",
     "DocumentRecords": "loading.stream",
     "EpochShuffle": "loading.batching",
-    "GLMDataset": "objectives.glm_texts",
-    "GLMMixture": "objectives.glm_texts",
+    "GLMDataset": "objectives.glm",
+    "GLMMixture": "objectives.glm",
     "GLMTokens": "tokenizers.glm_tokens",
-    "GPTDataset": "objectives.causal",
+    "GPTDataset": "objectives.gpt",
     "IndexedDataset": "indexed.dataset",
     "IndexedDatasetWriter": "indexed.writer",
     "IterableRecords": "loading.stream",
-    "LIBAI_MT5": "objectives.pretraining",
+    "LIBAI_MT5": "objectives.t5",
     "LengthBuckets": "loading.batching",
     "Masking": "objectives.masking",
-    "ObjectiveDataset": "objectives.datasets",
+    "ObjectiveDataset": "objectives.packed",
     "PackedDataset": "loading.batching",
     "PackedTokens": "objectives.packed",
     "PadBatch": "loading.collate",
-    "PrefixLM": "objectives.span_corruption",
+    "PrefixLM": "objectives.prefix_lm",
     "PrepareOptions": "text.prepare",
     "PrepareReport": "text.prepare",
     "PretrainingData": "objectives.pretraining",
     "PromptDataset": "pairs.datasets",
     "ResumableLoader": "loading.loader",
     "ResumableStream": "loading.stream",
-    "SentencePairDataset": "objectives.datasets",
-    "SentencePairs": "objectives.sentence_pairs",
+    "SentencePairDataset": "objectives.bert",
+    "SentencePairs": "objectives.bert",
     "Seq2SeqDataset": "pairs.datasets",
     "Share": "loading.loader",
     "SourceReport": "text.documents",
-    "SpanCorruption": "objectives.span_corruption",
+    "SpanCorruption": "objectives.t5",
     "Tokenizer": "tokenizers.tokenizer",
     "WriterState": "indexed.writer",
     "add_sentinels": "tokenizers.sentinels",
@@ -86,7 +86,7 @@ _MODULES = {
     "iter_documents": "text.documents",
     "load_pairs": "pairs.pairs",
     "load_tokenizer": "tokenizers.tokenizer",
-    "masked_dataset": "objectives.datasets",
+    "masked_dataset": "objectives.roberta",
     "merge_datasets": "indexed.merge",
     "pack_lengths": "loading.batching",
     "prepare_corpus": "text.corpus",
@@ -95,12 +95,12 @@ _MODULES = {
     "sentence_end_ids": "text.sentences",
     "sentinel_ids": "tokenizers.sentinels",
     "skip_bad": "text.documents",
-    "span_corruption_dataset": "objectives.datasets",
+    "span_corruption_dataset": "objectives.t5",
     "split_dataset": "indexed.merge",
     "split_sentences": "text.sentences",
     "token_counts": "text.entropy",
     "train_byte_level_bpe": "tokenizers.training",
-    "train_sentencepiece": "tokenizers.sentencepiece_training",
+    "train_sentencepiece": "tokenizers.training",
     "train_wordpiece": "tokenizers.training",
     "unigram_entropy": "text.entropy",
 }

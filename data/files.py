@@ -19,9 +19,9 @@ def parse_json(text: bytes, what: str, *, finite: bool = True) -> Any:
 
     finite: whether NaN and infinities, which JSON does not have but Python writes, are refused.
     """
-    refused = {"parse_constant": _no_constant} if finite else {}
+    constant = _no_constant if finite else None
     try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=_unique, **refused)
+        return json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=constant)
     except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise ValueError(f"{what} is not valid JSON: {reason}") from None

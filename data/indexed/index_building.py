@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from . import index_reference
-
 try:
-    from .. import _index as builders  # type: ignore[attr-defined]
+    from .._index import sample_index, sentence_index
 
     COMPILED = True
 except ImportError:
-    builders = index_reference
+    from .index_reference import sample_index, sentence_index
+
     COMPILED = False
 
-sample_index = builders.sample_index
-sentence_index = builders.sentence_index
+__all__ = ["COMPILED", "sample_index", "sentence_index"]

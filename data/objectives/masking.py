@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..tokenizers.tokenizer import Tokenizer
 from .labels import IGNORED
 
 
@@ -109,3 +110,18 @@ def continuation_ids(tokens: list[str]) -> np.ndarray:
         return np.array([token.startswith("##") for token in tokens])
     begins = ("▁", "Ġ", "Ċ", "ĉ", "<")
     return np.array([not token.startswith(begins) for token in tokens])
+
+
+def masking_with(
+    tokenizer: Tokenizer, probability: float, *, whole_words: bool = False, longest_ngram: int = 1
+) -> Masking:
+    """Masking by a tokenizer's own mask and special tokens."""
+    names = [tokenizer.id_to_token(index) for index in range(tokenizer.vocab_size)] if whole_words else []
+    return Masking(
+        tokenizer.special_id("mask_token"),
+        tokenizer.vocab_size,
+        tuple(sorted(set(tokenizer.special.values()))),
+        probability,
+        continuation_ids(names) if names else None,
+        longest_ngram,
+    )

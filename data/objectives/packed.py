@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -9,6 +10,8 @@ import numpy as np
 
 from ..indexed.dataset import IndexedDataset
 from ..indexed.index_building import sample_index
+
+Transform = Callable[[np.ndarray, np.random.Generator], dict[str, np.ndarray]]
 
 EPOCHS_KEPT = 3  # samples at the border read two epochs; a prefetching loader may look one further back
 
@@ -106,3 +109,38 @@ class PackedTokens:
             filled += len(part)
             place, offset = place + 1, 0
         return filled
+
+
+class ObjectiveDataset:
+    """Endless samples `objective(tokens, generator)` over packed runs of `length` tokens.
+
+    Sample i depends on (corpus, settings, seed, i) alone.
+
+    `prefix` and `suffix` are put around the run before the objective sees it ([CLS] and [SEP], say).
+    """
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        length: int,
+        objective: Transform,
+        *,
+        seed: int = 1234,
+        prefix: tuple[int, ...] = (),
+        suffix: tuple[int, ...] = (),
+    ) -> None:
+        inner = length - len(prefix) - len(suffix)
+        if inner < 2:
+            raise ValueError(f"{length} tokens leave {inner} for text; use at least {length + 2 - inner}")
+        self.packed = PackedTokens(indexed, inner, seed=seed)
+        self.objective = objective
+        self.seed = seed
+        self.prefix, self.suffix = prefix, suffix
+
+    @property
+    def samples_per_epoch(self) -> float:
+        return self.packed.samples_per_epoch
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        tokens = np.concatenate([self.prefix, self.packed.tokens(index), self.suffix]).astype(np.int64)
+        return self.objective(tokens, np.random.default_rng([self.seed, 2, index]))

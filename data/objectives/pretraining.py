@@ -1,27 +1,21 @@
-"""One configuration that turns a prepared corpus into batches for any pre-training objective."""
+"""One configuration that turns a prepared corpus into batches for any pre-training objective.
+
+An objective is one file of this folder: its builder of samples registers itself under the objective's name.
+"""
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from importlib import import_module
+from pathlib import Path
 
 from ..indexed.dataset import IndexedDataset
 from ..loading.collate import PadBatch
 from ..loading.loader import ResumableLoader, Samples, Share
-from ..text.sentences import sentence_end_ids
-from ..tokenizers.glm_tokens import GLMVocabulary, glm_tokenizer
-from ..tokenizers.sentinels import add_sentinels
+from ..tokenizers.glm_tokens import DEFAULT_VOCABULARY, GLMVocabulary
 from ..tokenizers.tokenizer import Tokenizer
-from .blank_infilling import BlankInfilling
-from .causal import GPTDataset
-from .datasets import ObjectiveDataset, SentencePairDataset, masked_dataset, span_corruption_dataset
-from .glm_texts import GLMDataset, GLMMixture
-from .masking import Masking, continuation_ids
-from .sentence_pairs import SentencePairs
-from .span_corruption import PrefixLM, SpanCorruption
-
-ObjectiveName = Literal["gpt", "bert-nsp", "bert-sop", "roberta", "t5", "prefix-lm", "glm"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +25,7 @@ class PretrainingData:
     Args:
         objective: gpt (packed, every token predicted); bert-nsp, bert-sop (sentence pairs); roberta (packed,
             masked); t5 (span corruption); prefix-lm (encoder-decoder); glm (blank infilling).
+            Each is a file of this folder, which registers itself.
         sequence_length: of the decoder or encoder input.
         target_length: of an encoder-decoder's target.
         padded: pad every batch to these lengths, so that all batches have one shape.
@@ -42,7 +37,7 @@ class PretrainingData:
         block_mask_probability: GLM's hidden inputs.
     """
 
-    objective: ObjectiveName = "gpt"
+    objective: str = "gpt"
     sequence_length: int = 512
     target_length: int = 128
     padded: bool = True
@@ -51,7 +46,7 @@ class PretrainingData:
     mean_span_length: float = 3.0
     whole_words: bool = False
     longest_ngram: int = 1
-    glm_vocabulary: GLMVocabulary = "gpt2"
+    glm_vocabulary: GLMVocabulary = DEFAULT_VOCABULARY
     glm_token: float = 0.5
     glm_sentence: float = 0.3
     glm_single_span: float = 0.0
@@ -60,28 +55,57 @@ class PretrainingData:
     seed: int = 1234
 
 
-# The published benchmark of LiBai's mT5: encoder 512, decoder 128, always padded, 15 % masked, 16 per rank.
-LIBAI_MT5 = PretrainingData("t5", 512, 128, True, 16, 0.15, 3.0)
+Builder = Callable[[PretrainingData, IndexedDataset, Tokenizer], Samples]
+Lengths = Callable[[PretrainingData], tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """build: the samples of a corpus. lengths: the most tokens of an input, and of its labels."""
+
+    build: Builder
+    lengths: Lengths
+
+
+_OBJECTIVES: dict[str, Objective] = {}
+
+
+def one_length(config: PretrainingData) -> tuple[int, int]:
+    """The lengths of an objective whose labels lie on its input."""
+    return config.sequence_length, config.sequence_length
+
+
+def source_and_target(config: PretrainingData) -> tuple[int, int]:
+    """The lengths of an objective for an encoder-decoder."""
+    return config.sequence_length, config.target_length
+
+
+def objective(*names: str, lengths: Lengths = one_length) -> Callable[[Builder], Builder]:
+    """Registers the function that builds an objective's samples, under its names."""
+
+    def register(build: Builder) -> Builder:
+        _OBJECTIVES.update(dict.fromkeys(names, Objective(build, lengths)))
+        return build
+
+    return register
+
+
+def find_objective(name: str) -> Objective:
+    """The registered objective of a name. ValueError, with all names, if there is none."""
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        import_module(f".{module.name}", __package__)
+    if name not in _OBJECTIVES:
+        raise ValueError(f"unknown objective {name!r}; use one of {', '.join(sorted(_OBJECTIVES))}")
+    return _OBJECTIVES[name]
 
 
 def build_dataset(config: PretrainingData, indexed: IndexedDataset, tokenizer: Tokenizer) -> Samples:
     """The dataset of a configuration: endless, sample n a function of (corpus, configuration, n).
 
-    T5's sentinels and GLM's special tokens are put on the tokenizer if it lacks them, so its `vocab_size`
-    afterwards is the model's.
+    Sentinels and other special tokens of the objective are put on the tokenizer if it lacks them, so its
+    `vocab_size` afterwards is the model's.
     """
-    builders: dict[str, Callable[[PretrainingData, IndexedDataset, Tokenizer], Samples]] = {
-        "gpt": lambda config, indexed, _: GPTDataset(indexed, config.sequence_length, config.seed),
-        "bert-nsp": _bert,
-        "bert-sop": _bert,
-        "roberta": _roberta,
-        "t5": _t5,
-        "prefix-lm": _prefix_lm,
-        "glm": _glm,
-    }
-    if config.objective not in builders:
-        raise ValueError(f"unknown objective {config.objective!r}; use one of {', '.join(builders)}")
-    return builders[config.objective](config, indexed, tokenizer)
+    return find_objective(config.objective).build(config, indexed, tokenizer)
 
 
 def build_loader(
@@ -107,68 +131,5 @@ def build_loader(
 
 
 def _fixed_lengths(config: PretrainingData) -> dict[str, int]:
-    length = labels = config.sequence_length
-    if config.objective in ("t5", "prefix-lm"):
-        labels = config.target_length
-    if config.objective == "glm":  # each span adds a mask and a start or end; there are at most so many spans
-        length = labels = length + 2 * (int(config.mask_probability * length) + 1)
+    length, labels = find_objective(config.objective).lengths(config)
     return {"input_ids": length, "position_ids": length, "token_type_ids": length, "labels": labels}
-
-
-def _masking(config: PretrainingData, tokenizer: Tokenizer) -> Masking:
-    names = [tokenizer.id_to_token(index) for index in range(tokenizer.vocab_size)] if config.whole_words else []
-    return Masking(
-        tokenizer.special_id("mask_token"),
-        tokenizer.vocab_size,
-        tuple(sorted(set(tokenizer.special.values()))),
-        config.mask_probability,
-        continuation_ids(names) if names else None,
-        config.longest_ngram,
-    )
-
-
-def _bert(config: PretrainingData, indexed: IndexedDataset, tokenizer: Tokenizer) -> Samples:
-    pairs = SentencePairs(
-        tokenizer.special_id("cls_token"),
-        tokenizer.special_id("sep_token"),
-        _masking(config, tokenizer),
-        config.sequence_length,
-        "sop" if config.objective == "bert-sop" else "nsp",
-    )
-    return SentencePairDataset(indexed, pairs, seed=config.seed)
-
-
-def _roberta(config: PretrainingData, indexed: IndexedDataset, tokenizer: Tokenizer) -> Samples:
-    return masked_dataset(
-        indexed,
-        _masking(config, tokenizer),
-        config.sequence_length,
-        cls_token_id=tokenizer.special_id("cls_token"),
-        sep_token_id=tokenizer.special_id("sep_token"),
-        seed=config.seed,
-    )
-
-
-def _t5(config: PretrainingData, indexed: IndexedDataset, tokenizer: Tokenizer) -> Samples:
-    corruption = SpanCorruption(
-        add_sentinels(tokenizer), tokenizer.eos_token_id, config.mask_probability, config.mean_span_length
-    )
-    return span_corruption_dataset(indexed, corruption, config.sequence_length, config.target_length, seed=config.seed)
-
-
-def _prefix_lm(config: PretrainingData, indexed: IndexedDataset, tokenizer: Tokenizer) -> Samples:
-    # Prefix and rest both lie in one run of tokens, so neither is longer than the shorter limit less its end.
-    length = min(config.sequence_length, config.target_length)
-    return ObjectiveDataset(indexed, length, PrefixLM(tokenizer.eos_token_id), seed=config.seed)
-
-
-def _glm(config: PretrainingData, indexed: IndexedDataset, tokenizer: Tokenizer) -> Samples:
-    ids = glm_tokenizer(tokenizer, config.glm_vocabulary)
-    infilling = BlankInfilling(
-        ids,
-        config.mask_probability,
-        config.block_mask_probability,
-        sentence_ends=sentence_end_ids(tokenizer),
-    )
-    mixture = GLMMixture(config.glm_token, config.glm_sentence, config.glm_single_span, config.glm_short)
-    return GLMDataset(indexed, config.sequence_length, infilling, mixture, seed=config.seed)

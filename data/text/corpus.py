@@ -13,9 +13,8 @@ from ..indexed.dataset import IndexedDataset
 from ..indexed.format import bin_path, dtype_for_vocabulary, idx_path
 from ..indexed.merge import split_dataset
 from ..indexed.writer import IndexedDatasetWriter
-from ..tokenizers.sentencepiece_training import train_sentencepiece
 from ..tokenizers.tokenizer import Tokenizer, load_tokenizer
-from ..tokenizers.training import train_byte_level_bpe
+from ..tokenizers.training import train_byte_level_bpe, train_sentencepiece
 from .documents import SourceReport, iter_documents, skip_bad, source_name
 from .encoding import encode_documents
 from .entropy import token_counts

@@ -72,7 +72,7 @@ def library_errors(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} holds no tokenizer that can be read: {cause}") from None
 
 
-def _ids_of_backend(path: Path, values: dict[str, Any]) -> dict[str, Any]:
+def _ids_of_backend(path: Path, values: dict[str, Any]) -> dict[Any, Any]:
     """The ids of a `tokenizer.json`: of its vocabulary, and of the tokens that are added to it."""
     model, added = values.get("model"), values.get("added_tokens", [])
     if not isinstance(model, dict):
@@ -80,7 +80,9 @@ def _ids_of_backend(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
         raise ValueError(f"{path}: added_tokens must be a list of objects")
     vocabulary = model.get("vocab")
-    ids = dict(vocabulary) if isinstance(vocabulary, dict) else dict.fromkeys(range(len(vocabulary or ())), 0)
+    ids: dict[Any, Any] = (
+        dict(vocabulary) if isinstance(vocabulary, dict) else dict.fromkeys(range(len(vocabulary or ())), 0)
+    )
     return ids | {f"added token {place}": token.get("id") for place, token in enumerate(added)}
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 from .tokenizer import Tokenizer
 
 GLMVocabulary = Literal["bert", "gpt2", "roberta", "chinese", "chinese-10b"]
+DEFAULT_VOCABULARY: GLMVocabulary = "gpt2"
 
 # Order in which the reference appends tokens to a base vocabulary; the last three only where they are
 # switched on.

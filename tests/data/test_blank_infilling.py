@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shardzoo.data import BlankInfilling, GLMDataset, GLMMixture, GLMTokens
-from shardzoo.data.objectives.glm_spans import documents_of, place_spans, sentences_of, span_lengths
+from shardzoo.data.objectives.blank_infilling import documents_of, place_spans, sentences_of, span_lengths
 
 SAMPLES = int(os.environ.get("SHARDZOO_TEST_SAMPLES", "20000"))  # run with 100000 before a release
 IDS = GLMTokens(

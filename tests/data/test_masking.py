@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from shardzoo.data import Masking, SentencePairDataset, SentencePairs, masked_dataset
+from shardzoo.data.objectives.bert import truncate_pair
 from shardzoo.data.objectives.masking import continuation_ids
-from shardzoo.data.objectives.sentence_pairs import truncate_pair
 
 PAD, CLS, SEP, MASK, V = 0, 1, 2, 3, 5000
 MASKING = Masking(MASK, V, (PAD, CLS, SEP))

@@ -11,6 +11,7 @@ import torch
 from shardzoo.data import (
     LIBAI_MT5,
     IndexedDataset,
+    ObjectiveDataset,
     PrepareOptions,
     PretrainingData,
     build_loader,
@@ -19,6 +20,7 @@ from shardzoo.data import (
     sentinel_ids,
     train_sentencepiece,
 )
+from shardzoo.data.objectives import pretraining
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +120,26 @@ def test_configurations_that_cannot_work_are_named(jsonl, tokenizer_dir, tmp_pat
     indexed, tokenizer = prepare(jsonl, tokenizer_dir, tmp_path)
     with pytest.raises(ValueError, match="has no mask_token"):
         build_loader(PretrainingData("roberta"), indexed, tokenizer)
-    with pytest.raises(ValueError, match="unknown objective 'electra'"):
-        build_loader(replace(PretrainingData(), objective="electra"), indexed, tokenizer)  # type: ignore[arg-type]
+    names = "bert-nsp, bert-sop, glm, gpt, prefix-lm, roberta, t5"
+    with pytest.raises(ValueError, match=f"unknown objective 'electra'; use one of {names}"):
+        build_loader(replace(PretrainingData(), objective="electra"), indexed, tokenizer)
     tokenizer.special |= {"mask_token": 5, "cls_token": 6, "sep_token": 7}
     with pytest.raises(ValueError, match="--split-sentences"):
         build_loader(PretrainingData("bert-sop"), indexed, tokenizer)
+
+
+def test_an_objective_registers_itself(jsonl, tokenizer_dir, tmp_path, monkeypatch):
+    """As a new file of `objectives/` would."""
+    indexed, tokenizer = prepare(jsonl, tokenizer_dir, tmp_path)
+    monkeypatch.setattr(pretraining, "_OBJECTIVES", dict(pretraining._OBJECTIVES))
+
+    @pretraining.objective("reversed", lengths=lambda config: (config.sequence_length, config.target_length))
+    def build(config, indexed, tokenizer):
+        def reverse(tokens, generator):
+            return {"input_ids": tokens, "labels": tokens[::-1][: config.target_length]}
+
+        return ObjectiveDataset(indexed, config.sequence_length, reverse, seed=config.seed)
+
+    batch = next(build_loader(PretrainingData("reversed", 32, 8, micro_batch_size=2), indexed, tokenizer))
+    assert batch["labels"].shape == (2, 8)
+    assert torch.equal(batch["labels"], batch["input_ids"].flip(1)[:, :8])

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from shardzoo.data import SpanCorruption, span_corruption_dataset
-from shardzoo.data.objectives.span_corruption import PrefixLM, random_segments
+from shardzoo.data.objectives.prefix_lm import PrefixLM
+from shardzoo.data.objectives.t5 import random_segments
 
 SAMPLES = int(os.environ.get("SHARDZOO_TEST_SAMPLES", "20000"))  # run with 100000 before a release
 SENTINELS = tuple(range(999, 899, -1))

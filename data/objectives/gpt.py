@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..indexed.dataset import IndexedDataset
+from ..tokenizers.tokenizer import Tokenizer
 from .packed import PackedTokens
+from .pretraining import PretrainingData, objective
 
 if TYPE_CHECKING:
     import torch
@@ -40,3 +42,9 @@ class GPTDataset(PackedTokens):
 
     def __getstate__(self) -> dict[str, object]:
         return {"indexed": self.indexed, "sequence_length": self.length, "seed": self.seed}
+
+
+@objective("gpt")
+def build_gpt(config: PretrainingData, indexed: IndexedDataset, tokenizer: Tokenizer) -> GPTDataset:
+    """Samples for a decoder."""
+    return GPTDataset(indexed, config.sequence_length, config.seed)

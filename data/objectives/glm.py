@@ -1,4 +1,4 @@
-"""Texts for GLM: [CLS] and a window of a document, or several short documents, from an indexed dataset."""
+"""GLM's objective: a mixture of blank infillings, of [CLS] and a window of a document or several short documents."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from typing import cast
 import numpy as np
 
 from ..indexed.dataset import IndexedDataset
+from ..text.sentences import sentence_end_ids
+from ..tokenizers.glm_tokens import glm_tokenizer
+from ..tokenizers.tokenizer import Tokenizer
 from .blank_infilling import BlankInfilling, Mode
+from .pretraining import PretrainingData, objective
 
 SHORTEST_PIECE = 32
 
@@ -151,3 +155,24 @@ class GLMDataset:
         if ends is not None and len(last := np.flatnonzero(ends[piece])) and last[-1] >= wished // 2:
             piece = piece[: last[-1] + 1]
         return piece
+
+
+def glm_lengths(config: PretrainingData) -> tuple[int, int]:
+    """Each span adds a mask and a start or end; there are at most as many spans as blanked tokens."""
+    length = config.sequence_length
+    length += 2 * (int(config.mask_probability * length) + 1)
+    return length, length
+
+
+@objective("glm", lengths=glm_lengths)
+def build_glm(config: PretrainingData, indexed: IndexedDataset, tokenizer: Tokenizer) -> GLMDataset:
+    """Samples with GLM's positions; its special tokens are put on a tokenizer that lacks them."""
+    ids = glm_tokenizer(tokenizer, config.glm_vocabulary)
+    infilling = BlankInfilling(
+        ids,
+        config.mask_probability,
+        config.block_mask_probability,
+        sentence_ends=sentence_end_ids(tokenizer),
+    )
+    mixture = GLMMixture(config.glm_token, config.glm_sentence, config.glm_single_span, config.glm_short)
+    return GLMDataset(indexed, config.sequence_length, infilling, mixture, seed=config.seed)

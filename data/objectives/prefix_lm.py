@@ -1,0 +1,50 @@
+"""Prefix language modelling: the end of a text from its beginning.
+
+Raffel et al., "Exploring the limits of transfer learning with a unified text-to-text transformer", 2020,
+section 3.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..indexed.dataset import IndexedDataset
+from ..tokenizers.tokenizer import Tokenizer
+from .labels import IGNORED
+from .packed import ObjectiveDataset
+from .pretraining import PretrainingData, objective, source_and_target
+
+
+@dataclass(frozen=True)
+class PrefixLM:
+    """Predict the end of a text from its beginning; the border is uniform.
+
+    With `decoder_only` the sample is one sequence whose labels are −100 on the prefix, and `prefix_length` []
+    says how far attention goes both ways. Otherwise `input_ids` is the prefix and `labels` the rest, each
+    closed by the end-of-sequence token.
+    """
+
+    eos_token_id: int
+    decoder_only: bool = False
+
+    def __call__(self, tokens: np.ndarray, generator: np.random.Generator) -> dict[str, np.ndarray]:
+        if len(tokens) < 2:
+            raise ValueError(f"a prefix and a rest need at least 2 tokens, not {len(tokens)}")
+        border = int(generator.integers(1, len(tokens)))
+        tokens = tokens.astype(np.int64)
+        if self.decoder_only:
+            labels = tokens.copy()
+            labels[:border] = IGNORED
+            return {"input_ids": tokens, "labels": labels, "prefix_length": np.array(border, np.int64)}
+        end = np.int64(self.eos_token_id)
+        return {"input_ids": np.append(tokens[:border], end), "labels": np.append(tokens[border:], end)}
+
+
+@objective("prefix-lm", lengths=source_and_target)
+def build_prefix_lm(config: PretrainingData, indexed: IndexedDataset, tokenizer: Tokenizer) -> ObjectiveDataset:
+    """Samples for an encoder-decoder."""
+    # Prefix and rest both lie in one run of tokens, so neither is longer than the shorter limit less its end.
+    length = min(config.sequence_length, config.target_length)
+    return ObjectiveDataset(indexed, length, PrefixLM(tokenizer.eos_token_id), seed=config.seed)
