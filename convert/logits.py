@@ -68,7 +68,7 @@ def compare_logits(folder: Path, size: int | None, config_file: Path | None = No
             plain = Path(temporary) / "merged"
             merge(folder, plain, options)
         ours = _split_logits(shards, size, inputs, Path(temporary))
-        known = transformers_class(plain, source.config)
+        known = transformers_class(mapped)
         theirs = _reference_logits(known, plain, inputs, mapped) if known else _unsplit_logits(shards, inputs)
     reference = (
         f"transformers' {known.__name__}" if known else "the unsplit model (transformers does not have this family)"
@@ -123,13 +123,12 @@ def _rank_logits(rank: int, folder: Path, size: int, inputs: dict[str, Tensor], 
         dist.destroy_process_group()
 
 
-def transformers_class(folder: Path, config: Mapping[str, Any]) -> Any:
+def transformers_class(mapped: MappedCheckpoint) -> Any:
     """The class that `config.json` names, if transformers has it and it is of the same architecture."""
     import transformers
 
-    names = config.get("architectures") or [None]
-    found = getattr(transformers, str(names[0]), None)
-    return found if family(str(config.get("model_type"))).in_transformers else None
+    config = mapped.model.config
+    return getattr(transformers, config.architecture, None) if family(config.model_type).in_transformers else None
 
 
 @torch.no_grad()

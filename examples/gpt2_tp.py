@@ -12,7 +12,7 @@ from torch.utils.data import Subset
 from transformers import GPT2LMHeadModel
 
 import shardzoo
-from shardzoo.convert.operations import Options, merge
+from shardzoo.convert import Options, merge
 from shardzoo.data import BlockDataset, iter_documents, load_tokenizer
 from shardzoo.trainer import Trainer
 from shardzoo.trainer.launch.ranks import on_first_rank

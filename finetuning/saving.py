@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from ..convert.operations import Options, merge
+from ..convert import Options, merge
 from ..trainer.checkpointing.model_files import model_files
 from ..trainer.checkpointing.snapshot import STATE, Snapshot, TrainerState, write_snapshot
 from ..trainer.engines.state import model_tensors

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from ..convert.merge import merge
+from ..convert import merge
 from ..data import Corpus, GPTDataset, IndexedDataset, prepare_corpus, unigram_entropy
 from ..models import ParallelConfig, from_config
 from ..models.common.config import ModelConfig
