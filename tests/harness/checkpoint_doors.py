@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import io
 import multiprocessing
-import shutil
 import tempfile
 import time
 import traceback
@@ -23,7 +22,7 @@ class Visit:
     """What happened at one door.
 
     accepted: whether the folder was taken. message: why not. tensors: digest of the parameters that were found, ""
-    where a door shows none. crash: a traceback of anything but a refusal. growth: bytes at the peak beyond those before.
+    where a door shows none. crash: a traceback of anything but a refusal. growth: of memory at the peak, in bytes.
     """
 
     accepted: bool
@@ -35,22 +34,16 @@ class Visit:
 
 
 def digest_of(model) -> str:
-    """sha256 of the unpadded parameters by name; a tied head counts as one of its own."""
+    """sha256 of the unpadded parameters by name, in fp64, which holds every type."""
     digest = hashlib.sha256()
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in sorted(parameters):
         value = parameters[name].detach()
         shard = getattr(parameters[name], "shard", None)
         value = value.narrow(shard.dim, 0, shard.shape[shard.dim]) if shard else value
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        digest.update(value.contiguous().view(-1).view(_bytes()).numpy().tobytes())
+        digest.update(f"{name} {tuple(value.shape)}".encode())
+        digest.update(value.double().numpy().tobytes())
     return digest.hexdigest()
-
-
-def _bytes():
-    import torch
-
-    return torch.uint8
 
 
 def _loaded(folder: Path) -> str:
@@ -116,7 +109,7 @@ def finetune(folder: Path) -> str:
     from shardzoo.finetuning.arguments import FinetuningArguments
     from shardzoo.finetuning.loading import find_source, load_model
 
-    arguments = FinetuningArguments(experiment_name="x", model_name_or_path=str(folder), native=True)
+    arguments = FinetuningArguments(model_name_or_path=str(folder), native=True)
     return digest_of(load_model(find_source(arguments), "text-generation", arguments, None, torch.device("cpu"), None))
 
 
@@ -215,7 +208,3 @@ class Visitor:
             self._process.kill()
             self._process.join()
             self._process = None
-
-
-def remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)

@@ -78,6 +78,10 @@ class ShardedFiles:
         if stored.manifest is None:
             raise ValueError(f"{folder} is a {stored.description}, not a checkpoint of training")
         check_names(folder, set(stored.ranks[0]), set(parameters))
+        for name, parameter in parameters.items():
+            full = shards[name].shape if shards[name] else tuple(parameter.shape)
+            if stored.manifest.tensors[name].shape != full:  # e.g. vocabularies that are padded to the same size
+                raise _another_shape(folder, name, stored.manifest.tensors[name].shape, full)
         with ShardedReader(stored.ranks, shards) as reader:
             for name, parameter in parameters.items():
                 copy_checked(folder, name, reader.local(name, ranks.tp_rank, ranks.tp_size), parameter)
@@ -152,12 +156,15 @@ def check_names(folder: Path, stored: set[str], wanted: set[str]) -> None:
             raise ValueError(f"{folder} {kind}: {few}; it holds another model")
 
 
+def _another_shape(folder: Path, name: str, found: Sequence[int], wanted: Sequence[int]) -> ValueError:
+    return ValueError(
+        f"{folder}: {name} has shape {list(found)}, but the model wants {list(wanted)}; it holds another model"
+    )
+
+
 def copy_checked(folder: Path, name: str, value: Tensor, into: Tensor) -> None:
     if value.shape != into.shape:
-        raise ValueError(
-            f"{folder}: {name} has shape {list(value.shape)}, but the model wants {list(into.shape)}; it holds another "
-            "model"
-        )
+        raise _another_shape(folder, name, value.shape, into.shape)
     into.copy_(value)
 
 
