@@ -265,7 +265,7 @@ ODD: dict[str, Case] = {
     "fp8 beside fp32": ("gpt2", cast(torch.float8_e4m3fn, "c_proj"), LOADING),
     "T5 v1.0": ("t5", lambda folder: None, LOADING),
     "T5 v1.1": ("t5-v1.1", lambda folder: None, LOADING),
-    "T5 v1.1 with today's flag": ("t5-v1.1", edit_config(tie_word_embeddings=True, transformers_version="5.0"), LOADING),
+    "T5 v1.1 with today's flag": ("t5-v1.1", edit_config(tie_word_embeddings=True, transformers_version="5"), LOADING),
     "T5 of transformers 4": ("t5-v1.1", edit_config(tie_word_embeddings=False, transformers_version="4.40.0"), LOADING),
     "T5 with all its copies": ("t5", both(*(add(name, shared_table) for name in T5_COPIES)), LOADING),
     "BERT with its tied copy": ("bert", add(BERT_HEAD, lambda t: t[BERT_WTE].clone()), LOADING),
