@@ -134,7 +134,7 @@ def estimate(folder: Path) -> str:
 
 def resume(folder: Path) -> str:
     from shardzoo.models import find_config, from_config
-    from shardzoo.trainer.checkpointing.checkpoint import find_checkpoint
+    from shardzoo.trainer.checkpointing.resume import find_checkpoint
     from shardzoo.trainer.checkpointing.model_files import model_files
     from shardzoo.trainer.launch.ranks import Ranks
 
