@@ -14,6 +14,7 @@ from ..trainer.evaluation import Metric
 from ..trainer.launch.ranks import Ranks
 from ..trainer.trainer import Trainer
 from .arguments import FinetuningArguments
+from .text_generator import TextGenerator
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
 
@@ -45,19 +46,15 @@ def text_values(metric: str, predictions: Sequence[str], targets: Sequence[str])
 
 
 def generated_values(
-    metric: str,
-    generate: Callable[[Sequence[str]], list[str]],
-    records: Sequence[tuple[str, str]],
-    ranks: Ranks,
+    metric: str, generator: TextGenerator, model: Any, sources: Sequence[str], targets: Sequence[str], ranks: Ranks
 ) -> dict[str, float]:
-    """`text_values` of what is generated for the sources of records. Each data-parallel rank generates a part of them;
-    all ranks get the values."""
-    mine = range(ranks.dp_rank, len(records), ranks.dp_size)
-    texts = generate([records[number][0] for number in mine])
+    """`text_values` of what a model generates for sources. Each data-parallel rank generates a part of the texts; all
+    ranks return the values."""
+    mine = range(ranks.dp_rank, len(sources), ranks.dp_size)
+    texts = generator(model, [sources[number] for number in mine])
     every = ranks.gather(list(zip(mine, texts, strict=True)) if ranks.tp_rank == 0 else [])
     found = dict(pair for part in every for pair in part)
-    targets = [records[number][1] for number in range(len(records))]
-    return text_values(metric, [found[number] for number in range(len(records))], targets)
+    return text_values(metric, [found[number] for number in range(len(sources))], targets)
 
 
 def class_accuracy(logits: Tensor, labels: Tensor) -> tuple[float, float]:

@@ -282,12 +282,9 @@ class Finetuning:
         if not self._measures_texts():
             return {}
         end = self.arguments.separator if self._learns_continuations() else ""
-        return generated_values(
-            self.arguments.metric,
-            lambda sources: self._generator(module, [self._data.prepare_source(source) + end for source in sources]),
-            records,
-            self.ranks,
-        )
+        sources = [self._data.prepare_source(records[number][0]) + end for number in range(len(records))]
+        targets = [records[number][1] for number in range(len(records))]
+        return generated_values(self.arguments.metric, self._generator, module, sources, targets, self.ranks)
 
     def _generate(self, text: str, settings: dict[str, Any]) -> list[str]:
         if self._data.labels is not None:

@@ -87,16 +87,8 @@ def generate(
     with evaluating(model), torch.inference_mode():
         kind = getattr(model, "generates", None)
         if kind == "answer":
-            found = _answer(
-                model,
-                input_ids,
-                attention_mask,
-                decoder_input_ids,
-                decoder_attention_mask,
-                encoder_outputs,
-                made,
-                extras,
-            )
+            given = (input_ids, attention_mask, decoder_input_ids, decoder_attention_mask, encoder_outputs)
+            found = _answer(model, *given, made, extras)
         elif kind == "blanks":
             found = _fill(model, input_ids, position_ids, generation_attention_mask, made, extras)
         elif kind == "continuation":
