@@ -134,8 +134,8 @@ def estimate(folder: Path) -> str:
 
 def resume(folder: Path) -> str:
     from shardzoo.models import find_config, from_config
-    from shardzoo.trainer.checkpointing.resume import find_checkpoint
     from shardzoo.trainer.checkpointing.model_files import model_files
+    from shardzoo.trainer.checkpointing.resume import find_checkpoint
     from shardzoo.trainer.launch.ranks import Ranks
 
     ranks = Ranks(None)
