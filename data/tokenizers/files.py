@@ -72,7 +72,7 @@ def library_errors(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} holds no tokenizer that can be read: {cause}") from None
 
 
-def _ids_of_backend(path: Path, values: dict[str, Any]) -> dict[Any, Any]:
+def _ids_of_backend(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     """The ids of a `tokenizer.json`: of its vocabulary, and of the tokens that are added to it."""
     model, added = values.get("model"), values.get("added_tokens", [])
     if not isinstance(model, dict):
@@ -80,9 +80,10 @@ def _ids_of_backend(path: Path, values: dict[str, Any]) -> dict[Any, Any]:
     if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
         raise ValueError(f"{path}: added_tokens must be a list of objects")
     vocabulary = model.get("vocab")
-    ids: dict[Any, Any] = (
-        dict(vocabulary) if isinstance(vocabulary, dict) else dict.fromkeys(range(len(vocabulary or ())), 0)
-    )
+    if not isinstance(vocabulary, dict | list):
+        raise ValueError(f"{path}: the model's vocab must be an object or a list, not {vocabulary!r:.100}")
+    # A unigram model lists its pieces, whose ids are their places.
+    ids = vocabulary if isinstance(vocabulary, dict) else {f"piece {n}": n for n in range(len(vocabulary))}
     return ids | {f"added token {place}": token.get("id") for place, token in enumerate(added)}
 
 

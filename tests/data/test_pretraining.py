@@ -136,10 +136,10 @@ def test_an_objective_registers_itself(jsonl, tokenizer_dir, tmp_path, monkeypat
     @pretraining.objective("reversed", lengths=lambda config: (config.sequence_length, config.target_length))
     def build(config, indexed, tokenizer):
         def reverse(tokens, generator):
-            return {"input_ids": tokens, "labels": tokens[::-1][: config.target_length]}
+            return {"input_ids": tokens, "labels": tokens[::-1][: config.target_length].copy()}
 
         return ObjectiveDataset(indexed, config.sequence_length, reverse, seed=config.seed)
 
-    batch = next(build_loader(PretrainingData("reversed", 32, 8, micro_batch_size=2), indexed, tokenizer))
+    batch = next(iter(build_loader(PretrainingData("reversed", 32, 8, micro_batch_size=2), indexed, tokenizer)))
     assert batch["labels"].shape == (2, 8)
     assert torch.equal(batch["labels"], batch["input_ids"].flip(1)[:, :8])

@@ -193,8 +193,9 @@ def test_parts_of_a_tokenizer_json(part, value, folders, tmp_path, alarm):
     path.write_text(json.dumps({**values, part: value}))
     found = verdicts(folder, alarm)
     if isinstance(values[part], dict):
-        path.write_text(json.dumps({**values, part: {**values[part], "type": value}}))
-        found += verdicts(folder, alarm)
+        for key in ("type", "vocab", "merges"):
+            path.write_text(json.dumps({**values, part: {**values[part], key: value}}))
+            found += verdicts(folder, alarm)
     assert all(message is None or str(folder) in message for message in found)
 
 
