@@ -50,6 +50,9 @@ _END = struct.Struct("<4s8xL6x")  # of a zip file: signature and bytes of its di
 _WIDE_END = struct.Struct("<4s36xQ8x")  # the same in the zip64 format
 _LOCATOR = struct.Struct("<4s4xQ4x")  # where the zip64 end is
 
+# Unpickled, it takes as much memory as its argument says. Names are written out in a pickle, followed by this end.
+_ALLOCATION = b"bytearray\n"
+
 # Whatever a damaged pickle makes torch raise.
 _DAMAGE = (
     RuntimeError, OSError, EOFError, LookupError, TypeError, AttributeError, ValueError, AssertionError, MemoryError,
@@ -119,6 +122,8 @@ class Records:
                         raise ValueError(f"{path} was written on a big-endian machine")
                     if info.filename.endswith("/data.pkl") and info.file_size > LARGEST_PICKLE:
                         raise ValueError(f"{path} has {info.file_size:,} pickled bytes, more than a list of tensors")
+                    if info.filename.endswith("/data.pkl") and _ALLOCATION in archive.read(info):
+                        raise ValueError(f"{path} is refused: besides tensors and plain values it holds a bytearray")
                     file.seek(info.header_offset)
                     name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
                     start = info.header_offset + _LOCAL_HEADER.size + name + extra
@@ -215,7 +220,10 @@ class _PickledPart:
         return self._file.read(count)
 
     def readline(self) -> bytes:
-        return self._file.readline(LARGEST_PICKLE)
+        line = self._file.readline(LARGEST_PICKLE)
+        if line == _ALLOCATION:
+            raise pickle.UnpicklingError("GLOBAL bytearray")
+        return line
 
 
 def _meta_storage(saved: Any, storages: dict[str, torch.TypedStorage]) -> torch.TypedStorage:

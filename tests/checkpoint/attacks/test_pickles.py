@@ -164,3 +164,18 @@ def test_a_view_out_of_its_storage(arena, folder, weights):
 
     rezip(path, enlarge)
     assert "pytorch_model.bin" in arena.refused_split(folder)
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_an_allocation(old, arena, folder, weights):
+    """A bytearray of 3 GB, which torch's restricted unpickler would fill with zeros."""
+    state = {"module": weights, "state": Calls(bytearray, 3 << 30)}
+    torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=not old)
+    assert "holds a bytearray" in arena.refused_split(folder)
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_many_pickled_bytes(old, arena, folder, weights):
+    state = {"module": weights, "state": "x" * (5 << 20)}
+    torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=not old)
+    assert "pickled bytes" in arena.refused_split(folder)
