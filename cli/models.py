@@ -16,7 +16,7 @@ from ..models import FAMILIES, family, find_config, presets
 from ..models.auto import build_on_meta
 from ..models.common.config import ModelConfig
 from ..models.sizes import legal_sizes, sizes_of
-from ..trainer.estimate.job import ITEMSIZE
+from ..trainer.estimate.model import ITEMSIZE
 from .console import exit_code_of
 
 OPTIMIZER_BYTES = {"none": 0, "adam": 8, "sgd": 0, "momentum": 4, "lion": 4}

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ..models.common.language_model import EncoderOutput, ModelOutput
-from .beams import beam_search
 from .decoders import BlankDecoder, CausalDecoder, Decoder, Seq2SeqDecoder
-from .group_beams import group_beam_search
 from .logits_processors import LogitsProcessors
 from .prompts import check_ids, check_mask, decoder_prompt, left_padding
-from .sampling import decode
 from .settings import GenerationSettings, make_settings
+from .strategies import beam_search, decode, group_beam_search
 
 
 @dataclass

@@ -1,14 +1,90 @@
-"""Choose the compiled index builders where the extension is built, else numpy's; the results are equal."""
+"""Build sample and sentence indexes: the numpy reference, and the compiled builders where the extension is built.
+
+Both give equal results; the reference is the ground truth of csrc/data/index.cpp.
+"""
 
 from __future__ import annotations
 
+import numpy as np
+
 try:
-    from .._index import sample_index, sentence_index
-
-    COMPILED = True
+    from .. import _index as compiled
 except ImportError:
-    from .index_reference import sample_index, sentence_index
+    compiled = None
 
-    COMPILED = False
+_MASK = (1 << 64) - 1
 
-__all__ = ["COMPILED", "sample_index", "sentence_index"]
+
+def reference_sample_index(lengths: np.ndarray, first: int, stride: int, count: int) -> np.ndarray:
+    """Where samples begin in the concatenation of documents: int64 [count, 2] of (document, offset in it).
+
+    Sample k begins at token `first + k * stride`. With a stride of S - 1 and first 0 this is Megatron's
+    sample index for sequences of S - 1 tokens and one extra token. `lengths` int64 [documents] are in reading
+    order.
+    """
+    if first < 0 or stride < 1 or count < 0:
+        raise ValueError("first and count >= 0 and stride >= 1")
+    positions = first + stride * np.arange(count, dtype=np.int64)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    if count and (len(ends) == 0 or positions[-1] >= ends[-1]):
+        raise ValueError("a sample begins behind the last document")
+    documents = np.searchsorted(ends, positions, side="right")
+    offsets = positions - (ends[documents] - lengths[documents])
+    return np.stack([documents, offsets], axis=1).astype(np.int64)  # [count, 2]
+
+
+def draw(seed: int, n: int) -> int:
+    """Number `n` of the splitmix64 stream of a seed (Steele, Lea, Flood: Fast splittable generators, 2014)."""
+    z = (seed + (n + 1) * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+def reference_sentence_index(
+    sizes: np.ndarray,
+    marks: np.ndarray,
+    max_length: int,
+    short_probability: float,
+    least_sentences: int,
+    seed: int,
+) -> np.ndarray:
+    """Cut documents into runs of sentences, each a sample: int64 [samples, 3] of (first, one behind last,
+    wished).
+
+    A run grows until it has the wished number of tokens and `least_sentences`, unless too few sentences would
+    be left for another run. The wish is `max_length`, or with `short_probability` uniform in 2..max_length
+    (BERT's short sequences). Documents of fewer sentences are left out, as in Megatron's build_mapping.
+    """
+    if max_length < 2:
+        raise ValueError("max_length must be at least 2")
+    drawn = 0
+
+    def wish() -> int:
+        nonlocal drawn
+        u = (draw(seed, drawn) >> 11) * 2.0**-53
+        drawn += 1
+        if u >= short_probability:
+            return max_length
+        drawn += 1
+        return 2 + draw(seed, drawn - 1) % (max_length - 1)
+
+    rows: list[tuple[int, int, int]] = []
+    for document in range(len(marks) - 1):
+        first, last = int(marks[document]), int(marks[document + 1])
+        if last - first < least_sentences:
+            continue
+        tokens, wished = 0, wish()
+        for sentence in range(first, last):
+            tokens += int(sizes[sentence])
+            rest = last - sentence - 1
+            full = tokens >= wished and sentence + 1 - first >= least_sentences and rest >= least_sentences
+            if full or rest == 0:
+                if tokens > 0:
+                    rows.append((first, sentence + 1, wished))
+                first, tokens, wished = sentence + 1, 0, wish()
+    return np.array(rows, np.int64).reshape(-1, 3)
+
+
+sample_index = reference_sample_index if compiled is None else compiled.sample_index
+sentence_index = reference_sentence_index if compiled is None else compiled.sentence_index

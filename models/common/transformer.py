@@ -23,10 +23,10 @@ from ...mpu import (
     RowParallelLinear,
     Shard,
     checkpoint,
+    column_parallel,
     scaled_masked_softmax,
     tp_size,
 )
-from ...mpu.layers import column_parallel
 from ...mpu.parameter import split_parameter
 from ...ops import bias_gelu, geglu, in_inference_mode, linear, matmul, relu, swiglu
 from ...ops.autograd import Function, once_differentiable

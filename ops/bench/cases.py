@@ -9,18 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from .. import (
-    bias_dropout_residual,
-    bias_gelu,
-    cross_entropy,
-    dropout_keys,
-    geglu,
-    layer_norm,
-    masked_softmax,
-    rms_norm,
-    swiglu,
-)
-from ..activation import GELU_TANH, SILU
+from ... import ops
 
 Tensors = dict[str, torch.Tensor]
 
@@ -73,7 +62,7 @@ def _softmax(size: tuple[int, int, int, int]) -> Case:
         "scale, masked_fill, softmax in fp32",
         make,
         ("x",),
-        lambda t: masked_softmax(t["x"], t["mask"], scale=0.125),
+        lambda t: ops.masked_softmax(t["x"], t["mask"], scale=0.125),
         eager,
         (
             "masked_softmax",
@@ -96,7 +85,7 @@ def _softmax_bias(size: tuple[int, int, int, int]) -> Case:
         "scores + trained bias, softmax in fp32 (Hugging Face T5)",
         make,
         ("x", "bias"),
-        lambda t: masked_softmax(t["x"], None, t["bias"]),
+        lambda t: ops.masked_softmax(t["x"], None, t["bias"]),
         lambda t: (t["x"] + t["bias"]).softmax(-1, dtype=torch.float32).to(t["x"].dtype),
         ("masked_softmax", lambda t: (t["x"], None, t["bias"], None, None, 1.0, False, 0.0, 0)),
         ("masked_softmax_backward", lambda t, out, grad: (grad, out[0], None, 1.0, 0.0, 0, 1)),
@@ -120,7 +109,7 @@ def _layer_norm(rows: int, columns: int) -> Case:
         "torch.nn.functional.layer_norm",
         _norm_inputs(rows, columns),
         ("x", "weight", "bias"),
-        lambda t: layer_norm(t["x"], t["weight"], t["bias"], 1e-5),
+        lambda t: ops.layer_norm(t["x"], t["weight"], t["bias"], 1e-5),
         lambda t: F.layer_norm(t["x"], (columns,), t["weight"], t["bias"], 1e-5),
         ("layer_norm", lambda t: (t["x"], None, t["weight"], t["bias"], 1e-5)),
         (
@@ -144,7 +133,7 @@ def _rms_norm(rows: int, columns: int) -> Case:
         "Hugging Face's T5 and Llama RMSNorm",
         _norm_inputs(rows, columns),
         ("x", "weight"),
-        lambda t: rms_norm(t["x"], t["weight"], 1e-6),
+        lambda t: ops.rms_norm(t["x"], t["weight"], 1e-6),
         eager,
         ("rms_norm", lambda t: (t["x"], None, t["weight"], 1e-6)),
         ("rms_norm_backward", lambda t, out, grad: (grad, None, t["x"], t["weight"], out[2])),
@@ -166,7 +155,7 @@ def _bias_gelu(rows: int, columns: int) -> Case:
         "gelu(x + bias)",
         _norm_inputs(rows, columns),
         ("x", "bias"),
-        lambda t: bias_gelu(t["x"], t["bias"]),
+        lambda t: ops.bias_gelu(t["x"], t["bias"]),
         lambda t: F.gelu(t["x"] + t["bias"]),
         ("bias_gelu", lambda t: (t["x"], t["bias"], False)),
         ("bias_gelu_backward", lambda t, out, grad: (grad, t["x"], t["bias"], False)),
@@ -179,8 +168,12 @@ def _glu(name: str, rows: int, columns: int, activation: int) -> Case:
     def make(device, dtype):
         return {"x": _normal(device, dtype, rows, columns), "up": _normal(device, dtype, 1, rows, columns)[0]}
 
+    def ours(t):
+        is_silu = activation == ops.activation.SILU
+        return ops.swiglu(t["x"], t["up"]) if is_silu else ops.geglu(t["x"], t["up"], "tanh")
+
     def eager(t):
-        gate = F.silu(t["x"]) if activation == SILU else F.gelu(t["x"], approximate="tanh")
+        gate = F.silu(t["x"]) if activation == ops.activation.SILU else F.gelu(t["x"], approximate="tanh")
         return gate * t["up"]
 
     return Case(
@@ -188,7 +181,9 @@ def _glu(name: str, rows: int, columns: int, activation: int) -> Case:
         "act(gate) * up",
         make,
         ("x", "up"),
-        lambda t: swiglu(t["x"], t["up"]) if activation == SILU else geglu(t["x"], t["up"], "tanh"),
+        lambda t: (
+            ops.swiglu(t["x"], t["up"]) if activation == ops.activation.SILU else ops.geglu(t["x"], t["up"], "tanh")
+        ),
         eager,
         ("glu", lambda t: (t["x"], t["up"], activation)),
         ("glu_backward", lambda t, out, grad: (grad, t["x"], t["up"], activation)),
@@ -203,7 +198,7 @@ def _bias_dropout_residual(rows: int, columns: int) -> Case:
             "x": _normal(device, dtype, 8, rows // 8, columns),
             "bias": _normal(device, dtype, columns),
             "residual": _normal(device, dtype, 1, 8, rows // 8, columns)[0],
-            "keys": dropout_keys(1, 0, 8, device),
+            "keys": ops.dropout_keys(1, 0, 8, device),
         }
 
     return Case(
@@ -211,7 +206,7 @@ def _bias_dropout_residual(rows: int, columns: int) -> Case:
         "residual + dropout(x + bias)",
         make,
         ("x", "bias", "residual"),
-        lambda t: bias_dropout_residual(t["x"], t["bias"], t["residual"], p=0.1, keys=t["keys"]),
+        lambda t: ops.bias_dropout_residual(t["x"], t["bias"], t["residual"], p=0.1, keys=t["keys"]),
         lambda t: t["residual"] + F.dropout(t["x"] + t["bias"], 0.1),
         ("bias_dropout_residual", lambda t: (t["x"], t["bias"], t["residual"], t["keys"], 0.1, 0, 0)),
         ("bias_dropout_residual_backward", lambda t, out, grad: (grad, t["keys"], 0.1, 0, 0, True)),
@@ -235,7 +230,7 @@ def _cross_entropy(rows: int, columns: int) -> Case:
         "cross_entropy of fp32 logits",
         make,
         ("x",),
-        lambda t: cross_entropy(t["x"], t["target"]),
+        lambda t: ops.cross_entropy(t["x"], t["target"]),
         lambda t: F.cross_entropy(t["x"].float(), t["target"], reduction="none"),
         ("cross_entropy_stats", lambda t: (t["x"], t["target"], 0, t["x"].shape[1])),
         ("cross_entropy_grad", backward_arguments),
@@ -262,8 +257,8 @@ def cases(device: str, scale: float = 1.0) -> list[Case]:
         _layer_norm(rows, width),
         _rms_norm(rows, width),
         _bias_gelu(rows, width),
-        _glu("geglu", rows, width, GELU_TANH),
-        _glu("swiglu", rows, width, SILU),
+        _glu("geglu", rows, width, ops.activation.GELU_TANH),
+        _glu("swiglu", rows, width, ops.activation.SILU),
         _bias_dropout_residual(rows, width),
         _cross_entropy(max(1, int(tokens * scale)), classes),
     ]

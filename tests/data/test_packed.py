@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardzoo.data import GPTDataset
-from shardzoo.data.indexed import index_reference
+from shardzoo.data.indexed import index_building
 from shardzoo.data.objectives.packed import PackedTokens
 
 fuzz = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -95,7 +95,7 @@ def test_sample_index_is_megatrons(lengths, sequence, seed):
     order = np.random.default_rng(seed).permutation(len(sizes)).astype(np.int32)
     theirs = helpers_cpp.build_sample_idx_int32(sizes, order, sequence, 1, int(sizes.sum()), True, 1)
     count = (sum(lengths) - 1) // sequence
-    ours = index_reference.sample_index(sizes[order].astype(np.int64), 0, sequence, count)
+    ours = index_building.reference_sample_index(sizes[order].astype(np.int64), 0, sequence, count)
     assert ours.tolist() == theirs[:count].tolist()
 
 
@@ -108,11 +108,11 @@ def test_sample_index_is_megatrons(lengths, sequence, seed):
 def test_compiled_sample_index_equals_numpy(lengths, first, stride, compiled_index):
     sizes = np.array(lengths, np.int64)
     count = max(0, -(-(int(sizes.sum()) - first) // stride))
-    expected = index_reference.sample_index(sizes, first, stride, count)
+    expected = index_building.reference_sample_index(sizes, first, stride, count)
     assert np.array_equal(compiled_index.sample_index(sizes, first, stride, count), expected)
-    for builders in (compiled_index, index_reference):
+    for sample_index in (compiled_index.sample_index, index_building.reference_sample_index):
         with pytest.raises(ValueError, match="behind the last document"):
-            builders.sample_index(sizes, first, stride, count + 40)
+            sample_index(sizes, first, stride, count + 40)
 
 
 @fuzz
@@ -126,7 +126,7 @@ def test_compiled_sample_index_equals_numpy(lengths, first, stride, compiled_ind
 def test_compiled_sentence_index_equals_numpy(documents, length, short, least, seed, compiled_index):
     sizes = np.array([size for document in documents for size in document], np.int32)
     marks = np.cumsum([0, *map(len, documents)]).astype(np.int64)
-    ours = index_reference.sentence_index(sizes, marks, length, short, least, seed)
+    ours = index_building.reference_sentence_index(sizes, marks, length, short, least, seed)
     assert np.array_equal(compiled_index.sentence_index(sizes, marks, length, short, least, seed), ours)
     taken = [sentence for first, last, _ in ours for sentence in range(first, last)]
     assert len(taken) == len(set(taken))
@@ -140,7 +140,7 @@ def test_compiled_sentence_index_equals_numpy(documents, length, short, least, s
 
 def test_random_numbers_are_splitmix64():
     # Reference values of the published generator for seed 1234567.
-    assert [index_reference.draw(1234567, n) for n in range(3)] == [
+    assert [index_building.draw(1234567, n) for n in range(3)] == [
         6457827717110365317,
         3203168211198807973,
         9817491932198370423,

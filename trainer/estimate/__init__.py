@@ -1,6 +1,6 @@
 """How much memory training takes, before it is started: see docs/estimate.md."""
 
 from .estimate import Estimate, estimate, largest_micro_batch
-from .job import Job
+from .model import Job
 
 __all__ = ["Estimate", "Job", "estimate", "largest_micro_batch"]

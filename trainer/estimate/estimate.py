@@ -9,8 +9,7 @@ from typing import Any
 
 from ...models.common.config import ModelConfig
 from ...models.sizes import ParameterSize
-from .job import Job
-from .model import ModelMemory, hf_model_memory, model_memory
+from .model import Job, ModelMemory, hf_model_memory, model_memory
 
 MIB = 1 << 20
 FRAMEWORK = {"cuda": 600 * MIB, "cpu": 400 * MIB}
