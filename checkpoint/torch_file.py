@@ -98,10 +98,11 @@ def locate_tensors(path: Path, state: Mapping[str, Any]) -> dict[str, StoredTens
         start = getattr(storage, "_checkpoint_offset", None)
         if start is None and tensor.numel():
             raise ValueError(f"{where} has no bytes in the file")
-        offset = (start or 0) + int(tensor.storage_offset()) * tensor.element_size()
+        start = start or 0
+        offset = start + int(tensor.storage_offset()) * tensor.element_size()
         stored = StoredTensor(name, path, dtype, tuple(tensor.shape), offset)
         stop = offset + stored.nbytes
-        if tensor.numel() and not (records.contain(start or 0, stop) if records else stop <= start + storage.nbytes()):
+        if tensor.numel() and not (records.contain(start, stop) if records else stop <= start + storage.nbytes()):
             raise ValueError(f"{where} claims bytes outside its record of the file")
         tensors[name] = stored
     return tensors
@@ -198,7 +199,7 @@ def _load_before_zip(path: Path) -> Any:
         if isinstance(machine, dict) and machine.get("little_endian") is False:
             raise ValueError(f"{path} was written on a big-endian machine")
         storages: dict[str, torch.TypedStorage] = {}
-        unpickler = _weights_only_unpickler.Unpickler(pickled, encoding="utf-8")
+        unpickler: Any = _weights_only_unpickler.Unpickler(pickled, encoding="utf-8")
         unpickler.persistent_load = lambda saved: _meta_storage(saved, storages)
         state = unpickler.load()
         order = _weights_only_unpickler.load(pickled, encoding="utf-8")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import io
 import json
 import re
 import subprocess
@@ -386,3 +387,31 @@ def test_every_private_name_has_a_canary():
                 if name not in own | known | accepted:
                     found[name] = str(path.relative_to(package))
     assert not found, f"private names of other libraries without a canary: {found}"
+
+
+def test_torch_load_tells_where_bytes_lie(tmp_path):
+    with needed_by(
+        "checkpoint/torch_file.py, which reads tensors of `.bin` files by their place",
+        breaks="no `.bin` file is read: every tensor has no bytes in the file",
+        remedy="take the place of a storage from the record `data/KEY` of the zip file",
+    ):
+        path = tmp_path / "weights.bin"
+        torch.save({"a": torch.arange(6.0)}, path)
+        state = torch.load(path, map_location="meta", mmap=True, weights_only=True)
+        offset = state["a"].untyped_storage()._checkpoint_offset
+        assert path.read_bytes()[offset : offset + 24] == torch.arange(6.0).numpy().tobytes()
+
+
+def test_the_restricted_unpickler_takes_our_storages():
+    with needed_by(
+        "checkpoint/torch_file.py, which reads files from before torch 1.6 by torch._weights_only_unpickler",
+        breaks="these files are refused as damaged",
+        remedy="refuse them with the advice to save them again, as torch.save writes them today",
+    ):
+        from torch import _weights_only_unpickler
+        from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
+
+        assert (MAGIC_NUMBER, PROTOCOL_VERSION) == (0x1950A86A20F9469CFC6C, 1001)
+        unpickler: Any = _weights_only_unpickler.Unpickler(io.BytesIO(b"\x80\x02X\3\0\0\0keyQ."), encoding="utf-8")
+        unpickler.persistent_load = lambda saved: ("found", saved)
+        assert unpickler.load() == ("found", "key")
