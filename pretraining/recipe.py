@@ -111,7 +111,7 @@ class Pretraining:
         folder = RunFolder(Path(arguments.output_dir)) if arguments.output_dir else None
         first_step = folder.first_step(resume=arguments.resume, overwrite=arguments.overwrite) if folder else 0
         if folder and first_step:
-            folder.go_on(arguments.of_the_run())
+            folder.record_arguments(arguments.of_the_run())
             return folder, first_step, self._prepare_corpus(folder.data)
         goal = folder.path if folder else Path("runs", "new")
         nearest = next(parent for parent in goal.absolute().parents if parent.is_dir())

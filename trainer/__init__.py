@@ -1,8 +1,8 @@
-"""Training: one loop over several engines, with its processes, checkpoints and logs.
+"""Trains models: one loop over several engines, with processes, checkpoints and logs.
 
-Imports run downwards only. From the highest floor to the lowest:
+Imports run downwards only. From the highest level to the lowest:
 
-    trainer.py            the public class; it makes all the parts of a run
+    trainer.py            the public class, which creates all parts of a run
     loop.py               the optimizer steps
     evaluation.py         validation
     checkpointing/  logging/  estimate/
@@ -11,7 +11,7 @@ Imports run downwards only. From the highest floor to the lowest:
     launch/               processes, ranks and hosts
     arguments/  run_folder.py
 
-Rooms and files of one line do not import one another.
+Folders and files on the same line do not import one another.
 """
 
 from __future__ import annotations

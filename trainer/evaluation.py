@@ -1,4 +1,4 @@
-"""Validation over data-parallel ranks, one micro-batch at a time, so that it needs no more memory than training."""
+"""Evaluates over data-parallel ranks, one micro-batch at a time, so that it needs no more memory than training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .batches.loss_normalization import LossNormalizer, loss_of, output_field, t
 from .engines.engine import ForwardStep
 from .launch.ranks import Ranks
 
-# (logits, labels) of a micro-batch -> its mean over the rows, or [sum, count]. logits are whole.
+# (logits, labels) of a micro-batch -> the mean over its rows, or [sum, count]. The logits have the full vocabulary.
 Metric = Callable[[Tensor, Tensor], Any]
 
 
@@ -25,7 +25,7 @@ def metric_functions(metrics: Mapping[str, Metric] | Iterable[Sequence[Any]] | N
         if not isinstance(pair, Sequence) or len(pair) != 2 or not isinstance(pair[0], str) or not callable(pair[1]):
             raise ValueError(f"metric_methods must be {{name: function}} or a list of [name, function], not {pair!r}")
         if pair[0] in named or pair[0] in ("loss", "step"):
-            taken = "two metrics have" if pair[0] in named else "the values of an evaluation have already"
+            taken = "two metrics have" if pair[0] in named else "a value of every evaluation already has"
             raise ValueError(f"{taken} the name {pair[0]!r}; give the metric another one")
         named[pair[0]] = pair[1]
     return named
@@ -37,7 +37,7 @@ def check_samples(samples: Any) -> None:
     if not readable or isinstance(samples, (type, str, bytes, Mapping)):
         kind = f"the class {samples.__name__}" if isinstance(samples, type) else f"a {type(samples).__name__}"
         raise ValueError(
-            f"validation data must be a dataset with __len__ and __getitem__, such as a list of samples, and not {kind}"
+            f"validation data must be a dataset with __len__ and __getitem__, such as a list of samples, not {kind}"
         )
     if not len(samples):
         raise ValueError("the validation data is empty")
@@ -57,13 +57,13 @@ def evaluate(
 ) -> dict[str, float]:
     """Returns the mean loss over all targets of `samples`, in nats per token, and the metrics; the same on every rank.
 
-    Each sample is evaluated once. A rank without samples left repeats the first ones and does not count them, because a
-    forward pass may be collective.
+    Each sample is evaluated once. A rank that has no samples left repeats the first ones without counting them,
+    because a forward pass may be collective.
 
     Args:
-        model: what a forward pass is called on.
-        module: the model itself.
-        batch_size: samples in one forward pass of a rank.
+        model: The object that runs forward passes: the model, or the engine's wrapper of it.
+        module: The model itself.
+        batch_size: Samples in one forward pass of a rank.
     """
     check_samples(samples)
     was_training = module.training
@@ -77,7 +77,7 @@ def evaluate(
         rows = range(first, min(first + batch_size, len(samples)))
         batch = to_device(collate([samples[i] for i in rows or range(min(batch_size, len(samples)))]), device)
         output = forward_step(batch, model, None)
-        logits = output_field(output, "logits") if metrics else None  # computing them may be collective too
+        logits = output_field(output, "logits") if metrics else None  # computing them may be collective, too
         if not rows:
             continue
         count = normalizer.count(batch)[0]
@@ -89,7 +89,7 @@ def evaluate(
             gather: Any = getattr(module, "gather_logits", None)
             whole = gather(logits) if gather else logits
             _add(sums[name], *_sum_and_count(name, metric(whole, batch["labels"]), len(rows)))
-        output = logits = whole = None  # before the next ones are there
+        output = logits = whole = None  # frees them before the next forward pass
     module.train(was_training)
     totals = iter(ranks.sum_replicas(*(number for pair in sums.values() for number in pair)))
     return {name: next(totals) / max(next(totals), 1e-300) for name in sums}
@@ -101,7 +101,7 @@ def _add(pair: list[float], total: float, count: float) -> None:
 
 
 def _sum_and_count(name: str, value: Any, rows: int) -> tuple[float, float]:
-    """Returns the sum and the count of what a metric returned for so many rows."""
+    """Returns the sum and the count of a metric, from its `value` for `rows` rows."""
     try:
         if isinstance(value, (tuple, list)):
             total, count = value

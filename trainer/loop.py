@@ -1,4 +1,4 @@
-"""The training loop: fetch micro-batches, forward, backward, step; and at intervals log, evaluate and save."""
+"""Runs the training loop: micro-batches, forward, backward, step; logs, evaluates and saves at intervals."""
 
 from __future__ import annotations
 
@@ -34,10 +34,14 @@ from .logging.reporter import Reporter
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step.
+    """The result of one optimizer step.
 
-    loss: mean over the targets of the global batch, in nats. targets: their number. tokens: input ids of this rank.
-    lr: of the first parameter group, if it has one. stop: whether any rank was asked to stop.
+    Attributes:
+        loss: Mean over the targets of the global batch, in nats.
+        targets: Number of targets in the global batch.
+        tokens: Number of input ids on this rank.
+        lr: Learning rate of the first parameter group, if it has one.
+        stop: Whether any rank received a signal to stop.
     """
 
     loss: float
@@ -54,13 +58,13 @@ class TrainingLoop:
     """Runs optimizer steps. The loss is the mean over the targets of the global batch.
 
     The p-th sample of step s's global batch has the number `s * global_batch_size + p`, whichever rank and micro-batch
-    it belongs to; dropout masks follow from it.
+    it belongs to. Dropout masks are derived from this number.
 
     Args:
-        evaluate: returns the validation values; None without validation data.
-        total_steps: the last step; None to train until the data ends.
-        extra_files: a folder whose files each checkpoint gets too.
-        evaluate_last: evaluate after the last step.
+        evaluate: Returns the validation values; None without validation data.
+        total_steps: The last step; None to train until the data ends.
+        extra_files: A folder whose files are copied into each checkpoint.
+        evaluate_last: Whether to evaluate after the last step.
     """
 
     arguments: TrainingArguments
@@ -91,26 +95,26 @@ class TrainingLoop:
         self._first_groups = group_values(self.engine.optimizer)
         self._saved_at: int | None = None
         self._iterator: Any = None
-        self._position: dict[str, Any] = {}  # of the data, after the last complete step
+        self._position: dict[str, Any] = {}  # the data's position after the last complete step
 
     def resume(self, point: ResumePoint) -> None:
         """Continues from a checkpoint whose weights the model already has.
 
         Raises:
-            ValueError: the global batch has another size now, in which the data's position is counted; or the
-                checkpoint is of other data or another optimizer.
+            ValueError: the size of the global batch has changed, and the data's position is counted in global batches;
+                or the checkpoint comes from other data or another optimizer.
         """
         state, folder = point.state, point.folder
         if state.consumed_samples != state.step * self.global_batch_size:
             raise ValueError(
                 f"the run was trained with a global batch of {state.consumed_samples // state.step} sequences and "
-                f"cannot go on with {self.global_batch_size}; set micro_batch_size and global_batch_size to match"
+                f"cannot resume with {self.global_batch_size}; set micro_batch_size and global_batch_size to match"
             )
         kind = type(self.engine.optimizer).__name__
         if state.optimizer and state.optimizer != kind:
             raise ValueError(
-                f"the run was trained by {state.optimizer} and cannot go on with {kind}; begin another run with its "
-                "weights, by load_dir, load_optim=False and another save_dir"
+                f"the run was trained with {state.optimizer} and cannot resume with {kind}; to start another run from "
+                "its weights, set load_dir, load_optim=False and another save_dir"
             )
         self.step, self.validation = state.step, dict(state.validation)
         if point.own:
@@ -125,8 +129,8 @@ class TrainingLoop:
     def run(self) -> None:
         """Trains from the current step to the last. Evaluates and saves at intervals, and saves at the end.
 
-        On SIGTERM it saves, and ends the process with exit code 143. The evaluation that is then left out is made when
-        the run resumes.
+        On SIGTERM it saves, and ends the process with exit code 143. An evaluation that is skipped for this reason
+        takes place when the run resumes.
         """
         arguments, reporter, profiler = self.arguments, self.reporter, self.profiler
         self._iterator, self._position = iter(self.batches), self.batches.state_dict()
@@ -187,20 +191,20 @@ class TrainingLoop:
         return StepResult(loss, totals[0], tokens, lr, outcome, time.perf_counter() - started, stop)
 
     def _forward_backward(self, batch: dict[str, Any], counts: list[float], totals: list[float]) -> float:
-        """Runs both passes of a micro-batch on this rank's device; returns its share of the step's loss."""
+        """Runs the forward and backward passes of a micro-batch; returns its share of the step's loss."""
         counting = self.throughput.flops_per_token is None and _tokens(batch)
         with self.throughput.counting(_tokens(batch)) if counting else contextlib.nullcontext():
             output = self.forward_step({**batch, **self.normalizer.model_arguments(totals)}, self.engine.model, None)
         loss = self.normalizer.normalize(loss_of(output), counts, totals)
-        del output  # the backward pass frees the rest of it as it goes
+        del output  # so that the backward pass can free its tensors one by one
         self.engine.backward(loss)
         return loss.item()
 
     def _count_targets(self, micro_batches: list[Any]) -> tuple[list[list[float]], list[float] | None]:
-        """Returns the target counts of each micro-batch, and of the global batch or None if any rank's data has ended.
+        """Returns the target counts of each micro-batch and of the global batch, or None if any rank's data has ended.
 
         Raises:
-            ValueError: on every rank if one has labels that the model cannot have, or if there is no target at all.
+            ValueError: on every rank, if one rank's labels are out of range, or if there is no target at all.
         """
         problem, counts = "", []
         for k, batch in enumerate(micro_batches):
@@ -221,10 +225,10 @@ class TrainingLoop:
     def _sum_losses(
         self, shares: list[float], signalled: StopSignal, micro_batches: list[Any], totals: list[float]
     ) -> tuple[float, bool]:
-        """Returns the loss of the step, and whether to stop: the same on every rank, by one collective.
+        """Returns the loss of the step, and whether to stop; the same on every rank. Runs one collective.
 
         Raises:
-            FloatingPointError: on every rank if the loss of one is not finite.
+            FloatingPointError: on every rank, if the loss of one rank is not finite.
         """
         bad = next((k for k, share in enumerate(shares) if not math.isfinite(share)), None)
         own = sum(shares) if self.ranks.tp_rank == 0 else 0.0
@@ -235,7 +239,7 @@ class TrainingLoop:
         return loss, bool(stop)
 
     def _raise_non_finite(self, loss: float, bad: int | None, micro_batches: list[Any], totals: list[float]) -> None:
-        """Ends training before the parameters are touched. Every rank repeats a forward pass, to say where."""
+        """Ends training before the parameters change. Every rank repeats a forward pass to find the cause."""
         k = bad or 0
         dropout_state.set(self.arguments.seed, self.first_sample(k))
         batch = {**to_device(micro_batches[k], self.device), **self.normalizer.model_arguments(totals)}
@@ -254,7 +258,7 @@ class TrainingLoop:
         return self.step * self.global_batch_size + (k * self.ranks.dp_size + self.ranks.dp_rank) * size
 
     def _values(self, result: StepResult) -> dict[str, float]:
-        """Returns what to log of a step."""
+        """Returns the values to log for a step."""
         seconds, outcome = result.seconds, result.outcome
         values = {"loss": result.loss, "tokens_per_second": result.targets / seconds, "seconds": seconds}
         values |= self.throughput.values(result.tokens, seconds)
@@ -265,7 +269,7 @@ class TrainingLoop:
         return {**values, "lr": float(result.lr)} if result.lr is not None else values
 
     def save(self) -> None:
-        """Begins to save this step; it is complete after the saver's `wait`."""
+        """Starts saving this step. The checkpoint is complete after the saver's `wait`."""
         arguments = self.arguments
         state = TrainerState(
             step=self.step,
@@ -293,7 +297,7 @@ class TrainingLoop:
         self._saved_at = self.step
 
     def _catch_up_on_evaluation(self) -> None:
-        """Evaluates this step unless that was done; a checkpoint of it that is there already learns the values."""
+        """Evaluates this step if that has not been done. Adds the values to its checkpoint if that exists already."""
         if self.evaluate is None or self.validation.get("step") == self.step:
             return
         is_best = self._evaluate()
@@ -303,9 +307,9 @@ class TrainingLoop:
             self.save()
 
     def _evaluate(self) -> bool:
-        """Whether this step is the best one so far."""
+        """Evaluates; returns whether this step is the best one so far."""
         assert self.evaluate is not None
-        states = random_state_tensors()  # training goes on as if there had been no evaluation
+        states = random_state_tensors()  # training continues as if there had been no evaluation
         values = {name: float(value) for name, value in self.evaluate().items()}
         restore_random_state(states)
         self.validation = {"step": self.step, **values}
@@ -314,7 +318,7 @@ class TrainingLoop:
         if name is None:
             return False
         if name not in values:
-            raise ValueError(f"save_best={name!r} is none of the validation values: {', '.join(values)}")
+            raise ValueError(f"save_best={name!r} is not among the validation values: {', '.join(values)}")
         value, best = values[name], self.best.get("value", math.nan)
         if name.endswith(("loss", "perplexity")):
             value, best = -value, -best
@@ -324,7 +328,7 @@ class TrainingLoop:
         return True
 
     def _finish(self) -> None:
-        """Saves the last step before it is evaluated, which may fail, or take longer than the machine is lent."""
+        """Saves and evaluates the last step. It saves first, because the evaluation may fail or be interrupted."""
         if not self.step:
             raise ValueError(f"train_dataset has fewer samples than the {self.global_batch_size} of one optimizer step")
         if self._saved_at != self.step:

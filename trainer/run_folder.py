@@ -1,4 +1,4 @@
-"""The folder of a run: the paths of its files, and the rule that two runs never share a folder."""
+"""Manages the folder of a run: the paths of its files, and the rule that two runs never share a folder."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ STEP_FOLDER = re.compile(r"step-(\d{6,})")
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of a run.
+    """The paths of a run. The most important ones are:
 
-    arguments.yaml: every argument, in the form `--config` reads. metrics.jsonl: a line for each logged step.
-    checkpoints/step-NNNNNN: complete training checkpoints. data/: the prepared corpus and its tokenizer.
+    - `arguments.yaml`: every argument, in the format that `--config` reads.
+    - `metrics.jsonl`: a line for each logged step.
+    - `checkpoints/step-NNNNNN`: complete training checkpoints.
+    - `data/`: the prepared corpus and its tokenizer.
     """
 
     path: Path
@@ -67,24 +69,24 @@ class RunFolder:
         return self.checkpoints / f"step-{step:06d}"
 
     def owns(self, path: Path) -> bool:
-        """Whether `path` is this folder or one of its checkpoints."""
+        """Returns whether `path` is this folder or one of its checkpoints."""
         path = path.resolve()
         is_step = STEP_FOLDER.fullmatch(path.name) and path.parent == self.checkpoints.resolve()
         return bool(is_step) or path == self.path.resolve()
 
     def steps(self) -> list[int]:
-        """The steps with a complete checkpoint, in order."""
+        """Returns the steps with a complete checkpoint, in order."""
         if not self.checkpoints.is_dir():
             return []
         names = (STEP_FOLDER.fullmatch(entry.name) for entry in self.checkpoints.iterdir())
         return sorted(int(name[1]) for name in names if name)
 
     def latest_step(self) -> int | None:
-        """The last step with a complete checkpoint."""
+        """Returns the last step with a complete checkpoint, or None."""
         return max(self.steps(), default=None)
 
     def best_checkpoint(self) -> Path | None:
-        """Returns the checkpoint that `name_best` named last, if it exists."""
+        """Returns the checkpoint of the last call to `name_best`, if it exists."""
         try:
             folder = self.checkpoints / (self.checkpoints / BEST).read_text().strip()
         except FileNotFoundError:
@@ -97,13 +99,13 @@ class RunFolder:
         partial.rename(self.checkpoints / BEST)
 
     def restore_best(self, best: dict[str, Any]) -> None:
-        """Names the best checkpoint of a `TrainerState` again, because a kill may have come before it was named."""
+        """Names the best checkpoint of a `TrainerState` again; the run may have been killed before it was named."""
         folder = self.checkpoint(int(best.get("step", 0)))
         if folder.is_dir():
             self.name_best(folder)
 
     def prune(self, keep: int | None) -> None:
-        """Deletes all but the last `keep` checkpoints and the best one. Each is first renamed."""
+        """Deletes all but the last `keep` checkpoints and the best one. Each is renamed before it is deleted."""
         for step in self.steps()[:-keep] if keep else []:
             folder = self.checkpoint(step)
             if folder != self.best_checkpoint():
@@ -118,15 +120,16 @@ class RunFolder:
     def first_step(self, *, resume: bool, overwrite: bool) -> int:
         """Returns the step at which a run in this folder begins: 0 for a new run. Changes nothing.
 
-        ValueError if the folder holds another run and neither `resume` nor `overwrite` was asked for, if it holds
-        files that are no run's, or if there is nothing to resume.
+        Raises:
+            ValueError: the folder holds another run, but neither `resume` nor `overwrite` is set; it holds files that
+                do not belong to a run; or there is nothing to resume.
         """
         if resume and overwrite:
-            raise ValueError("--resume goes on with a run and --overwrite deletes it: use one of them")
+            raise ValueError("--resume continues a run and --overwrite deletes it: use one of them")
         step = self.latest_step()
         if resume:
             if step is None:
-                instead = "begin it anew by --overwrite" if self.arguments_file.exists() else "start one"
+                instead = "start again with --overwrite" if self.arguments_file.exists() else "start one"
                 raise ValueError(f"--resume: {self.path} holds no complete checkpoint; {instead} without --resume")
             return step
         if self.path.exists() and not self.path.is_dir():
@@ -134,31 +137,32 @@ class RunFolder:
         if not self.path.is_dir() or not any(self.path.iterdir()):
             return 0
         if not self.arguments_file.exists():
-            raise ValueError(f"output_dir {self.path} holds files that are not a run's; choose another folder")
+            raise ValueError(f"output_dir {self.path} holds files that do not belong to a run; choose another folder")
         if not overwrite:
             reached = "with nothing saved yet" if step is None else f"saved at step {step}"
-            go_on = "" if step is None else "go on with it by --resume, "
+            resume_it = "" if step is None else "resume it with --resume, "
             raise ValueError(
-                f"output_dir {self.path} holds another run ({reached}); {go_on}replace it by --overwrite, or choose "
-                "another --output-dir"
+                f"output_dir {self.path} holds another run ({reached}); {resume_it}replace it with --overwrite, or "
+                "choose another --output-dir"
             )
         return 0
 
     def begin(self, arguments: dict[str, object], data: Path) -> None:
-        """Replaces the folder by that of a new run, and moves the prepared corpus `data` into it."""
+        """Replaces the folder with a new run's, and moves the prepared corpus `data` into it."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True)
         self.arguments_file.write_text(yaml.safe_dump(arguments, sort_keys=False))
         data.rename(self.data)
 
-    def go_on(self, arguments: dict[str, object]) -> None:
-        """Records the arguments of a run that resumes."""
+    def record_arguments(self, arguments: dict[str, object]) -> None:
+        """Writes the arguments of a run that resumes."""
         self.arguments_file.write_text(yaml.safe_dump(arguments, sort_keys=False))
 
     def forget_after(self, step: int, *, evaluated: bool) -> None:
-        """Drops the metrics after `step`, and renames later checkpoints: damaged, or no longer part of the run.
+        """Removes the metrics after `step`, and renames later checkpoints, which are damaged or no longer in the run.
 
-        evaluated: whether `step` has been evaluated; otherwise what was logged of its evaluation is dropped too.
+        Args:
+            evaluated: Whether `step` has been evaluated. If not, the logged values of its evaluation are removed too.
         """
         self.forget_metrics_after(step, evaluated=evaluated)
         for later in self.steps():
@@ -178,12 +182,12 @@ class RunFolder:
         partial.replace(self.metrics_file)
 
     def sweep(self) -> None:
-        """Deletes what killed processes left of checkpoints that they were writing or deleting."""
+        """Deletes the remains of checkpoints that killed processes were writing or deleting."""
         for left in (*self.checkpoints.glob(".step-*.partial"), *self.checkpoints.glob(".step-*.deleted")):
             shutil.rmtree(left, ignore_errors=True)
 
     def metrics(self) -> list[dict[str, float]]:
-        """Returns the logged values by step, without a line that a crash cut short."""
+        """Returns the logged values, one dict a step. Skips a line that a crash has truncated."""
         if not self.metrics_file.exists():
             return []
         records = []
@@ -196,7 +200,7 @@ class RunFolder:
 
 
 def make_run_folder(model: str) -> Path:
-    """Makes runs/MODEL-TIME, with a number behind it where a run that began in the same second has that name."""
+    """Creates runs/MODEL-TIME, with a number appended if a run that started in the same second has that name."""
     named = Path("runs", f"{Path(model).name}-{datetime.now():%Y%m%d-%H%M%S}")
     named.parent.mkdir(exist_ok=True)
     folder = named

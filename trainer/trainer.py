@@ -1,4 +1,4 @@
-"""`Trainer`: one object that trains a model of the zoo or of transformers, on one process or on many."""
+"""Provides `Trainer`, which trains a model of the zoo or of transformers in one process or in many."""
 
 from __future__ import annotations
 
@@ -47,10 +47,12 @@ class Trainer:
         model = shardzoo.from_pretrained(path, mesh=trainer.mesh)
         trainer.train(model, train_dataset=samples)
 
-    Made from `TrainingArguments`, or from its fields and FlagAI's names as keywords. Where processes are missing, it
-    starts them, waits for them, and ends this one with their exit code; what follows then runs in each of them.
+    If the processes of the run do not exist yet, the constructor starts them, waits for them, and ends this process
+    with their exit code. The code after it then runs in each of the started processes.
 
-    mesh: one that was made before; by default a new one, or None in one process.
+    Args:
+        arguments: The training arguments. Alternatively, their fields or FlagAI's names are passed as keywords.
+        mesh: An existing mesh; by default a new one, or None in one process.
     """
 
     def __init__(
@@ -76,14 +78,18 @@ class Trainer:
 
     @property
     def share(self) -> Share:
-        """This rank's share of a global batch, for a `ResumableLoader` or `ResumableStream`."""
+        """Returns this rank's share of a global batch, for a `ResumableLoader` or `ResumableStream`."""
         return Share(self.arguments.micro_batch_size, self.ranks.dp_rank, self.ranks.dp_size)
 
     def forward_step(self, data: dict[str, Any], model: Any, mems: Any) -> Any:
-        """One forward pass, to be overridden: returns a dict or a ModelOutput with `loss`; for metrics also `logits`.
+        """Runs one forward pass. Subclasses may override it; their loss is the mean over the micro-batch's targets.
 
-        data: a batch on this rank's device. An overriding method's loss is the mean over the micro-batch's targets.
-        mems: GLM's memory of earlier positions, or None.
+        Args:
+            data: A batch on this rank's device.
+            mems: GLM's memory of earlier positions, or None.
+
+        Returns:
+            A dict or a ModelOutput with `loss`, and with `logits` if there are metrics.
         """
         return model(**data) if mems is None else model(**data, mems=mems)
 
@@ -102,14 +108,20 @@ class Trainer:
     ) -> dict[str, float]:
         """Trains `model` in place and returns the last validation values, with `step`.
 
-        train_dataset: a map-style dataset of dicts, an iterable of them, or a resumable loader or stream of batches.
-        valid_dataset: a map-style dataset. metric_methods: name -> function of whole logits and labels, which returns
-        a mean over the rows or (sum, count). collate_fn: samples to a batch; by default equal lengths are stacked and
-        others padded. reporter: an open one of the caller's, who also evaluates at the end. extra_files: a folder, such
-        as a tokenizer's, whose files each checkpoint gets too.
+        Args:
+            train_dataset: A map-style dataset of dicts, an iterable of dicts, or a resumable loader or stream of
+                batches.
+            valid_dataset: A map-style dataset.
+            metric_methods: Name -> function of the whole logits and the labels, which returns a mean over the rows or
+                (sum, count).
+            collate_fn: Makes a batch from samples. By default equal lengths are stacked and others padded.
+            reporter: A reporter that the caller has opened. The caller then evaluates after the last step.
+            extra_files: A folder, such as a tokenizer's, whose files are copied into each checkpoint.
 
-        Raises `ValueError` for arguments, data or a model that do not fit together, `FloatingPointError` where the loss
-        is no longer finite, and `OSError` where a checkpoint cannot be written.
+        Raises:
+            ValueError: the arguments, the data and the model do not fit together.
+            FloatingPointError: the loss is no longer finite.
+            OSError: a checkpoint cannot be written.
         """
         arguments, ranks = self.arguments, self.ranks
         metrics = metric_functions(metric_methods)
@@ -153,15 +165,19 @@ class Trainer:
         metric_methods: Mapping[str, Metric] | Iterable[Sequence[Any]] | None = None,
         collate_fn: Callable[[Sequence[Any]], Any] | None = None,
     ) -> dict[str, float]:
-        """The mean loss over the targets of a map-style dataset, and the metrics, as in training."""
+        """Returns the mean loss over the targets of a map-style dataset, and the metrics, as in training."""
         collate = collate_fn or DefaultCollate(_pad_token_id(model))
         return self.validate(model, model, dataset, metric_functions(metric_methods), collate)
 
     def validate(
         self, model: Any, module: nn.Module, dataset: Any, metrics: Mapping[str, Metric], collate: Callable[[Any], Any]
     ) -> dict[str, float]:
-        """The values of one evaluation, the same on every rank; to be extended. model: what a forward pass is called
-        on; module: the model itself."""
+        """Returns the values of one evaluation, the same on every rank. Subclasses may extend it.
+
+        Args:
+            model: The object that runs forward passes: the model, or the engine's wrapper of it.
+            module: The model itself.
+        """
         return evaluate(
             self.forward_step,
             model,
@@ -174,34 +190,35 @@ class Trainer:
         )
 
     def check_arguments(self, names: Sequence[str] | None) -> None:
-        """ValueError unless the arguments say how long to train and `save_best` is a validation value.
+        """Raises ValueError unless the arguments say how long to train and `save_best` is a validation value.
 
-        names: of these values; None where they are not known before the first evaluation.
+        Args:
+            names: The names of the validation values; None if they are unknown before the first evaluation.
         """
         arguments, best = self.arguments, self.arguments.save_best
         if arguments.train_steps is None and not arguments.epochs:
-            raise ValueError("say how long to train: set epochs or train_steps")
+            raise ValueError("set epochs or train_steps to define how long to train")
         if best is not None and names is not None and best not in names:
-            raise ValueError(f"save_best={best!r} is none of the validation values: {', '.join(names)}")
+            raise ValueError(f"save_best={best!r} is not among the validation values: {', '.join(names)}")
 
     def _check_task(self, train_dataset: Any, valid_dataset: Any, metrics: Mapping[str, Metric]) -> None:
         if train_dataset is None:
             raise ValueError("train needs a train_dataset")
         best = self.arguments.save_best
         if best is not None and valid_dataset is None:
-            raise ValueError(f"save_best={best!r} is a value of validation: pass a valid_dataset too")
-        plain = type(self).validate is Trainer.validate  # else its data and values are its own
+            raise ValueError(f"save_best={best!r} is a validation value: pass a valid_dataset too")
+        plain = type(self).validate is Trainer.validate  # an overriding method may use other data and values
         if valid_dataset is not None and plain:
             check_samples(valid_dataset)
         self.check_arguments(["loss", *metrics] if plain else None)
 
     def _join(self, mesh: ParallelMesh | None) -> tuple[ParallelMesh | None, torch.device]:
-        """Joins the other processes, or starts them all and ends this one."""
+        """Joins the process group, or starts the processes and ends this one. Returns the mesh and the device."""
         arguments, launch = self.arguments, ensure_processes_of(self.arguments)
         if arguments.env_type == "pytorch":
             if launch.world_size > 1:
                 raise ValueError(
-                    f"env_type='pytorch' is one process, and {launch.world_size} were started; use 'pytorchDDP', "
+                    f"env_type='pytorch' runs in one process, but {launch.world_size} were started; use 'pytorchDDP', "
                     "'deepspeed' or 'deepspeed+mpu'"
                 )
             return None, single_device(arguments.pytorch_device)
@@ -211,9 +228,10 @@ class Trainer:
     def _run(
         self, loop: TrainingLoop, point: ResumePoint | None, reporting: contextlib.AbstractContextManager[Any]
     ) -> dict[str, float]:
-        """Runs the loop, from a checkpoint if there is one; returns the last validation values, with `step`.
+        """Runs the loop, from a checkpoint if there is one. Returns the last validation values, with `step`.
 
-        reporting: is open meanwhile.
+        Args:
+            reporting: A context that is open while the loop runs.
         """
         succeeded = False
         try:
@@ -229,25 +247,25 @@ class Trainer:
         return {**loop.validation, "step": loop.step}
 
     def _resume(self, loop: TrainingLoop, point: ResumePoint) -> None:
-        """Loads what the checkpoint holds besides the weights, as far as the arguments ask for it."""
+        """Loads the parts of the checkpoint besides the weights that the arguments ask for."""
         if not point.optimizer:
             return
         loop.resume(point)
         if point.random and not restore_random(point.folder, point.state, self.ranks, self.arguments.seed):
-            loop.reporter.notice("random generators are seeded anew: their states are of another layout")
+            loop.reporter.notice("random generators are seeded again: their states were saved for another layout")
 
     def _make_profiler(self) -> StepProfiler | None:
         steps = self.arguments.profile_steps
         return StepProfiler(steps, self.run_folder.trace) if steps and self.ranks.rank == 0 else None
 
     def write_report(self) -> None:
-        """Writes `report.html` into the run's folder, from what was logged."""
+        """Writes `report.html` into the run's folder, from the logged values."""
         records, name = self.run_folder.metrics(), self.arguments.experiment_name or self.run_folder.path.name
         if records:
             write_report(self.run_folder.report, records, asdict(self.arguments), title=name)
 
     def make_reporter(self, first_step: int, total_steps: int | None) -> Reporter:
-        """What shows and logs a run that goes on from `first_step`."""
+        """Returns the reporter that shows and logs a run starting at `first_step`."""
         if self.ranks.rank:
             return SilentReporter()
         arguments, folder = self.arguments, self.run_folder
@@ -266,7 +284,7 @@ def _pad_token_id(model: nn.Module) -> int:
 def make_engine(
     model: nn.Module, optimizer: torch.optim.Optimizer, arguments: TrainingArguments, ranks: Ranks
 ) -> Engine:
-    """The engine of `arguments.env_type` around a model that is on its device and in its precision."""
+    """Returns the engine of `arguments.env_type`. The model already has its device and precision."""
     if arguments.env_type == "pytorch":
         from .engines.torch_engine import TorchEngine
 

@@ -95,12 +95,12 @@ def test_mistakes_end_with_code_2_and_one_message(arguments, message, workplace,
 
 # In training itself, or just before it.
 REFUSED_LATE = [
-    (("--output-dir", "t5"), "output_dir t5 holds files that are not a run's"),
+    (("--output-dir", "t5"), "output_dir t5 holds files that do not belong to a run"),
     (("--output-dir", "pairs.json"), "output_dir pairs.json is a file"),
     (("--output-dir", "nothing", "--resume"), "nothing holds no complete checkpoint; start one without --resume"),
-    (("--output-dir", "again"), "output_dir again holds another run (saved at step 2); go on with it by --resume"),
+    (("--output-dir", "again"), "output_dir again holds another run (saved at step 2); resume it with --resume"),
     (("--load-dir", "nowhere"), "load_dir nowhere holds no checkpoint"),
-    (("--save-best", "rouge"), "save_best='rouge' is none of the validation values: loss, perplexity"),
+    (("--save-best", "rouge"), "save_best='rouge' is not among the validation values: loss, perplexity"),
     (("--epochs", "0"), "set epochs or train_steps"),
     (("--config", "prompt.yaml"), "prompt_list must be a list of texts, not 5"),
 ]

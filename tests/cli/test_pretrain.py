@@ -106,7 +106,7 @@ def test_a_second_run_does_not_touch_the_first(finished, workspace):
     before = (workspace / QUICKSTART / "metrics.jsonl").read_bytes()
     again = run(sys.executable, PRETRAIN, "--config", "tiny.yaml", "--output-dir", str(QUICKSTART), cwd=workspace)
     assert again.returncode == 2
-    assert "holds another run (saved at step 6); go on with it by --resume" in again.stderr
+    assert "holds another run (saved at step 6); resume it with --resume" in again.stderr
     assert "Traceback" not in again.stdout + again.stderr
     assert (workspace / QUICKSTART / "metrics.jsonl").read_bytes() == before
 
@@ -148,7 +148,7 @@ BEFORE_ANY_PROCESS = [
 ON_EVERY_RANK = [
     (["--data", "nowhere"], "nowhere does not exist"),
     (["--data", "empty"], "empty holds no"),
-    (["--output-dir", "texts"], "texts holds files that are not a run's"),
+    (["--output-dir", "texts"], "texts holds files that do not belong to a run"),
     (["--output-dir", "another"], "holds another run (with nothing saved yet)"),
 ]
 

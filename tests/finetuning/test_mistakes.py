@@ -12,8 +12,8 @@ from shardzoo.trainer import TrainingArguments
 from shardzoo.trainer.run_folder import make_run_folder
 
 ARGUMENTS = [
-    ({"metric": "blue"}, "metric 'blue' is none of sacrebleu, rouge, accuracy"),
-    ({"task": "translation"}, "task 'translation' is none of text2text-generation, text-generation"),
+    ({"metric": "blue"}, "metric must be one of sacrebleu, rouge, accuracy.* not 'blue'"),
+    ({"task": "translation"}, "task must be one of text2text-generation, text-generation"),
     ({"max_source_length": 1}, "max_source_length must be at least 2"),
     ({"validation_split": 100}, "a percentage from 0 to 99"),
     ({"native": False, "model_parallel_size": 2}, "only the zoo's models do; use native=True"),
@@ -140,7 +140,7 @@ def test_a_folder_with_other_files_is_not_replaced(checkpoints, tmp_path):
 
 BEFORE_THE_FOLDER = [
     ({"epochs": 0}, "set epochs or train_steps"),
-    ({"save_best": "rouge"}, "'rouge' is none of the validation values: loss, perplexity$"),
+    ({"save_best": "rouge"}, "'rouge' is not among the validation values: loss, perplexity$"),
     (
         {"save_best": "sacrebleu", "predict_with_generate": True, "metric": "rouge"},
         "loss, perplexity, rouge1, rouge2, rougeL$",
@@ -170,9 +170,9 @@ def test_a_run_that_has_saved_nothing_is_begun_anew(checkpoints, files, tmp_path
             model_name_or_path=checkpoints("t5"), train_file=str(files / "pairs.json"), **short, **more
         ).train(valid=False)  # fmt: skip
 
-    with pytest.raises(ValueError, match=r"nothing saved yet\); replace it by --overwrite, or choose"):
+    with pytest.raises(ValueError, match=r"nothing saved yet\); replace it with --overwrite, or choose"):
         train()
-    with pytest.raises(ValueError, match="begin it anew by --overwrite without --resume"):
+    with pytest.raises(ValueError, match="start again with --overwrite without --resume"):
         train(resume=True)
     train(overwrite=True)
     assert (tmp_path / "checkpoints" / "step-000001").exists()

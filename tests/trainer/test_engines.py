@@ -75,6 +75,6 @@ def with_an_idle_layer(mesh):
 def test_ddp_makes_no_step_without_a_gradient_of_each_parameter(run_mesh, tmp_path):
     """Its exchange would not be complete."""
     settings = {"model": with_an_idle_layer, "train_steps": 1, "env_type": "pytorchDDP"}
-    with pytest.raises(AssertionError, match=r"no gradient came to idle\.bias, idle\.weight, and .* freeze"):
+    with pytest.raises(AssertionError, match=r"gave no gradient to idle\.bias, idle\.weight, and .* freeze"):
         on_ranks(run_mesh, tmp_path, data_ranks=2, isolated=True, **settings)
     assert not list(tmp_path.glob("checkpoints/step-*"))

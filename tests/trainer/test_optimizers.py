@@ -131,12 +131,14 @@ def test_a_scheduler_takes_what_the_user_chooses_anew(tmp_path):
 
 def test_a_run_does_not_go_on_with_another_optimizer_or_a_new_scheduler(tmp_path):
     run_training(None, tmp_path, train_steps=1)
-    with pytest.raises(ValueError, match="the run was trained by AdamW and cannot go on with Lion; begin another run"):
+    with pytest.raises(
+        ValueError, match="the run was trained with AdamW and cannot resume with Lion; to start another run"
+    ):
         run_training(None, tmp_path, train_steps=2, resume=True, optimizer="lion")
     model = tiny_t5()
     optimizer = torch.optim.AdamW(model.parameters())
     updates = (optimizer, MultiStepLR(optimizer, [2]))
-    with pytest.raises(ValueError, match="without an lr_scheduler of its own, and cannot go on with one"):
+    with pytest.raises(ValueError, match="without an lr_scheduler, and cannot resume with one"):
         run_training(None, tmp_path, model=model, updates=updates, train_steps=2, resume=True)
 
 
@@ -188,7 +190,7 @@ def train_with(mesh, folder, make, **arguments):
 
 UNSPLITTABLE = [
     (1, 1, partial(all_of, torch.optim.AdamW, amsgrad=True), "amsgrad keeps a state that ZeRO stage 1 does not split"),
-    (1, 1, frozen_group, "a parameter group of the optimizer trains nothing, which ZeRO stage 1 needs"),
+    (1, 1, frozen_group, "a parameter group of the optimizer has no trained parameter, but ZeRO stage 1 needs"),
     (1, 3, first_half, "ZeRO stage 3 updates all parameters that require gradients"),
     (2, 0, whole_parameters, "Adafactor may need whole parameters, which model_parallel_size=2 splits"),
 ]
@@ -224,7 +226,9 @@ def test_another_number_of_groups_is_refused(tmp_path):
     groups = [{"params": [parameter]} for parameter in model.parameters()]
     run_training(None, tmp_path, model=model, updates=(torch.optim.SGD(groups, lr=0.1), None), train_steps=1)
     updates = (torch.optim.SGD(groups[:2], lr=0.1), None)
-    with pytest.raises(ValueError, match="optimizer had 47 parameter groups, and this one has 2; make it as it was"):
+    with pytest.raises(
+        ValueError, match="optimizer had 47 parameter groups, and this one has 2; create it with the same"
+    ):
         run_training(None, tmp_path, model=model, updates=updates, resume=True, train_steps=2)
 
 

@@ -64,7 +64,7 @@ def test_a_run_is_not_overwritten(tmp_path):
 
 def test_another_global_batch_cannot_go_on(tmp_path):
     run_training(None, tmp_path, train_steps=1)
-    with pytest.raises(ValueError, match="global batch of 2 sequences and cannot go on with 4"):
+    with pytest.raises(ValueError, match="global batch of 2 sequences and cannot resume with 4"):
         run_training(None, tmp_path, train_steps=3, resume=True, micro_batch_size=4)
 
 

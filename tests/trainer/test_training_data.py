@@ -166,9 +166,9 @@ def test_batches_that_are_no_dicts_are_refused():
     from shardzoo.trainer.batches.loss_normalization import label_problem, to_device
 
     batch = (torch.zeros(2), torch.zeros(2))
-    with pytest.raises(ValueError, match="collate_fn must give a dict of tensors, not a tuple"):
+    with pytest.raises(ValueError, match="collate_fn must return a dict of tensors, not a tuple"):
         label_problem(batch, FiveClasses(), 0)
-    with pytest.raises(ValueError, match="collate_fn must give a dict of tensors, not a tuple"):
+    with pytest.raises(ValueError, match="collate_fn must return a dict of tensors, not a tuple"):
         to_device(batch, torch.device("cpu"))
 
 

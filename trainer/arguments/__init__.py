@@ -1,1 +1,1 @@
-"""What a training run is told."""
+"""The arguments of a training run, and their aliases."""

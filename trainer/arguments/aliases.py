@@ -1,4 +1,4 @@
-"""Aliases of arguments: the names that FlagAI and transformers use, and suggestions for misspelled names."""
+"""Resolves aliases of arguments, the names that FlagAI and transformers use, and suggests corrections of typos."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 Arguments = TypeVar("Arguments")
 
-# FlagAI's or transformers' name -> ours, where only the name differs.
+# FlagAI's or transformers' name -> our name, where only the name differs.
 ALIASES = {
     "batch_size": "micro_batch_size",
     "warm_up": "warmup_ratio",
@@ -28,7 +28,7 @@ ALIASES = {
     "per_device_train_batch_size": "micro_batch_size",
     "save_steps": "save_interval",
 }
-# A switch of FlagAI's -> our argument and its value when the switch is on.
+# A boolean switch of FlagAI -> our argument, and its value when the switch is on.
 SWITCHES = {
     "fp16": ("precision", "fp16"),
     "bf16": ("precision", "bf16"),
@@ -37,8 +37,7 @@ SWITCHES = {
 
 
 def with_argument_aliases(kind: type[Arguments]) -> type[Arguments]:
-    """Class decorator: the dataclass's constructor also accepts the aliases above, and suggests a name for an unknown
-    one."""
+    """Lets a dataclass's constructor accept the aliases above, and suggest a name for an unknown one."""
     dataclass_type: Any = kind
     plain = dataclass_type.__init__
 
@@ -51,14 +50,17 @@ def with_argument_aliases(kind: type[Arguments]) -> type[Arguments]:
 
 
 def argument_aliases(known: Collection[str]) -> list[str]:
-    """Returns the aliases of the arguments `known`, without those that are arguments themselves."""
+    """Returns the aliases of the `known` arguments, without those that are arguments themselves."""
     targets = {**ALIASES, **{name: target for name, (target, _) in SWITCHES.items()}}
     return [name for name, target in targets.items() if target in known and name not in known]
 
 
 def resolve_aliases(keywords: Mapping[str, Any], known: list[str]) -> dict[str, Any]:
-    """Returns the keywords under their names in `known`. Raises ValueError for an unknown keyword, or two that set the
-    same argument."""
+    """Returns the keywords under their names in `known`.
+
+    Raises:
+        ValueError: a keyword is unknown, or two keywords set the same argument.
+    """
     aliases = argument_aliases(known)
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""The arguments of a training run: one dataclass for `Trainer`, its keywords, and the command line."""
+"""Defines the arguments of a training run: one dataclass for `Trainer`, its keywords, and the command line."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ Schedule = Literal[
     "cosine_with_restarts",
 ]  # fmt: skip
 
-# Their update of an element depends on that element alone, so that they may work on any part of a parameter.
+# Their update of an element depends on that element alone, so they can update any part of a parameter.
 ELEMENTWISE = ("adamw", "adam", "lion")
 
 
 @with_argument_aliases
 @dataclass(frozen=True)
 class TrainingArguments:
-    """How a model is trained. All values are checked when it is made: `ValueError` says what would work.
+    """How a model is trained. The constructor checks all values, and its `ValueError` says what would work.
 
-    FlagAI's names are taken too: batch_size, warm_up, optimizer_type, fp16, bf16, checkpoint_activations.
+    FlagAI's names are accepted too: batch_size, warm_up, optimizer_type, fp16, bf16, checkpoint_activations.
     """
 
     env_type: EnvType = "pytorch"
     """pytorch: one process. pytorchDDP: data-parallel replicas. deepspeed: data-parallel with ZeRO. deepspeed+mpu: also
     tensor-parallel, each layer split over `model_parallel_size` processes."""
     pytorch_device: str = "cpu"
-    """Where `env_type="pytorch"` computes: "cpu", "cuda:0"."""
+    """The device of `env_type="pytorch"`, such as "cpu" or "cuda:0"."""
     model_parallel_size: int = 1
-    """Tensor-parallel size: over how many processes each layer is split."""
+    """Tensor-parallel size: the number of processes that each layer is split over."""
     sequence_parallel: bool = False
     """Also split norms, dropouts and residuals along the sequence (when the model is built)."""
     num_nodes: int = 1
     num_gpus: int = 1
-    """Processes on each node, where the trainer starts them itself."""
+    """Processes on each node, if the trainer starts them itself."""
     hostfile: str | None = None
-    """Lines of `host slots=n`, for more than one node."""
+    """File with a line `host slots=n` for each node; needed for more than one node."""
     master_ip: str = "localhost"
     master_port: int = 17750
     training_script: str | None = None
-    """What the processes run; by default this very command."""
+    """Script that the processes run; by default the current command."""
     dry_run: bool = False
     """Print the commands that would start the processes, and start none."""
 
     epochs: int = 0
-    """Passes over the training data, if `train_steps` does not say how long to train."""
+    """Passes over the training data; ignored if `train_steps` is set."""
     train_steps: int | None = None
     """Optimizer steps."""
     micro_batch_size: int = 1
@@ -62,41 +62,42 @@ class TrainingArguments:
     gradient_accumulation_steps: int | None = None
     """Micro-batches that each rank accumulates for one optimizer step; by default 1."""
     global_batch_size: int | None = None
-    """Samples in one optimizer step over all ranks; instead of `gradient_accumulation_steps`."""
+    """Samples in one optimizer step over all ranks; an alternative to `gradient_accumulation_steps`."""
     num_workers: int = 0
-    """Processes that prepare batches, for each rank; 0 prepares them between the steps."""
+    """Processes of each rank that prepare batches; 0 prepares them between the steps."""
 
     optimizer: Optimizer = "adamw"
     lr: float = 1e-3
     """Peak learning rate."""
     lr_schedule: Schedule = "warmup_cosine"
-    """warmup_cosine: linear warm-up, then a cosine down to a tenth. The others are transformers' of that name."""
+    """warmup_cosine: linear warm-up, then a cosine down to a tenth. The others are transformers' schedules of the same
+    name."""
     warmup_ratio: float = 0.1
-    """Share of the steps that warm up."""
+    """Share of the steps that warm up the learning rate."""
     warmup_steps: int | None = None
-    """Instead of `warmup_ratio`."""
+    """Number of warm-up steps; an alternative to `warmup_ratio`."""
     weight_decay: float = 0.1
-    """On matrices only, never on biases and norms."""
+    """Weight decay of matrices; biases and norms do not decay."""
     beta1: float = 0.9
     beta2: float = 0.999
     adam_eps: float = 1e-8
     relative_step: bool = False
-    """Adafactor chooses its own learning rate from the step and each parameter's scale, as published; `lr` and its
-    schedule are then unused. Off: the fixed-rate parametrisation, without parameter scaling."""
+    """Adafactor computes its learning rate from the step and each parameter's scale, as published; `lr` and its
+    schedule are then unused. Off: the fixed-rate parametrization, without parameter scaling."""
     clip_grad: float = 1.0
     """Largest gradient norm; 0 turns clipping off."""
 
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Of the parameters in the forward pass; the optimizer keeps fp32 copies. fp16 scales the loss."""
+    """Precision of the parameters in the forward pass; the optimizer keeps fp32 copies. fp16 scales the loss."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Recompute activations in the backward pass: those of attention, or of whole blocks."""
+    """Recompute activations in the backward pass: those of attention (selective), or of whole blocks (full)."""
     zero_stage: Literal[0, 1, 2, 3] | None = None
     """DeepSpeed ZeRO: 1 splits the optimizer's state over data-parallel ranks, 2 the gradients too, 3 the parameters
-    too. By default what `deepspeed_config` says, else 1, or 0 where the optimizer needs whole parameters."""
+    too. Default: the stage in `deepspeed_config`, else 1, or 0 if the optimizer needs whole parameters."""
     offload_optimizer: bool = False
-    """DeepSpeed keeps the optimizer's state in CPU memory and updates there."""
+    """DeepSpeed keeps the optimizer's state in CPU memory and updates the parameters there."""
     deepspeed_config: str | None = None
-    """A DeepSpeed JSON file whose keys are added; what the arguments above decide may not be contradicted."""
+    """A DeepSpeed JSON file whose keys are added. It must not contradict the arguments above."""
 
     eval_interval: int = 100
     """Steps between evaluations."""
@@ -105,49 +106,50 @@ class TrainingArguments:
     save_interval: int = 1000
     """Steps between checkpoints; the last step is always saved."""
     save_dir: str = "checkpoints"
-    """Folder of runs; `save_dir/experiment_name` is this run's, or `save_dir` itself without a name."""
+    """Folder of runs. This run's folder is `save_dir/experiment_name`, or `save_dir` itself without a name."""
     experiment_name: str | None = None
     tensorboard_dir: str | None = None
-    """By default `tensorboard` in the run's folder."""
+    """Folder of TensorBoard's events; by default `tensorboard` in the run's folder."""
     save_total_limit: int | None = None
-    """Checkpoints that are kept, besides the best one; by default all."""
+    """Number of checkpoints to keep, besides the best one; by default all."""
     save_best: str | None = None
-    """A validation value such as "loss": the checkpoint where it was best is saved, kept, and named `best`. The best
-    loss or perplexity is the lowest one; of every other value the highest."""
+    """A validation value such as "loss". The checkpoint where it was best is saved, kept, and named `best`. The best
+    loss or perplexity is the lowest one; the best of any other value is the highest."""
     save_optim: bool = True
     save_rng: bool = True
     load_dir: str | None = None
-    """A run's folder or a checkpoint to go on from."""
+    """The folder of a run, or a checkpoint, to continue from."""
     load_type: Literal["latest", "best"] = "latest"
     load_optim: bool = True
-    """False takes only the weights and begins at step 0."""
+    """False loads only the weights and starts at step 0."""
     load_rng: bool = True
     resume: bool = False
-    """Go on with the run in its folder if that holds a checkpoint, else begin it."""
+    """Resume the run in its folder if that holds a checkpoint; otherwise start it."""
 
     seed: int = 1234
     wandb: bool = False
     """Also log to Weights & Biases, which must be installed."""
     profile_steps: int = 0
-    """Record so many steps, after the first two, with torch's profiler, as a Chrome trace in the run's folder."""
+    """Number of steps to record, after the first two, with torch's profiler; writes a Chrome trace to the run's
+    folder."""
 
     def __post_init__(self) -> None:
-        if type(self.pytorch_device).__name__ == "device":  # torch's, which takes seconds to import
+        if type(self.pytorch_device).__name__ == "device":  # torch.device; importing torch here would take seconds
             object.__setattr__(self, "pytorch_device", str(self.pytorch_device))
         check_types(self)
         self._check_ranges()
         if self.global_batch_size is not None and self.gradient_accumulation_steps is not None:
-            raise ValueError("global_batch_size and gradient_accumulation_steps say the same; give one of them")
+            raise ValueError("global_batch_size and gradient_accumulation_steps are alternatives; set one of them")
         if self.warmup_steps is not None and self.warmup_ratio != type(self).warmup_ratio:
             raise ValueError(
-                f"warmup_steps={self.warmup_steps} and warm_up={self.warmup_ratio} (warmup_ratio) say the same; leave "
-                "warm_up out, or set warmup_steps to None"
+                f"warmup_steps={self.warmup_steps} and warm_up={self.warmup_ratio} (warmup_ratio) are alternatives; "
+                "leave warm_up out, or set warmup_steps to None"
             )
         name = PurePath(self.experiment_name or "")
         if name.is_absolute() or ".." in name.parts:
-            raise ValueError(f"experiment_name is a folder within save_dir, and cannot be {self.experiment_name!r}")
+            raise ValueError(f"experiment_name must be a folder within save_dir, not {self.experiment_name!r}")
         package = find_spec("wandb") if self.wandb else None
-        if self.wandb and (package is None or package.origin is None):  # a folder of that name is found too
+        if self.wandb and (package is None or package.origin is None):  # find_spec also finds a folder named wandb
             raise ValueError("wandb=True needs the package wandb: pip install wandb")
         self._check_environment()
 
@@ -162,14 +164,14 @@ class TrainingArguments:
         for name in ("epochs", "num_workers", "weight_decay", "clip_grad", "profile_steps", "warmup_steps", "adam_eps"):
             value = getattr(self, name)
             if value is not None and value < 0:
-                raise ValueError(f"{name} cannot be negative, and is {value}")
+                raise ValueError(f"{name} must not be negative, but is {value}")
         if not self.lr > 0:
             raise ValueError(f"lr must be above 0, not {self.lr}")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be from 0 to below 1, not {getattr(self, name)}")
+                raise ValueError(f"{name} must be at least 0 and below 1, not {getattr(self, name)}")
         if not 0 <= self.warmup_ratio <= 1:
-            raise ValueError(f"warm_up is the share of steps that warm up, from 0 to 1, and not {self.warmup_ratio}")
+            raise ValueError(f"warm_up is a share of the steps and must be from 0 to 1, not {self.warmup_ratio}")
         if not 0 < self.master_port < 1 << 16:
             raise ValueError(f"master_port must be from 1 to {(1 << 16) - 1}, not {self.master_port}")
         if not 0 <= self.seed < 1 << 32:
@@ -189,8 +191,8 @@ class TrainingArguments:
             )
         if self.env_type == "pytorch" and max(self.num_gpus, self.num_nodes) > 1:
             raise ValueError(
-                f"env_type='pytorch' is one process, and num_gpus={self.num_gpus} and num_nodes={self.num_nodes} ask "
-                "for more; use 'pytorchDDP', 'deepspeed' or 'deepspeed+mpu'"
+                f"env_type='pytorch' runs in one process, but num_gpus={self.num_gpus} and num_nodes={self.num_nodes} "
+                "ask for more; use 'pytorchDDP', 'deepspeed' or 'deepspeed+mpu'"
             )
         if not self.env_type.startswith("deepspeed"):
             for name in ("zero_stage", "offload_optimizer", "deepspeed_config"):
@@ -208,10 +210,10 @@ class TrainingArguments:
                     f"{', '.join(ELEMENTWISE)}"
                 )
         if self.relative_step and self.optimizer != "adafactor":
-            raise ValueError(f"relative_step belongs to optimizer='adafactor', not to {self.optimizer!r}")
+            raise ValueError(f"relative_step needs optimizer='adafactor', not {self.optimizer!r}")
 
     def accumulation_steps(self, data_parallel_size: int) -> int:
-        """Micro-batches that each rank accumulates for one optimizer step."""
+        """Returns the number of micro-batches that each rank accumulates for one optimizer step."""
         if self.global_batch_size is None:
             return self.gradient_accumulation_steps or 1
         per_pass = self.micro_batch_size * data_parallel_size
@@ -224,20 +226,20 @@ class TrainingArguments:
         return self.global_batch_size // per_pass
 
     def global_batch(self, data_parallel_size: int) -> int:
-        """Samples in one optimizer step over all ranks."""
+        """Returns the number of samples in one optimizer step over all ranks."""
         return self.micro_batch_size * self.accumulation_steps(data_parallel_size) * data_parallel_size
 
 
-NAMES = {int: "an integer", float: "a finite number", bool: "True or False", str: "a text"}
+NAMES = {int: "an integer", float: "a finite number", bool: "True or False", str: "a string"}
 NO_MATCH = object()
 
 
 def check_types(arguments: Any) -> None:
-    """Converts every value to the declared type of its field. Raises ValueError if one has another type.
+    """Converts every value to the declared type of its field. Raises ValueError if a value has another type.
 
-    An integer may be given as a float without a fraction, a number as NumPy's, and a string as a path. A boolean is
-    not a number, and a number must be finite. Fields of other types, and those that a user's subclass adds, are not
-    checked.
+    A float without a fraction is accepted as an integer, NumPy's numbers as numbers, and a path as a string. A boolean
+    is not a number, and a number must be finite. Fields of other types, and fields that a user's subclass adds, are
+    not checked.
     """
     package = __name__.partition(".")[0]
     declared = next(kind for kind in type(arguments).__mro__ if kind.__module__.partition(".")[0] == package)
@@ -273,6 +275,6 @@ def _is_number(value: Any) -> bool:
 def _problem(name: str, value: Any, kinds: tuple[Any, ...]) -> str:
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
     if choices:
-        return f"{name} {value!r} is none of {', '.join(map(str, choices))}"
+        return f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}"
     wanted = " or ".join([NAMES[kind] for kind in kinds if kind in NAMES] + ["None"] * (NoneType in kinds))
     return f"{name} must be {wanted}, not {value!r}"

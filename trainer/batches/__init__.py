@@ -1,1 +1,1 @@
-"""From samples to the micro-batches of a step, and the normalization of their loss."""
+"""Micro-batches from samples, and the normalization of their loss."""

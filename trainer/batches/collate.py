@@ -1,4 +1,4 @@
-"""Collating samples into batches."""
+"""Collates samples into batches."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def collate(samples: Sequence[Batch], device: torch.device) -> Batch:
 
 
 class DefaultCollate:
-    """Stacks samples of equal length; pads others on the right, labels with -100, and adds an attention mask.
+    """Collates samples. It stacks samples of equal length.
 
-    Integers become int64, which embeddings and losses need, and Python's floats float32.
+    Samples of unequal lengths are padded on the right (labels with -100), and get an attention mask. Integers become
+    int64, which embeddings and losses need. Python's floats become float32.
     """
 
     def __init__(self, pad_token_id: int) -> None:
@@ -41,7 +42,7 @@ class DefaultCollate:
 
 
 def is_table(value: Any) -> bool:
-    """Whether `value` is a data frame: its length counts rows, but its items are columns."""
+    """Returns whether `value` is a data frame, whose length counts rows but whose items are columns."""
     return type(value).__module__.split(".")[0] in ("pandas", "polars", "pyarrow")
 
 
@@ -57,7 +58,7 @@ def _array(name: str, value: Any) -> np.ndarray:
             f"the samples' {name!r} holds lists of unequal lengths: {value!r:.60}; pad them, or pass a collate_fn"
         ) from None
     if array.dtype.kind not in "biuf":
-        raise ValueError(f"the samples' {name!r} holds no numbers but {value!r:.60}; drop it, or pass a collate_fn")
+        raise ValueError(f"the samples' {name!r} must hold numbers, not {value!r:.60}; remove it, or pass a collate_fn")
     if array.dtype.kind in "iu":
         return array.astype(np.int64, copy=False)
     if array.dtype == np.float64 and not isinstance(value, (np.ndarray, np.generic)):
@@ -68,5 +69,5 @@ def _array(name: str, value: Any) -> np.ndarray:
 def _of_one_dtype(values: list[np.ndarray]) -> list[np.ndarray]:
     dtype = common_dtype(values)
     if dtype == np.float64 and all(value.dtype != dtype for value in values):
-        dtype = np.dtype(np.float32)  # as torch's own promotion of integers and float32
+        dtype = np.dtype(np.float32)  # the type to which torch promotes integers and float32
     return [value.astype(dtype, copy=False) for value in values]

@@ -1,4 +1,4 @@
-"""The loss of a step is the mean over the target tokens of the global batch: counting targets, and normalizing by them.
+"""Normalizes losses: the loss of a step is the mean over the target tokens of the global batch.
 
 Labels of -100 are ignored. Labels and token ids are checked before the first forward pass.
 """
@@ -20,15 +20,15 @@ COUNTED_LABELS = {"num_items_in_batch": "labels", "num_sequences_in_batch": "nex
 
 
 class LossNormalizer:
-    """Counts a model's targets, and turns the loss of a micro-batch into its share of the step's loss.
+    """Counts a model's targets, and converts the loss of a micro-batch to its share of the step's loss.
 
     A model of the zoo takes the counts of the global batch as arguments of its forward pass, and returns its share. Any
-    other loss is a mean over the targets of the micro-batch, and is rescaled here: a model of transformers accepts the
-    same arguments, but not every one uses them.
+    other loss is a mean over the targets of the micro-batch, and is rescaled here. This includes transformers' models,
+    which accept the same arguments but do not all use them.
 
     Args:
-        model: the model itself, without an engine around it.
-        mean_losses: the losses are means, because `forward_step` is the user's own.
+        model: The model itself, without an engine's wrapper.
+        mean_losses: The losses are means in any case, because `forward_step` is the user's own.
     """
 
     def __init__(self, model: nn.Module, *, mean_losses: bool) -> None:
@@ -38,29 +38,29 @@ class LossNormalizer:
         self._shifts_labels = shifts_labels(model)
 
     def count(self, batch: Mapping[str, Any]) -> list[float]:
-        """Returns the number of targets in a micro-batch: one count for each of `arguments`, or one in all."""
+        """Returns the numbers of targets in a micro-batch: one for each of `arguments`, or only one without them."""
         if self.arguments:
             return [float(self._count(batch, COUNTED_LABELS[name])) for name in self.arguments]
         return [float(self._count(batch, "labels"))]
 
     def model_arguments(self, totals: list[float]) -> dict[str, float]:
-        """Returns the keywords that tell the forward pass the counts of the global batch."""
+        """Returns the keywords that pass the counts of the global batch to the forward pass."""
         return {name: max(total, 1.0) for name, total in zip(self.arguments, totals, strict=False)}
 
     def normalize(self, loss: Tensor, counts: list[float], totals: list[float]) -> Tensor:
         """Returns the micro-batch's share of the step's loss.
 
         Args:
-            loss: what the forward pass returned; a scalar.
-            counts: of the micro-batch.
-            totals: of the global batch.
+            loss: The scalar that the forward pass returned.
+            counts: Target counts of the micro-batch.
+            totals: Target counts of the global batch.
 
         Raises:
             ValueError: the loss has no gradient.
         """
         if not loss.requires_grad:
             raise ValueError(
-                "forward_step must return a scalar tensor as loss, not one without a gradient: do not detach it, nor "
+                "forward_step must return a scalar tensor as loss, not one without a gradient: do not detach it or "
                 "compute it under torch.no_grad()"
             )
         if self.arguments:
@@ -83,12 +83,13 @@ class LossNormalizer:
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Whether a model of transformers predicts the next token, so that the first label of a row is never a target.
+    """Returns whether a model of transformers predicts the next token; the first label of a row is then not a target.
 
-    Its class's name does not tell: GPT2LMHeadModel shifts labels and BartForCausalLM does not. transformers'
-    `ForCausalLMLoss` does, unless a model passes `shift_labels` to it; older models have a variable of that name.
+    The name of its class does not show it: GPT2LMHeadModel shifts labels and BartForCausalLM does not. transformers'
+    `ForCausalLMLoss` shifts them, unless a model passes `shift_labels` to it. Older models have a variable of that
+    name.
     """
-    unwrap: Any = getattr(model, "get_base_model", lambda: model)  # of PEFT's wrappers
+    unwrap: Any = getattr(model, "get_base_model", lambda: model)  # PEFT's wrappers have this method
     inner = unwrap()
     forwards = [inspect.unwrap(vars(kind)["forward"]) for kind in type(inner).__mro__ if "forward" in vars(kind)]
     codes = [forward.__code__ for forward in forwards if inspect.isfunction(forward)]
@@ -101,7 +102,7 @@ def shifts_labels(model: nn.Module) -> bool:
 
 
 def loss_of(output: Any) -> Tensor:
-    """Returns the loss in the output of a forward step. Raises ValueError if it has none, or no scalar tensor."""
+    """Returns the loss in the output of a forward step. Raises ValueError if it is missing or not a scalar tensor."""
     loss = output_field(output, "loss")
     if loss is None:
         raise ValueError(
@@ -121,11 +122,11 @@ def output_field(output: Any, name: str) -> Any:
 
 
 def label_problem(batch: Mapping[str, Any], model: nn.Module, first_sample: int) -> str:
-    """Returns what is wrong with the labels or token ids of a micro-batch, or an empty string.
+    """Returns a message about labels or token ids of a micro-batch that are out of range, or an empty string.
 
     Args:
-        batch: in CPU memory.
-        first_sample: the number of its first sample, for the message.
+        batch: A micro-batch in CPU memory.
+        first_sample: The number of its first sample, for the message.
 
     Raises:
         ValueError: the micro-batch is not a dict.
@@ -157,7 +158,7 @@ def label_problem(batch: Mapping[str, Any], model: nn.Module, first_sample: int)
 
 
 def _label_limit(labels: Tensor, model: nn.Module) -> int | None:
-    """Returns the number of classes of integer labels, or None where the model's configuration may not tell."""
+    """Returns the number of classes of integer labels, or None if the model's configuration may not define it."""
     config: Any = getattr(model, "config", None)
     of_sequences, of_tokens = isinstance(config, ModelConfig), False
     for kind in type(model).__mro__:
@@ -172,7 +173,7 @@ def _label_limit(labels: Tensor, model: nn.Module) -> int | None:
 
 def _check_batch(batch: Any) -> None:
     if not isinstance(batch, Mapping):
-        raise ValueError(f"collate_fn must give a dict of tensors, not a {type(batch).__name__}")
+        raise ValueError(f"collate_fn must return a dict of tensors, not a {type(batch).__name__}")
 
 
 def _rows(batch: Mapping[str, Any]) -> int:

@@ -1,4 +1,4 @@
-"""Training batches from a dataset, an iterable or a loader, resumable after the last step."""
+"""Makes resumable training batches from a dataset, an iterable or a loader."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Collate = Callable[[Sequence[Any]], Any]
 
 
 class Batches(Protocol):
-    """Micro-batches of one data-parallel rank. `state_dict()` returns the position after the last one handed out."""
+    """Micro-batches of one data-parallel rank. `state_dict()` returns the position after the last yielded one."""
 
     def __iter__(self) -> Iterator[Any]: ...
 
@@ -29,7 +29,12 @@ class Batches(Protocol):
 
 @dataclass
 class TrainingData:
-    """steps: the number of optimizer steps that the data lasts for; None if it is unknown or endless."""
+    """The batches of a run.
+
+    Attributes:
+        batches: Micro-batches of this data-parallel rank.
+        steps: Number of optimizer steps that the data is sufficient for; None if it is unknown or unlimited.
+    """
 
     batches: Batches
     steps: int | None
@@ -40,11 +45,11 @@ def make_training_data(
 ) -> TrainingData:
     """Returns the batches of a map-style dataset, an iterable of samples, or a resumable loader or stream of batches.
 
-    A dataset of known length is shuffled in each epoch. One without a length is read in its own order, without end.
+    A dataset of known length is shuffled in each epoch. A dataset without a length is read in order, endlessly.
 
     Raises:
-        ValueError: the dataset is of another kind, is empty, or has fewer samples than a global batch; or epochs are
-            asked for of a dataset without a length.
+        ValueError: the dataset is of another kind, is empty, or has fewer samples than a global batch; or `epochs` is
+            set for a dataset without a length.
     """
     share = Share(arguments.micro_batch_size, ranks.dp_rank, ranks.dp_size)
     check_kind(dataset)
@@ -67,8 +72,8 @@ def make_training_data(
         return TrainingData(stream, steps)
     if size is None and epochs is not None:
         raise ValueError(
-            f"train_dataset is a {type(dataset).__name__} without a length, so that epochs={epochs} never end; set "
-            "train_steps, or give it a __len__"
+            f"train_dataset is a {type(dataset).__name__} without a length, so the end of epochs={epochs} is unknown; "
+            "set train_steps, or give it a __len__"
         )
     order = None if size is None else EpochShuffle(size, seed)
     loader = ResumableLoader(dataset, share, total=total, order=order, collate=collate, num_workers=workers, seed=seed)
@@ -76,16 +81,16 @@ def make_training_data(
 
 
 def check_kind(dataset: Any) -> None:
-    """Raises ValueError for an object that holds no samples, or can be read only once."""
+    """Raises ValueError for an object that is not a dataset, or can be read only once."""
     if isinstance(dataset, Iterator):
         raise ValueError(
             f"train_dataset is a {type(dataset).__name__}, which can be read only once; pass an object whose __iter__ "
-            "begins anew, such as datasets.IterableDataset.from_generator(function)"
+            "starts again, such as datasets.IterableDataset.from_generator(function)"
         )
     if isinstance(dataset, DataLoader) and not hasattr(dataset, "load_state_dict"):
         raise ValueError(
-            "train_dataset is a DataLoader, which cannot go on where a run was stopped; pass its dataset, and its "
-            "collate_fn to train"
+            "train_dataset is a DataLoader, which cannot resume where a run was stopped; pass its dataset as "
+            "train_dataset, and its collate_fn as collate_fn"
         )
     readable = (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")) and not is_table(dataset)
     if not readable or isinstance(dataset, (type, str, bytes, Mapping)):
@@ -97,7 +102,7 @@ def check_kind(dataset: Any) -> None:
 
 
 def _is_stream(dataset: Any) -> bool:
-    # torch's IterableDataset, from which that of datasets inherits, has a __getitem__ that only raises.
+    # torch's IterableDataset, the base class of Hugging Face's, has a __getitem__ that only raises.
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         return True
     return hasattr(dataset, "__iter__") and not hasattr(dataset, "__len__")
@@ -106,7 +111,7 @@ def _is_stream(dataset: Any) -> bool:
 def _length(dataset: Any) -> int | None:
     try:
         return len(dataset) if hasattr(dataset, "__len__") else None
-    except TypeError:  # torch's ChainDataset over streams without a length
+    except TypeError:  # torch's ChainDataset over streams has a __len__, but no length
         return None
 
 
@@ -122,15 +127,15 @@ def check_size(size: int, global_batch: int) -> None:
 
 def _check_batches(batches: Any, share: Share, collate: Collate | None, arguments: TrainingArguments) -> None:
     if collate is not None:
-        raise ValueError("train_dataset yields batches already; give collate_fn to the loader or stream instead")
+        raise ValueError("train_dataset already yields batches; pass collate_fn to the loader or stream instead")
     other = getattr(batches, "share", share)
     if other != share:
         raise ValueError(f"train_dataset was made for {other}, but this rank needs {share}: make it with trainer.share")
     epochs = arguments.epochs
     if not arguments.train_steps and epochs > 1 and getattr(batches, "epochs", 1) != epochs:
         raise ValueError(
-            f"train_dataset decides its passes over the data itself, and epochs={epochs} would not change them; give "
-            f"their number to the {type(batches).__name__}, and leave epochs at 1 or set train_steps"
+            f"train_dataset defines its own number of epochs, which epochs={epochs} cannot change; pass the number to "
+            f"the {type(batches).__name__}, and leave epochs at 1 or set train_steps"
         )
 
 
@@ -141,9 +146,8 @@ def _steps_of_loader(batches: Any, arguments: TrainingArguments, ranks: Ranks) -
 
 def _epoch_of(dataset: Any, epoch: int) -> Iterable[Any]:
     number = getattr(dataset, "_epoch", None)
-    if (
-        isinstance(number, Tensor) and number.is_shared()
-    ):  # datasets shares it between workers, which may be in different epochs
+    # Hugging Face datasets shares it between workers, which may be in different epochs.
+    if isinstance(number, Tensor) and number.is_shared():
         dataset._epoch = number.clone()
     if hasattr(dataset, "set_epoch"):
         dataset.set_epoch(epoch)

@@ -1,1 +1,1 @@
-"""What drives a model through a step: PyTorch, DDP, DeepSpeed; optimizers, schedules, precision."""
+"""The engines that run a model's training steps: PyTorch, DDP, DeepSpeed; optimizers, schedules, precision."""

@@ -1,4 +1,4 @@
-"""PyTorch's DistributedDataParallel: a replica of the model in each process."""
+"""Trains with PyTorch's DistributedDataParallel: a replica of the model in each process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .torch_engine import TorchEngine
 class DDPEngine(TorchEngine):
     """An `Engine` that exchanges gradients during the backward pass of a step's last micro-batch.
 
-    16-bit gradients are exchanged for every micro-batch, because the master weights keep their sum in fp32.
+    16-bit gradients are exchanged in every micro-batch, because the master weights keep their sum in fp32.
     """
 
     def __init__(
@@ -36,24 +36,24 @@ class DDPEngine(TorchEngine):
         self.model.require_backward_grad_sync = is_last or self._exchange_always
 
     def backward(self, loss: Tensor) -> None:
-        # DDP averages over the ranks, but the losses of the ranks already add up to the mean.
+        # DDP averages over the ranks, but the ranks' losses already add up to the mean.
         super().backward(loss * self._replicas)
         if self.model.require_backward_grad_sync and self._without_gradient:
             # DDP reports this only in the next step, after an update with gradients that were not exchanged.
             names = sorted(self._trained[parameter] for parameter in self._without_gradient)
             raise ValueError(
-                f"no gradient came to {', '.join(names[:5])}{' and others' if len(names) > 5 else ''}, and "
-                "env_type='pytorchDDP' exchanges them only if each trained parameter has one; freeze what the loss "
-                "does not depend on, or use 'deepspeed'"
+                f"the backward pass gave no gradient to {', '.join(names[:5])}{' and others' if len(names) > 5 else ''}"
+                ", and env_type='pytorchDDP' needs one for each trained parameter; freeze the parameters that the "
+                "loss does not depend on, or use 'deepspeed'"
             )
 
 
 class _FixedBuckets(DistributedDataParallel):
-    """DistributedDataParallel whose buckets of gradients never change; the model's last parameters come first.
+    """DistributedDataParallel whose gradient buckets never change. The model's last parameters come first in them.
 
     DDP itself rebuilds the buckets after its first backward pass, in the order in which gradients arrived. A gradient's
-    place in a bucket decides the order in which three or more ranks add it up, so the first step of a resumed run would
-    differ in the last bit from the same step of an uninterrupted one.
+    place in a bucket determines the order in which three or more ranks add it up. The first step of a resumed run would
+    therefore differ in the last bit from the same step of an uninterrupted run.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration, from the arguments and the user's file."""
+"""Builds DeepSpeed's configuration from the arguments and the user's file."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from ..arguments.training_arguments import ELEMENTWISE, TrainingArguments
 
-UPDATES = ("optimizer", "scheduler")  # the trainer makes these itself
+UPDATES = ("optimizer", "scheduler")  # sections for objects that the trainer creates itself
 
 
 def deepspeed_config(arguments: TrainingArguments, data_parallel_size: int) -> dict[str, Any]:
-    """Returns the DeepSpeed configuration of a run: what the arguments decide, and the keys of the user's file."""
+    """Returns the DeepSpeed configuration of a run: the keys that the arguments decide, and the user's file's."""
     accumulation_steps = arguments.accumulation_steps(data_parallel_size)
     decided: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": arguments.micro_batch_size,
@@ -25,9 +25,9 @@ def deepspeed_config(arguments: TrainingArguments, data_parallel_size: int) -> d
     stage = zero_stage(arguments)
     zero: dict[str, Any] = {"stage": stage}
     if stage:
-        decided |= {"zero_optimization": zero, "zero_allow_untested_optimizer": True}  # only elementwise ones come here
+        decided |= {"zero_optimization": zero, "zero_allow_untested_optimizer": True}  # all of them are elementwise
     if arguments.offload_optimizer:
-        # Any torch optimizer updates on the CPU; DeepSpeed's own one would be compiled at run time.
+        # Any torch optimizer can update on the CPU; DeepSpeed's own CPU optimizer would be compiled at run time.
         zero["offload_optimizer"] = {"device": "cpu"}
         decided["zero_force_ds_cpu_optimizer"] = False
     elif stage:
@@ -35,12 +35,12 @@ def deepspeed_config(arguments: TrainingArguments, data_parallel_size: int) -> d
     if arguments.precision == "bf16":
         decided["data_types"] = {"grad_accum_dtype": "fp32"}
     config = _merge(decided, read_deepspeed_file(arguments.deepspeed_config))
-    config.setdefault("steps_per_print", 2**31)  # our own progress is shown instead
+    config.setdefault("steps_per_print", 2**31)  # the trainer shows its own progress
     return {name: value for name, value in config.items() if name not in UPDATES}
 
 
 def zero_stage(arguments: TrainingArguments) -> int:
-    """Returns the ZeRO stage of a run. Raises ValueError if the arguments or the user's file rule it out."""
+    """Returns the ZeRO stage of a run. Raises ValueError if the arguments or the user's file do not allow it."""
     of_file = read_deepspeed_file(arguments.deepspeed_config).get("zero_optimization", {}).get("stage", "auto")
     elementwise = arguments.optimizer in ELEMENTWISE
     stage = arguments.zero_stage
@@ -57,11 +57,11 @@ def zero_stage(arguments: TrainingArguments) -> int:
         raise ValueError(f"{arguments.optimizer} needs whole parameters, which ZeRO stage {stage} splits; use stage 0")
     if not stage and arguments.precision != "fp32":
         raise ValueError(
-            f"{arguments.precision} keeps its fp32 master weights in the ZeRO optimizer: zero_stage=0 has none; "
-            "use 1 or 2"
+            f"{arguments.precision} needs the ZeRO optimizer, which keeps the fp32 master weights, and zero_stage=0 "
+            "has none; use 1 or 2"
         )
     if not stage and arguments.offload_optimizer:
-        raise ValueError("offload_optimizer is done by ZeRO: zero_stage=0 has none; use 1, 2 or 3")
+        raise ValueError("offload_optimizer needs ZeRO, which zero_stage=0 switches off; use 1, 2 or 3")
     return stage
 
 
@@ -79,7 +79,7 @@ def read_deepspeed_file(path: str | None) -> dict[str, Any]:
         raise ValueError(f"deepspeed_config: {path} must hold a JSON object, not a {type(config).__name__}")
     if not isinstance(config.get("zero_optimization", {}), dict):
         raise ValueError(
-            f'deepspeed_config: zero_optimization must be an object such as {{"stage": 2}}, and not '
+            f'deepspeed_config: zero_optimization must be an object such as {{"stage": 2}}, not '
             f"{config['zero_optimization']!r}"
         )
     for part in UPDATES:

@@ -1,4 +1,4 @@
-"""The DeepSpeed engine, and its optimizer state as whole tensors."""
+"""Trains with DeepSpeed, and converts its optimizer state from and to whole tensors."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from .state import MASTER_WEIGHT, load_state_tensors, model_tensors, persistent_
 
 
 class DeepSpeedEngine:
-    """An `Engine` by DeepSpeed, with any ZeRO stage.
+    """An `Engine` that uses DeepSpeed, with any ZeRO stage.
 
-    ZeRO's partitions are flat. Those of stages 1 and 2 are gathered here; those of stage 3 by DeepSpeed's own calls,
-    which also load the states of all three.
+    ZeRO's partitions are flat. This class gathers those of stages 1 and 2. DeepSpeed's own functions gather those of
+    stage 3, and load the states of all three stages.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class DeepSpeedEngine:
         _check_device(arguments)
         if self._stage and not self._states:
             raise ValueError(
-                f"ZeRO stage {self._stage} splits parameters within, and {type(optimizer).__name__} may need them "
-                f"whole; use zero_stage=0, or {', '.join(ELEMENT_STATES)}"
+                f"ZeRO stage {self._stage} splits single parameters, and {type(optimizer).__name__} may need whole "
+                f"ones; use zero_stage=0, or {', '.join(ELEMENT_STATES)}"
             )
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._owners = {parameter: name for parameter, name in self._names.items() if parameter.requires_grad}
         if self._stage:
             _check_groups(optimizer, self._stage, set(self._owners))
-        self._linear = functional.linear  # which DeepSpeed replaces under stage 3
+        self._linear = functional.linear  # DeepSpeed replaces it under stage 3
         self._hooks = [model.register_forward_hook(_as_dict)] if self._stage == 3 else []
         # DeepSpeed would compile this CPU collective at run time, with a lock file that a killed run leaves behind.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -70,7 +70,7 @@ class DeepSpeedEngine:
             config=deepspeed_config(arguments, ranks.dp_size),
             mpu=ranks.mesh if arguments.env_type == "deepspeed+mpu" else None,
         )[0]
-        # A forward pass changes them by its own samples. As in DDP, those of the first replica are broadcast.
+        # A forward pass updates buffers from its own samples. As in DDP, those of the first replica are broadcast.
         self._buffers = list(persistent_buffers(model).values()) if ranks.dp_size > 1 else []
         self._replica_group = ranks.mesh.dp_group if ranks.mesh else None
         if self._stage:
@@ -84,17 +84,17 @@ class DeepSpeedEngine:
         return float(scaler.cur_scale) if scaler is not None and self.model.fp16_enabled() else None
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
-        pass  # DeepSpeed counts for itself
+        pass  # DeepSpeed counts the micro-batches itself
 
     def backward(self, loss: Tensor) -> None:
-        # DeepSpeed averages over the data-parallel ranks, but their losses already add up to the mean.
+        # DeepSpeed averages over the data-parallel ranks, but the ranks' losses already add up to the mean.
         self.model.backward(loss * self._replicas, scale_wrt_gas=False)
         if not self.model.is_gradient_accumulation_boundary():
-            self.model.step()  # only counts the micro-batch
+            self.model.step()  # here it only counts the micro-batch
 
     def step(self) -> StepOutcome:
         skipped = self.model.skipped_steps
-        # Without ZeRO, DeepSpeed clips by the norm and does not keep it.
+        # Without ZeRO, DeepSpeed clips by the norm but does not return it.
         norm = grad_norm(list(self._owners), self._mesh) if not self._stage else None
         self.model.step()
         for buffer in self._buffers:
@@ -102,7 +102,7 @@ class DeepSpeedEngine:
         applied = self.model.skipped_steps == skipped
         self.applied_steps += applied
         if self.applied_steps == 1 and self._saves and not self._stage:
-            state_tensors(self.optimizer, self._names)  # refuses states that cannot be saved, before more is trained
+            state_tensors(self.optimizer, self._names)  # raises now if the states cannot be saved
         norm = self.model.get_global_grad_norm() if norm is None else norm
         return StepOutcome(float(norm) if norm is not None else None, applied)
 
@@ -120,7 +120,7 @@ class DeepSpeedEngine:
         groups_of_parameters = zero.bf16_groups if hasattr(zero, "bf16_groups") else zero.bit16_groups
         zipped = zip(self.optimizer.param_groups, groups_of_parameters, zero.real_dp_process_group, strict=True)
         for group, parameters, ranks in zipped:
-            [own] = group["params"]  # this rank's share of all the group's parameters, one behind the other
+            [own] = group["params"]  # this rank's share of all the group's parameters, concatenated
             parts = {state: self.optimizer.state[own][state] for state in self._states}
             if self._keeps_master_weights:
                 parts[MASTER_WEIGHT] = own.detach()
@@ -129,7 +129,7 @@ class DeepSpeedEngine:
                 if whole is None:
                     continue
                 for parameter in parameters:
-                    # The parameters themselves have been made views of one tensor, laid out alike.
+                    # DeepSpeed has made the parameters views of one tensor with the same layout.
                     value = whole.narrow(0, parameter.storage_offset(), parameter.numel()).view(parameter.shape)
                     tensors[f"{state}/{self._owners[parameter]}"] = value
         return tensors
@@ -138,9 +138,9 @@ class DeepSpeedEngine:
         tensors = {}
         for parameter, name in self._owners.items():
             for state in self._states:
-                tensors[f"{state}/{name}"] = _present(safe_get_full_optimizer_state(parameter, state))
+                tensors[f"{state}/{name}"] = _not_none(safe_get_full_optimizer_state(parameter, state))
             if self._keeps_master_weights:
-                tensors[f"{MASTER_WEIGHT}/{name}"] = _present(safe_get_full_fp32_param(parameter))
+                tensors[f"{MASTER_WEIGHT}/{name}"] = _not_none(safe_get_full_fp32_param(parameter))
         return tensors
 
     def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
@@ -177,7 +177,7 @@ class DeepSpeedEngine:
         self.model.destroy()
         for hook in self._hooks:
             hook.remove()
-        functional.linear, groups.mpu = self._linear, None  # so that the next engine of this process finds neither
+        functional.linear, groups.mpu = self._linear, None  # for the next engine of this process
         for name, value in parameters.items():
             self.module.get_parameter(name).data = value
 
@@ -189,7 +189,7 @@ class DeepSpeedEngine:
     def _set(self, parameter: Any, value: Tensor, state: str | None = None) -> None:
         """Sets a state of a parameter, or its fp32 value if `state` is None."""
         if self._stage == 3:
-            # DeepSpeed 0.19 sets whole tensors only where their elements divide evenly; partitions are padded.
+            # DeepSpeed 0.19 can set a whole tensor only if its elements divide evenly, but partitions are padded.
             size = parameter.ds_tensor.numel()
             padded = torch.zeros(size * self._replicas, dtype=value.dtype)
             padded[: value.numel()] = value.flatten()
@@ -212,8 +212,8 @@ class DeepSpeedEngine:
                 group["step"] = step
 
     def _create_element_states(self) -> None:
-        # An optimizer would make its state in the first step; DeepSpeed 0.19 then links only the first parameter
-        # group's to the parameters. ZeRO has put its flat partitions into the parameter groups by now.
+        # An optimizer would create its state in the first step. DeepSpeed 0.19 then links only the states of the first
+        # parameter group to the parameters. At this point ZeRO has put its flat partitions into the parameter groups.
         groups = self.optimizer.param_groups
         counts_by_group = type(self.optimizer).__module__.startswith("pytorch_optimizer")
         if self._stage == 3:
@@ -230,10 +230,10 @@ class DeepSpeedEngine:
 
 
 def _as_dict(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """Turns the zoo's output into a dict.
+    """Returns the zoo's output as a dict; a forward hook.
 
     When a gradient of an output arrives, DeepSpeed gathers the parameters that the model uses outside its layers. It
-    finds outputs in tensors, tuples and dicts only.
+    finds outputs only in tensors, tuples and dicts.
     """
     if not isinstance(output, ModelOutput):
         return None
@@ -241,6 +241,7 @@ def _as_dict(module: nn.Module, inputs: Any, output: Any) -> Any:
 
 
 def _as_output(module: nn.Module, inputs: Any, results: Any) -> Any:
+    """Reverses `_as_dict`."""
     if not isinstance(results, dict) or not isinstance(results.get("output"), ModelOutput):
         return None
     output = results.pop("output")
@@ -269,7 +270,8 @@ def _check_groups(optimizer: torch.optim.Optimizer, stage: int, trained: set[nn.
         raise ValueError(f"amsgrad keeps a state that ZeRO stage {stage} does not split; use zero_stage=0")
     if any(not group & trained for group in groups):
         raise ValueError(
-            f"a parameter group of the optimizer trains nothing, which ZeRO stage {stage} needs; leave it out"
+            f"a parameter group of the optimizer has no trained parameter, but ZeRO stage {stage} needs one in each; "
+            "leave that group out"
         )
     if stage == 3 and trained - set().union(*groups):
         raise ValueError(
@@ -278,7 +280,7 @@ def _check_groups(optimizer: torch.optim.Optimizer, stage: int, trained: set[nn.
 
 
 def _import_muon() -> None:
-    """Imports DeepSpeed's Muon, which it needs for any optimizer, without torch's compiler, which takes a second."""
+    """Imports DeepSpeed's Muon, which DeepSpeed needs for any optimizer, without torch's compiler (saves a second)."""
     original, compiler.compile = compiler.compile, lambda: compiler.dummy_decorator
     try:
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
@@ -287,11 +289,13 @@ def _import_muon() -> None:
 
 
 def _gathered(part: Tensor, device: torch.device, group: dist.ProcessGroup) -> Tensor | None:
-    """Returns the equal flat parts of the group as one tensor, on its first rank.
+    """Gathers the equal flat parts of a group's ranks. Returns one tensor on the first rank, None on the others.
 
-    DeepSpeed's own call would sum each parameter on all ranks.
+    DeepSpeed's own function would sum each parameter on all ranks.
 
-    device: where the group communicates. The parts may be kept elsewhere.
+    Args:
+        part: This rank's part, which may be on another device.
+        device: The device on which the group communicates.
     """
     if group.size() == 1:
         return part
@@ -301,6 +305,6 @@ def _gathered(part: Tensor, device: torch.device, group: dist.ProcessGroup) -> T
     return None if whole is None else whole.view(-1).to(part.device)
 
 
-def _present(value: Tensor | None) -> Tensor:
+def _not_none(value: Tensor | None) -> Tensor:
     assert value is not None
     return value

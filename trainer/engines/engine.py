@@ -1,4 +1,4 @@
-"""The protocol between the training loop and its engines."""
+"""Defines the protocol between the training loop and its engines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-# A batch, what a forward pass is called on, and GLM's memory -> a dict or ModelOutput with `loss`.
+# (batch, the object that runs the forward pass, GLM's memory) -> a dict or ModelOutput with `loss`.
 ForwardStep = Callable[[dict[str, Any], Any, Any], Any]
 
 
@@ -17,8 +17,9 @@ ForwardStep = Callable[[dict[str, Any], Any, Any], Any]
 class StepOutcome:
     """The result of an optimizer step.
 
-    grad_norm: of the whole model before clipping; None if the engine does not know it. applied: False where fp16
-    gradients overflowed, so that the parameters were not updated and the loss scale was lowered.
+    Attributes:
+        grad_norm: Gradient norm of the whole model before clipping; None if the engine does not know it.
+        applied: False if fp16 gradients overflowed; the parameters were not updated, and the loss scale was lowered.
     """
 
     grad_norm: float | None
@@ -28,20 +29,21 @@ class StepOutcome:
 class Engine(Protocol):
     """A model and its optimizer in one environment.
 
-    For each micro-batch of a step, the loop calls `begin_micro_batch`, the forward pass of `model`, and `backward`;
-    after the last one `step`. The losses of all micro-batches and data-parallel ranks add up to the loss of the step.
+    For each micro-batch of a step, the loop calls `begin_micro_batch`, the forward pass of `model`, and `backward`.
+    After the last one it calls `step`. The losses of all micro-batches and data-parallel ranks add up to the loss of
+    the step.
     """
 
     module: nn.Module
     """The model itself."""
     model: Any
-    """What a forward pass is called on, in training and in evaluation."""
+    """The object that runs forward passes, in training and in evaluation: the model, or a wrapper of it."""
     optimizer: torch.optim.Optimizer
-    """Its parameter groups hold the learning rates."""
+    """The optimizer, whose parameter groups hold the learning rates."""
 
     @property
     def loss_scale(self) -> float | None:
-        """The factor of the loss in the backward pass; None unless the precision is fp16."""
+        """The factor of the loss in the backward pass; None in other precisions than fp16."""
         ...
 
     def begin_micro_batch(self, *, is_last: bool) -> None: ...
@@ -59,16 +61,16 @@ class Engine(Protocol):
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Returns `<state>/<parameter>` -> tensor, valid until the next step.
 
-        Collective over data-parallel ranks, of which only the first may get all tensors.
+        Collective over data-parallel ranks. Only the first of them is sure to get all tensors.
         """
         ...
 
     def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Loads what `optimizer_tensors` of any engine returned."""
+        """Loads the tensors that `optimizer_tensors` of any engine returned."""
         ...
 
     def counters(self) -> dict[str, float]:
-        """Returns what else to save: the number of applied steps, and the state of loss scaling."""
+        """Returns the other numbers to save: the number of applied steps, and the state of loss scaling."""
         ...
 
     def load_counters(self, counters: dict[str, float]) -> None: ...
@@ -76,7 +78,8 @@ class Engine(Protocol):
     def close(self, *, whole: bool) -> None:
         """Removes the engine's hooks from the model.
 
-        whole: also gathers all its parameters. That is collective, and so not for after an error, which other ranks may
-            not have had.
+        Args:
+            whole: Whether to gather all parameters, too. That is collective, so it must be False after an error, which
+                may not have happened on the other ranks.
         """
         ...

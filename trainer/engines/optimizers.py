@@ -1,4 +1,4 @@
-"""Optimizers by name, and checks of a user's own."""
+"""Creates optimizers by name, and checks those that the user passes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ ELEMENT_STATES = {"AdamW": ("exp_avg", "exp_avg_sq"), "Adam": ("exp_avg", "exp_a
 def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> torch.optim.Optimizer:
     """Returns the optimizer that `arguments` name, over the parameters that require gradients.
 
-    "adam" is FlagAI's name of AdamW: the decay is decoupled (Loshchilov & Hutter 2019). "adafactor" (Shazeer & Stern
-    2018) is transformers', "lion" (Chen et al. 2023) and "lamb" (You et al. 2020) are pytorch_optimizer's.
+    "adam" is FlagAI's name for AdamW: the weight decay is decoupled (Loshchilov & Hutter 2019). "adafactor" (Shazeer &
+    Stern 2018) comes from transformers; "lion" (Chen et al. 2023) and "lamb" (You et al. 2020) from pytorch_optimizer.
     """
     groups = weight_decay_groups(model, arguments.weight_decay)
     betas = (arguments.beta1, arguments.beta2)
@@ -52,17 +52,19 @@ def check_optimizer(optimizer: Any, model: nn.Module, tensor_parallel_size: int 
         raise ValueError(f"optimizer must be a torch.optim.Optimizer over the model's parameters, not {optimizer!r}")
     kind = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("LBFGS computes losses anew within a step, which the trainer does not; use another optimizer")
+        raise ValueError(
+            "LBFGS recomputes the loss within a step, which the trainer does not support; use another optimizer"
+        )
     if callable(getattr(optimizer, "train", None)):
         raise ValueError(
-            f"{kind} keeps other weights for evaluation than for training, between which the trainer does not switch; "
-            "use another optimizer"
+            f"{kind} keeps separate weights for training and for evaluation, and the trainer does not switch between "
+            "them; use another optimizer"
         )
     if type(optimizer).state_dict is not Optimizer.state_dict or isinstance(
         vars(optimizer).get("optimizer"), Optimizer
     ):
         raise ValueError(
-            f"{kind} keeps state besides that of its parameters, which is not saved; use another optimizer"
+            f"{kind} keeps state that belongs to no parameter, which the trainer does not save; use another optimizer"
         )
     if tensor_parallel_size > 1 and not isinstance(optimizer, WORK_ON_ELEMENTS) and kind not in ELEMENT_STATES:
         raise ValueError(
@@ -72,7 +74,9 @@ def check_optimizer(optimizer: Any, model: nn.Module, tensor_parallel_size: int 
     own = set(model.parameters())
     foreign = sum(p not in own for group in optimizer.param_groups for p in group["params"])
     if foreign:
-        raise ValueError(f"{foreign} parameters of the optimizer are not the model's; make it from model.parameters()")
+        raise ValueError(
+            f"{foreign} parameters of the optimizer do not belong to the model; create it from model.parameters()"
+        )
 
 
 def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Preparing a model for training: its device, precision and recomputation, and whether it fits the environment."""
+"""Prepares a model for training: checks that it fits the environment; sets its device, precision and recomputation."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def prepare_model(model: nn.Module, device: torch.device, arguments: TrainingArguments, ranks: Ranks) -> None:
-    """Moves and casts the model in place, and turns recomputation on.
+    """Moves and casts the model in place, and switches recomputation on.
 
     Raises:
-        ValueError: it is not a model, its tensor-parallel size is not that of `arguments`, or it cannot be split.
+        ValueError: `model` is not a module, its tensor-parallel size is not that of `arguments`, or it cannot be split.
     """
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a torch.nn.Module, as shardzoo.from_pretrained(path) gives, and not {model!r}")
+        raise ValueError(f"model must be a torch.nn.Module, such as shardzoo.from_pretrained(path), not {model!r}")
     wrapper = type(model).__name__
     if wrapper in ("OptimizedModule", "DataParallel", "DistributedDataParallel"):
         raise ValueError(
-            f"the model is wrapped in a {wrapper}, and its checkpoints would not be the model's; pass the model itself"
+            f"the model is wrapped in a {wrapper}, which would change its checkpoints; pass the model itself"
             + (", compiled in place by model.compile()" if wrapper == "OptimizedModule" else "")
         )
     native = isinstance(getattr(model, "config", None), ModelConfig)
     size = tp_size(getattr(model, "mesh", None))
     if ranks.tp_size > 1 and not native:
         raise ValueError(
-            f"a {type(model).__name__} cannot be split over {ranks.tp_size} processes; build a model of the zoo by "
+            f"a {type(model).__name__} cannot be split over {ranks.tp_size} processes; build a model of the zoo with "
             "shardzoo.from_pretrained(path, mesh=trainer.mesh)"
         )
     if native and size != ranks.tp_size:
@@ -52,11 +52,13 @@ def _recompute(model: Any, mode: str) -> None:
     elif hasattr(model, "gradient_checkpointing_enable"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     else:
-        raise ValueError(f"recompute={mode!r}: a {type(model).__name__} does not know how to recompute activations")
+        raise ValueError(
+            f"recompute={mode!r}: {type(model).__name__} cannot recompute activations; use recompute='none'"
+        )
 
 
 def set_recompute(model: nn.Module, mode: str) -> None:
-    """Sets which activations a model of the zoo recomputes."""
+    """Sets which activations a model of the zoo recomputes: "none", "selective" or "full"."""
     module: Any
     for module in model.modules():
         if hasattr(module, "recompute_blocks"):

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: the rate as a function of the step, and torch's schedulers."""
+"""Sets learning rates: by named schedules, which are functions of the step, and by torch's schedulers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class NamedSchedule:
 
 
 class TorchSchedule:
-    """A scheduler of torch, stepped after each optimizer step."""
+    """A torch scheduler, stepped after each optimizer step."""
 
     def __init__(self, scheduler: LRScheduler) -> None:
         self._scheduler = scheduler
@@ -65,14 +65,18 @@ class TorchSchedule:
         self._scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what has changed since the scheduler was made. The rest is the user's choice, as in parameter
-        groups."""
+        """Returns the values that have changed since the scheduler was created.
+
+        The others are the user's choice, as in parameter groups.
+        """
         return json_changes(self._first, to_json(self._scheduler.state_dict()))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError if the run had no scheduler of its own, so that this one does not know its step."""
+        """Loads the result of `state_dict`. Raises ValueError if the run was saved without an lr_scheduler."""
         if not state:
-            raise ValueError("the run was trained without an lr_scheduler of its own, and cannot go on with one")
+            raise ValueError(
+                "the run was trained without an lr_scheduler, and cannot resume with one; leave lr_scheduler out"
+            )
         self._scheduler.load_state_dict(apply_changes(self._scheduler.state_dict(), state))
 
 
@@ -85,7 +89,7 @@ def make_schedule(
     """Returns the given scheduler, or the schedule that `arguments` name.
 
     Raises:
-        ValueError: the scheduler does not fit, or the schedule needs to know the last step.
+        ValueError: the scheduler cannot be used, or the schedule needs to know the last step.
     """
     if scheduler is not None:
         check_scheduler(scheduler, optimizer)
@@ -108,15 +112,15 @@ def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
     """Raises ValueError for an object that the training loop cannot step, or another optimizer's scheduler."""
     if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError(
-            "lr_scheduler must be a torch.optim.lr_scheduler.LRScheduler whose rate follows from the step, and not "
+            "lr_scheduler must be a torch.optim.lr_scheduler.LRScheduler whose rate depends on the step alone, not "
             f"{scheduler!r}"
         )
     if scheduler.optimizer is not optimizer:
-        raise ValueError("lr_scheduler schedules another optimizer than the one in use: pass its optimizer too")
+        raise ValueError("lr_scheduler belongs to another optimizer than the one in use: pass its optimizer too")
 
 
 def find_multiplier(name: str, warmup_steps: int, total_steps: int) -> Multiplier:
-    """Returns a schedule by name: our own, or transformers' as a function of the step."""
+    """Returns a schedule by name, as a function of the step: our own, or one of transformers."""
     if name == "warmup_cosine":
         return lambda step: warmup_cosine(step, peak=1.0, warmup_steps=warmup_steps, total_steps=total_steps)
     from transformers.optimization import get_scheduler
@@ -131,9 +135,9 @@ def find_multiplier(name: str, warmup_steps: int, total_steps: int) -> Multiplie
 
 
 def warmup_cosine(step: int, *, peak: float, warmup_steps: int, total_steps: int, final_ratio: float = 0.1) -> float:
-    """Linear warm-up to `peak`, then a cosine down to `final_ratio * peak` at the last step.
+    """Returns the learning rate: a linear warm-up to `peak`, then a cosine down to `final_ratio * peak`.
 
-    step counts from 0; step 0 already has a learning rate above zero, and step `total_steps - 1` the lowest one.
+    Steps count from 0. Step 0 already has a rate above zero, and step `total_steps - 1` has the lowest one.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps

@@ -1,4 +1,4 @@
-"""The state of a model and its optimizer: as named tensors for safetensors, and as values for JSON."""
+"""Converts the state of a model and its optimizer to named tensors for safetensors, and to values for JSON."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ import torch
 from torch import Tensor, nn
 
 MASTER_WEIGHT = "master_weight"
-# Python's own numbers. Their width tells them from an optimizer's fp32 scalars.
+# Python's own numbers. Their 64-bit types distinguish them from an optimizer's fp32 scalars.
 NUMBERS = {int: torch.int64, float: torch.float64}
-UNSUPPORTED = object()  # stands for what JSON cannot hold, such as a function
+UNSUPPORTED = object()  # stands for a value that JSON cannot hold, such as a function
 
 
 def model_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Returns the parameters, shared ones once, and copies of the persistent buffers, which a forward pass may
-    change."""
+    """Returns the parameters, shared ones once, and copies of the persistent buffers.
+
+    Buffers are copied because a forward pass may change them.
+    """
     tensors = {name: parameter.detach() for name, parameter in module.named_parameters()}
     return tensors | {name: value.detach().clone() for name, value in persistent_buffers(module).items()}
 
@@ -31,20 +33,23 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, owners: Mapping[Any, str]) -> dict[str, Tensor]:
-    """Returns `<state>/<parameter>` -> the state itself.
+    """Returns an optimizer's states by `<state>/<parameter>`.
 
     Numbers become tensors without dimensions, and None becomes an empty tensor.
 
     Args:
-        owners: what the optimizer updates -> the parameter's name.
+        owners: The tensors that the optimizer updates -> the names of their parameters.
 
     Raises:
-        ValueError: the optimizer keeps states of other kinds.
+        ValueError: the optimizer keeps states of other types.
     """
     tensors = {}
     for parameter, state in optimizer.state.items():
         if parameter not in owners or not isinstance(state, Mapping):
-            raise ValueError(f"{type(optimizer).__name__} keeps {parameter!r:.40} as state, which cannot be saved")
+            raise ValueError(
+                f"{type(optimizer).__name__} keeps {parameter!r:.40} as state, which cannot be saved; use another "
+                "optimizer"
+            )
         for key, value in state.items():
             tensors[f"{key}/{owners[parameter]}"] = _as_tensor(f"{type(optimizer).__name__}'s {key}", value)
     return tensors
@@ -63,9 +68,9 @@ def _as_tensor(described: str, value: Any) -> Tensor:
 def load_state_tensors(
     optimizer: torch.optim.Optimizer, owners: Mapping[Any, str], tensors: Mapping[str, Tensor], step: int
 ) -> None:
-    """Loads what `state_tensors` returned after `step` steps.
+    """Loads the tensors that `state_tensors` returned after `step` steps.
 
-    Another engine may keep one count of steps for all parameters together; Adam's counts then follow from `step`.
+    Another engine may keep a single step count for all parameters; Adam's counts are then set to `step`.
     """
     by_name = {name: parameter for parameter, name in owners.items()}
     on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
@@ -82,7 +87,7 @@ def load_state_tensors(
 
 
 def _from_tensor(value: Tensor, device: torch.device, on_device: bool) -> Any:
-    """Reverses `_as_tensor`. on_device: whether scalars lie beside the parameters, or in CPU memory."""
+    """Reverses `_as_tensor`. Scalars go to `device` if `on_device` is true, else to CPU memory."""
     if value.dim() == 0:
         is_number = value.dtype in NUMBERS.values()
         return value.item() if is_number else value.to(device if on_device else "cpu").clone()
@@ -98,37 +103,37 @@ def group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def group_changes(first: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns what schedulers, or an optimizer that keeps state in its groups, have changed.
+    """Returns the values that schedulers, or an optimizer that keeps state in its groups, have changed.
 
-    The rest is the user's choice, which may differ when the run resumes.
+    The others are the user's choice, which may differ when the run resumes.
     """
     return [dict(sorted(json_changes(*pair).items())) for pair in zip(first, now, strict=True)]
 
 
 def load_group_changes(optimizer: torch.optim.Optimizer, changes: list[dict[str, Any]]) -> None:
-    """Loads what `group_changes` returned. Raises ValueError for an optimizer with other groups."""
+    """Loads the result of `group_changes`. Raises ValueError for another number of groups."""
     groups = optimizer.param_groups
     if changes and len(changes) != len(groups):
         raise ValueError(
-            f"the run's optimizer had {len(changes)} parameter groups, and this one has {len(groups)}; make it as it "
-            "was"
+            f"the run's optimizer had {len(changes)} parameter groups, and this one has {len(groups)}; create it with "
+            "the same groups as before"
         )
     for group, change in zip(groups, changes, strict=False):
         for name, value in change.items():
             new = apply_changes(group.get(name), value)
-            on_device = isinstance(new, Tensor) and group["params"]  # ZeRO 3 leaves none of them in the group
+            on_device = isinstance(new, Tensor) and group["params"]  # ZeRO 3 leaves no parameters in the group
             group[name] = new.to(group["params"][0].device) if on_device else new
 
 
 def to_json(value: Any) -> Any:
-    """Returns `value` for JSON, or UNSUPPORTED.
+    """Returns `value` in a form that JSON can hold, or UNSUPPORTED.
 
-    What JSON lacks becomes a dict with the one key `tuple`, `tensor`, `counter` or `pairs`. An unsupported entry is
-    left out of its dict; a list with an unsupported item is unsupported itself.
+    Types that JSON lacks become a dict with the single key `tuple`, `tensor`, `counter` or `pairs`. A dict loses its
+    unsupported entries; a list with an unsupported item is unsupported itself.
     """
     if value is None or isinstance(value, (bool, str)):
         return value
-    if isinstance(value, Real):  # NumPy's too
+    if isinstance(value, Real):  # also NumPy's numbers
         return int(value) if isinstance(value, Integral) else float(value)
     if isinstance(value, Tensor):
         return {"tensor": [str(value.dtype).removeprefix("torch."), value.tolist()]}
@@ -166,7 +171,7 @@ def from_json(value: Any) -> Any:
 
 
 def json_changes(first: Any, now: Any) -> Any:
-    """Returns what `apply_changes` needs to turn `first` into `now`. Both are results of `to_json`."""
+    """Returns the changes with which `apply_changes` makes `now` from `first`. Both are results of `to_json`."""
     if _are_dicts(first, now):
         return {
             name: json_changes(first[name], value) if name in first else value
@@ -179,7 +184,7 @@ def json_changes(first: Any, now: Any) -> Any:
 
 
 def apply_changes(current: Any, change: Any) -> Any:
-    """Returns `current`, which is not in JSON form, with what `json_changes` returned."""
+    """Returns `current`, which is not in JSON form, with the changes from `json_changes` applied."""
     if _are_dicts(current, change):
         return {**current, **{name: apply_changes(current.get(name), value) for name, value in change.items()}}
     if _are_lists(current, change):
@@ -192,8 +197,10 @@ def _are_dicts(a: Any, b: Any) -> bool:
 
 
 def _are_lists(a: Any, b: Any) -> bool:
-    """Whether both are lists of dicts of one length, such as a scheduler's list of its parts' states. Other lists
-    change as a whole."""
+    """Returns whether both are lists of dicts of the same length, such as the states of a scheduler's parts.
+
+    Other lists change as a whole.
+    """
     both = isinstance(a, list) and isinstance(b, list) and len(a) == len(b)
     return both and all(_are_dicts(x, y) for x, y in zip(a, b, strict=True))
 

@@ -1,4 +1,4 @@
-"""PyTorch alone in one process, and fp32 master weights of 16-bit parameters."""
+"""Trains with plain PyTorch in one process, with fp32 master weights of 16-bit parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .state import MASTER_WEIGHT, load_state_tensors, model_tensors, state_tenso
 
 
 class TorchEngine:
-    """An `Engine` for one process, and the base of the data-parallel one."""
+    """An `Engine` for one process, and the base class of `DDPEngine`."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, arguments: TrainingArguments) -> None:
         self.module = model
@@ -53,13 +53,13 @@ class TorchEngine:
             scale = self._scaler.get_scale()
             self._scaler.step(self.optimizer)
             self._scaler.update()
-            applied = self._scaler.get_scale() >= scale  # a lower scale: the gradients overflowed
+            applied = self._scaler.get_scale() >= scale  # a lower scale means that the gradients overflowed
         else:
             self.optimizer.step()
         self.applied_steps += applied
         if self.applied_steps == 1 and self._saves:
-            state_tensors(self.optimizer, self._owners)  # refuses states that cannot be saved, before more is trained
-        self._masters.publish()
+            state_tensors(self.optimizer, self._owners)  # raises now if the states cannot be saved
+        self._masters.update_parameters()
         self.optimizer.zero_grad(set_to_none=True)
         return StepOutcome(float(norm), applied)
 
@@ -74,7 +74,7 @@ class TorchEngine:
     def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
         load_state_tensors(self.optimizer, self._owners, tensors, self.applied_steps)
         for master, name in self._master_names.items():
-            if f"{MASTER_WEIGHT}/{name}" in tensors:  # not there if the run was in fp32 so far
+            if f"{MASTER_WEIGHT}/{name}" in tensors:  # missing if the run was in fp32 so far
                 master.copy_(tensors[f"{MASTER_WEIGHT}/{name}"])
 
     def counters(self) -> dict[str, float]:
@@ -91,10 +91,10 @@ class TorchEngine:
 
 
 class MasterWeights:
-    """fp32 copies that replace the 16-bit parameters in an optimizer's groups. Without such parameters it does nothing.
+    """fp32 copies that replace the 16-bit parameters in an optimizer's groups.
 
     Updates smaller than a 16-bit parameter's resolution are not lost, and the gradients of micro-batches add up in fp32
-    (Micikevicius et al. 2018).
+    (Micikevicius et al. 2018). Without 16-bit parameters the class does nothing.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -104,7 +104,7 @@ class MasterWeights:
                 if parameter.dtype in (torch.bfloat16, torch.float16):
                     master = nn.Parameter(parameter.detach().float())
                     group["params"][place] = master
-                    if parameter in optimizer.state:  # some optimizers make their state before the first step
+                    if parameter in optimizer.state:  # some optimizers create their state before the first step
                         state = optimizer.state.pop(parameter)
                         optimizer.state[master] = {name: _widened(value) for name, value in state.items()}
                     self.pairs.append((parameter, master))
@@ -122,8 +122,8 @@ class MasterWeights:
             parameter.grad = None
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """Copies the master weights into the parameters, rounded."""
+    def update_parameters(self) -> None:
+        """Copies the master weights, rounded, into the parameters."""
         for parameter, master in self.pairs:
             parameter.copy_(master)
 
