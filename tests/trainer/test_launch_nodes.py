@@ -71,7 +71,7 @@ def test_a_missing_hostfile_is_this_machine_alone(tmp_path):
         ("a slots=2\nb\n", r"line 2: 'b' is not `name slots=N`"),
         ("a slots=two\n", r"line 1: 'a slots=two' is not"),
         ("a slots=0\n", "N at least 1"),
-        ("a slots=2\nb slots=1\na slots=1\n", "line 3: a is there twice"),
+        ("a slots=2\nb slots=1\na slots=1\n", "line 3: a occurs twice"),
         ("# nothing\n", "names no machine"),
     ],
 )
@@ -85,7 +85,7 @@ def test_a_hostfile_with_a_mistake(tmp_path, text, message):
     ("options", "message"),
     [
         ({"num_nodes": 3}, "num_nodes=3, but .*hosts names 2: worker-a, worker-b"),
-        ({"num_gpus": 2}, "num_gpus=2, but .*hosts gives worker-b 1 slots"),
+        ({"num_gpus": 2}, "num_gpus=2, but in .*hosts worker-b has 1 slots"),
         ({"hostfile": None, "num_nodes": 2}, "num_nodes=2, but no hostfile is given"),
         ({"hostfile": "nowhere", "num_nodes": 2}, "num_nodes=2, but there is no hostfile nowhere"),
     ],
@@ -116,7 +116,7 @@ def test_deepspeed_understands_the_command(hosts):
 
 
 def test_an_unknown_or_absent_launcher(monkeypatch):
-    with pytest.raises(ValueError, match="'psdh' is none of DeepSpeed's; use one of pdsh, slurm"):
+    with pytest.raises(ValueError, match="DeepSpeed has no launcher 'psdh'; use one of pdsh, slurm"):
         check_launcher("psdh")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ValueError, match="needs the program pdsh, which is not installed here"):
@@ -158,7 +158,7 @@ def test_another_script_is_run_with_the_same_arguments(hosts, tmp_path, monkeypa
     assert start_processes(1, Nodes(str(hosts), 2, 1), script=str(script), dry_run=True) == 0
     assert f"{script} --lr 1" in capsys.readouterr().out
     with pytest.raises(
-        ValueError, match=r"training_script nowhere.py is no file; leave it out to run this very command"
+        ValueError, match=r"training_script nowhere.py is not a file; leave it out to run the current command"
     ):
         start_processes(2, script="nowhere.py", dry_run=True)
 

@@ -142,7 +142,7 @@ def test_a_usual_configuration_file_is_taken(tmp_path):
 def test_devices_that_are_not_here_are_refused(device):
     from shardzoo.trainer import Trainer
 
-    with pytest.raises(ValueError, match=f"pytorch_device '{device}' is no device of this machine; use 'cpu'"):
+    with pytest.raises(ValueError, match=f"pytorch_device '{device}' does not exist on this machine; use 'cpu'"):
         Trainer(pytorch_device=device)
 
 
@@ -290,8 +290,8 @@ def test_optimizers_and_schedulers_that_do_not_fit_are_refused(tmp_path, make, m
 def test_a_file_in_the_folder_s_place_is_named(tmp_path):
     (tmp_path / "run").write_text("here")
     for folder in (tmp_path / "run", tmp_path / "run" / "below"):
-        with pytest.raises(ValueError, match="cannot be the run's folder, for a file is there"):
+        with pytest.raises(ValueError, match="cannot be the run's folder, because a file is in its place"):
             run_training(None, folder)
-    with pytest.raises(ValueError, match="run cannot be tensorboard_dir, for a file is there"):
+    with pytest.raises(ValueError, match="run cannot be tensorboard_dir, because a file is in its place"):
         run_training(None, tmp_path / "other", tensorboard_dir=tmp_path / "run")
     assert (tmp_path / "run").read_text() == "here"

@@ -127,7 +127,7 @@ def test_every_course_that_is_left_is_kept(tmp_path):
         run_training(None, tmp_path, train_steps=4, load_dir=checkpoint(tmp_path, 2))
         names = ["step-000002", "step-000004", "step-000004.abandoned", "step-000004.abandoned1"]
         assert sorted(os.listdir(tmp_path / "checkpoints")) == names[: 2 + again]
-    with pytest.raises(ValueError, match=r"and load_dir=.* from one that is given there; leave one of them out"):
+    with pytest.raises(ValueError, match=r"and load_dir=.* belongs to the same run; leave one of them out"):
         run_training(None, tmp_path, train_steps=4, load_dir=checkpoint(tmp_path, 2), resume=True)
     left = {"load_dir": str(tmp_path / "checkpoints" / "step-000004.abandoned"), "train_steps": 5}
     with pytest.raises(ValueError, match="holds a run that is saved at step 4"):
@@ -191,7 +191,7 @@ def test_each_step_is_logged_once_after_kills(tmp_path):
 
 def test_a_folder_does_not_begin_anew_by_dropping_the_optimizer(tmp_path):
     run_training(None, tmp_path, train_steps=2)
-    with pytest.raises(ValueError, match=r"load_optim=False begins at step 0, and .* saved at step 2; choose"):
+    with pytest.raises(ValueError, match=r"load_optim=False starts at step 0, but .* saved at step 2; choose"):
         run_training(None, tmp_path, train_steps=2, resume=True, load_optim=False)
 
 
@@ -287,10 +287,10 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(run_mesh, tmp_path):
 
     [(rest, shown)] = run_mesh(1, resume)
     assert losses(rest) == losses(whole)[2:]
-    assert "optimizer_00.safetensors is not what was written" in shown.replace("\n", "")
-    assert "going on from step-000002" in " ".join(shown.split())
+    assert "optimizer_00.safetensors has changed since it was written" in shown.replace("\n", "")
+    assert "resuming from step-000002" in " ".join(shown.split())
     os.unlink(Path(checkpoint(tmp_path / "run", 2), "model.safetensors"))
     for step in (4, 6):
         os.unlink(Path(checkpoint(tmp_path / "run", step), "trainer_state.json"))
-    with pytest.raises(AssertionError, match=r"no checkpoint can be gone on from: .*model.safetensors is missing"):
+    with pytest.raises(AssertionError, match=r"no undamaged checkpoint to resume from: .*model.safetensors is missing"):
         on_ranks(run_mesh, tmp_path / "run", resume=True, **settings)

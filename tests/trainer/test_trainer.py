@@ -56,7 +56,7 @@ def test_labels_out_of_range_end_every_rank(run_mesh, tmp_path):
 
 def test_a_run_is_not_overwritten(tmp_path):
     run_training(None, tmp_path, train_steps=1)
-    with pytest.raises(ValueError, match="saved at step 1; go on with it by resume=True"):
+    with pytest.raises(ValueError, match="saved at step 1; resume it with resume=True"):
         run_training(None, tmp_path, train_steps=1)
     steps, _ = run_training(None, tmp_path, train_steps=3, resume=True)
     assert [step["step"] for step in steps] == [2, 3]

@@ -1,1 +1,1 @@
-"""Training checkpoints: saving while training goes on, and resuming."""
+"""Training checkpoints: saving while training continues, and resuming."""

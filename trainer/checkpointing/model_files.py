@@ -1,4 +1,4 @@
-"""A model's weights in a checkpoint: shards that the converter reads, or a folder that transformers reads."""
+"""Stores a model's weights in a checkpoint: as shards for the converter, or as a folder for transformers."""
 
 from __future__ import annotations
 
@@ -30,29 +30,34 @@ Hashes = Mapping[str, str]
 
 
 class ModelFiles(Protocol):
-    """How one kind of model is stored."""
+    """Stores one kind of model."""
 
     def weights_file(self, ranks: Ranks) -> str:
-        """The name of this rank's file; data-parallel rank 0 writes it."""
+        """Returns the name of this rank's file. Data-parallel rank 0 writes it."""
         ...
 
     def describe(self, hashes: Sequence[Hashes]) -> Callable[[Path], None]:
-        """Writes what belongs beside the weights, whose tensors' hashes came from each tensor-parallel rank."""
+        """Returns a function that writes the other files of the model, such as its configuration, into a folder.
+
+        Args:
+            hashes: The sha256 of each tensor by name, for each tensor-parallel rank.
+        """
         ...
 
     def load_weights(self, folder: Path, ranks: Ranks) -> None:
-        """Reads a checkpoint's weights into the model. ValueError where it holds another model."""
+        """Reads a checkpoint's weights into the model. Raises ValueError if it holds another model."""
         ...
 
 
 def model_files(model: nn.Module) -> ModelFiles:
+    """Returns the `ModelFiles` for a model of the zoo, or for any other."""
     if isinstance(getattr(model, "config", None), ModelConfig):
         return ShardedFiles(model)
     return WholeFiles(model)
 
 
 class ShardedFiles:
-    """A model of the zoo: the converter's folder."""
+    """Stores a model of the zoo, in the converter's format."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
@@ -76,7 +81,7 @@ class ShardedFiles:
         shards = {name: getattr(parameter, "shard", None) for name, parameter in parameters.items()}
         stored = open_checkpoint(folder)
         if stored.manifest is None:
-            raise ValueError(f"{folder} is a {stored.description}, not a checkpoint of training")
+            raise ValueError(f"{folder} is a {stored.description}, not a training checkpoint")
         check_names(folder, set(stored.ranks[0]), set(parameters))
         for name, parameter in parameters.items():
             full = shards[name].shape if shards[name] else tuple(parameter.shape)
@@ -88,7 +93,7 @@ class ShardedFiles:
 
 
 class WholeFiles:
-    """Any other model: one file with its parameters and persistent buffers, and transformers' configuration."""
+    """Stores any other model: one file with its parameters and persistent buffers, and transformers' configuration."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
@@ -117,7 +122,7 @@ class WholeFiles:
         wanted = dict(self.model.named_parameters()) | persistent_buffers(self.model)
         path = folder / MODEL_FILE
         if not path.exists():
-            raise ValueError(f"{folder} has no {MODEL_FILE}: it holds a model of another kind")
+            raise ValueError(f"{folder} has no {MODEL_FILE}, so it holds another kind of model")
         stored = only_names_once(read_header(checked_file(folder, MODEL_FILE))[0])
         check_names(folder, set(stored), set(wanted))
         with TensorReader() as reader:
@@ -126,7 +131,7 @@ class WholeFiles:
 
 
 def make_manifest(model: nn.Module, config: ModelConfig, hashes_by_rank: Sequence[Hashes]) -> Manifest:
-    """The manifest of this run's shards."""
+    """Returns the manifest of this run's shards."""
     records = {}
     padded_vocab_size = config.vocab_size
     for name, parameter in model.named_parameters():
@@ -149,8 +154,8 @@ def make_manifest(model: nn.Module, config: ModelConfig, hashes_by_rank: Sequenc
 
 
 def check_names(folder: Path, stored: set[str], wanted: set[str]) -> None:
-    """ValueError unless a checkpoint has exactly the tensors that the model wants."""
-    for kind, names in (("lacks", wanted - stored), ("has beside the model's", stored - wanted)):
+    """Raises ValueError unless a checkpoint has exactly the tensors that the model wants."""
+    for kind, names in (("lacks tensors", wanted - stored), ("has unexpected tensors", stored - wanted)):
         if names:
             few = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             raise ValueError(f"{folder} {kind}: {few}; it holds another model")
@@ -163,23 +168,27 @@ def _another_shape(folder: Path, name: str, found: Sequence[int], wanted: Sequen
 
 
 def copy_checked(folder: Path, name: str, value: Tensor, into: Tensor) -> None:
+    """Copies a tensor of a checkpoint into the model's. Raises ValueError for another shape."""
     if value.shape != into.shape:
         raise _another_shape(folder, name, value.shape, into.shape)
     into.copy_(value)
 
 
 def read_optimizer(folder: Path, model: nn.Module, ranks: Ranks) -> dict[str, Tensor]:
-    """The optimizer's tensors for this rank, from a checkpoint of any tensor-parallel size. ValueError if there are
-    none."""
+    """Returns the optimizer's tensors for this rank, from a checkpoint of any tensor-parallel size.
+
+    Raises:
+        ValueError: the checkpoint has no optimizer state.
+    """
     stored = open_rank_files(folder, OPTIMIZER)
     if not stored:
         raise ValueError(
-            f"{folder} was saved without the optimizer's state (save_optim=False), and a run cannot go on from it; "
-            "begin another one with its weights, by load_dir, load_optim=False and another save_dir"
+            f"{folder} was saved without the optimizer's state (save_optim=False), so a run cannot resume from it; to "
+            "start another run from its weights, set load_dir, load_optim=False and another save_dir"
         )
     parameters, shards = dict(model.named_parameters()), {}
     for name, tensor in stored[0].items():
-        if tensor.shape:  # a number, such as a count of steps, is the same on all ranks
+        if tensor.shape:  # a scalar, such as a step count, is the same on all ranks
             shards[name] = getattr(parameters.get(name.split("/", 1)[1]), "shard", None)
     with ShardedReader(stored, shards) as reader:
         return {name: reader.local(name, ranks.tp_rank, ranks.tp_size) for name in stored[0]}

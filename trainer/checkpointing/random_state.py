@@ -1,4 +1,4 @@
-"""The states of all random generators of a process, as tensors."""
+"""Saves the states of all random generators of a process as tensors, and restores them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def seed_everything(seed: int) -> None:
 
 
 def random_state_tensors() -> dict[str, Tensor]:
-    """Returns the states, for `restore_random_state`."""
+    """Returns the states of all random generators, for `restore_random_state`."""
     version, internal, gauss = random.getstate()
     assert version == 3
     name, keys, position, has_gauss, cached = np.random.get_state()
@@ -36,7 +36,7 @@ def random_state_tensors() -> dict[str, Tensor]:
 
 
 def restore_random_state(tensors: dict[str, Tensor]) -> None:
-    """Restores what `random_state_tensors` returned."""
+    """Restores the states that `random_state_tensors` returned."""
     gauss = tensors["python_gauss"].tolist()
     random.setstate((3, tuple(tensors["python"].tolist()), gauss[0] if gauss else None))
     position, has_gauss = tensors["numpy_position"].tolist()

@@ -1,4 +1,4 @@
-"""Resuming: the checkpoint that a run resumes from, its verification, and the run's folder."""
+"""Prepares resuming: finds and verifies the checkpoint that a run resumes from, and opens the run's folder."""
 
 from __future__ import annotations
 
@@ -21,10 +21,13 @@ from .snapshot import RANDOM, STATE, TrainerState
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint that a run takes its weights from.
+    """The checkpoint that a run loads its weights from.
 
-    optimizer: also take the optimizer's state, the step and the data's position; else the run begins at step 0.
-    random: also take the random states. own: the checkpoint is in the run's own folder.
+    Attributes:
+        optimizer: Also load the optimizer's state, the step and the data's position. Otherwise the run starts at step
+            0.
+        random: Also load the random states.
+        own: The checkpoint is in the run's own folder.
     """
 
     folder: Path
@@ -39,43 +42,43 @@ class ResumePoint:
 
 
 def open_run(
-    run_folder: RunFolder, arguments: TrainingArguments, ranks: Ranks, tell: Callable[[str], None]
+    run_folder: RunFolder, arguments: TrainingArguments, ranks: Ranks, notify: Callable[[str], None]
 ) -> ResumePoint | None:
-    """Finds the checkpoint that `arguments` ask for, if any, and makes the run's folder. Collective.
+    """Finds the checkpoint that `arguments` ask for, if any, and creates the run's folder. Collective.
 
-    `resume` has precedence over a `load_dir` elsewhere, so that a command with both can be repeated after each kill.
+    `resume` takes precedence over a `load_dir` elsewhere, so that a command with both can be repeated after each kill.
 
     Args:
-        tell: is called with a message for each damaged checkpoint that is skipped.
+        notify: Called with a message for each damaged checkpoint that is skipped.
 
     Raises:
-        ValueError: there is no checkpoint where there must be one, or the folder holds another run.
+        ValueError: a required checkpoint does not exist, or the folder holds another run.
     """
-    point = _find(run_folder, arguments, ranks, tell)
+    point = _find(run_folder, arguments, ranks, notify)
     on_first_rank(lambda: _open_folder(run_folder, point, arguments))
     return point
 
 
 def _find(
-    run_folder: RunFolder, arguments: TrainingArguments, ranks: Ranks, tell: Callable[[str], None]
+    run_folder: RunFolder, arguments: TrainingArguments, ranks: Ranks, notify: Callable[[str], None]
 ) -> ResumePoint | None:
     load_dir = arguments.load_dir
     loads_own = load_dir is not None and run_folder.owns(Path(load_dir))
     if arguments.resume and loads_own:
         raise ValueError(
-            f"resume=True goes on from the last checkpoint of {run_folder.path}, and load_dir={load_dir} from one that "
-            "is given there; leave one of them out"
+            f"resume=True continues from the last checkpoint of {run_folder.path}, and load_dir={load_dir} "
+            "belongs to the same run; leave one of them out"
         )
     if arguments.resume:
-        found = find_checkpoint(run_folder.path, "latest", ranks, tell)
+        found = find_checkpoint(run_folder.path, "latest", ranks, notify)
         if found:
-            # The run took what it needed from `load_dir` when it began; its own checkpoint is taken whole.
+            # With `load_dir`, load_optim and load_rng apply to the run's start. Its own checkpoint is loaded whole.
             return ResumePoint(
                 *found, arguments.load_optim or bool(load_dir), arguments.load_rng or bool(load_dir), own=True
             )
     if load_dir is None:
         return None
-    found = find_checkpoint(Path(load_dir), arguments.load_type, ranks, tell)
+    found = find_checkpoint(Path(load_dir), arguments.load_type, ranks, notify)
     if found is None:
         raise ValueError(f"load_dir {load_dir} holds no checkpoint")
     return ResumePoint(*found, arguments.load_optim, arguments.load_rng, own=loads_own)
@@ -86,12 +89,12 @@ def _open_folder(folder: RunFolder, point: ResumePoint | None, arguments: Traini
     own = point if point and point.own else None
     if own and not own.optimizer:
         raise ValueError(
-            f"load_optim=False begins at step 0, and {folder.path} holds a run that is saved at step {step}; "
+            f"load_optim=False starts at step 0, but {folder.path} holds a run that is saved at step {step}; "
             "choose another save_dir or experiment_name"
         )
     if step is not None and not own:
         raise ValueError(
-            f"{folder.path} holds a run that is saved at step {step}; go on with it by resume=True, or choose "
+            f"{folder.path} holds a run that is saved at step {step}; resume it with resume=True, or choose "
             "another save_dir or experiment_name"
         )
     _make_folder(folder.path, "the run's folder")
@@ -103,30 +106,30 @@ def _open_folder(folder: RunFolder, point: ResumePoint | None, arguments: Traini
         if own.state.best.get("name") == arguments.save_best:
             folder.restore_best(own.state.best)
     else:
-        folder.forget_metrics_after(0)  # of a run that was killed before its first checkpoint
+        folder.forget_metrics_after(0)  # a run may have been killed before its first checkpoint
 
 
 def _make_folder(path: Path, meaning: str) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise ValueError(f"{path} cannot be {meaning}, for a file is there; name another") from None
+        raise ValueError(f"{path} cannot be {meaning}, because a file is in its place; name another folder") from None
 
 
 def find_checkpoint(
-    path: Path, load_type: str, ranks: Ranks, tell: Callable[[str], None]
+    path: Path, load_type: str, ranks: Ranks, notify: Callable[[str], None]
 ) -> tuple[Path, TrainerState] | None:
     """Returns the checkpoint to resume from, and its state; None if the folder has no checkpoint. Collective.
 
-    A damaged checkpoint is skipped for the one before it.
+    If a checkpoint is damaged, the one before it is used.
 
     Args:
-        path: a run's folder, or one checkpoint.
-        load_type: "latest", or "best" for the one that was named so.
-        tell: is called with a message for each damaged checkpoint that is skipped.
+        path: The folder of a run, or one checkpoint.
+        load_type: "latest", or "best" for the checkpoint that `save_best` named.
+        notify: Called with a message for each damaged checkpoint that is skipped.
 
     Raises:
-        ValueError: all checkpoints are damaged, or the only one asked for is.
+        ValueError: all possible checkpoints are damaged.
     """
     if (path / STATE).exists():
         candidates = [path]
@@ -143,16 +146,23 @@ def find_checkpoint(
         problem = next(filter(None, ranks.gather(verify_checkpoint(folder, ranks.rank, ranks.world_size))), "")
         if not problem:
             for earlier in problems:
-                tell(f"{earlier}; going on from {folder.name} instead")
+                notify(f"{earlier}; resuming from {folder.name} instead")
             return folder, read_state(folder)
         problems.append(problem)
     if problems:
-        raise ValueError(f"no checkpoint can be gone on from: {'; '.join(problems)}")
+        raise ValueError(f"there is no undamaged checkpoint to resume from: {'; '.join(problems)}")
     return None
 
 
 def verify_checkpoint(folder: Path, share: int, shares: int) -> str:
-    """Compares this rank's share of a checkpoint's files with their digests; returns the problem, or ""."""
+    """Compares a rank's share of a checkpoint's files with their digests.
+
+    Args:
+        share: The number of the share, from 0 to `shares` - 1.
+
+    Returns:
+        A message about the first problem, or an empty string.
+    """
     try:
         digests = _read(folder)["files"]
         for name in sorted(digests)[share::shares]:
@@ -161,7 +171,7 @@ def verify_checkpoint(folder: Path, share: int, shares: int) -> str:
             with checked_file(folder, name).open("rb") as file:
                 digest = _sha256(file)
             if digest != digests[name]:
-                return f"the checkpoint {folder} is damaged: {name} is not what was written"
+                return f"the checkpoint {folder} is damaged: {name} has changed since it was written"
     except (OSError, ValueError) as error:
         return f"the checkpoint {folder} is damaged: {error}"
     return ""
@@ -178,7 +188,7 @@ def read_state(folder: Path) -> TrainerState:
     """Returns the state of the run in a checkpoint. Raises ValueError if it is damaged."""
     content = _read(folder)
     known = [field.name for field in fields(TrainerState)]
-    return TrainerState(**{name: content[name] for name in known if name in content})  # older ones have fewer
+    return TrainerState(**{name: content[name] for name in known if name in content})  # older states have fewer fields
 
 
 def restore_random(folder: Path, state: TrainerState, ranks: Ranks, seed: int) -> bool:

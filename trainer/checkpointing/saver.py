@@ -1,4 +1,4 @@
-"""Saving checkpoints in a thread while training continues."""
+"""Saves checkpoints in a thread while training continues."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class BackgroundSaver:
     """Copies and writes snapshots in a thread, one at a time. All ranks save the same steps.
 
     The thread copies while the next forward and backward passes run, which change neither parameters nor the
-    optimizer's state. An update must wait for the copy. The threads of the ranks have a process group of their own, so
-    that their collectives never interleave with those of training. The next call raises what failed in the thread.
+    optimizer's state. An update must wait for the copy. The threads of the ranks use a separate process group, so that
+    their collectives never interleave with those of training. An error in the thread is raised by the next call.
 
     Args:
-        keep: how many checkpoints to keep; None keeps all.
+        keep: How many checkpoints to keep; None keeps all.
     """
 
     def __init__(self, run_folder: RunFolder, ranks: Ranks, keep: int | None) -> None:
@@ -40,7 +40,7 @@ class BackgroundSaver:
         self.copied.set()
 
     def save(self, snapshot: Snapshot) -> Path:
-        """Waits for the last save, and starts this one. Returns the folder where it will be."""
+        """Waits for the previous save, and starts this one. Returns the folder of the checkpoint."""
         self.wait()
         folder = self.run_folder.checkpoint(snapshot.state.step)
         self.copied.clear()
@@ -59,7 +59,7 @@ class BackgroundSaver:
         on_first_rank(amend)
 
     def wait_for_copy(self) -> None:
-        """Waits until the parameters and the optimizer's state may change, which is when `copied` is set."""
+        """Waits until `copied` is set; then the parameters and the optimizer's state may change."""
         self.copied.wait()
 
     def wait(self) -> None:
@@ -72,7 +72,7 @@ class BackgroundSaver:
             raise failure
 
     def close(self) -> None:
-        """Waits, and destroys the process group."""
+        """Waits until everything is on disk, and destroys the process group."""
         try:
             self.wait()
         finally:
@@ -90,7 +90,7 @@ class BackgroundSaver:
             write_snapshot(snapshot, folder, self._ranks, self._group)
             if self._ranks.rank == 0:
                 self._name_best(snapshot.state.step, snapshot.state.best)
-        except BaseException as error:  # raised where the loop waits
+        except BaseException as error:  # `wait` raises it
             self._failure = error
 
     def _name_best(self, step: int, best: dict[str, Any]) -> None:
@@ -101,5 +101,5 @@ class BackgroundSaver:
 
 def _yield_the_processor() -> None:
     """Lowers this thread's priority, so that hashing and writing do not slow down training."""
-    if sys.platform == "linux":  # where a thread has a priority of its own
+    if sys.platform == "linux":  # Linux has a priority for each thread
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

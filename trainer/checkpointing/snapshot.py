@@ -1,4 +1,4 @@
-"""A checkpoint on its way to disk: copied to CPU memory before the next update, written as slowly as disks are."""
+"""Takes a snapshot of a training step: copies it to CPU memory before the next update, then writes it to disk."""
 
 from __future__ import annotations
 
@@ -29,12 +29,19 @@ RANDOM = "random"
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What a checkpoint says of the run.
+    """The state of a run in a checkpoint.
 
-    step: optimizer steps done. consumed_samples: trained on, over all ranks. data, schedule, counters: what the data,
-    a learning-rate scheduler and the engine go on from. optimizer: its class. groups: what has changed in its parameter
-    groups. world_size: how many random states there are. validation: the last values, and their step. best: the best
-    validation value so far, if one is tracked, its name and its step.
+    Attributes:
+        step: Completed optimizer steps.
+        consumed_samples: Samples trained on, over all ranks.
+        data: The data's position.
+        schedule: The state of a learning-rate scheduler.
+        counters: The engine's counters.
+        optimizer: The name of the optimizer's class.
+        groups: The changes in the optimizer's parameter groups.
+        world_size: Number of processes, each of which has random states.
+        validation: The last validation values, and their step.
+        best: The best validation value so far, its name and its step, if one is tracked.
     """
 
     step: int
@@ -51,8 +58,13 @@ class TrainerState:
 
 @dataclass
 class Snapshot:
-    """files: of this rank, by name; before `copy` their tensors are the model's and the optimizer's own. weights: which
-    of them holds the model's parameters, on the ranks that write it."""
+    """The files of a checkpoint that this rank writes.
+
+    Attributes:
+        files: The tensors of each file. Before `copy` they are the model's and the optimizer's own tensors.
+        weights: The name of the file with the model's parameters; None on ranks that do not write it.
+        extra_files: A folder whose files are copied into the checkpoint.
+    """
 
     state: TrainerState
     files: dict[str, dict[str, Tensor]]
@@ -61,7 +73,10 @@ class Snapshot:
     extra_files: Path | None
 
     def copy(self, buffers: StagingBuffers) -> None:
-        """Frees the snapshot of what the next update changes. The snapshot before must have left the buffers."""
+        """Copies all tensors to the buffers, so that the next update may change the originals.
+
+        The previous snapshot must have been written, because it used the same buffers.
+        """
         self.files = {name: buffers.copy(name, tensors) for name, tensors in self.files.items()}
 
 
@@ -75,9 +90,12 @@ def take_snapshot(
     random: bool,
     extra_files: Path | None,
 ) -> Snapshot:
-    """Everything that the checkpoint of this moment needs, to be copied before the next update. Collective.
+    """Returns all data of a checkpoint of the current step. `copy` must run before the next update. Collective.
 
-    extra_files: a folder, such as a tokenizer's, whose files the checkpoint gets too.
+    Args:
+        optimizer: Whether to include the optimizer's state.
+        random: Whether to include the states of the random generators.
+        extra_files: A folder, such as a tokenizer's, whose files are copied into the checkpoint.
     """
     weights, moments = engine.model_tensors(), engine.optimizer_tensors() if optimizer else {}
     mine: dict[str, dict[str, Tensor]] = {}
@@ -91,9 +109,11 @@ def take_snapshot(
 
 
 def write_snapshot(snapshot: Snapshot, folder: Path, ranks: Ranks, group: dist.ProcessGroup | None) -> None:
-    """Writes beside `folder` and renames when everything is on the disk. Collective over `group`.
+    """Writes to a folder next to `folder`, and renames it when everything is on disk. Collective over `group`.
 
-    OSError on every rank if one could not write; nothing is left then, and what was there before is as it was.
+    Raises:
+        OSError: on every rank, if one rank could not write. The partial folder is then deleted, and an existing
+            `folder` is unchanged.
     """
     partial = folder.with_name(f".{folder.name}.partial")
     _agree(ranks, group, lambda: _make_empty(partial) if ranks.rank == 0 else None)
@@ -111,7 +131,11 @@ def write_snapshot(snapshot: Snapshot, folder: Path, ranks: Ranks, group: dist.P
 def _agree(
     ranks: Ranks, group: dist.ProcessGroup | None, work: Callable[[], Any], undo: Path | None = None
 ) -> list[Any]:
-    """What `work` gave on each rank; OSError on all of them if it failed on one."""
+    """Runs `work` on each rank. Returns the results of all ranks, or raises OSError on all if it failed on one.
+
+    Args:
+        undo: A folder that rank 0 deletes after a failure.
+    """
     result, problem = None, ""
     try:
         result = work()
@@ -132,7 +156,7 @@ def _make_empty(folder: Path) -> None:
 
 
 def _write_files(snapshot: Snapshot, folder: Path) -> tuple[dict[str, str], dict[str, str] | None]:
-    """The sha256 of each file, and of each tensor of the weights."""
+    """Writes this rank's files. Returns the sha256 of each file, and of each tensor of the weights."""
     digests = {name: write_tensors(folder / name, tensors) for name, tensors in snapshot.files.items()}
     if snapshot.weights is None:
         return digests, None
@@ -159,7 +183,7 @@ def write_state(path: Path, state: TrainerState, digests: Mapping[str, str]) -> 
 
 
 def amend_state(folder: Path, **values: Any) -> None:
-    """Changes fields of the `TrainerState` of a complete checkpoint: all of them, or none if it fails."""
+    """Changes the given fields of the `TrainerState` in a complete checkpoint. If it fails, none has changed."""
     content = read_json_object(folder / STATE, finite=False)
     del content["sha256"]
     _write_content(folder / STATE, {**content, **values})

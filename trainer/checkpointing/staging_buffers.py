@@ -1,4 +1,4 @@
-"""Staging buffers: CPU memory that snapshots are copied to, reused by every save."""
+"""Provides staging buffers: CPU memory that snapshots are copied to, and that every save reuses."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ...checkpoint.tensor_reader import tensor_bytes
 
 
 class StagingBuffers:
-    """One tensor for each name, allocated when it is first needed: fresh memory costs more than copying into it.
+    """One tensor for each name, allocated at its first use. Allocating memory costs more than copying into it.
 
-    For tensors of a GPU the memory is pinned, so that copies run at the speed of the bus and are awaited once.
+    For tensors of a GPU the memory is pinned, so that copies run at the speed of the bus and need one wait in all.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class StagingBuffers:
     def copy(self, file: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns contiguous copies of `tensors`, valid until the next call for this file.
 
-        Copies from a GPU run on a stream of their own, after what is queued on the current stream.
+        Copies from a GPU run on a separate stream, after the work queued on the current stream.
         """
         copies = {name: self._buffer(f"{file}/{name}", tensor) for name, tensor in tensors.items()}
         streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -36,7 +36,7 @@ class StagingBuffers:
                 with torch.cuda.stream(stream):
                     copies[name].copy_(tensor, non_blocking=True)
             elif tensor.is_contiguous():
-                # NumPy copies in this thread alone; torch would start others, which compete with the step's.
+                # NumPy copies in this thread alone; torch would use more threads, which compete with training's.
                 np.copyto(np.asarray(tensor_bytes(copies[name])), np.asarray(tensor_bytes(tensor)))
             else:
                 copies[name].copy_(tensor)

@@ -1,4 +1,4 @@
-"""How much memory training takes, before it is started: see docs/estimate.md."""
+"""Estimates how much memory training takes, without running it: see docs/estimate.md."""
 
 from .estimate import Estimate, estimate, largest_micro_batch
 from .model import Job

@@ -1,4 +1,4 @@
-"""The peak memory of a training step: what the engine keeps, and the largest of the moments that can be the peak."""
+"""Estimates the peak memory of a training step: what the engine keeps, and the moments that can be the peak."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from .model import Job, ModelMemory, hf_model_memory, model_memory
 
 MIB = 1 << 20
 FRAMEWORK = {"cuda": 600 * MIB, "cpu": 400 * MIB}
-"""Outside of tensors: the CUDA context with its kernels and cuBLAS's workspaces, or Python with its imports."""
+"""Memory outside of tensors: the CUDA context, kernels and cuBLAS's workspaces, or Python and its imports."""
 LARGEST_MICRO_BATCH = 1 << 20
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A moment of a training step, and the bytes in use then, by what uses them."""
+    """A moment of a training step.
+
+    Attributes:
+        lines: The bytes in use at this moment, by purpose.
+    """
 
     name: str
     lines: dict[str, int]
@@ -31,7 +35,13 @@ class Moment:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The memory of one rank. parameters, trained: elements. moments: in their order in a step."""
+    """The memory of one rank.
+
+    Attributes:
+        parameters: Elements of all parameters.
+        trained: Elements of the trained parameters.
+        moments: The moments of a step, in order.
+    """
 
     parameters: int
     trained: int
@@ -46,7 +56,7 @@ def estimate(config: ModelConfig | Any, job: Job) -> Estimate:
     """Estimates the memory of one rank.
 
     Args:
-        config: of a family of the zoo, or transformers' configuration of another decoder.
+        config: The configuration of a family of the zoo, or transformers' configuration of another decoder.
 
     Raises:
         ValueError: the trainer would refuse the job, or the model does not allow it.
@@ -56,7 +66,7 @@ def estimate(config: ModelConfig | Any, job: Job) -> Estimate:
 
 
 def estimate_of(model: ModelMemory, job: Job) -> Estimate:
-    """Estimates the memory of one rank from that of its model."""
+    """Estimates the memory of one rank from the memory of its model."""
     engine = engine_memory(model, job)
     return Estimate(
         parameters=sum(size.local for size in model.parameters),
@@ -66,7 +76,7 @@ def estimate_of(model: ModelMemory, job: Job) -> Estimate:
 
 
 def largest_micro_batch(fits: Callable[[int], bool]) -> int:
-    """Returns the largest micro-batch for which `fits` is true, or 0. `fits` is false from some size on."""
+    """Returns the largest micro-batch for which `fits` is true, or 0. Above some size `fits` must always be false."""
     if not fits(1):
         return 0
     low, high = 1, 2
@@ -103,8 +113,8 @@ def _moments(model: ModelMemory, engine: EngineMemory, job: Job) -> list[Moment]
         }
         moments.append(Moment(name, fixed | lines))
 
-    # A table that the head or the decoder uses again has a gradient from there until the first embedding's backward.
-    # Where gradients grow, the head's is counted among them.
+    # If the head or the decoder uses the embedding table again, its gradient exists from there until the backward pass
+    # of the first embedding. If gradients grow during the backward pass, the head's is counted among them.
     table = e * model.table.local if model.table else 0
     from_head = table if model.is_tied and not engine.grown else 0
     from_decoder = table if not model.is_tied else 0
@@ -134,10 +144,16 @@ ZERO_3_GATHERED = 50_000_000  # elements: DeepSpeed's prefetch_bucket_size
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """parameters, masters, states: always there. held: gradients that micro-batches before this one left. grown: of
-    gradients that a backward pass adds, for each byte's worth of trained elements in the model's precision. stepped:
-    gradients while the optimizer updates. buffers: of collectives, always. bucket: from the first gradient to the last.
-    temporaries: of the update.
+    """The memory of an engine, in bytes.
+
+    Attributes:
+        parameters, masters, states: Parameters, fp32 master weights and optimizer state; they always exist.
+        held: Gradients that earlier micro-batches have left.
+        grown: Gradients that a backward pass adds, per byte of trained parameters in the model's precision.
+        stepped: Gradients while the optimizer updates.
+        buffers: Buffers of collectives that always exist.
+        bucket: Buffers of collectives that exist from the first gradient of a step to the last.
+        temporaries: Temporary tensors of the update.
     """
 
     parameters: int
@@ -159,7 +175,7 @@ def engine_memory(model: ModelMemory, job: Job) -> EngineMemory:
 
 
 def _torch(model: ModelMemory, job: Job) -> EngineMemory:
-    """PyTorch alone, or with DistributedDataParallel."""
+    """Returns the memory of plain PyTorch, or of DistributedDataParallel."""
     trained = sum(size.local for size in model.trained)
     wide = job.itemsize == FP32
     accumulates = job.accumulation_steps > 1
@@ -178,20 +194,20 @@ def _torch(model: ModelMemory, job: Job) -> EngineMemory:
 
 
 def _replicated(model: ModelMemory, job: Job) -> EngineMemory:
-    """DeepSpeed without ZeRO, in fp32: gradients are summed in flat copies."""
+    """Returns the memory of DeepSpeed without ZeRO, in fp32: gradients are summed in flat copies."""
     plain = _torch(model, job)
     trained = sum(size.local for size in model.trained)
     return replace(plain, buffers=FP32 * min(trained, ZERO_BUCKET))
 
 
 def _zero(model: ModelMemory, job: Job) -> EngineMemory:
-    """ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, sections 5 and 7)."""
+    """Returns the memory of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, sections 5 and 7)."""
     stage, ranks, e = job.stage or 0, job.data_parallel_size, job.itemsize
     trained = sum(size.local for size in model.trained)
     every = sum(size.local for size in model.parameters)
     own = -(-trained // ranks)
     flat = [-(-sum(size.local for size in group) // ranks) for group in _groups(model)]
-    # bf16 under stage 1 is DeepSpeed's BF16_Optimizer: flat fp32 gradients of everything, always.
+    # For bf16 under stage 1 DeepSpeed uses its BF16_Optimizer, which always keeps flat fp32 gradients of everything.
     always_fp32 = stage == 1 and job.precision == "bf16"
     gradients = trained * e if stage == 1 else own * FP32
     if always_fp32:
@@ -201,7 +217,7 @@ def _zero(model: ModelMemory, job: Job) -> EngineMemory:
         held = gradients if accumulates else 0
         grown = 0.0 if accumulates else gradients / (trained * e)
         stepped = gradients + FP32 * max(flat)
-        # Gradients are copied into a bucket, of which a CPU has what was written to, and a GPU has it all.
+        # Gradients are copied into a bucket. A GPU allocates all of it, a CPU only the pages that are written to.
         bucket = ZERO_BUCKET * e if job.device == "cuda" else 0
         grown += 1.0 if job.device == "cpu" else 0.0
     return EngineMemory(
@@ -218,22 +234,22 @@ def _zero(model: ModelMemory, job: Job) -> EngineMemory:
 
 
 def _groups(model: ModelMemory) -> list[list[ParameterSize]]:
-    """The optimizer's groups: the matrices, which decay, and the vectors, which do not."""
+    """Returns the optimizer's groups: the matrices, which decay, and the vectors, which do not."""
     matrices = [size for size in model.trained if len(size.shape) > 1]
     vectors = [size for size in model.trained if len(size.shape) < 2]
     return [group for group in (matrices, vectors) if group]
 
 
 STATE_BYTES = {"adamw": 8, "lamb": 8, "lion": 4}
-"""For each element, in fp32: two moments (Loshchilov & Hutter 2019; You et al. 2020), or one (Chen et al. 2023)."""
+"""State per element, in fp32: two moments (Loshchilov & Hutter 2019; You et al. 2020), or one (Chen et al. 2023)."""
 FP32 = 4
 
 
 def state_bytes(optimizer: str, shapes: Sequence[tuple[int, ...]]) -> int:
-    """Of parameters of these shapes.
+    """Returns the bytes of optimizer state for parameters of these shapes.
 
-    Adafactor (Shazeer & Stern 2018, section 3) keeps a row's and a column's mean of each matrix's squared gradients,
-    and those of a vector whole.
+    Adafactor (Shazeer & Stern 2018, section 3) keeps the row means and column means of each matrix's squared gradients,
+    and all squared gradients of a vector.
     """
     if optimizer == "adafactor":
         return FP32 * sum(map(_factored, shapes))
@@ -241,10 +257,13 @@ def state_bytes(optimizer: str, shapes: Sequence[tuple[int, ...]]) -> int:
 
 
 def step_bytes(optimizer: str, groups: Sequence[Sequence[int]]) -> int:
-    """Temporary fp32 tensors while parameters of so many elements, group by group, are updated.
+    """Returns the bytes of temporary fp32 tensors during an update.
 
-    AdamW is fused and needs none. transformers' Adafactor needs two of a parameter's size at once, pytorch_optimizer's
-    Lion and LAMB one for each parameter of a group, which they update together.
+    AdamW is fused and needs no temporary tensors. transformers' Adafactor needs two of a parameter's size at once.
+    pytorch_optimizer's Lion and LAMB need one for each parameter of a group, because they update a group at once.
+
+    Args:
+        groups: The number of elements of each parameter, for each group of the optimizer.
     """
     if optimizer == "adafactor":
         return 2 * FP32 * max((size for group in groups for size in group), default=0)
@@ -252,6 +271,7 @@ def step_bytes(optimizer: str, groups: Sequence[Sequence[int]]) -> int:
 
 
 def _factored(shape: tuple[int, ...]) -> int:
+    """Returns the number of elements of Adafactor's state for a parameter."""
     if len(shape) < 2:
         return prod(shape)
     return prod(shape[:-1]) + prod(shape[:-2]) * shape[-1]

@@ -1,8 +1,9 @@
-"""The memory of a model: its parameters and activations, for a family of the zoo and for other transformers models.
+"""Computes the memory of a model's parameters and activations, for the zoo's families and other transformers models.
 
-A model of the zoo has its own table of what a block keeps for backward. Any other is measured without weights, on the
-meta device: what autograd keeps is counted with saved-tensor hooks, once for the whole model and once without its
-blocks. Its attention is transformers' "eager" one, all of whose matmuls are visible; a fused one keeps less.
+A family of the zoo has a table of the tensors that a block keeps for the backward pass. Any other model is measured
+without weights, on the meta device: saved-tensor hooks count what autograd keeps, once for the whole model and once
+without its blocks. Its attention is transformers' "eager" implementation, all of whose matmuls are visible. Fused
+attention keeps less.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ from ..engines.precision import DTYPES
 
 @dataclass(frozen=True)
 class BlockStack:
-    """Equal blocks of a model. parameters: of all blocks together."""
+    """Equal blocks of a model.
+
+    Attributes:
+        layers: Number of blocks.
+        block: The memory of one block.
+        parameters: The trained parameters of all blocks.
+    """
 
     layers: int
     block: BlockBytes
@@ -33,10 +40,20 @@ class BlockStack:
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """trained: those of `parameters` that are. parts: in the order of the forward pass. logits: bytes of the logits,
-    and of their gradient. loss: what exists beside the logits at the most while the loss goes backward. ends: what
-    else is kept outside the blocks. head, table: the trained weights that make the logits and the token embedding.
-    stream: bytes of one [B, S, H]. pieces: copies of the table's gradient that are added up at the end."""
+    """The parameters and activations of a model.
+
+    Attributes:
+        parameters: All parameters.
+        trained: The trained ones of them.
+        parts: The stacks of blocks, in the order of the forward pass.
+        logits: Bytes of the logits, and also of their gradient.
+        loss: Largest number of bytes in use besides the logits during the loss's backward pass.
+        ends: Bytes of other activations kept outside the blocks.
+        head: The weight that computes the logits, if it is trained.
+        table: The weight of the token embedding, if it is trained.
+        stream: Bytes of one tensor [B, S, H].
+        pieces: Number of copies of the table's gradient that are added up at the end.
+    """
 
     parameters: tuple[ParameterSize, ...]
     trained: tuple[ParameterSize, ...]
@@ -55,7 +72,11 @@ class ModelMemory:
 
 
 def model_memory(config: ModelConfig, job: Job) -> ModelMemory:
-    """Of one rank of a family of the zoo. ValueError for a length or a split that the model does not allow."""
+    """Returns the memory of one rank, for a family of the zoo.
+
+    Raises:
+        ValueError: the model does not allow this sequence length or tensor-parallel size.
+    """
     sizes = parameter_sizes(config, job.tensor_parallel_size)
     activations = family(config.model_type).activations(config)
     has_target = any(stack.is_decoder for stack in activations.stacks)
@@ -76,7 +97,7 @@ def model_memory(config: ModelConfig, job: Job) -> ModelMemory:
         trained=tuple(trained),
         parts=tuple(parts),
         logits=logits,
-        loss=0,  # the gradient is written over the logits
+        loss=0,  # the gradient overwrites the logits
         ends=end_bytes(activations, batch, layout),
         head=head if head in trained else None,
         table=table if table in trained else None,
@@ -85,7 +106,7 @@ def model_memory(config: ModelConfig, job: Job) -> ModelMemory:
 
 
 def is_frozen(size: ParameterSize, job: Job) -> bool:
-    """Whether the job does not train a parameter."""
+    """Returns whether the job leaves a parameter untrained."""
     parts = {"encoder": "encoder.", "decoder": "decoder."}
     if any(part in job.frozen and size.name.startswith(prefix) for part, prefix in parts.items()):
         return True
@@ -93,10 +114,11 @@ def is_frozen(size: ParameterSize, job: Job) -> bool:
 
 
 def hf_model_memory(config: Any, job: Job) -> ModelMemory:
-    """Of a causal language model from transformers' configuration.
+    """Returns the memory of a causal language model, from transformers' configuration.
 
-    ValueError for what a model of transformers cannot do here: tensor and sequence parallelism, selective
-    recomputation; and for models that are no decoders.
+    Raises:
+        ValueError: the job needs tensor or sequence parallelism or selective recomputation, which models of
+            transformers do not support here; or the model is not a decoder.
     """
     _check(config, job)
     config = copy.deepcopy(config)
@@ -122,7 +144,7 @@ def hf_model_memory(config: Any, job: Job) -> ModelMemory:
         next((size for size in trained if size.name == names[module.weight]), None)
         for module in (model.get_output_embeddings(), model.get_input_embeddings())
     )
-    # The loss is computed from a copy of the logits in fp32; its log-softmax is kept, and has a gradient.
+    # The loss is computed from an fp32 copy of the logits. The log-softmax of the copy is kept, and has a gradient.
     wide = tokens * config.vocab_size * FP32
     return ModelMemory(
         parameters=tuple(sizes),
@@ -142,13 +164,13 @@ def _check(config: Any, job: Job) -> None:
     kind = config.model_type
     if job.tensor_parallel_size > 1 or job.sequence_parallel:
         raise ValueError(
-            f"{kind} is no family of the zoo, so that its layers cannot be split: use one tensor-parallel rank, and no "
+            f"{kind} is not a family of the zoo, so its layers cannot be split; use one tensor-parallel rank and no "
             "sequence parallelism"
         )
     if job.recompute == "selective":
-        raise ValueError(f"{kind} is no family of the zoo: its activations can be recomputed in full or not at all")
+        raise ValueError(f"{kind} is not a family of the zoo; use recompute 'none' or 'full', not 'selective'")
     if config.is_encoder_decoder:
-        raise ValueError(f"{kind} is no family of the zoo, and among the others only decoders can be estimated")
+        raise ValueError(f"{kind} is not a family of the zoo; of other models only decoders can be estimated")
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and job.length > longest:
         raise ValueError(f"length {job.length} is more than the model's {longest} positions")
@@ -165,11 +187,11 @@ def _build(config: Any, job: Job) -> Any:
 
 
 def _blocks(model: nn.Module, layers: int) -> tuple[str, nn.ModuleList]:
-    """Returns the name of the list of the model's blocks, and the list."""
+    """Returns the `ModuleList` of the model's blocks, and its name."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == layers:
             return name, module
-    raise ValueError(f"{type(model).__name__} has no list of {layers} blocks, so its blocks cannot be told apart")
+    raise ValueError(f"{type(model).__name__} has no ModuleList of {layers} blocks, so it cannot be estimated")
 
 
 def _sizes(model: nn.Module) -> list[ParameterSize]:
@@ -183,7 +205,7 @@ def _sizes(model: nn.Module) -> list[ParameterSize]:
 def _kept(model: Any, job: Job) -> tuple[int, int]:
     """Returns the bytes of all storages that a forward pass keeps for backward, and of the largest one.
 
-    Storages of the model itself do not count.
+    Storages of the model's parameters and buffers do not count.
     """
     storages: dict[int, Any] = {}
     own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
@@ -203,21 +225,24 @@ def _kept(model: Any, job: Job) -> tuple[int, int]:
 
 
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
-ELEMENTWISE = ("adamw", "lion")  # optimizers that may update any part of a parameter by itself
+ELEMENTWISE = ("adamw", "lion")  # optimizers that can update any part of a parameter on its own
 
 
 @dataclass(frozen=True)
 class Job:
-    """One process's share of a training run. ValueError for what the trainer would refuse.
+    """One process's share of a training run. Raises ValueError for a run that the trainer would refuse.
 
-    micro_batch_size: sequences in one forward pass of a rank. length: their tokens, of an encoder-decoder's source;
-        target_length: of its target. padded: whether there is an attention mask.
-    accumulation_steps: micro-batches for one optimizer step.
-    tensor_parallel_size, data_parallel_size: ranks. zero_stage: DeepSpeed's; None: without DeepSpeed, and 1 under
-        tensor parallelism, which needs it.
-    precision: of parameters, activations and gradients; the optimizer keeps fp32 copies of 16-bit parameters.
-    frozen: parts that are not trained: "embeddings", "encoder", "decoder".
-    device: "cuda" or "cpu".
+    Attributes:
+        micro_batch_size: Sequences in one forward pass of a rank.
+        length: Tokens in a sequence; in an encoder-decoder's source.
+        target_length: Tokens in an encoder-decoder's target; by default as many as in the source.
+        padded: Whether there is an attention mask.
+        accumulation_steps: Micro-batches for one optimizer step.
+        tensor_parallel_size, data_parallel_size: Numbers of ranks.
+        zero_stage: DeepSpeed's ZeRO stage. None means no DeepSpeed, or stage 1 under tensor parallelism.
+        precision: Precision of parameters, activations and gradients. The optimizer keeps fp32 copies of 16-bit
+            parameters.
+        frozen: Parts that are not trained.
     """
 
     micro_batch_size: int = 1
@@ -244,12 +269,12 @@ class Job:
         if self.optimizer not in ELEMENTWISE and (self.tensor_parallel_size > 1 or self.stage):
             raise ValueError(
                 f"{self.optimizer} needs whole parameters, which tensor parallelism and ZeRO split; use "
-                f"{' or '.join(ELEMENTWISE)}, or one rank for each layer and no ZeRO"
+                f"{' or '.join(ELEMENTWISE)}, or one tensor-parallel rank without ZeRO"
             )
         if self.stage == 0 and self.itemsize == 2:
             raise ValueError(
-                f"{self.precision} under DeepSpeed keeps its fp32 master weights in the ZeRO optimizer: zero_stage=0 "
-                "has none; use 1, 2 or 3"
+                f"{self.precision} under DeepSpeed needs the ZeRO optimizer, which keeps the fp32 master weights, and "
+                "zero_stage=0 has none; use 1, 2 or 3"
             )
 
     @property
@@ -268,6 +293,6 @@ class Job:
         return Layout(self.itemsize, self.tensor_parallel_size, parallel_config, self.device)
 
     def batch(self, *, has_target: bool) -> Batch:
-        """target_length: by default as long as the source."""
+        """Returns the sizes of a micro-batch. A target is by default as long as the source."""
         target = (self.target_length or self.length) if has_target else 0
         return Batch(self.micro_batch_size, self.length, target, self.padded)

@@ -1,1 +1,1 @@
-"""The processes of a run: starting and joining them, their ranks, their errors and signals."""
+"""The processes of a run: how they start and join, their ranks, their errors and signals."""

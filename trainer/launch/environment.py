@@ -1,4 +1,4 @@
-"""The environment of a rank: its process group, device, threads and memory."""
+"""Sets up the environment of a rank: its process group, device, threads and memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .rank_info import RankInfo, cpu_environment, free_port
 from .rank_process import join_job
 
 if not torch.accelerator.is_available():
-    # Read when DeepSpeed is imported; it would warn on every rank that it had found no other.
+    # DeepSpeed reads it at import. Without it, every rank would warn that there is no other accelerator.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 PROCESS_GROUP_TIMEOUT = timedelta(minutes=30)  # preparing a corpus on the first rank may take a while
@@ -37,7 +37,7 @@ def initialize_distributed(launch: RankInfo) -> torch.device:
         dist.init_process_group(backend, timeout=PROCESS_GROUP_TIMEOUT)
         atexit.register(leave_distributed)
     if torch.cuda.is_available():
-        index = launch.local_rank % torch.cuda.device_count()  # srun may show each task its own GPU alone
+        index = launch.local_rank % torch.cuda.device_count()  # under srun a task may see only its own GPU
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
     torch.set_num_threads(int(cpu_environment(launch.local_world_size)["OMP_NUM_THREADS"]))
@@ -45,28 +45,28 @@ def initialize_distributed(launch: RankInfo) -> torch.device:
 
 
 def single_device(name: str) -> torch.device:
-    """Returns the device of a run in one process. Raises ValueError for one that this machine does not have."""
+    """Returns the device of a run in one process. Raises ValueError for a device that this machine does not have."""
     try:
         device = torch.device(name)
         usable = device.type != "meta" and torch.empty(1, device=device) is not None
-    except (RuntimeError, AssertionError):  # torch's for an unknown name, and for a device that it was not built for
+    except (RuntimeError, AssertionError):  # an unknown name, or a device that torch was not built for
         usable = False
     if not usable:
         found = torch.accelerator.current_accelerator()
         known = f"'cpu' or '{found.type}:0'" if found and torch.accelerator.is_available() else "'cpu'"
-        raise ValueError(f"pytorch_device {name!r} is no device of this machine; use {known}")
+        raise ValueError(f"pytorch_device {name!r} does not exist on this machine; use {known}")
     return device
 
 
 def end_process(code: int) -> NoReturn:
-    """Flushes the output and ends a rank at once. Threads of the process group could abort an orderly exit."""
+    """Flushes the output and ends a rank at once. Threads of the process group could abort a normal exit."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def leave_distributed() -> None:
-    """Destroys the process group, if there is one. Its threads would abort the interpreter's exit."""
+    """Destroys the process group, if it exists. Its threads could abort the interpreter's exit."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -76,10 +76,10 @@ SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"
 
 
 def keep_freed_memory() -> None:
-    """Lets glibc keep freed blocks of up to 32 MiB, its maximum, for the next step, which needs as much again.
+    """Lets glibc keep freed blocks of up to 32 MiB, its maximum, because the next step needs as much memory again.
 
-    With torch's huge pages it would otherwise return much of that memory after each step, and fault it in again in the
-    next. Settings in the user's environment take precedence.
+    With torch's huge pages, glibc would otherwise return much of that memory after each step, and page faults would
+    slow down the next step. Settings in the user's environment take precedence.
     """
     if any(name in os.environ for name in SETTINGS):
         return

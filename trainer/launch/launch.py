@@ -1,4 +1,4 @@
-"""Starting the processes of a run where no launcher has done so."""
+"""Starts the processes of a run, if no launcher has done so."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def ensure_processes(
     """Returns the rank of this process, after starting the processes of the run if no launcher has.
 
     Under `torchrun`, `deepspeed` or `srun`, and in the processes that it has started itself, the function returns at
-    once, and the launcher decides the number of processes. Otherwise, or if a launcher has started one process only, it
-    runs this command line again in `world_size` processes of this machine, or in those of `nodes`. It waits for them,
-    and ends this process with their exit code, so that the code after the call runs in those processes alone.
+    once, and the launcher determines the number of processes. Otherwise, or if a launcher has started only one process,
+    it runs this command line again in `world_size` processes of this machine, or in those of `nodes`. It waits for
+    them, and ends this process with their exit code. The code after the call therefore runs only in those processes.
 
     Args:
-        script: a file to run with the arguments of this process; by default what this process runs.
-        dry_run: print the commands of the job, start nothing, and raise `SystemExit(0)`.
+        script: A file to run with the arguments of this process; by default the script of this process.
+        dry_run: Print the commands of the job, start nothing, and raise `SystemExit(0)`.
 
     Raises:
         ValueError: there are fewer machines or GPUs than asked for, or the script cannot be run again.
@@ -70,7 +70,7 @@ def ensure_processes_of(arguments: TrainingArguments) -> RankInfo:
 
 
 def processes_of(arguments: TrainingArguments) -> int:
-    """Returns the number of processes of this machine that the arguments ask for."""
+    """Returns the number of processes that the arguments ask for on one machine."""
     if arguments.env_type == "pytorch":
         return 1
     return max(arguments.num_gpus, arguments.model_parallel_size)
@@ -81,7 +81,7 @@ def start_processes(
 ) -> int:
     """Runs this process's command line as a job of several processes; returns the job's exit code.
 
-    Arguments and errors as for `ensure_processes`.
+    Arguments and errors are those of `ensure_processes`.
     """
     slots = nodes.slots()
     if not slots:
@@ -102,18 +102,19 @@ def start_processes(
 
 
 def own_command(script: str | None = None) -> list[str]:
-    """Returns the arguments of this Python, or `script` with those of this process.
+    """Returns this process's command line after the interpreter, or `script` with the arguments of this process.
 
-    Raises ValueError if there is no file to run.
+    Raises:
+        ValueError: there is no file to run.
     """
     if script is not None:
         if not Path(script).is_file():
-            raise ValueError(f"training_script {script} is no file; leave it out to run this very command")
+            raise ValueError(f"training_script {script} is not a file; leave it out to run the current command")
         return [script, *sys.argv[1:]]
     arguments = sys.orig_argv[1:]
     if hasattr(sys, "ps1") or "ipykernel" in sys.modules or not arguments or arguments[-1] == "-":
         raise ValueError(
-            "several processes can only run a script that is a file: save this one, or use one process here"
+            "several processes can only run a script that is a file: save this code to a file, or use one process here"
         )
     return arguments
 
@@ -131,7 +132,7 @@ def own_script(script: str | None = None) -> list[str]:
 
 def _check_gpus(world_size: int) -> None:
     if not any(path for pattern in GPU_DEVICES for path in Path("/dev").glob(pattern)):
-        return  # to count none, torch would be loaded for seconds
+        return  # importing torch only to find no GPU would take seconds
     import torch
 
     if 0 < torch.cuda.device_count() < world_size:
@@ -147,7 +148,7 @@ def _describe(nodes: Nodes, command: Sequence[str], script: Sequence[str]) -> li
 
 
 def _run(command: Sequence[str]) -> int:
-    """Runs DeepSpeed's launcher, which forwards SIGTERM and SIGINT to the machines itself."""
+    """Runs DeepSpeed's launcher, which forwards SIGTERM and SIGINT to the machines. Returns its exit code."""
     process = subprocess.Popen(command, env=dict(os.environ))
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = {number: signal.signal(number, lambda got, _: process.send_signal(got)) for number in numbers}

@@ -1,4 +1,4 @@
-"""A job of several ranks on this machine, which start and end together."""
+"""Runs a job of several ranks on this machine. The ranks start and end together."""
 
 from __future__ import annotations
 
@@ -15,15 +15,21 @@ from pathlib import Path
 from .rank_info import cpu_environment, free_port
 from .rank_process import ERROR_FILE, SHOWN_BY_STARTER, STARTER, RankError, read
 
-USAGE_ERROR = 2  # the exit code of a rank that has said what is wrong itself
+USAGE_ERROR = 2  # the exit code of a rank that has printed a message about the user's error itself
 POLL_SECONDS = 0.05
-SETTLE_SECONDS = 1.0  # for the other ranks to fail of the same cause, so that the first can be told
-TERMINATE_SECONDS = 3.0  # for them to end when asked to, before they are killed
+SETTLE_SECONDS = 1.0  # time for other ranks to fail from the same cause, so that the first failure can be found
+TERMINATE_SECONDS = 3.0  # time for the ranks to end after a signal, before they are killed
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank failed. code: its exit code, the negative number of a signal, or None while it still runs."""
+    """The failure of a rank.
+
+    Attributes:
+        code: Its exit code, the negative number of a signal, or None while it still runs.
+        error: The exception that it recorded, if any.
+        time: When it failed, in seconds since the epoch.
+    """
 
     rank: int
     code: int | None
@@ -32,18 +38,18 @@ class Failure:
 
     @property
     def killed(self) -> bool:
-        """Whether a signal from outside ended it. Unlike an abort, that is never the consequence of another failure."""
+        """Whether an external signal ended it. Unlike an abort, this is never the consequence of another failure."""
         return self.error is None and self.code is not None and self.code < 0 and self.code != -signal.SIGABRT
 
     @property
     def exit_code(self) -> int:
-        """The exit code as a shell reports it: 128 + the number of a signal; 1 if an exception did not end the rank."""
+        """The exit code as a shell reports it: 128 + the number of a signal; 1 if the failed rank still runs."""
         if self.code is None:
             return 1
         return self.code if self.code >= 0 else 128 - self.code
 
     def precedence(self) -> tuple[bool, bool, float]:
-        """Returns a key that sorts failures, the cause first."""
+        """Returns a key for sorting failures so that the cause comes first."""
         return (not self.killed, self.error is not None and self.error.lost_a_peer, self.time)
 
     def describe(self) -> str:
@@ -59,7 +65,7 @@ class Failure:
 
 
 class RankProcess:
-    """One process of the job, with a session of its own."""
+    """One process of the job, in a new session."""
 
     def __init__(self, number: int, command: Sequence[str], environment: dict[str, str], error_file: Path) -> None:
         self.number, self.error_file = number, error_file
@@ -67,7 +73,7 @@ class RankProcess:
             command,
             env=environment | {"RANK": str(number), "LOCAL_RANK": str(number), ERROR_FILE: str(error_file)},
             stdin=None if number == 0 else subprocess.DEVNULL,
-            start_new_session=True,  # a terminal's Ctrl-C reaches the launcher alone, which passes it on once
+            start_new_session=True,  # a terminal's Ctrl-C then reaches only the launcher, which passes it on once
         )
         self.failure: Failure | None = None
 
@@ -76,7 +82,7 @@ class RankProcess:
         return self.process.poll() is None
 
     def look(self) -> Failure | None:
-        """Returns how the rank has failed, or None. An exception counts at once, because its process may hang."""
+        """Returns the rank's failure, or None. A recorded exception counts at once, because its process may hang."""
         code = self.process.poll()
         if self.failure is None and (code or self.error_file.exists()):
             error = read(self.error_file)
@@ -92,9 +98,9 @@ class RankProcess:
 def run_ranks(command: Sequence[str], world_size: int) -> int:
     """Runs `command` as `world_size` ranks of one job; returns its exit code.
 
-    The first rank that fails takes the others down within seconds; its traceback is printed, and its exit code is
-    the job's, that of a signal as the shell has it (128 + its number). SIGTERM and SIGINT are passed on to the ranks,
-    which may take their time to save; a second SIGINT kills them. The ranks do not outlive this process.
+    When a rank fails, the others are ended within seconds. The traceback of the first failure is printed, and its exit
+    code is the job's: for a signal 128 + its number, as in a shell. SIGTERM and SIGINT are passed on to the ranks,
+    which have as much time as they need to save. A second SIGINT kills them. The ranks do not outlive this process.
     """
     ranks: list[RankProcess] = []
     stops: list[int] = []
@@ -102,7 +108,7 @@ def run_ranks(command: Sequence[str], world_size: int) -> int:
     def stop(number: int, frame: object) -> None:
         stops.append(number)
         again = stops.count(signal.SIGINT) > 1
-        if len(stops) == 1 or again:  # launchers repeat themselves while the ranks end
+        if len(stops) == 1 or again:  # launchers repeat signals while the ranks end
             for rank in ranks:
                 rank.send(signal.SIGKILL if again else number)
 
@@ -127,7 +133,7 @@ def run_ranks(command: Sequence[str], world_size: int) -> int:
 
 def _environment(world_size: int) -> dict[str, str]:
     """Returns the environment variables that all ranks share."""
-    # What another launcher told this process about its own job would mislead the ranks of this one.
+    # Variables that another launcher has set for this process would mislead the ranks of this job.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     return {
         **inherited,
@@ -143,9 +149,9 @@ def _environment(world_size: int) -> dict[str, str]:
 
 
 def _watch(ranks: Sequence[RankProcess], stops: Sequence[int]) -> list[Failure]:
-    """Waits for all ranks, and ends the rest when one fails. Returns the failures, the cause first."""
+    """Waits for all ranks, and ends the others when one fails. Returns the failures, the cause first."""
     while any(rank.runs for rank in ranks):
-        if [rank for rank in ranks if rank.look()] and not stops:  # all are looked at
+        if [rank for rank in ranks if rank.look()] and not stops:  # a list, because `any` would skip ranks
             _wait(ranks, SETTLE_SECONDS)
             break
         time.sleep(POLL_SECONDS)
@@ -158,7 +164,7 @@ def _watch(ranks: Sequence[RankProcess], stops: Sequence[int]) -> list[Failure]:
 
 
 def _wait(ranks: Sequence[RankProcess], seconds: float) -> None:
-    """Waits until all ranks have ended, at most so long, and records when each fails."""
+    """Waits until all ranks have ended, but at most `seconds`. Records when each rank fails."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(rank.runs for rank in ranks):
         for rank in ranks:

@@ -1,4 +1,4 @@
-"""A job on several machines: the hostfile, and the commands of DeepSpeed's launcher."""
+"""Describes a job on several machines: its hostfile, and the commands of DeepSpeed's launcher."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class Nodes:
-    """The machines of a job and how they meet.
+    """The machines of a job and how they connect.
 
-    hostfile: a line `name slots=N` for each machine, the name as ssh knows it (an alias will do). A file that is not
-        there means this machine alone, as it does to DeepSpeed.
-    num_nodes: how many of the hostfile's machines to use, from the top; 0: all.
-    num_gpus: processes on each; 0: as many as it has slots.
-    master_addr: of the first machine, as the others reach it; by default DeepSpeed asks that machine by ssh.
-    launcher: how DeepSpeed reaches the machines: "pdsh", "openmpi", "mpich", "impi", "mvapich" or "slurm".
+    Attributes:
+        hostfile: File with a line `name slots=N` for each machine. The name is one that ssh knows, such as an alias.
+            If the file does not exist, this machine alone is used, as in DeepSpeed.
+        num_nodes: How many of the hostfile's machines to use, from the top; 0 for all.
+        num_gpus: Processes on each machine; 0 for as many as it has slots.
+        master_addr: Address at which the others reach the first machine; by default DeepSpeed asks it by ssh.
+        launcher: How DeepSpeed reaches the machines: "pdsh", "openmpi", "mpich", "impi", "mvapich" or "slurm".
     """
 
     hostfile: str | None = None
@@ -37,7 +38,8 @@ class Nodes:
     def slots(self) -> dict[str, int]:
         """Returns the number of processes on each machine; empty for this machine alone.
 
-        ValueError for a hostfile with mistakes, or with fewer machines or slots than asked for.
+        Raises:
+            ValueError: the hostfile has an error, or fewer machines or slots than asked for.
         """
         hosts = read_hostfile(Path(self.hostfile)) if self.hostfile else None
         if hosts is None:
@@ -45,7 +47,7 @@ class Nodes:
                 missing = f"there is no hostfile {self.hostfile}" if self.hostfile else "no hostfile is given"
                 raise ValueError(
                     f"num_nodes={self.num_nodes}, but {missing}; write one with a line `name slots=N` for each node, "
-                    "or start the script on every node by torchrun or srun"
+                    "or start the script on every node with torchrun or srun"
                 )
             return {}
         if self.num_nodes > len(hosts):
@@ -53,14 +55,14 @@ class Nodes:
         chosen = dict(list(hosts.items())[: self.num_nodes or len(hosts)])
         for name, slots in chosen.items():
             if self.num_gpus > slots:
-                raise ValueError(f"num_gpus={self.num_gpus}, but {self.hostfile} gives {name} {slots} slots")
+                raise ValueError(f"num_gpus={self.num_gpus}, but in {self.hostfile} {name} has {slots} slots")
         if len(chosen) == 1 and (name := next(iter(chosen))) in (*LOCAL_NAMES, socket.gethostname(), socket.getfqdn()):
             del chosen[name]
         return {name: self.num_gpus or slots for name, slots in chosen.items()}
 
 
 def read_hostfile(path: Path) -> dict[str, int] | None:
-    """Returns name -> slots in the file's order, or None without such a file. Raises ValueError naming a wrong line."""
+    """Returns name -> slots in the file's order, or None without a file. Raises ValueError that names a wrong line."""
     if not path.is_file():
         return None
     hosts: dict[str, int] = {}
@@ -72,7 +74,7 @@ def read_hostfile(path: Path) -> dict[str, int] | None:
         if not found or not int(found[2]):
             raise ValueError(f"{path}, line {number}: {line!r} is not `name slots=N` with N at least 1")
         if found[1] in hosts:
-            raise ValueError(f"{path}, line {number}: {found[1]} is there twice; give all its slots in one line")
+            raise ValueError(f"{path}, line {number}: {found[1]} occurs twice; give all its slots in one line")
         hosts[found[1]] = int(found[2])
     if not hosts:
         raise ValueError(f"{path} names no machine; write a line `name slots=N` for each")
@@ -82,7 +84,8 @@ def read_hostfile(path: Path) -> dict[str, int] | None:
 def deepspeed_command(nodes: Nodes, script: Sequence[str]) -> list[str]:
     """Returns the command that starts the job from this machine.
 
-    script: the script and its arguments, or "-m", the module and its arguments.
+    Args:
+        script: The script and its arguments, or "-m", the module and its arguments.
     """
     slots = nodes.slots()
     assert nodes.hostfile is not None
@@ -95,27 +98,27 @@ def deepspeed_command(nodes: Nodes, script: Sequence[str]) -> list[str]:
         command += ["--master_addr", nodes.master_addr]
     command += ["--master_port", str(nodes.master_port), "--launcher", nodes.launcher]
     if len(slots) == 1:
-        command.append("--force_multi")  # DeepSpeed would run a single machine's job here, whatever its name
+        command.append("--force_multi")  # else DeepSpeed would run a one-machine job here, whatever the machine's name
     return [*command, "--no_local_rank", *_module_flag(script)]
 
 
 def check_launcher(launcher: str) -> None:
-    """Raises ValueError if DeepSpeed could not reach the machines by this launcher."""
+    """Raises ValueError if DeepSpeed could not reach the machines with this launcher."""
     programs = {"pdsh": "pdsh", "slurm": "sinfo", "openmpi": "ompi_info", "mpich": "mpirun", "impi": "mpirun",
                 "mvapich": "mpiname"}  # fmt: skip
     if launcher not in programs:
-        raise ValueError(f"launcher {launcher!r} is none of DeepSpeed's; use one of {', '.join(programs)}")
+        raise ValueError(f"DeepSpeed has no launcher {launcher!r}; use one of {', '.join(programs)}")
     if shutil.which(programs[launcher]) is None:
         raise ValueError(
             f"launcher {launcher!r} needs the program {programs[launcher]}, which is not installed here; install it, "
-            "name another launcher, or start the script on every node by torchrun or srun"
+            "choose another launcher, or start the script on every node with torchrun or srun"
         )
 
 
 def launcher_command(nodes: Nodes, script: Sequence[str]) -> list[str]:
-    """Returns the command by which DeepSpeed's launcher reaches the machines, for `--dry-run`.
+    """Returns the command with which DeepSpeed's launcher reaches the machines, for `--dry-run`.
 
-    `%n` is the machine's number, which pdsh fills in.
+    `%n` is the machine's number, which pdsh inserts.
     """
     from deepspeed.accelerator import get_accelerator
     from deepspeed.launcher import runner
@@ -141,7 +144,7 @@ def launcher_command(nodes: Nodes, script: Sequence[str]) -> list[str]:
 
 
 def rank_commands(nodes: Nodes, script: Sequence[str]) -> dict[str, list[str]]:
-    """Returns machine -> the commands of its ranks with their variables, for `--dry-run`."""
+    """Returns the commands of the ranks of each machine, with their variables, for `--dry-run`."""
     slots = nodes.slots()
     shared = {
         "WORLD_SIZE": sum(slots.values()),
@@ -160,7 +163,7 @@ def rank_commands(nodes: Nodes, script: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _address(nodes: Nodes) -> str:
-    """Returns the address where the ranks meet, or the command by which DeepSpeed would ask for it."""
+    """Returns the address at which the ranks connect, or the command with which DeepSpeed would ask for it."""
     return nodes.master_addr or f"$(ssh {next(iter(nodes.slots()))} hostname -I | cut -d' ' -f1)"
 
 

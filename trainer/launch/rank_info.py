@@ -1,4 +1,4 @@
-"""The rank of this process, from the environment variables of its launcher. Does not import torch, to start quickly."""
+"""Reads the rank of this process from its launcher's environment variables. Does not import torch, to start quickly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 class RankInfo:
     """The rank of this process, from the variables that torchrun, deepspeed, srun or our own launcher set.
 
-    variables: those of torchrun for this rank, if the launcher has set others.
+    Attributes:
+        variables: torchrun's variables for this rank, if the launcher has set different ones.
     """
 
     rank: int
@@ -51,10 +52,12 @@ def free_port() -> int:
 
 
 def cpu_environment(local_world_size: int) -> dict[str, str]:
-    """Returns environment variables that make several CPU processes of one machine fast; those already set are kept.
+    """Returns environment variables that make several CPU processes on one machine fast. Existing values are kept.
 
-    THP_MEM_ALLOC_ENABLE: huge pages for tensors, because touching fresh small pages costs eager PyTorch most of its
-    memory bandwidth. LOCAL_SIZE: the number of devices for DeepSpeed's CPU accelerator, one for each process.
+    - OMP_NUM_THREADS divides the cores among the processes.
+    - THP_MEM_ALLOC_ENABLE uses huge pages for tensors, because page faults of small pages cost eager PyTorch most of
+      its memory bandwidth.
+    - LOCAL_SIZE is the number of devices for DeepSpeed's CPU accelerator, one for each process.
     """
     threads = max(1, (os.cpu_count() or 1) // local_world_size)
     wanted = {
@@ -70,10 +73,10 @@ BATCH_STEP = "4294967291"  # the step number SLURM gives to a batch script itsel
 
 
 def started_by_srun(environ: Mapping[str, str]) -> bool:
-    """Whether this process is a task of an `srun` step.
+    """Returns whether this process is a task of an `srun` step.
 
-    The batch script of a job also has a SLURM_PROCID of 0 and the job's number of tasks, but `srun` has not started the
-    others: a process that took itself for a task would wait for them forever. A batch script has no step of its own.
+    The batch script of a job also has a SLURM_PROCID of 0 and the job's number of tasks, although `srun` has not
+    started the other tasks. If it were treated as a task, it would wait for them forever. A batch script has no step.
     """
     if "SLURM_PROCID" not in environ or tasks(environ) is None:
         return False
@@ -89,11 +92,11 @@ def tasks(environ: Mapping[str, str]) -> int | None:
 
 
 def torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that torchrun would have set for this task. A given MASTER_ADDR or MASTER_PORT is kept."""
+    """Returns the variables that torchrun would set for this task. An existing MASTER_ADDR or MASTER_PORT is kept."""
     world_size = tasks(environ)
     assert world_size is not None
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or environ.get("SLURM_JOB_NODELIST")
-    port = FIRST_PORT + int(environ.get("SLURM_JOB_ID", 0)) % PORTS  # jobs that share a node differ
+    port = FIRST_PORT + int(environ.get("SLURM_JOB_ID", 0)) % PORTS  # jobs that share a node need different ports
     return {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": str(world_size),
@@ -105,7 +108,10 @@ def torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def tasks_on_this_node(environ: Mapping[str, str], world_size: int) -> int:
-    """Reads `SLURM_STEP_TASKS_PER_NODE`, such as `2(x3),1`: two on each of three nodes, one on the last."""
+    """Returns the number of tasks on this node.
+
+    It comes from `SLURM_STEP_TASKS_PER_NODE`, such as `2(x3),1`: two on each of three nodes, one on the last.
+    """
     counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     if counts is None:
         return world_size // int(environ.get("SLURM_NNODES", 1)) or 1

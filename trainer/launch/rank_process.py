@@ -1,7 +1,8 @@
-"""What a rank process owes its launcher: its traceback, ending with the launcher, and stopping on SIGTERM.
+"""Connects a rank to its launcher: records its traceback, ends it with the launcher, and stops it on SIGTERM.
 
-The traceback is left in a file whose name and form are torchrun's (`torch.distributed.elastic.multiprocessing.errors`),
-so that torchrun shows it in its summary; our own launcher reads the same file.
+The traceback is written to a file with the name and format of torchrun
+(`torch.distributed.elastic.multiprocessing.errors`), so that torchrun shows it in its summary. Our own launcher reads
+the same file.
 """
 
 from __future__ import annotations
@@ -22,13 +23,18 @@ from typing import Any
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 STARTER = "SHARDZOO_STARTER"  # process id of our launcher
 SHOWN_BY_STARTER = "SHARDZOO_STARTER_SHOWS_ERRORS"
-# In messages of gloo and NCCL about a peer that went away: the consequence of another rank's failure.
+# Parts of gloo's and NCCL's messages about a lost peer, which is the consequence of another rank's failure.
 LOST_PEER = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL", "recvValue failed")
 
 
 @dataclass(frozen=True)
 class RankError:
-    """How a rank failed. summary: `ValueError: the message`. time: of the failure, seconds since the epoch."""
+    """The error with which a rank failed.
+
+    Attributes:
+        summary: The exception's type and message, as in `ValueError: the message`.
+        time: When it failed, in seconds since the epoch.
+    """
 
     summary: str
     traceback: str
@@ -46,7 +52,7 @@ def join_job() -> None:
 
 
 def record_uncaught_exceptions() -> None:
-    """Records an exception that ends this process in the file that its launcher named, if it named one.
+    """Makes an exception that ends this process be recorded in the launcher's error file, if there is one.
 
     Under torchrun the rank also prints its traceback; our launcher prints the first one itself.
     """
@@ -66,7 +72,7 @@ def record_uncaught_exceptions() -> None:
 
 
 def end_with_starter() -> None:
-    """Makes a rank end when its launcher does, however that ends (Linux)."""
+    """Makes this process end when its launcher does, in whatever way the launcher ends (Linux only)."""
     starter = os.environ.get(STARTER)
     if starter is None or not sys.platform.startswith("linux"):
         return
@@ -74,21 +80,21 @@ def end_with_starter() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         os.kill(int(starter), 0)
-    except ProcessLookupError:  # it was gone before
+    except ProcessLookupError:  # the launcher has already ended
         os.kill(os.getpid(), signal.SIGKILL)
     except PermissionError:
         pass
 
 
 def lost_a_peer(summary: str) -> bool:
-    """Whether an exception is the consequence of another rank's failure."""
+    """Returns whether an exception is the consequence of another rank's failure."""
     return any(words in summary for words in LOST_PEER)
 
 
 def write(path: Path, error: BaseException) -> bool:
     """Writes an exception atomically; returns whether that succeeded."""
     summary = f"{type(error).__name__}: {error}"
-    # torchrun takes the earliest for the cause, by whole seconds; one that lost a peer failed after that one.
+    # torchrun reports the earliest error, in whole seconds, as the cause. A rank that lost a peer failed after it.
     when = int(time.time()) + lost_a_peer(summary)
     details = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(when)}
     record = {"message": {"message": summary, "extraInfo": details}}
@@ -96,7 +102,7 @@ def write(path: Path, error: BaseException) -> bool:
     try:
         unfinished.write_text(json.dumps(record))
         unfinished.replace(path)
-    except OSError:  # a full disk, say, which may be why the rank fails
+    except OSError:  # such as a full disk, which may be why the rank fails
         return False
     return True
 
@@ -111,14 +117,14 @@ def read(path: Path) -> RankError | None:
 
 
 class StopSignal:
-    """While open, SIGTERM only sets `is_set`; the loop then ends after its step."""
+    """A context in which SIGTERM only sets `is_set`. The training loop then ends after its step."""
 
     def __init__(self) -> None:
         self.is_set = False
         self._previous: Any = None
 
     def __enter__(self) -> StopSignal:
-        if threading.current_thread() is threading.main_thread():  # only there Python takes handlers
+        if threading.current_thread() is threading.main_thread():  # Python allows signal handlers only there
             self._previous = signal.signal(signal.SIGTERM, self._set)
         return self
 

@@ -1,4 +1,4 @@
-"""The place of this process among the ranks of a run, and the collectives of the trainer."""
+"""Describes the position of this process among the ranks of a run, and provides the trainer's collectives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...mpu import ParallelMesh
 
 
 class Ranks:
-    """One process (`mesh=None`), or a place in a mesh: the ranks and sizes of its axes, and sums over them."""
+    """A position in a mesh, or one process (`mesh=None`): the ranks and sizes of the axes, and sums over them."""
 
     def __init__(self, mesh: ParallelMesh | None) -> None:
         self.mesh = mesh
@@ -29,13 +29,13 @@ class Ranks:
         if self.world_size == 1:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64)
-        # NCCL moves only GPU tensors.
+        # NCCL supports only GPU tensors.
         total = total.cuda() if dist.get_backend() == "nccl" else total
         dist.all_reduce(total)
         return total.tolist()
 
     def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-        """Returns what every process passed, by rank. It is pickled between the processes of this run."""
+        """Returns the values of all processes, by rank. They are pickled between the processes of this run."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size

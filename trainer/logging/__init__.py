@@ -1,1 +1,1 @@
-"""What a person sees of a run: progress, metrics, TensorBoard, reports, profiles."""
+"""The output of a run: progress, metrics, TensorBoard, reports, profiles."""

@@ -1,4 +1,4 @@
-"""Where in a model the first value that is not finite comes from."""
+"""Finds the module or parameter where the first value that is not finite appears."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..engines.engine import Engine, ForwardStep
 
 @torch.no_grad()
 def diagnose_non_finite(engine: Engine, forward_step: ForwardStep, batch: dict[str, Any]) -> str:
-    """Repeats a forward pass; returns which parameter, or which module's output first, is not finite."""
+    """Repeats a forward pass. Returns a message that names the parameter or module output that is not finite."""
     for name, parameter in engine.module.named_parameters():
         if not torch.isfinite(parameter).all():
             return f"the parameter {name} is not finite"
@@ -25,7 +25,7 @@ def diagnose_non_finite(engine: Engine, forward_step: ForwardStep, batch: dict[s
     finally:
         for hook in hooks:
             hook.remove()
-    return found[0] if found else "the loss alone is not finite, all modules' outputs are"
+    return found[0] if found else "the loss alone is not finite; the outputs of all modules are"
 
 
 def _look_at(name: str, found: list[str]) -> Any:

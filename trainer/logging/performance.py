@@ -1,4 +1,4 @@
-"""How fast a step is: FLOPs utilization, peak memory, and a profiler's trace."""
+"""Measures the performance of training steps: FLOPs utilization, peak memory, and a profiler's trace."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 1
 
 
 class Throughput:
-    """Model FLOPs utilization and peak memory of this rank.
+    """Computes the model FLOPs utilization and the peak memory of this rank.
 
-    The arithmetic of the first forward pass is counted, operation by operation. A backward pass takes twice as much,
-    and other micro-batches in proportion to their tokens (Chowdhery et al. 2022, appendix B, without recomputation).
+    The FLOPs of the first forward pass are counted, operation by operation. A backward pass is taken to need twice as
+    many, and other micro-batches in proportion to their tokens (Chowdhery et al. 2022, appendix B, without
+    recomputation).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,13 +33,13 @@ class Throughput:
 
     @contextlib.contextmanager
     def counting(self, tokens: int) -> Iterator[None]:
-        """Counts the arithmetic of one forward pass of so many tokens."""
+        """Counts the FLOPs of the enclosed forward pass, which has `tokens` tokens."""
         with FlopCounterMode(display=False) as counter:
             yield
         self.flops_per_token = counter.get_total_flops() / tokens
 
     def values(self, tokens: int, seconds: float) -> dict[str, float]:
-        """Returns the values to log of a step."""
+        """Returns the values to log for a step."""
         if self._peak is None:
             self._peak = device_peak(self._device)
         flops = 3 * (self.flops_per_token or 0.0) * tokens
@@ -53,7 +54,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def device_peak(device: torch.device) -> float:
-    """Returns the peak FLOP/s of a GPU by its data sheet, or of another device by timing a large fp32 matmul."""
+    """Returns the peak FLOP/s: of a known GPU from its data sheet, else from timing a large fp32 matmul."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for known, peak in PEAKS.items():
@@ -64,7 +65,7 @@ def device_peak(device: torch.device) -> float:
 
 @functools.cache
 def _matmul_flops(device: torch.device, threads: int) -> float:
-    """Returns the FLOP/s of a matmul with so many threads, timed once in a process."""
+    """Returns the FLOP/s of a matmul. It is timed once in a process for each number of threads."""
     size = 1024
     a = torch.ones(size, size, device=device)
     best = min(_seconds(a) for _ in range(3))
@@ -77,11 +78,11 @@ def _seconds(a: Tensor) -> float:
     return time.perf_counter() - started
 
 
-WAITED = 2  # the first steps allocate and choose kernels
+WAITED = 2  # steps to skip, because the first ones allocate memory and choose kernels
 
 
 class StepProfiler:
-    """Records `steps` steps after the first two with torch's profiler, into a Chrome trace."""
+    """Records `steps` steps, after the first two, with torch's profiler. Writes a Chrome trace."""
 
     def __init__(self, steps: int, path: Path) -> None:
         self._steps, self._path = steps, path
@@ -99,7 +100,7 @@ class StepProfiler:
         return self
 
     def step(self) -> None:
-        """Is called after each training step."""
+        """Tells the profiler that a training step has ended."""
         self._profile.step()
 
     def __exit__(self, *exception: object) -> None:

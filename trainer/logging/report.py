@@ -1,4 +1,4 @@
-"""What a finished run shows: `report.html`, one page that needs no other file, and a plot of the loss."""
+"""Writes the report of a finished run: `report.html`, one page that needs no other file, and a plot of the loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ td + td {{ font-variant-numeric: tabular-nums }} svg {{ width: 100%; height: aut
 
 
 def write_report(path: Path, records: list[dict[str, float]], arguments: Mapping[str, Any], *, title: str) -> None:
-    """Writes the page from `metrics.jsonl`'s records and the run's arguments."""
+    """Writes the page from the records of `metrics.jsonl` and the run's arguments."""
     train = [record for record in records if "train/loss" in record]
     valid = [record for record in records if "valid/loss" in record]
     results: dict[str, str] = {}
@@ -49,8 +49,8 @@ def write_report(path: Path, records: list[dict[str, float]], arguments: Mapping
 
 
 def _plots(train: list[dict[str, float]], valid: list[dict[str, float]]) -> str:
-    """Loss, learning rate and gradient norm over the steps, as inline SVG."""
-    from matplotlib.figure import Figure  # here, for only one rank draws
+    """Returns plots of loss, learning rate and gradient norm over the steps, as inline SVG."""
+    from matplotlib.figure import Figure  # imported here because only one rank plots
 
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     loss, *others = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 1))
@@ -84,8 +84,8 @@ def _table(rows: Mapping[str, str]) -> str:
 def plot_loss(
     records: list[dict[str, float]], path: Path, *, tokens_per_step: int, unigram_entropy: float, title: str
 ) -> None:
-    """Draws `metrics.jsonl`'s records into a PNG. Losses and entropy are in nats per token."""
-    from matplotlib.figure import Figure  # here, for only one rank draws
+    """Plots the records of `metrics.jsonl` to a PNG. Losses and entropy are in nats per token."""
+    from matplotlib.figure import Figure  # imported here because only one rank plots
 
     train = np.array([(r["step"], r["train/loss"]) for r in records if "train/loss" in r])
     valid = np.array([(r["step"], r["valid/loss"]) for r in records if "valid/loss" in r])
@@ -106,7 +106,7 @@ def plot_loss(
 
 
 def smoothed(values: np.ndarray, share: float = 0.02) -> np.ndarray:
-    """Running means over the last `share` of the points, of fewer at the beginning."""
+    """Returns running means over a window of `share` of the points. The window is shorter at the beginning."""
     width = max(1, int(share * len(values)))
     sums = np.concatenate([[0.0], np.cumsum(values)])
     ends = np.arange(1, len(values) + 1)

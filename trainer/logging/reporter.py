@@ -1,4 +1,4 @@
-"""Progress on the console, and logged values in metrics.jsonl, TensorBoard and Weights & Biases."""
+"""Shows progress on the console, and logs values to metrics.jsonl, TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-LINES_WITHOUT_TERMINAL = 20  # how often a run into a log file says where it is
+LINES_WITHOUT_TERMINAL = 20  # number of progress lines if the output is a file
 
 
 class Sink(Protocol):
-    """Where logged values go."""
+    """A destination of logged values."""
 
     def log(self, step: int, values: dict[str, float]) -> None: ...
 
@@ -29,11 +29,11 @@ class Sink(Protocol):
 
 
 class MetricsFile:
-    """`metrics.jsonl`: a line for each step that is logged."""
+    """Writes `metrics.jsonl`, with a line for each logged step."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: TextIO | None = None  # until the first line, for a run that goes on puts another file in its place
+        self._file: TextIO | None = None  # opened at the first line, because resuming replaces the file before
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self._file = self._file or self._path.open("a", buffering=1)
@@ -45,7 +45,11 @@ class MetricsFile:
 
 
 class TensorBoard:
-    """first_step: of a run that was killed, what was logged after it is hidden."""
+    """Writes TensorBoard events.
+
+    Args:
+        first_step: The step at which the run starts or resumes. Events of later steps from before a kill are hidden.
+    """
 
     def __init__(self, folder: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
@@ -61,6 +65,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
+    """Logs to Weights & Biases."""
+
     def __init__(self, name: str | None, arguments: dict[str, Any], folder: Path) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
@@ -74,7 +80,7 @@ class WeightsAndBiases:
 
 
 class Reporter(Protocol):
-    """Is told what happens in a run; open while training runs. Only the first rank's shows and logs it."""
+    """Receives the events of a run, and is open while training runs. Only the first rank's shows and logs them."""
 
     def __enter__(self) -> Any: ...
 
@@ -90,7 +96,7 @@ class Reporter(Protocol):
 
 
 class RunReporter:
-    """Shows progress on the console and gives every logged value to the sinks."""
+    """Shows progress on the console, and passes every logged value to the sinks."""
 
     def __init__(self, console: Console, sinks: Sequence[Sink], *, first_step: int, total_steps: int | None) -> None:
         self._console = console
@@ -144,7 +150,7 @@ class RunReporter:
 
 
 class SilentReporter:
-    """For every rank but the first."""
+    """Ignores all events; for every rank except the first."""
 
     def __enter__(self) -> SilentReporter:
         return self
