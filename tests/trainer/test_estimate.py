@@ -196,4 +196,4 @@ def test_a_folder_of_another_family(tmp_path, capsys):
     assert main([str(tmp_path), "--length", "64", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["parameters_on_rank"] > 50432 * 64
     assert main([str(tmp_path), "--length", "64", "--tp", "2"]) == 2
-    assert "no family of the zoo" in capsys.readouterr().err
+    assert "not a family of the zoo" in capsys.readouterr().err
