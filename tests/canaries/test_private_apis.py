@@ -412,6 +412,7 @@ def test_the_restricted_unpickler_takes_our_storages():
         from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 
         assert (MAGIC_NUMBER, PROTOCOL_VERSION) == (0x1950A86A20F9469CFC6C, 1001)
-        unpickler: Any = _weights_only_unpickler.Unpickler(io.BytesIO(b"\x80\x02X\3\0\0\0keyQ."), encoding="utf-8")
+        saved_id = b"\x80\x02(X\7\0\0\0storageK\1tQ."  # the pickle of a persistent id, ("storage", 1)
+        unpickler: Any = _weights_only_unpickler.Unpickler(io.BytesIO(saved_id), encoding="utf-8")
         unpickler.persistent_load = lambda saved: ("found", saved)
-        assert unpickler.load() == ("found", "key")
+        assert unpickler.load() == ("found", ("storage", 1))
