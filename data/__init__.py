@@ -14,9 +14,15 @@ if TYPE_CHECKING:
     from .indexed.format import dtype_for_vocabulary
     from .indexed.merge import merge_datasets, split_dataset
     from .indexed.writer import IndexedDatasetWriter, WriterState
-    from .loading.batching import EpochShuffle, LengthBuckets, PackedDataset, pack_lengths
-    from .loading.collate import PadBatch
-    from .loading.loader import ResumableLoader, Share
+    from .loading.loader import (
+        EpochShuffle,
+        LengthBuckets,
+        PackedDataset,
+        PadBatch,
+        ResumableLoader,
+        Share,
+        pack_lengths,
+    )
     from .loading.stream import DocumentRecords, IterableRecords, ResumableStream
     from .objectives.bert import SentencePairDataset, SentencePairs
     from .objectives.blank_infilling import BlankInfilling
@@ -46,7 +52,7 @@ _MODULES = {
     "BlockDataset": "pairs.datasets",
     "Corpus": "text.corpus",
     "DocumentRecords": "loading.stream",
-    "EpochShuffle": "loading.batching",
+    "EpochShuffle": "loading.loader",
     "GLMDataset": "objectives.glm",
     "GLMMixture": "objectives.glm",
     "GLMTokens": "tokenizers.glm_tokens",
@@ -55,12 +61,12 @@ _MODULES = {
     "IndexedDatasetWriter": "indexed.writer",
     "IterableRecords": "loading.stream",
     "LIBAI_MT5": "objectives.t5",
-    "LengthBuckets": "loading.batching",
+    "LengthBuckets": "loading.loader",
     "Masking": "objectives.masking",
     "ObjectiveDataset": "objectives.packed",
-    "PackedDataset": "loading.batching",
+    "PackedDataset": "loading.loader",
     "PackedTokens": "objectives.packed",
-    "PadBatch": "loading.collate",
+    "PadBatch": "loading.loader",
     "PrefixLM": "objectives.prefix_lm",
     "PrepareOptions": "text.prepare",
     "PrepareReport": "text.prepare",
@@ -88,7 +94,7 @@ _MODULES = {
     "load_tokenizer": "tokenizers.tokenizer",
     "masked_dataset": "objectives.roberta",
     "merge_datasets": "indexed.merge",
-    "pack_lengths": "loading.batching",
+    "pack_lengths": "loading.loader",
     "prepare_corpus": "text.corpus",
     "prepare_dataset": "text.prepare",
     "python_stdlib": "text.sources",

@@ -1,18 +1,21 @@
-"""Batches for one rank, resumable by a single number: how many samples all ranks have consumed together."""
+"""Samples to batches: their order, what shares a batch or a row, padding, and a loader of one rank's batches.
+
+The loader is resumable by a single number: how many samples all ranks have consumed together.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from ..objectives.labels import without_labels
-from .collate import PadBatch
+from ..objectives.labels import IGNORED, without_labels
 
 Collate = Callable[[Sequence[Any]], Any]
 
@@ -153,3 +156,189 @@ def seed_generators(*key: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)  # without a look at devices, which takes longer than all the rest
+
+
+class SizedSamples(Protocol):
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> dict[str, np.ndarray]: ...
+
+
+class EpochShuffle:
+    """Sample at place n of an endless run over `size` samples, each epoch shuffled; for
+    `ResumableLoader(order=…)`.
+    """
+
+    def __init__(self, size: int, seed: int = 1234) -> None:
+        if size < 1:
+            raise ValueError("there are no samples to shuffle")
+        self.size, self.seed = size, seed
+        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
+
+    def __call__(self, place: int) -> int:
+        epoch, within = divmod(place, self.size)
+        if self._order[0] != epoch:
+            self._order = epoch, self.epoch_order(epoch)
+        return int(self._order[1][within])
+
+    def epoch_order(self, epoch: int) -> np.ndarray:
+        """All sample numbers, int64 [size], in the order of one epoch."""
+        return np.random.default_rng([self.seed, 8, epoch]).permutation(self.size)
+
+
+class LengthBuckets(EpochShuffle):
+    """An epoch's order in which the samples of a global batch have similar lengths.
+
+    Windows of `window` global batches are sorted by length and cut into batches, which are then shuffled.
+    Every sample comes once per epoch; batches line up with global batches as long as consumption began at a
+    multiple.
+    """
+
+    def __init__(self, lengths: Sequence[int], global_batch: int, *, seed: int = 1234, window: int = 50) -> None:
+        super().__init__(len(lengths), seed)
+        if global_batch < 1 or window < 1:
+            raise ValueError(f"global_batch is {global_batch} and window {window}; both must be at least 1")
+        self.lengths = np.asarray(lengths)
+        self.global_batch, self.window = global_batch, window
+
+    def epoch_order(self, epoch: int) -> np.ndarray:
+        generator = np.random.default_rng([self.seed, 9, epoch])
+        shuffled = generator.permutation(self.size)
+        # Epochs follow each other without a gap: the first samples complete the batch that the last epoch
+        # began.
+        head = min(-epoch * self.size % self.global_batch, self.size)
+        stop = head + (self.size - head) // self.global_batch * self.global_batch
+        step = self.window * self.global_batch
+        windows = [shuffled[start : min(start + step, stop)] for start in range(head, stop, step)]
+        ordered = [part[np.argsort(self.lengths[part], kind="stable")] for part in windows]
+        batches = np.concatenate([*ordered, shuffled[:0]]).reshape(-1, self.global_batch)
+        batches = batches[generator.permutation(len(batches))]
+        return np.concatenate([shuffled[:head], batches.ravel(), shuffled[stop:]])
+
+
+def pack_lengths(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Groups of sample numbers whose lengths fit `capacity`: best fit, longest first, in O(n log n).
+
+    Raises:
+        ValueError: a sample longer than the capacity.
+    """
+    order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
+    groups: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (free, group), sorted
+    for number in order:
+        length = int(lengths[number])
+        if length > capacity:
+            raise ValueError(f"sample {number} has {length} tokens, more than a pack of {capacity} holds")
+        at = bisect_left(room, (length, -1))
+        if at == len(room):
+            groups.append([])
+            free, group = capacity, len(groups) - 1
+        else:
+            free, group = room.pop(at)
+        groups[group].append(number)
+        insort(room, (free - length, group))
+    return [sorted(group) for group in groups]
+
+
+class PackedDataset:
+    """Several samples in one of at most `length` tokens, told apart by positions and segments.
+
+    Each item has `input_ids`, `labels`, `position_ids` (from 0 in each sample) and `segment_ids` (1, 2, …;
+    padding is 0), int64 [n]. A token may attend only within its segment; the first label of each is −100,
+    because the token before it belongs to another.
+    """
+
+    def __init__(self, samples: SizedSamples, length: int) -> None:
+        self.samples = samples
+        self.length = length
+        sizes = [len(samples[number]["input_ids"]) for number in range(len(samples))]
+        self.groups = pack_lengths(sizes, length)
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        parts = [self.samples[number] for number in self.groups[index]]
+        sizes = [len(part["input_ids"]) for part in parts]
+        labels = [part["labels"].copy() for part in parts]
+        for label in labels:
+            label[:1] = IGNORED
+        return {
+            "input_ids": np.concatenate([part["input_ids"] for part in parts]),
+            "labels": np.concatenate(labels),
+            "position_ids": np.concatenate([np.arange(size) for size in sizes]),
+            "segment_ids": np.repeat(np.arange(1, len(sizes) + 1), sizes),
+        }
+
+
+@dataclass(frozen=True)
+class PadBatch:
+    """Stack samples (dicts of arrays) into `{name: tensor [B, …]}`, padding the last dimension where they
+    differ.
+
+    Labels are padded with −100 and everything else with 0, except `input_ids`, which get `pad_token_id`.
+    Where a sample has no `attention_mask` of its own, `input_ids` get one: int64 of their shape, 1 on tokens
+    and 0 on padding.
+
+    Args:
+        pad_token_id: fills `input_ids`.
+        lengths: fixed length of a name's last dimension, such as {"input_ids": 512, "labels": 128}; a longer
+            sample is a ValueError. Other names are padded to the longest sample.
+        multiple_of: padded lengths are rounded up to a multiple of this (8 suits tensor cores).
+        attention_mask: whether to add the mask.
+    """
+
+    pad_token_id: int = 0
+    lengths: dict[str, int] = field(default_factory=dict)
+    multiple_of: int = 1
+    attention_mask: bool = True
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+
+        if not samples:
+            raise ValueError("a batch needs at least one sample")
+        check_names(samples)
+        rows = {name: [np.asarray(sample[name]) for sample in samples] for name in samples[0]}
+        batch = {name: self._stack(name, values) for name, values in rows.items()}
+        if self.attention_mask and "attention_mask" not in batch and "input_ids" in batch:
+            tokens = [np.ones_like(value, np.int64) for value in rows["input_ids"]]
+            batch["attention_mask"] = _pad(tokens, batch["input_ids"].shape[-1], 0)
+        return {name: torch.from_numpy(values) for name, values in batch.items()}
+
+    def _stack(self, name: str, values: Sequence[np.ndarray]) -> np.ndarray:
+        for row, value in enumerate(values):
+            if value.ndim != values[0].ndim or value.shape[:-1] != values[0].shape[:-1]:
+                raise ValueError(
+                    f"{name!r} has shape {values[0].shape} in the first sample of a batch and {value.shape} in sample "
+                    f"{row} (from 0); they may differ in the last dimension alone"
+                )
+        if values[0].ndim == 0:
+            return np.stack(values)  # [B]
+        longest = max(value.shape[-1] for value in values)
+        length = self.lengths.get(name) or -(-longest // self.multiple_of) * self.multiple_of
+        if longest > length:
+            raise ValueError(f"a sample has {longest} {name}, more than the fixed length {length}")
+        return _pad(values, length, {"input_ids": self.pad_token_id, "labels": IGNORED}.get(name, 0))
+
+
+def check_names(samples: Sequence[Mapping[str, Any]]) -> None:
+    """ValueError unless all samples of a batch have the same names."""
+    for row, sample in enumerate(samples):
+        for name in samples[0].keys() ^ sample.keys():
+            lacking, having = (row, 0) if name in samples[0] else (0, row)
+            raise ValueError(
+                f"sample {lacking} of a batch (from 0) has no {name!r}, which sample {having} has; give it to all "
+                "samples, or to none"
+            )
+
+
+def common_dtype(values: Sequence[np.ndarray]) -> np.dtype:
+    """What holds all of them; empty ones have no say, for Python's empty lists are of float64."""
+    return np.result_type(*([value.dtype for value in values if value.size] or [value.dtype for value in values]))
+
+
+def _pad(values: Sequence[np.ndarray], length: int, fill: int) -> np.ndarray:
+    out = np.full((len(values), *values[0].shape[:-1], length), fill, common_dtype(values))
+    for row, value in zip(out, values, strict=True):
+        row[..., : value.shape[-1]] = value
+    return out

@@ -22,8 +22,7 @@ from ..objectives.labels import without_labels
 from ..text.documents import OnBad, fail_on_bad
 from ..text.records import read_chunk
 from ..text.sources import Source, plan_chunks
-from .collate import PadBatch
-from .loader import Collate, Share, seed_generators
+from .loader import Collate, PadBatch, Share, seed_generators
 
 UNSHUFFLED_WINDOW = 256
 

@@ -12,8 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 from ..indexed.dataset import IndexedDataset
-from ..loading.collate import PadBatch
-from ..loading.loader import ResumableLoader, Samples, Share
+from ..loading.loader import PadBatch, ResumableLoader, Samples, Share
 from ..tokenizers.glm_tokens import DEFAULT_VOCABULARY, GLMVocabulary
 from ..tokenizers.tokenizer import Tokenizer
 

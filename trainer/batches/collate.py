@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...data import PadBatch
-from ...data.loading.collate import check_names, common_dtype
+from ...data.loading.loader import check_names, common_dtype
 
 Batch = dict[str, Tensor]
 
