@@ -52,7 +52,7 @@ class BertEncoder(nn.Module):
 
     def __init__(self, config: BertConfig, mesh: ParallelMesh | None, parallel_config: ParallelConfig) -> None:
         super().__init__()
-        self.config, self.mesh = config, mesh
+        self.config, self.mesh, self.max_sequence_length = config, mesh, config.max_sequence_length
         self.sequence_parallel = parallel_config.sequence_parallel
         self.recompute_blocks = parallel_config.recompute == "full"
         size = config.hidden_size
@@ -78,7 +78,7 @@ class BertEncoder(nn.Module):
         """The embedding output and each block's output, [B, S, H] or [B, S/tp, H], and the word embeddings' table for
         a head."""
         if position_ids is None:
-            position_ids = position_ids_of(input_ids, self.config)
+            position_ids = self.default_position_ids(input_ids)
         if token_type_ids is None:
             token_type_ids = torch.zeros_like(input_ids[:1])
         x, table = self.word_embeddings.embed(input_ids)
@@ -90,6 +90,24 @@ class BertEncoder(nn.Module):
             x = checkpoint(block, x, mask) if self.recompute_blocks else block(x, mask)
             hidden_states.append(x)
         return tuple(hidden_states), table
+
+    def default_position_ids(self, input_ids: Tensor) -> Tensor:
+        """int64 [1, S], or [B, S] where padding has a position of its own.
+
+        Then the other tokens count on from it, wherever the padding is: cumsum(token is not padding) + padding
+        position, as in fairseq and transformers.
+
+        Raises:
+            ValueError: more tokens than positions.
+        """
+        length, most = input_ids.shape[1], self.max_sequence_length
+        if length > most:
+            raise ValueError(f"the sequence has {length} tokens, but the model only {most} positions")
+        padding = self.position_embeddings.padding_idx
+        if padding is None:
+            return torch.arange(length, device=input_ids.device)[None]
+        is_token = input_ids != self.config.pad_token_id
+        return is_token.cumsum(1) * is_token + padding
 
     def first_token(self, x: Tensor) -> Tensor:
         """[B, S, H] or [B, S/tp, H] -> the first token's [B, H] on every rank"""
@@ -234,18 +252,3 @@ class BertForSequenceClassification(BertModel, SequenceClassifier):
     def classify(self, first: Tensor) -> Tensor:
         """The first token's state [B, H] -> [B, num_labels]"""
         return self.classifier(self.dropout(self.pooler(first).tanh()))
-
-
-def position_ids_of(input_ids: Tensor, config: BertConfig) -> Tensor:
-    """int64 [1, S], or [B, S] where padding has a position of its own.
-
-    Then the other tokens count on from it, wherever the padding is: cumsum(token is not padding) + padding position,
-    as in fairseq and transformers. Raises `ValueError` for more tokens than positions.
-    """
-    length = input_ids.shape[1]
-    if length > config.max_sequence_length:
-        raise ValueError(f"the sequence has {length} tokens, but the model only {config.max_sequence_length} positions")
-    if config.position_padding_idx is None:
-        return torch.arange(length, device=input_ids.device)[None]
-    is_token = input_ids != config.pad_token_id
-    return is_token.cumsum(1) * is_token + config.position_padding_idx
