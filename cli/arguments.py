@@ -1,4 +1,4 @@
-"""Command-line arguments from dataclasses, with a YAML file's values as defaults."""
+"""Parses command-line arguments into dataclasses, with a YAML file's values as defaults."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ YAML_NAMES = {"true": "True", "false": "False", "null": "None"}
 
 
 class ConfigLoader(yaml.SafeLoader):
-    """YAML 1.2's floating-point numbers: 1e-4 is one, though YAML 1.1, PyYAML's, has it a text."""
+    """Reads floating-point numbers as in YAML 1.2: 1e-4 is a number. In YAML 1.1, PyYAML's version, it is a string."""
 
 
 ConfigLoader.add_implicit_resolver(
@@ -40,12 +40,19 @@ def parse(
     defaults: Path | None = None,
     overrides: bool = False,
 ) -> Arguments:
-    """Arguments of the dataclass `kind`; `--config file.yaml` among them gives defaults, else the file `defaults`.
+    """Parses a command line into an object of the dataclass `kind`.
 
-    `-` and `_` are one in names, and those of FlagAI and transformers are taken too. overrides: `key=value` means
-    `--key value`, and `part.key=value` a field of the dataclass in the field `part`; values are written as in YAML. A
-    mistake in the command exits with code 2 after a message; `quiet` (every rank but the first) keeps the message back.
-    Values that do not fit raise `ValueError`.
+    In names, `-` and `_` are equivalent, and the names of FlagAI and transformers are accepted too. An unknown option
+    exits with code 2 after a message.
+
+    Args:
+        quiet: Do not print that message; for every rank except the first.
+        defaults: A YAML file with defaults, used if `--config` does not name one.
+        overrides: Accept `key=value` as `--key value`, and `part.key=value` for a field of the dataclass in the field
+            `part`. Values are written as in YAML.
+
+    Raises:
+        ValueError: the dataclass refuses a value, or the YAML file cannot be used.
     """
     config = _config_file(argv) or defaults
     default = kind(**read_yaml(kind, config)) if config else kind()
@@ -56,8 +63,10 @@ def parse(
 
 
 def read_yaml(kind: type, path: Path) -> dict[str, Any]:
-    """The values of a YAML file whose keys are `kind`'s fields, or aliases of them; a field that is a dataclass
-    has keys of its own."""
+    """Returns the values of a YAML file, whose keys are `kind`'s fields or aliases of them.
+
+    A field that is a dataclass has a nested mapping as its value.
+    """
     try:
         values = yaml.load(path.read_text(), ConfigLoader) or {}  # a SafeLoader
     except FileNotFoundError:
@@ -70,7 +79,7 @@ def read_yaml(kind: type, path: Path) -> dict[str, Any]:
 
 
 def _checked(kind: type, values: Any, path: Path, part: str) -> dict[str, Any]:
-    """`values` by the names of `kind`'s fields, in which `part` is what came before in the file."""
+    """Returns `values` by the names of `kind`'s fields. `part` is the dotted prefix of their keys, for messages."""
     if not isinstance(values, dict):
         where = f"{part.rstrip('.')} in {path}" if part else path
         raise ValueError(f"--config: {where} must hold `name: value` lines, not a {type(values).__name__}")
@@ -81,7 +90,7 @@ def _checked(kind: type, values: Any, path: Path, part: str) -> dict[str, Any]:
         if name not in taken:
             close = difflib.get_close_matches(name, taken, n=1)
             hint = f"; did you mean {part}{close[0]}?" if close else ""
-            raise ValueError(f"--config: {path} sets {part}{name}, which is no argument{hint}")
+            raise ValueError(f"--config: {path} sets {part}{name}, which is not an argument{hint}")
     try:
         named = resolve_aliases(named, known)
     except ValueError as error:
@@ -91,7 +100,7 @@ def _checked(kind: type, values: Any, path: Path, part: str) -> dict[str, Any]:
 
 
 def _part(kind: Any, value: Any, path: Path, part: str) -> Any:
-    """A field's value; that of a field that is a dataclass is made from keys of its own."""
+    """Returns a field's value. For a field that is a dataclass, it is created from the nested mapping."""
     nested = isinstance(kind, type) and is_dataclass(kind)
     return kind(**_checked(kind, value, path, part)) if nested else value
 
@@ -116,10 +125,16 @@ VALUES = {"True": True, "true": True, "False": False, "false": False, "None": No
 
 
 def resolve_alias_options(argv: Sequence[str], default: Any) -> list[str]:
-    """The options of the dataclass `default`, whose values they replace, in the one form that tyro reads.
+    """Returns the command line with all options in the form that tyro reads.
 
-    Besides our names they may have FlagAI's or transformers', as in `--learning_rate` and `--bf16`; a boolean may have
-    a value, as in `--bf16=False` or `--bf16 False`. ValueError for a boolean with another value.
+    Options may have FlagAI's or transformers' names, as in `--learning_rate` and `--bf16`. A boolean may have a value,
+    as in `--bf16=False` or `--bf16 False`.
+
+    Args:
+        default: An object of the arguments' dataclass, with the default values.
+
+    Raises:
+        ValueError: a boolean has another value.
     """
     kinds = get_type_hints(type(default), include_extras=True)
     aliases = argument_aliases(kinds)
@@ -155,10 +170,10 @@ def _truth(name: str, value: str, optional: bool) -> bool | None:
 
 
 def _switched(options: list[str], target: str, value: str, on: bool | None, default: Any) -> list[str]:
-    """With a switch that sets `target` to `value`. One that is off leaves other options as they are."""
+    """Returns the options with a switch that sets `target` to `value`. A switch that is off does not change others."""
     if on:
         return [*options, f"--{target}={value}"]
     if getattr(default, target) != value:
         return options
     off = next(field.default for field in fields(default) if field.name == target)
-    return [f"--{target}={off}", *options]  # the last one wins
+    return [f"--{target}={off}", *options]  # if an option occurs twice, the last one counts

@@ -1,4 +1,4 @@
-"""`shardzoo bench kernels`: the fused operators against PyTorch, on this machine."""
+"""Implements `shardzoo bench kernels`: compares the fused operators with PyTorch on this machine."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class Kernels:
     """Measure the fused kernels: correctness first, then time and bandwidth.
 
-    A wrong result is reported as such, and no speed is printed for it.
+    If a result is wrong, this is reported, and no speed is printed for it.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run; auto is a GPU if there is one."""
+    """Device to run on; auto is a GPU if there is one."""
     op: tuple[str, ...] = ()
     """Operators to measure; all by default."""
     dtype: tuple[Literal["float32", "bfloat16", "float16"], ...] = ("float32", "bfloat16")
-    """Types to measure."""
+    """Data types to measure."""
     repetitions: int = 15
-    """Interleaved rounds; every contender runs once in each."""
+    """Rounds; every implementation runs once in each."""
     threads: int = 0
     """CPU threads; 0 leaves torch's choice."""
     scale: float = 1.0
-    """Multiplies the leading size, for quick runs."""
+    """Factor of the leading dimension, for quick runs."""
     compile: bool = True
     """Also measure torch.compile of the PyTorch code."""
     json: Path | None = None
@@ -51,7 +51,7 @@ class Kernels:
 
 
 def main(argv: list[str]) -> int:
-    """Run `bench <what>`. 0, or 1 if a result was wrong, 2 for a misuse."""
+    """Runs `bench <what>`. Returns 0, 1 if a result is wrong, or 2 after a user's error."""
     what, *rest = argv or ["--help"]
     if what != "kernels":
         print("usage: shardzoo bench kernels [options]     (--help shows them)")
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
 
 
 def run(options: Kernels) -> int:
-    """Measure, print, and write what was asked for. Raises ValueError for an unknown operator."""
+    """Measures, prints, and writes the requested files. Raises ValueError for an unknown operator."""
     device = options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -82,7 +82,7 @@ def run(options: Kernels) -> int:
         for dtype in options.dtype if not options.op or case.name in options.op else ():
             with console.status(f"{case.name} {dtype}"):
                 results.append(attempt(case, device, dtype, options))
-            if options.json:  # after each, so that a run cut short leaves what it has measured
+            if options.json:  # written after each case, so that an interrupted run leaves its results
                 report = {"environment": facts, "results": [result.to_dict() for result in results]}
                 options.json.write_text(json.dumps(report, indent=1) + "\n")
     console.print(", ".join(f"{name} {value}" for name, value in facts.items()), highlight=False)
@@ -100,7 +100,7 @@ def run(options: Kernels) -> int:
 
 
 def attempt(case: Case, device: str, dtype: str, options: Kernels) -> Result:
-    """Measure one case. What stops it, such as too little memory, is its error and does not stop the other cases."""
+    """Measures one case. A failure, such as too little memory, is recorded and does not stop the other cases."""
     settings = {"repetitions": options.repetitions, "compiled": options.compile}
     try:
         return measure(case, device, DTYPES[dtype], **settings)
@@ -114,7 +114,7 @@ def attempt(case: Case, device: str, dtype: str, options: Kernels) -> Result:
 
 
 def environment(device: str) -> dict[str, str]:
-    """What a figure depends on besides the code."""
+    """Returns the facts besides the code that the results depend on."""
     facts = {"torch": torch.__version__, "threads": str(torch.get_num_threads())}
     if device == "cuda":
         facts["GPU"] = torch.cuda.get_device_name()
@@ -126,7 +126,7 @@ def environment(device: str) -> dict[str, str]:
 
 
 def processor() -> str:
-    """The processor's name."""
+    """Returns the processor's name."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
@@ -134,7 +134,7 @@ def processor() -> str:
 
 
 def table(results: list[Result]) -> Table:
-    """One row per operator and dtype; times are of forward and backward unless they say otherwise."""
+    """Returns a table with a row per operator and dtype. Times include forward and backward unless stated otherwise."""
     rivals = sorted({name.partition("_")[0] for r in results for name in r.timings} & {"liger", "quack"})
     columns = ["op", "dtype", "shape", "kernels", "ours ms", "spread", "eager ms", "x eager", "x compile"]
     columns += [*(f"x {library}" for library in rivals), "copy GB/s"]
@@ -146,7 +146,7 @@ def table(results: list[Result]) -> Table:
 
 
 def row(result: Result, rivals: list[str]) -> list[str]:
-    """The table's cells for one result."""
+    """Returns the table's cells for one result."""
     cells = [result.op, result.dtype, "x".join(map(str, result.shape)), result.variant]
     if result.error:
         return [*cells, "FAILED" if result.error.startswith("failed") else "WRONG"]
@@ -163,12 +163,12 @@ def row(result: Result, rivals: list[str]) -> list[str]:
 
 
 def times(ratio: float | None) -> str:
-    """A ratio, or a dash where nothing was measured."""
+    """Returns a ratio as text, or a dash if nothing was measured."""
     return "-" if ratio is None else f"{ratio:.2f}"
 
 
 def plot(results: list[Result], path: Path) -> None:
-    """A bar per contender: GB/s of forward and backward, with the copy as a line."""
+    """Plots a bar per implementation: GB/s of forward and backward, with the copy as a line."""
     import matplotlib
 
     matplotlib.use("Agg")

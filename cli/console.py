@@ -1,4 +1,4 @@
-"""What a command shows on the terminal: mistakes, aligned columns, facts, and progress."""
+"""Formats a command's output on the terminal: errors, tables, lists of values, and progress."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ USAGE_ERROR = 2
 
 
 def exit_code_of(work: Callable[[], int], *, quiet: bool = False) -> int:
-    """Runs `work`; a user's mistake (`ValueError`) becomes one message on stderr and exit code 2."""
+    """Runs `work`. A user's error (`ValueError`) becomes one message on stderr and exit code 2."""
     try:
         return work()
     except ValueError as error:
@@ -27,7 +27,7 @@ def print_error(error: ValueError) -> None:
 
 
 def columns(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A plain table; the last column is aligned to the right."""
+    """Returns a plain table, whose last column is aligned to the right."""
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
     lines = []
     for row in (titles, *rows):
@@ -37,12 +37,13 @@ def columns(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def facts(values: Mapping[str, object]) -> str:
+    """Returns a line for each name and value."""
     width = max(map(len, values))
     return "\n" + "\n".join(f"{name.replace('_', ' '):<{width}}  {value}" for name, value in values.items())
 
 
 def gigabytes(count: int) -> str:
-    """`1.42 GB`, or smaller units where that would be nothing; units of powers of 1000."""
+    """Returns a size such as `1.42 GB`, in the largest unit (a power of 1000) that fits."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:
             return f"{count / size:.3g} {unit}"
@@ -51,7 +52,7 @@ def gigabytes(count: int) -> str:
 
 @contextmanager
 def transfer_progress(*, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """A bar with speed and remaining time on a terminal, nothing elsewhere."""
+    """Shows a progress bar with speed and remaining time on a terminal, and nothing elsewhere."""
     if quiet or not sys.stderr.isatty():
         yield lambda done, total: None
         return

@@ -1,4 +1,4 @@
-"""`shardzoo convert`: split, merge, reshard, verify and look into checkpoints."""
+"""`shardzoo convert`: splits, merges, reshards, verifies and inspects checkpoints."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ class Converting(Common):
     overwrite: bool = False
     """Replace the destination if it exists."""
     resume: bool = False
-    """Go on with an interrupted conversion."""
+    """Continue an interrupted conversion."""
     jobs: int | None = None
     """Threads; by default one for each core, at most four."""
     dtype: DType | None = None
-    """Convert floating-point tensors to this type; by default every byte stays as it is."""
+    """Convert floating-point tensors to this type; by default every byte is unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConversion(Common):
-    """Show every tensor, its split and its bytes, and what a conversion would take. Writes nothing."""
+    """Show every tensor, its split and its bytes, and what a conversion would need. Writes nothing."""
 
     source: Positional[Path]
-    """The folder to look at."""
+    """The folder to inspect."""
     tp: int | None = None
-    """Plan a split over this many ranks; without it, a merge."""
+    """Plan a split over this many ranks; by default, plan a merge."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class MergeShards(Converting):
 
 @dataclass(frozen=True, kw_only=True)
 class ReshardCheckpoint(Converting):
-    """Split shards anew, over another number of ranks."""
+    """Split shards over another number of ranks."""
 
     tp: int = 2
     """Number of ranks."""
@@ -99,7 +99,7 @@ class VerifyCheckpoint(Common):
     second: Positional[Path | None] = None
     """Another folder with the same weights."""
     round_trip: bool = False
-    """Prove that converting loses nothing: convert into a temporary folder, compare with the original."""
+    """Prove that converting loses nothing: convert to a temporary folder, and compare it with the original."""
     logits: bool = False
     """Run the split model and transformers on the same tokens, and show the largest difference of the logits."""
     tp: int | None = None
@@ -113,7 +113,7 @@ class InspectCheckpoint(Common):
     """Show what a folder holds."""
 
     folder: Positional[Path]
-    """The folder to look at."""
+    """The folder to inspect."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +136,8 @@ Command = Union[  # noqa: UP007 - tyro reads the annotations of a Union at run t
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done, or equal. 1: `verify` or `diff` found differences. 2: refused, after a message on stderr."""
-    command_type: Any = Command  # a Union, which tyro reads
+    """Runs the command. Returns 0, 1 if `verify` or `diff` found differences, or 2 after a user's error."""
+    command_type: Any = Command  # Any for type checkers; tyro itself accepts a Union
     command = tyro.cli(
         command_type,
         prog="shardzoo convert",
@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(command: AnyCommand) -> int:
-    """The exit code of a command. The user's disk is named in a `ValueError`, not in a traceback."""
+    """Runs a command; returns its exit code. An `OSError` of the user's disk becomes a `ValueError`."""
     try:
         return COMMANDS[type(command)](command)
     except OSError as error:
@@ -164,7 +164,7 @@ def run_conversion(command: SplitCheckpoint | MergeShards | ReshardCheckpoint) -
     if isinstance(command, ReshardCheckpoint):
         source = open_checkpoint(command.source, command.config)
         if source.kind == "huggingface":
-            raise ValueError(f"{command.source} is a {source.description}; `split` it")
+            raise ValueError(f"{command.source} is a {source.description}; use `split` instead of `reshard`")
     started = time.monotonic()
     try:
         with transfer_progress(quiet=command.json) as report:
@@ -175,7 +175,7 @@ def run_conversion(command: SplitCheckpoint | MergeShards | ReshardCheckpoint) -
                     command.source, command.destination, command.tp, options, report, command.format
                 )
     except KeyboardInterrupt:
-        print("interrupted; go on with --resume", file=sys.stderr)
+        print("interrupted; continue with --resume", file=sys.stderr)
         return INTERRUPTED
     _print_outcome(command, outcome, time.monotonic() - started)
     return 0
@@ -203,7 +203,7 @@ def _print_outcome(command: Converting, outcome: Outcome, seconds: float) -> Non
     if command.json:
         print(json.dumps({**asdict(outcome), "seconds": seconds, "destination": str(command.destination)}))
         return
-    kept = f", of which {gigabytes(outcome.kept)} were there already" if outcome.kept else ""
+    kept = f", of which {gigabytes(outcome.kept)} already existed" if outcome.kept else ""
     print(
         f"{command.destination}: {outcome.tensors:,} tensors, {gigabytes(outcome.nbytes)}{kept}, "
         f"in {seconds:.1f} s ({speed / 1e9:.2f} GB/s)"
@@ -274,7 +274,7 @@ def run_verify(command: VerifyCheckpoint) -> int:
 
     options = Options(jobs=command.jobs, config_file=command.config)
     if command.logits + command.round_trip + (command.second is not None) > 1:
-        raise ValueError("a second folder, --round-trip and --logits are checks of their own: ask for one of them")
+        raise ValueError("a second folder, --round-trip and --logits are separate checks: use one of them")
     if command.logits:
         return _run_logits(command)
     with transfer_progress(quiet=command.json) as report:

@@ -1,4 +1,4 @@
-"""`shardzoo data`: prepare, merge, split and look at corpora, and train tokenizers."""
+"""Implements `shardzoo data`: prepares, merges, splits and inspects corpora, and trains tokenizers."""
 
 from __future__ import annotations
 
@@ -25,26 +25,25 @@ from ..data.tokenizers.training import train_byte_level_bpe, train_sentencepiece
 
 @dataclass(frozen=True)
 class Prepare:
-    """Tokenise text into PREFIX.bin and PREFIX.idx. A run that was stopped goes on when it is started again."""
+    """Tokenize text into PREFIX.bin and PREFIX.idx. An interrupted run continues when it is started again."""
 
     output: Path
     """PREFIX of the files to write."""
     tokenizer: Path
-    """tokenizer.json, SentencePiece .model, or a folder with one."""
+    """tokenizer.json, SentencePiece .model, or a folder with one of them."""
     input: tuple[Path, ...] = ()
-    """Text file, JSON lines, parquet, a folder of those, or a Hugging Face dataset folder; default: the
-    Python
+    """Text file, JSON lines, parquet, a folder of those, or a Hugging Face dataset folder; by default the Python
     standard library."""
     workers: int = 1
-    """Processes."""
+    """Number of processes."""
     text_key: str = "text"
     """Key or column of the text."""
     append_eos: bool = True
     """End every document with the end-of-text token."""
     eos_token: str | None = None
-    """Which token that is; default: the tokenizer's."""
+    """The end-of-text token; by default the tokenizer's."""
     split_sentences: bool = False
-    """One sequence per sentence, for sentence pairs."""
+    """Write one sequence per sentence, for sentence pairs."""
     on_bad_record: Literal["skip", "fail"] = "skip"
     """What to do with records that hold no text."""
     resume: bool = True
@@ -68,10 +67,10 @@ class Prepare:
 
 @dataclass(frozen=True)
 class Merge:
-    """Write the documents of several datasets one after the other."""
+    """Concatenate the documents of several datasets."""
 
     inputs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Prefixes."""
+    """PREFIX of each dataset."""
     output: Path
     """PREFIX of the files to write."""
 
@@ -82,14 +81,14 @@ class Merge:
 
 @dataclass(frozen=True)
 class Inspect:
-    """Say what a dataset holds, after checking it."""
+    """Check a dataset, and show what it holds."""
 
     prefix: Annotated[Path, tyro.conf.Positional]
     """PREFIX of the files."""
     tokenizer: Path | None = None
-    """Show the beginning of the first documents with this tokenizer."""
+    """Tokenizer with which to show the beginning of the first documents."""
     documents: int = 3
-    """How many."""
+    """Number of documents to show."""
 
     def run(self, console: Console) -> None:
         dataset = IndexedDataset(self.prefix)
@@ -111,9 +110,9 @@ class Split:
     output: Path
     """PREFIX of the files to write."""
     shares: tuple[float, float, float] = (0.9, 0.05, 0.05)
-    """Of train, valid and test; they sum to 1, and 0 leaves a part out."""
+    """Shares of train, valid and test. They must add up to 1; 0 leaves a part out."""
     seed: int = 1234
-    """Chooses the documents."""
+    """Seed of the random choice of documents."""
 
     def run(self, console: Console) -> None:
         names = (Path(f"{self.output}_{part}") for part in ("train", "valid", "test"))
@@ -124,16 +123,16 @@ class Split:
 
 @dataclass(frozen=True)
 class TrainTokenizer:
-    """Train a byte-level BPE (GPT2's), a SentencePiece unigram (T5's) or a WordPiece (BERT's) tokenizer."""
+    """Train a tokenizer: byte-level BPE (GPT-2's), SentencePiece unigram (T5's) or WordPiece (BERT's)."""
 
     output: Path
-    """Folder to write; transformers' AutoTokenizer loads it."""
+    """Folder to write; transformers' AutoTokenizer can load it."""
     input: tuple[Path, ...] = field(default=())
-    """As for `prepare`."""
+    """Texts, as for `prepare`."""
     kind: Literal["bpe", "sentencepiece", "wordpiece"] = "bpe"
-    """Which."""
+    """Kind of tokenizer."""
     vocab_size: int = 32000
-    """Entries."""
+    """Number of entries."""
     text_key: str = "text"
     """Key or column of the text."""
 
@@ -157,8 +156,8 @@ Command = (
 
 
 def main(argv: list[str]) -> int:
-    """Run `shardzoo data …`; 0, or 2 with one line on standard error for a mistake."""
-    command_type: Any = Command  # a Union, which tyro reads
+    """Runs `shardzoo data …`. Returns 0, or 2 after a user's error and one line on stderr."""
+    command_type: Any = Command  # Any for type checkers; tyro itself accepts a Union
     command = tyro.cli(command_type, args=argv, prog="shardzoo data")
     try:
         command.run(Console())
@@ -173,7 +172,7 @@ def _print_report(console: Console, report: PrepareReport) -> None:
         f"{report.documents} documents, {report.tokens} tokens, {report.bytes / 1e6:.1f} MB in "
         f"{report.seconds:.1f} s "
         f"({report.documents_per_second:.0f} documents/s, {report.megabytes_per_second:.1f} MB/s)"
-        + (f"; {report.resumed_chunks} chunks were there already" if report.resumed_chunks else ""),
+        + (f"; {report.resumed_chunks} chunks already existed" if report.resumed_chunks else ""),
         soft_wrap=True,
     )
     _print_bad(console, report)

@@ -1,4 +1,4 @@
-"""`shardzoo doctor`: what is built, what runs on each device, and why what does not run does not."""
+"""`shardzoo doctor`: shows what is built, which kernels run on each device, and why the others do not."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ..ops import current_choice, library
 
 @dataclass
 class Doctor:
-    """Say what is built and what is used."""
+    """Show which kernels are built and used."""
 
 
 def main(argv: list[str]) -> int:
-    """Print the report. 0, or 1 if SHARDZOO_KERNELS forces kernels that cannot run here."""
+    """Prints the report. Returns 0, or 1 if SHARDZOO_KERNELS forces kernels that cannot run here."""
     tyro.cli(Doctor, args=argv, prog="shardzoo doctor", description=__doc__)
     console = Console(highlight=False, soft_wrap=True)
     for title, facts in (("Machine", machine()), ("Compiled parts", compiled()), ("Kernels", used())):
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
 
 
 def machine() -> dict[str, str]:
-    """Versions, and the compilers that a build would find."""
+    """Returns the versions, and the compilers that a build would find."""
     facts = {
         "python": platform.python_version(),
         "torch": f"{torch.__version__}, {torch.get_num_threads()} threads",
@@ -52,7 +52,7 @@ def machine() -> dict[str, str]:
 
 
 def nvcc_version() -> str:
-    """nvcc's release, or that there is none."""
+    """Returns nvcc's path and release, or a text that says there is none."""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         return "none on PATH"
@@ -62,7 +62,7 @@ def nvcc_version() -> str:
 
 
 def compiled() -> dict[str, str]:
-    """The compiled modules: what they were built with, or why they are not there."""
+    """Returns what the compiled modules were built with, or why they are missing."""
     error = library.load_error()
     facts = {"kernel library": error or str(library.COMPILED)}
     if error is None:
@@ -85,7 +85,7 @@ def compiled() -> dict[str, str]:
 
 
 def used() -> dict[str, str]:
-    """For each device type: which variant runs, and why the others do not."""
+    """Returns which variant runs on each device type, and why the others do not."""
     facts = {"SHARDZOO_KERNELS": current_choice()}
     for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
         try:

@@ -1,4 +1,4 @@
-"""`shardzoo estimate`: whether a training run fits a device, before it is started."""
+"""Implements `shardzoo estimate`: whether a training run fits a device, without running it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DOES_NOT_FIT = 1
 
 @dataclass(frozen=True)
 class EstimateArguments:
-    """Says how much memory training takes on a device, and whether it fits.
+    """Estimates how much memory training takes on a device, and whether it fits.
 
     The exit code is 0 if it fits (or no --device-memory is given), 1 if not.
     """
@@ -34,15 +34,15 @@ class EstimateArguments:
     model: Annotated[str, tyro.conf.Positional]
     """A preset, or a folder or file with a Hugging Face config.json, of a family of the zoo or any other decoder."""
     device_memory: float | None = None
-    """GiB of the device, as it is sold: 24, 40, 80."""
+    """Memory of the device in GiB, as advertised: 24, 40, 80."""
     micro_batch_size: int = 1
     """Sequences in one forward pass of a rank."""
     length: int | None = None
-    """Tokens in a sequence, of an encoder-decoder's source; by default the model's longest."""
+    """Tokens in a sequence, or in an encoder-decoder's source; by default the model's maximum."""
     target_length: int | None = None
-    """Tokens in an encoder-decoder's target; by default as the source."""
+    """Tokens in an encoder-decoder's target; by default as many as in the source."""
     padded: bool = True
-    """Whether batches come with an attention mask."""
+    """Whether batches have an attention mask."""
     accumulation_steps: int = 1
     """Micro-batches for one optimizer step."""
     tp: int = 1
@@ -50,19 +50,19 @@ class EstimateArguments:
     dp: int = 1
     """Data-parallel size."""
     zero_stage: Literal[0, 1, 2, 3] | None = None
-    """DeepSpeed ZeRO; by default no DeepSpeed, and 1 under tensor parallelism."""
+    """DeepSpeed's ZeRO stage; by default no DeepSpeed, or stage 1 under tensor parallelism."""
     sequence_parallel: bool = False
     """Also split norms, dropouts and residuals along the sequence."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Recompute activations in the backward pass: those of attention, or of whole blocks."""
+    """Recompute activations in the backward pass: those of attention (selective), or of whole blocks (full)."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """Of parameters and activations; the optimizer keeps fp32 copies."""
+    """Precision of parameters and activations; the optimizer keeps fp32 copies."""
     optimizer: Literal["adamw", "adafactor", "lion", "lamb"] = "adamw"
     freeze: tuple[Literal["embeddings", "encoder", "decoder"], ...] = ()
     """Parts that are not trained."""
     device: Literal["cuda", "cpu"] = "cuda"
     json: bool = False
-    """Print JSON, in bytes."""
+    """Print JSON; sizes are in bytes."""
 
     def job(self, longest: int) -> Job:
         return Job(
@@ -84,7 +84,7 @@ class EstimateArguments:
 
 
 def find_any_config(name: str) -> tuple[Any, int]:
-    """The configuration of a family of the zoo, or transformers' own of another, and the longest sequence."""
+    """Returns the configuration, of a family of the zoo or else transformers' own, and the longest sequence."""
     path = Path(name) / CONFIG if Path(name).is_dir() else Path(name)
     values = read_folder_json(path.parent, path.name) or {}
     if isinstance(values.get("model_type"), str) and values["model_type"] not in FAMILIES:
@@ -97,7 +97,7 @@ def find_any_config(name: str) -> tuple[Any, int]:
 
 
 def result_of(found: Estimate, arguments: EstimateArguments, largest: int | None) -> dict[str, Any]:
-    """What `--json` prints: bytes, but for counts of parameters and sequences."""
+    """Returns the values that `--json` prints: counts of parameters and sequences; all others are bytes."""
     peak = found.peak
     result: dict[str, Any] = {
         "model": arguments.model,
@@ -113,7 +113,7 @@ def result_of(found: Estimate, arguments: EstimateArguments, largest: int | None
 
 
 def table_of(found: Estimate, arguments: EstimateArguments) -> Table:
-    """The lines of the peak."""
+    """Returns a table of the memory in use at the peak."""
     share = f"{found.parameters:,} parameters" + (" on a rank" if arguments.tp > 1 else "")
     trained = "" if found.trained == found.parameters else f", {found.trained:,} of them trained"
     table = Table(title=f"{arguments.model}: {share}{trained}", title_justify="left", box=box.SIMPLE, pad_edge=False)
@@ -139,6 +139,7 @@ def verdict(found: Estimate, device_memory: float, largest: int, asked: int) -> 
 
 
 def main(argv: list[str]) -> int:
+    """Runs the command. Returns 0 if the run fits, 1 if it does not, 2 after a user's error."""
     arguments = tyro.cli(EstimateArguments, prog="shardzoo estimate", args=argv)
 
     def run() -> int:

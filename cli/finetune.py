@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-# Read when the first tensor is made: huge pages speed memory-bound work on a CPU up.
+# torch reads it at the first tensor. Huge pages speed up memory-bound work on a CPU.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import tyro
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FinetuneCommand(FinetuningArguments):
-    """Everything `finetune.py` can be told."""
+    """The arguments of `finetune.py`."""
 
     freeze_encoder: bool = False
     freeze_decoder: bool = False
     freeze_embeddings: bool = False
     prompt_list: tuple[str, ...] = ()
-    """New tokens whose input vectors are all that is trained: a soft prompt, before every source."""
+    """New tokens of a soft prompt before every source. Only their input vectors are trained."""
     lora_rank: int = 0
-    """Rank of LoRA weights, which are then all that is trained; needs --no-native."""
+    """Rank of LoRA weights. Above 0, only these are trained; needs --no-native."""
     lora_alpha: int = 16
     lora_target_modules: tuple[str, ...] = ()
     """Names of the linear layers that get LoRA weights; by default peft's choice for the model."""
 
     config: Path | None = None
-    """YAML file with values for these arguments; the command line wins."""
+    """YAML file with values for these arguments; the command line takes precedence."""
     local_rank: Annotated[int, tyro.conf.arg(help="Set by launchers.")] = 0
 
     def __post_init__(self) -> None:
@@ -52,21 +52,21 @@ class FinetuneCommand(FinetuningArguments):
         for name in ("prompt_list", "lora_target_modules"):
             object.__setattr__(self, name, texts(name, getattr(self, name)))
         if self.prompt_list and self.lora_rank:
-            raise ValueError("prompt_list and lora_rank both freeze the model and train something else: use one")
+            raise ValueError("prompt_list and lora_rank both freeze the model to train other weights: use one of them")
         if self.lora_rank < 0:
-            raise ValueError(f"lora_rank cannot be negative, and is {self.lora_rank}")
+            raise ValueError(f"lora_rank must not be negative, but is {self.lora_rank}")
 
 
 def texts(name: str, given: Any) -> tuple[str, ...]:
-    """What a YAML file or the command line gives as a text or a list of them."""
+    """Returns a tuple from the value of a YAML file or the command line, a string or a list of strings."""
     found = (given,) if isinstance(given, str) else given
     if not isinstance(found, Sequence) or not all(isinstance(text, str) for text in found):
-        raise ValueError(f"{name} must be a list of texts, not {given!r}")
+        raise ValueError(f"{name} must be a list of strings, not {given!r}")
     return tuple(found)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done. 2: refused, after a message on stderr. Else the exit code of the process that failed first."""
+    """Runs the command. Returns 0, 2 after a user's error, or the exit code of the process that failed first."""
     launch = RankInfo.from_environment()
     given = sys.argv[1:] if argv is None else argv
 
@@ -79,12 +79,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_script() -> NoReturn:
-    """`main` as the whole of a process."""
+    """Runs `main`, and ends the process with its exit code."""
     end_process(main())
 
 
 def make_trainer(arguments: FinetuneCommand) -> Finetuning:
-    """A trainer whose files are read and whose model is ready. Ends this process where it starts the missing ones."""
+    """Returns a trainer whose files are read and whose model is ready.
+
+    If the processes of the run do not exist yet, it starts them, and ends this process with their exit code.
+    """
     if not arguments.model_name_or_path:
         raise ValueError("--model-name-or-path is missing: name the folder of a model")
     if arguments.train_file is None and arguments.validation_file is None and arguments.test_file is None:
@@ -105,12 +108,12 @@ def make_trainer(arguments: FinetuneCommand) -> Finetuning:
 
 
 def validates(arguments: FinetuningArguments) -> bool:
-    """Whether some file, or a part of the training file, is there to validate on."""
+    """Returns whether there is validation data: a file, or a part of the training file."""
     return arguments.validation_file is not None or arguments.validation_split > 0
 
 
 def run(trainer: Finetuning) -> None:
-    """Trains, saves and evaluates, as far as files are named for it."""
+    """Trains, saves, validates and tests, each if the arguments name a file for it."""
     arguments, console = trainer.arguments, trainer.console
     if arguments.train_file is not None:
         trainer.model_summary()

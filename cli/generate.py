@@ -1,4 +1,4 @@
-"""`shardzoo generate`: prompts from the command line, a file or standard input; JSON lines, or text as it comes."""
+"""`shardzoo generate`: reads prompts from the command line, a file or standard input; prints JSON lines or a stream."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ DTYPES = Literal["float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True)
 class GenerateArguments(GenerationSettings):
-    """What to generate, from what, and how."""
+    """The model, the prompts, and the settings of generation."""
 
     model: str = ""
     """A Hugging Face folder or a shardzoo folder, with its tokenizer."""
     prompt: tuple[str, ...] = ()
     """Prompts."""
     file: Path | None = None
-    """A file with a prompt on each line, or JSON lines (.jsonl) with a `prompt` or `text`; without it and without
-    --prompt, standard input."""
+    """A file with a prompt on each line, or JSON lines (.jsonl) with a `prompt` or `text`. Without --file and --prompt,
+    prompts are read from standard input."""
     tp: int = 1
-    """Processes that share the model; they are started here."""
+    """Tensor-parallel size; this command starts the processes."""
     stream: bool = False
     """Show text as it is generated, one prompt at a time, instead of JSON lines."""
     full_text: bool = True
@@ -44,19 +44,19 @@ class GenerateArguments(GenerationSettings):
     batch_size: int = 8
     """Prompts that are decoded together."""
     dtype: DTYPES | None = None
-    """Of the weights; by default as stored."""
+    """Data type of the weights; by default as stored."""
     glm_vocabulary: GLMVocabulary | None = None
-    """Which vocabulary a GLM extends, where its size does not tell."""
+    """Which vocabulary a GLM extends, if its size does not determine it."""
     config: Path | None = None
-    """YAML file with values for these arguments; the command line wins."""
+    """YAML file with values for these arguments; the command line takes precedence."""
 
-    # Lists of lists cannot be written on a command line; a YAML file can give them.
+    # Lists of lists cannot be written on a command line, but a YAML file can contain them.
     bad_words_ids: Annotated[Any, tyro.conf.Suppress] = None
     sequence_bias: Annotated[Any, tyro.conf.Suppress] = None
 
 
 def given_settings(arguments: GenerateArguments, argv: Sequence[str]) -> dict[str, Any]:
-    """The settings that the command line or its YAML file names; all others are left to the model's own file."""
+    """Returns the settings that the command line or its YAML file names. The model's own file decides the others."""
     named = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in argv if word.startswith("--")}
     if arguments.config is not None:
         named |= read_yaml(GenerateArguments, arguments.config).keys()
@@ -65,7 +65,7 @@ def given_settings(arguments: GenerateArguments, argv: Sequence[str]) -> dict[st
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done. 2: refused, after a message on stderr. Else the exit code of the process that failed first."""
+    """Runs the command. Returns 0, 2 after a user's error, or the exit code of the process that failed first."""
     from ..trainer.launch.rank_info import RankInfo
 
     launch = RankInfo.from_environment()
@@ -85,7 +85,7 @@ def start(argv: Sequence[str] | None, launch: RankInfo, quiet: bool) -> int:
     if arguments.tp < 1 or arguments.batch_size < 1:
         raise ValueError(f"--tp {arguments.tp} and --batch-size {arguments.batch_size} must be at least 1")
     if not Path(arguments.model).is_dir():
-        raise ValueError(f"--model: {arguments.model} is no folder; download the model first")
+        raise ValueError(f"--model: {arguments.model} is not a folder; download the model first")
     if arguments.prompt and arguments.file:
         raise ValueError("--prompt and --file are both given: use one of them")
     if not arguments.prompt and arguments.file is None and sys.stdin is None:
@@ -146,7 +146,7 @@ def show(
 
         tokenizer: Any = pipeline.tokenizer
         if not pipeline.streams:
-            raise ValueError("--stream shows text that is continued or answered, but this model fills blanks")
+            raise ValueError("--stream works only for continuations and answers, but this model fills blanks")
         streamer = TextStreamer(tokenizer, skip_prompt=not arguments.full_text, skip_special_tokens=True)
         pipeline(batch, streamer=streamer, **settings)
         return
@@ -160,7 +160,7 @@ def waits_for_a_person(arguments: GenerateArguments) -> bool:
 
 
 def read_prompts(arguments: GenerateArguments) -> Iterator[str]:
-    """ValueError for a file that is missing or holds something else."""
+    """Yields the prompts. Raises ValueError for a file that is missing or has another format."""
     if arguments.prompt:
         yield from arguments.prompt
     elif arguments.file is None:

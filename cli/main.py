@@ -1,4 +1,4 @@
-"""`shardzoo <command>`: finds the command's module and imports nothing else, so that light commands start fast."""
+"""Runs `shardzoo <command>`. It imports only the module of that command, so that simple commands start fast."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from collections.abc import Sequence
 
 from .. import __version__
 
-# command -> (module with `main(argv) -> exit code`, what it does)
+# command -> (module with `main(argv) -> exit code`, help text)
 COMMANDS = {
     "pretrain": ("shardzoo.cli.pretrain", "pretrain a model on text"),
     "finetune": ("shardzoo.cli.finetune", "fine-tune a model on pairs, labelled texts or plain text"),
     "convert": ("shardzoo.cli.convert", "split, merge, reshard and verify checkpoints"),
     "generate": ("shardzoo.cli.generate", "continue, answer or fill in texts with a model"),
     "models": ("shardzoo.cli.models", "list families, presets and their sizes"),
-    "estimate": ("shardzoo.cli.estimate", "say whether a training run fits a device's memory"),
+    "estimate": ("shardzoo.cli.estimate", "estimate whether a training run fits a device's memory"),
     "data": ("shardzoo.cli.data", "prepare, merge, split and inspect corpora; train tokenizers"),
     "bench": ("shardzoo.cli.bench", "measure the fused kernels"),
-    "doctor": ("shardzoo.cli.doctor", "say what is built and what is used"),
+    "doctor": ("shardzoo.cli.doctor", "show which kernels are built and used"),
 }
 
 USAGE_ERROR = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns its exit code, or 2 for an unknown command."""
     command, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
     if command in ("-h", "--help"):
         print(usage())

@@ -1,4 +1,4 @@
-"""`shardzoo models`: families, presets, and what each needs on a rank."""
+"""Implements `shardzoo models`: lists families and presets, and the memory that each needs on a rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..trainer.estimate.model import ITEMSIZE
 from .console import exit_code_of
 
 OPTIMIZER_BYTES = {"none": 0, "adam": 8, "sgd": 0, "momentum": 4, "lion": 4}
-"""Of fp32 state for each parameter."""
+"""Bytes of fp32 state for each parameter."""
 GIB = 1 << 30
 
 
@@ -33,14 +33,20 @@ class ModelsArguments:
     tp: int = 1
     """Tensor-parallel size."""
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """Of weights and gradients."""
+    """Data type of weights and gradients."""
     optimizer: Literal["none", "sgd", "momentum", "lion", "adam"] = "adam"
-    """Its state is in fp32, and beside 16-bit weights it keeps an fp32 copy of them; "none" is inference."""
+    """Optimizer; its state is in fp32, and it keeps an fp32 copy of 16-bit weights. "none" is inference."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """parameters: of the unsplit model without padding. on_rank: of the largest rank, with padding. legal: sizes."""
+    """The size of a model.
+
+    Attributes:
+        parameters: Elements of the unsplit model, without padding.
+        on_rank: Elements of the largest rank, with padding; None if the model cannot be split so.
+        legal: Tensor-parallel sizes that the model can be split into.
+    """
 
     parameters: int
     on_rank: int | None
@@ -48,7 +54,7 @@ class Size:
 
 
 def measure(config: ModelConfig, tensor_parallel_size: int) -> Size:
-    """From the model on meta. on_rank is None for a size that the model cannot be split into."""
+    """Measures the model, which is built on the meta device."""
     model = build_on_meta(config, None)
     legal = legal_sizes(model)
     can_be_split = tensor_parallel_size in legal
@@ -58,7 +64,7 @@ def measure(config: ModelConfig, tensor_parallel_size: int) -> Size:
 
 
 def bytes_on_rank(parameters: int, dtype: str, optimizer: str) -> int:
-    """Of weights, and when training of gradients, optimizer state and its fp32 copy of 16-bit weights."""
+    """Returns the bytes of the weights; for training also of gradients, optimizer state and fp32 master weights."""
     each = ITEMSIZE[dtype]
     if optimizer != "none":
         each += ITEMSIZE[dtype] + OPTIMIZER_BYTES[optimizer] + (4 if dtype != "fp32" else 0)
@@ -66,7 +72,11 @@ def bytes_on_rank(parameters: int, dtype: str, optimizer: str) -> int:
 
 
 def select(names: Sequence[str]) -> list[tuple[str, ModelConfig]]:
-    """The presets of the named families, and the named presets and folders. ValueError for what is neither."""
+    """Returns the presets of the named families, and the named presets and folders.
+
+    Raises:
+        ValueError: a name is neither a family, a preset nor a folder.
+    """
     if not names:
         return list(presets())
     found = []
@@ -76,7 +86,7 @@ def select(names: Sequence[str]) -> list[tuple[str, ModelConfig]]:
 
 
 def table_of(arguments: ModelsArguments) -> Table:
-    """One row for each model."""
+    """Returns a table with a row for each model."""
     purpose = "inference" if arguments.optimizer == "none" else f"training with {arguments.optimizer}"
     table = Table(
         title=f"{arguments.dtype}, {purpose}, {arguments.tp} tensor-parallel rank{'s' if arguments.tp > 1 else ''}",
@@ -104,7 +114,7 @@ def main(argv: list[str]) -> int:
             raise ValueError(f"--tp must be at least 1, not {arguments.tp}")
         console = Console(width=None if sys.stdout.isatty() else 160)
         console.print(table_of(arguments))
-        console.print("Activations, and buffers of the engine, come on top: see `shardzoo estimate`.", style="dim")
+        console.print("Activations and the engine's buffers are not included: see `shardzoo estimate`.", style="dim")
         return 0
 
     return exit_code_of(run)

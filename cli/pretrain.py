@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NoReturn
 
-# Read when the first tensor is made: huge pages speed memory-bound work on a CPU up.
+# torch reads it at the first tensor. Huge pages speed up memory-bound work on a CPU.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import tyro
@@ -28,15 +28,15 @@ from .rank_errors import exit_code_of_rank
 
 @dataclass(frozen=True)
 class PretrainCommand(PretrainingArguments):
-    """Everything `pretrain.py` can be told."""
+    """The arguments of `pretrain.py`."""
 
     config: Path | None = None
-    """YAML file with values for these arguments; the command line wins."""
+    """YAML file with values for these arguments; the command line takes precedence."""
     local_rank: Annotated[int, tyro.conf.arg(help="Set by launchers.")] = 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done. 2: refused, after a message on stderr. Else the exit code of the process that failed first."""
+    """Runs the command. Returns 0, 2 after a user's error, or the exit code of the process that failed first."""
     launch = RankInfo.from_environment()
 
     def work() -> int:
@@ -55,18 +55,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_script() -> NoReturn:
-    """`main` as the whole of a process."""
+    """Runs `main`, and ends the process with its exit code."""
     end_process(main())
 
 
 def read_arguments(argv: Sequence[str], *, quiet: bool) -> PretrainCommand:
-    """The command line's arguments; with `--resume`, over those that the run was started with."""
+    """Returns the command line's arguments. With `--resume`, the run's saved arguments are the defaults."""
     describe = {"program": "pretrain.py", "description": __doc__ or "", "quiet": quiet}
     arguments = parse(PretrainCommand, argv, **describe)
     if not arguments.resume:
         return arguments
     if arguments.output_dir is None:
-        raise ValueError("--resume goes on with the run in --output-dir: name that folder too")
+        raise ValueError("--resume continues the run in --output-dir: name that folder too")
     saved = RunFolder(Path(arguments.output_dir)).arguments_file
     if not saved.exists():
         raise ValueError(f"--resume: {arguments.output_dir} holds no run; start one without --resume")
@@ -74,7 +74,7 @@ def read_arguments(argv: Sequence[str], *, quiet: bool) -> PretrainCommand:
     for name, value in read_yaml(PretrainCommand, saved).items():
         if name in FIXED and getattr(arguments, name) != value:
             raise ValueError(
-                f"--resume: the run has {name}={value}, and {getattr(arguments, name)} would make it another run; "
+                f"--resume: the run has {name}={value}, which cannot change to {getattr(arguments, name)}; "
                 f"leave {name} out, or start a new run in another --output-dir"
             )
     return arguments

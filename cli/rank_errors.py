@@ -1,4 +1,4 @@
-"""Reports a user's mistake on several ranks: each message once, whichever ranks find it."""
+"""Reports a user's error on several ranks: prints each message once, whichever ranks raise it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ..trainer.launch.rank_info import RankInfo
 from .console import USAGE_ERROR, print_error
 
 PACKAGE = __name__.partition(".")[0]
-PATIENCE = timedelta(seconds=5)  # ranks that raise the same error raise it at nearly the same time
+PATIENCE = timedelta(seconds=5)  # time in which all ranks with the same error are expected to raise it
 
 
 def exit_code_of_rank(work: Callable[[], int], launch: RankInfo) -> int:
-    """Runs `work` on this rank; a user's mistake (`ValueError`) becomes exit code 2 and a message on stderr.
+    """Runs `work` on this rank. A user's error (`ValueError`) becomes exit code 2 and a message on stderr.
 
-    The first rank reports a mistake that all ranks make. A mistake that only other ranks make is reported by them.
+    The first rank reports an error that all ranks raise. An error that only other ranks raise is reported by them.
     """
     try:
         return work()
@@ -29,14 +29,14 @@ def exit_code_of_rank(work: Callable[[], int], launch: RankInfo) -> int:
 
 
 def _report_once(error: ValueError, launch: RankInfo) -> None:
-    import torch.distributed as dist  # takes seconds
+    import torch.distributed as dist  # importing torch takes seconds
 
     if not dist.is_initialized():
         # Ranks of one machine have read the same command line and the same files.
         if launch.is_first or (launch.local_rank == 0 and launch.rank >= launch.local_world_size):
             _report(error)
         return
-    # By the group's store and no collective, for another rank may be in one of its own.
+    # This uses the group's store instead of a collective, because another rank may be inside a different collective.
     store = dist.distributed_c10d._get_default_store()
     reported, seen = f"reported: {error}", [f"seen by {rank}: {error}" for rank in range(launch.world_size)]
     if launch.is_first:
@@ -45,13 +45,13 @@ def _report_once(error: ValueError, launch: RankInfo) -> None:
     try:
         store.wait(seen[1:] if launch.is_first else [reported], PATIENCE)
         store.set(seen[launch.rank], "")
-    except RuntimeError:  # a timeout, or the store ended with the first rank: that rank did not raise this error
+    except RuntimeError:  # a timeout, or the store has ended with the first rank, which then did not raise this error
         if not launch.is_first:
             _report(error)
 
 
 def _report(error: ValueError) -> None:
-    """Prints the message; after it the traceback, if the error was raised outside this package."""
+    """Prints the message, and the traceback if the error was raised outside this package."""
     print_error(error)
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     if frame.f_globals["__name__"].partition(".")[0] != PACKAGE:

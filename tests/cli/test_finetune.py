@@ -102,7 +102,7 @@ REFUSED_LATE = [
     (("--load-dir", "nowhere"), "load_dir nowhere holds no checkpoint"),
     (("--save-best", "rouge"), "save_best='rouge' is not among the validation values: loss, perplexity"),
     (("--epochs", "0"), "set epochs or train_steps"),
-    (("--config", "prompt.yaml"), "prompt_list must be a list of texts, not 5"),
+    (("--config", "prompt.yaml"), "prompt_list must be a list of strings, not 5"),
 ]
 
 

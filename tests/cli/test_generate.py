@@ -131,7 +131,7 @@ def test_mistakes(folders, capsys, monkeypatch, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"question": "b"}\n')
     for arguments, message in (
         ([], "--model is missing"),
-        (["--model", "nowhere"], "nowhere is no folder"),
+        (["--model", "nowhere"], "nowhere is not a folder"),
         ([*model, "--prompt", "a", "--file", "b"], "use one of them"),
         ([*model, "--file", "none.txt"], "none.txt is not readable"),
         ([*model, "--file", str(tmp_path / "bad.jsonl")], "line 2 of"),

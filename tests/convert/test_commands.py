@@ -90,7 +90,7 @@ def test_a_merge_into_several_files_loads_with_transformers(run, gpt2_folder, gp
 def test_resharding_a_hugging_face_folder_is_refused(run, gpt2_folder, tmp_path):
     code, _, message = run("reshard", gpt2_folder, tmp_path / "four")
     assert code == 2
-    assert "`split` it" in message
+    assert "use `split`" in message
 
 
 def test_verify_one_folder(run, gpt2_shards, tmp_path):
