@@ -95,7 +95,10 @@ def test_parts_and_overrides(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("model:\n  num_layer: 3\n", r"sets model\.num_layer, which is not an argument; did you mean model\.num_"),
+        (
+            "model:\n  num_layer: 3\n",
+            r"sets model\.num_layer, which is not an argument; did you mean model\.num_layers",
+        ),
         ("model: 3\n", r"model in .*run\.yaml must hold `name: value` lines, not a int"),
     ],
 )
