@@ -208,9 +208,9 @@ def _description(dataset: IndexedDataset) -> Table:
 
 @contextmanager
 def prepare_progress(console: Console) -> Iterator[PrepareProgress]:
-    """A callback for `prepare_dataset` that draws a bar on the console."""
+    """Shows a progress bar on the console; yields the callback for `prepare_dataset`."""
     columns = (
-        TextColumn("tokenising"),
+        TextColumn("tokenizing"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[rates]}"),

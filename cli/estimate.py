@@ -131,7 +131,7 @@ def verdict(found: Estimate, device_memory: float, largest: int, asked: int) -> 
     if spare >= 0:
         text = Text(f"fits {device_memory:g} GiB, with {spare:.2f} GiB to spare", style="bold green")
     else:
-        text = Text(f"does not fit {device_memory:g} GiB, by {-spare:.2f} GiB", style="bold red")
+        text = Text(f"does not fit {device_memory:g} GiB: {-spare:.2f} GiB are missing", style="bold red")
     if largest:
         more = "" if largest == asked else f" (asked for: {asked})"
         return text + Text(f"; the largest micro-batch that fits is {largest}{more}", style="default not bold")

@@ -44,7 +44,7 @@ class Size:
 
     Attributes:
         parameters: Elements of the unsplit model, without padding.
-        on_rank: Elements of the largest rank, with padding; None if the model cannot be split so.
+        on_rank: Elements of the largest rank, with padding; None if the requested tensor-parallel size is not legal.
         legal: Tensor-parallel sizes that the model can be split into.
     """
 

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = check_run(arguments, launch)
         size = arguments.model_parallel_size
         if launch.world_size < size and not arguments.dry_run and not arguments.hostfile:
-            print(f"{launch.world_size} process for --model-parallel-size {size}: starting {size} on this machine")
+            print(f"--model-parallel-size {size} needs {size} processes; starting them on this machine")
         ensure_processes_of(arguments)
         from ..pretraining.recipe import Pretraining  # DeepSpeed takes seconds to import
 

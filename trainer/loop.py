@@ -156,7 +156,7 @@ class TrainingLoop:
                     self.save()
                 if result.stop:
                     self.saver.wait()
-                    reporter.notice(f"stopped by a signal at step {self.step}, which is saved")
+                    reporter.notice(f"stopped by a signal after step {self.step}, which has been saved")
                     raise SystemExit(143)
             self._finish()
 

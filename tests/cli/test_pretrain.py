@@ -64,7 +64,7 @@ def metrics(folder: Path, name: str) -> list[float]:
 
 def test_a_run_starts_what_is_missing_and_ends_well(finished):
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert "1 process for --model-parallel-size 2: starting 2 on this machine" in finished.stdout
+    assert "--model-parallel-size 2 needs 2 processes; starting them on this machine" in finished.stdout
     assert "Traceback" not in finished.stdout + finished.stderr
 
 

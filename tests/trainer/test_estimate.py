@@ -182,7 +182,7 @@ def test_the_command_says_whether_it_fits(capsys):
     assert main([*options, "--device-memory", "40", "--micro-batch-size", str(largest)]) == 0
     assert f"the largest micro-batch that fits is {largest}" in capsys.readouterr().out
     assert main([*options, "--device-memory", "40", "--micro-batch-size", str(largest + 1)]) == 1
-    assert "does not fit 40 GiB, by " in capsys.readouterr().out
+    assert "does not fit 40 GiB: " in capsys.readouterr().out
     assert main([*options, "--device-memory", "16"]) == 1
     assert "no micro-batch fits" in capsys.readouterr().out
 

@@ -14,7 +14,7 @@ class RankInfo:
     """The rank of this process, from the variables that torchrun, deepspeed, srun or our own launcher set.
 
     Attributes:
-        variables: torchrun's variables for this rank, if the launcher has set different ones.
+        variables: The variables of torchrun for this rank, if the launcher has set different ones.
     """
 
     rank: int
