@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..checkpoint.manifest import MANIFEST, Manifest
+from ..checkpoint.new_file import NewFile
 from .journal import JOURNAL, Journal, check_unused
-from .target import NewFile
 
 PARTIAL = ".partial"
 

@@ -21,7 +21,7 @@ from .copying import Digests, run_copies
 from .destination import Destination
 from .journal import Journal
 from .plan import ConversionPlan, plan_conversion, source_state
-from .target import LARGEST_FILE, Target, huggingface_target, shards_target
+from .target import LARGEST_FILE, Target, huggingface_target, legacy_target, shards_target
 
 ProgressReport = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -71,10 +71,7 @@ def split(
     ValueError, with nothing left behind, for anything amiss in the source, sizes that do not divide, and a
     destination that exists or whose disk is too full.
     """
-    if style == "legacy":
-        from .legacy_target import legacy_target as make_target
-    else:
-        make_target = shards_target
+    make_target = legacy_target if style == "legacy" else shards_target
     return _convert(source, destination, options, report, lambda mapped, dtype: make_target(mapped, size, dtype))
 
 

@@ -3,42 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
 
 from ..checkpoint.checkpoint import EXTRAS
 from ..checkpoint.dtypes import FLOATS, item_size
 from ..checkpoint.layout import CheckpointLayout, ParameterPlacement, TensorSlice, place_by_rank
-from ..checkpoint.safetensors_header import make_header
+from ..checkpoint.new_file import STORAGES, NewFile, new_safetensors_file, new_torch_file
 from ..checkpoint.stored_tensor import StoredTensor
 from ..models.mapping import MappedCheckpoint, stacked_ranges, stored_shape
 
-METADATA = {"format": "pt"}
+LEGACY_FOLDER = "release"  # which `latest` names
 LARGEST_FILE = 5 * 10**9  # of a Hugging Face folder, before it is divided into several
-
-
-@dataclass(frozen=True)
-class NewFile:
-    """A safetensors file to be written. name: within the destination. header: its first bytes. size: in all."""
-
-    name: str
-    header: bytes
-    size: int
-
-    def create(self, path: Path) -> None:
-        """Makes the file at its full size, so that a full disk shows before any tensor is copied."""
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        try:
-            os.posix_fallocate(descriptor, 0, self.size)
-            os.pwrite(descriptor, self.header, 0)
-        finally:
-            os.close(descriptor)
-
-    def complete(self, path: Path) -> None:
-        """Called when every tensor is written."""
 
 
 @dataclass(frozen=True)
@@ -63,15 +40,16 @@ def shards_target(mapped: MappedCheckpoint, size: int, dtype: str | None = None)
     shapes = {name: (dtypes[name], p.local_shape(size)) for name, p in mapped.model.parameters.items()}
     files, ranks = [], []
     for rank in range(size):
-        file, tensors = _new_file(f"rank_{rank:02d}.safetensors", shapes)
+        file = new_safetensors_file(f"rank_{rank:02d}.safetensors", shapes)
         files.append(file)
-        ranks.append(tensors)
+        ranks.append(file.tensors)
     placements = place_by_rank(mapped.model.parameters, ranks)
-    extras: dict[str, StoredTensor] = {}
+    extras: Mapping[str, StoredTensor] = {}
     if mapped.layout.extras:
         extra_shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in mapped.layout.extras.items()}
-        file, extras = _new_file(EXTRAS, extra_shapes)
+        file = new_safetensors_file(EXTRAS, extra_shapes)
         files.append(file)
+        extras = file.tensors
     return Target("shards", size, CheckpointLayout(placements, extras), tuple(files))
 
 
@@ -111,7 +89,7 @@ def huggingface_target(mapped: MappedCheckpoint, dtype: str | None = None, large
 
 def _divide(
     shapes: Mapping[str, tuple[str, tuple[int, ...]]], largest_file: int
-) -> tuple[tuple[NewFile, ...], dict[str, StoredTensor], dict[str, str]]:
+) -> tuple[tuple[NewFile, ...], Mapping[str, StoredTensor], dict[str, str]]:
     """Tensors over files of at most `largest_file` bytes, in order; an index where that takes more than one."""
     groups: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
     filled = 0
@@ -123,13 +101,13 @@ def _divide(
         groups[-1][name] = (dtype, shape)
         filled += nbytes
     if len(groups) == 1:
-        file, tensors = _new_file("model.safetensors", groups[0])
-        return (file,), tensors, {}
-    files, tensors = [], {}
-    for number, group in enumerate(groups, 1):
-        file, new = _new_file(f"model-{number:05d}-of-{len(groups):05d}.safetensors", group)
-        files.append(file)
-        tensors |= new
+        file = new_safetensors_file("model.safetensors", groups[0])
+        return (file,), file.tensors, {}
+    files = [
+        new_safetensors_file(f"model-{number:05d}-of-{len(groups):05d}.safetensors", group)
+        for number, group in enumerate(groups, 1)
+    ]
+    tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
     index = {
         "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
         "weight_map": {name: str(tensors[name].file) for name in sorted(tensors)},
@@ -137,12 +115,35 @@ def _divide(
     return tuple(files), tensors, {"model.safetensors.index.json": json.dumps(index, indent=2) + "\n"}
 
 
-def _new_file(name: str, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[NewFile, dict[str, StoredTensor]]:
-    header, offsets = make_header(shapes, METADATA)
-    path = Path(name)
-    tensors = {key: StoredTensor(key, path, dtype, shape, offsets[key]) for key, (dtype, shape) in shapes.items()}
-    size = max((tensor.offset + tensor.nbytes for tensor in tensors.values()), default=len(header))
-    return NewFile(name, header, size), tensors
+def legacy_target(mapped: MappedCheckpoint, size: int, dtype: str | None = None) -> Target:
+    """`size` files under the names of the original GLM, or under shardzoo's own where a family has no such files.
+
+    The vocabulary is not padded under the original names. ValueError if a size does not divide, or a type has no
+    storage class in such files.
+    """
+    model, dtypes = mapped.model, new_dtypes(mapped, dtype)
+    known = model.entries()
+    original = all(len(entry.stored_names()) == 1 and not entry.transpose for entry in known.values())
+    parameters = {name: p.without_padding() if original else p for name, p in model.parameters.items()}
+    names = {name: known[name].stored_names()[0] if original else name for name in parameters}
+    if mapped.layout.extras:
+        raise ValueError(f"mp_rank files hold parameters only, not {next(iter(mapped.layout.extras))}")
+    for name, kind in dtypes.items():
+        if kind not in STORAGES:
+            raise ValueError(f"mp_rank files cannot hold {kind}, which {name} is; choose another --dtype")
+    shapes = {names[name]: (dtypes[name], p.local_shape(size)) for name, p in parameters.items()}
+    files, ranks = [], []
+    for rank in range(size):
+        file = new_torch_file(f"{LEGACY_FOLDER}/mp_rank_{rank:02d}_model_states.pt", shapes, {"mp_world_size": size})
+        files.append(file)
+        ranks.append({name: file.tensors[names[name]] for name in parameters})
+    return Target(
+        "legacy",
+        size,
+        CheckpointLayout(place_by_rank(parameters, ranks)),
+        tuple(files),
+        {"latest": LEGACY_FOLDER + "\n"},
+    )
 
 
 def new_dtypes(mapped: MappedCheckpoint, dtype: str | None) -> dict[str, str]:

@@ -27,8 +27,7 @@ from .engines.schedule import LearningRate
 from .engines.state import group_changes, group_values, load_group_changes
 from .launch.rank_process import StopSignal
 from .launch.ranks import Ranks
-from .logging.nan_diagnosis import diagnose_non_finite
-from .logging.performance import StepProfiler, Throughput
+from .logging.diagnostics import StepProfiler, Throughput, diagnose_non_finite
 from .logging.reporter import Reporter
 
 

@@ -33,7 +33,7 @@ from .evaluation import Metric, check_samples, evaluate, metric_functions
 from .launch.environment import initialize_distributed, keep_freed_memory, single_device
 from .launch.launch import ensure_processes_of
 from .launch.ranks import Ranks, on_first_rank
-from .logging.performance import StepProfiler
+from .logging.diagnostics import StepProfiler
 from .logging.report import write_report
 from .logging.reporter import MetricsFile, Reporter, RunReporter, SilentReporter, TensorBoard, WeightsAndBiases
 from .loop import TrainingLoop

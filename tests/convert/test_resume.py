@@ -34,7 +34,7 @@ def convert(kind: str, source: Path, destination: Path, resume: bool) -> None:
 def server():
     """Starts processes that have imported everything, in milliseconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["shardzoo.convert.operations", "shardzoo.convert.legacy_target"])
+    context.set_forkserver_preload(["shardzoo.convert.operations"])
     return context
 
 

@@ -1,4 +1,4 @@
-"""Measures the performance of training steps: FLOPs utilization, peak memory, and a profiler's trace."""
+"""Diagnostics of training steps: FLOPs utilization, peak memory, a profiler trace, and where a NaN comes from."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
+
+from ..engines.engine import Engine, ForwardStep
 
 # Dense 16-bit matmul, FLOP/s, from the data sheets.
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "V100": 125e12}
@@ -105,3 +107,30 @@ class StepProfiler:
 
     def __exit__(self, *exception: object) -> None:
         self._profile.__exit__(None, None, None)
+
+
+@torch.no_grad()
+def diagnose_non_finite(engine: Engine, forward_step: ForwardStep, batch: dict[str, Any]) -> str:
+    """Repeats a forward pass. Returns a message that names the parameter or module output that is not finite."""
+    for name, parameter in engine.module.named_parameters():
+        if not torch.isfinite(parameter).all():
+            return f"the parameter {name} is not finite"
+    found: list[str] = []
+    hooks = [
+        module.register_forward_hook(_look_at(name, found)) for name, module in engine.module.named_modules() if name
+    ]
+    try:
+        forward_step(batch, engine.model, None)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found[0] if found else "the loss alone is not finite; the outputs of all modules are"
+
+
+def _look_at(name: str, found: list[str]) -> Any:
+    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+        for value in output if isinstance(output, (tuple, list)) else (output,):
+            if isinstance(value, Tensor) and value.is_floating_point() and not torch.isfinite(value).all():
+                found.append(f"{name} ({type(module).__name__}) is the first module whose output is not finite")
+
+    return hook

@@ -1,7 +1,7 @@
-"""Writes `mp_rank_XX_model_states.pt` files: torch's zip format, whose tensors' bytes are filled in later.
+"""Files that will be written: their headers and sizes come first, the bytes of their tensors later.
 
-The pickle in them names the same few functions that `torch.save` names, so that `torch.load(weights_only=True)` and
-every tool that reads such files load them.
+A torch file is in the zip format of `torch.save`. Its pickle names the same few functions that `torch.save` names, so
+`torch.load(weights_only=True)` and every tool that reads such files load it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ from typing import Any
 import torch
 from torch._utils import _rebuild_tensor_v2
 
-from ..checkpoint.dtypes import item_size
-from ..checkpoint.layout import CheckpointLayout, place_by_rank
-from ..checkpoint.stored_tensor import StoredTensor
-from ..models.mapping import MappedCheckpoint
-from .target import NewFile, Target, new_dtypes
+from .dtypes import item_size
+from .safetensors_header import make_header
+from .stored_tensor import StoredTensor
 
-FOLDER = "release"
+METADATA = {"format": "pt"}
 ROOT = "archive"
 ALIGNMENT = 64
 STORAGES = {
@@ -50,41 +48,56 @@ END = struct.Struct("<4s4H2LH")
 FAR = 0xFFFFFFFF  # says that the zip64 field has the number
 
 
-def legacy_target(mapped: MappedCheckpoint, size: int, dtype: str | None = None) -> Target:
-    """`size` files under the names of the original GLM, or under shardzoo's own where a family has no such files.
+@dataclass(frozen=True)
+class NewFile:
+    """A safetensors file that will be written.
 
-    The vocabulary is not padded under the original names. ValueError if a size does not divide, or a type has no
-    storage class in such files.
+    Args:
+        name: Path within the destination.
+        header: Its first bytes.
+        size: Bytes in all.
+        tensors: Where each tensor's bytes go, by name.
     """
-    model, dtypes = mapped.model, new_dtypes(mapped, dtype)
-    known = model.entries()
-    original = all(len(entry.stored_names()) == 1 and not entry.transpose for entry in known.values())
-    parameters = {name: p.without_padding() if original else p for name, p in model.parameters.items()}
-    names = {name: known[name].stored_names()[0] if original else name for name in parameters}
-    if mapped.layout.extras:
-        raise ValueError(f"mp_rank files hold parameters only, not {next(iter(mapped.layout.extras))}")
-    for name, kind in dtypes.items():
-        if kind not in STORAGES:
-            raise ValueError(f"mp_rank files cannot hold {kind}, which {name} is; choose another --dtype")
-    shapes = {names[name]: (dtypes[name], p.local_shape(size)) for name, p in parameters.items()}
-    files, ranks = [], []
-    for rank in range(size):
-        file = new_torch_file(f"{FOLDER}/mp_rank_{rank:02d}_model_states.pt", shapes, {"mp_world_size": size})
-        files.append(file)
-        ranks.append({name: file.tensors[names[name]] for name in parameters})
-    return Target(
-        "legacy", size, CheckpointLayout(place_by_rank(parameters, ranks)), tuple(files), {"latest": FOLDER + "\n"}
-    )
+
+    name: str
+    header: bytes
+    size: int
+    tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
+
+    def create(self, path: Path) -> None:
+        """Makes the file at its full size, so that a full disk shows before any tensor is copied."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            os.posix_fallocate(descriptor, 0, self.size)
+            os.pwrite(descriptor, self.header, 0)
+        finally:
+            os.close(descriptor)
+
+    def complete(self, path: Path) -> None:
+        """Called when every tensor is written."""
+
+
+def new_safetensors_file(name: str, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> NewFile:
+    """A file with these tensors: name -> (dtype, shape)."""
+    header, offsets = make_header(shapes, METADATA)
+    path = Path(name)
+    tensors = {key: StoredTensor(key, path, dtype, shape, offsets[key]) for key, (dtype, shape) in shapes.items()}
+    size = max((tensor.offset + tensor.nbytes for tensor in tensors.values()), default=len(header))
+    return NewFile(name, header, size, tensors)
 
 
 @dataclass(frozen=True)
 class NewTorchFile(NewFile):
-    """pieces: everything that is no tensor, by offset. records: (offset of the local header, of the central one,
-    first byte, length) of each record, whose checksum is known only when it is written."""
+    """A file in torch's zip format that will be written.
+
+    Args:
+        pieces: Everything that is not a tensor, by offset.
+        records: (offset of the local header, of the central one, first byte, length) of each record, whose checksum
+            is known only when its bytes are written.
+    """
 
     pieces: tuple[tuple[int, bytes], ...] = ()
     records: tuple[tuple[int, int, int, int], ...] = ()
-    tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
 
     def create(self, path: Path) -> None:
         super().create(path)
@@ -131,7 +144,7 @@ def new_torch_file(
     }
     records = tuple((place[1], at, place[2], place[3]) for place, at in zip(placed, central, strict=True))
     size = pieces[-1][0] + len(pieces[-1][1])
-    return NewTorchFile(name, pieces[0][1], size, tuple(pieces), records, tensors)
+    return NewTorchFile(name, pieces[0][1], size, tensors, tuple(pieces), records)
 
 
 @dataclass(frozen=True)
