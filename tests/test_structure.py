@@ -122,7 +122,7 @@ def test_a_module_stands_alone_for_a_reason():
 
 
 def test_families_are_named_in_models_alone():
-    """An objective, or a vocabulary, may have the name of the family that it was published with, in a file of its own."""
+    """A file of an objective or a vocabulary may have the name of the family that it was published with."""
     families = {path.name for path in (ROOT / "models").iterdir() if (path / FACE).exists()} - {"common"}
     assert {"gpt2", "bert", "t5"} <= families
     published = {Path("data/objectives"), Path("data/tokenizers")}
