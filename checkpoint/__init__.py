@@ -1,1 +1,1 @@
-"""Tensors on disk: the one reader and writer of checkpoints."""
+"""Reads and writes the tensors of checkpoints on disk; the whole package uses this one reader and writer."""

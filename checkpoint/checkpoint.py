@@ -1,4 +1,4 @@
-"""Opens a checkpoint folder, whatever its format, and lists its tensors; their bytes stay where they are."""
+"""Opens a checkpoint folder of any supported format and lists its tensors, without reading the tensors' bytes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..data.files import checked_file, read_folder_json, read_json_object
 from .folder_files import CONFIG
 from .manifest import MANIFEST, Manifest
 from .safetensors_header import read_header
-from .stored_tensor import StoredTensor, only_names_once
+from .stored_tensor import StoredTensor, index_by_name
 
 Kind = Literal["huggingface", "shards", "legacy"]
 
 EXTRAS = "extras.safetensors"
-# Files of tensor-parallel ranks: the original GLM's and DeepSpeed's, and FlagAI's.
+# Files of tensor-parallel ranks: those of the original GLM and of DeepSpeed, and those of FlagAI.
 LEGACY_FILES = (re.compile(r"mp_rank_(\d{2,})_model_states\.pt"), re.compile(r"pytorch_model_(\d+)\.bin"))
 LEGACY_TRACKERS = ("latest", "latest_checkpointed_iteration.txt")
 WEIGHT_FILES = (
@@ -30,16 +30,16 @@ WEIGHT_FILES = (
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder's tensors and what lies beside them.
+    """The tensors of a checkpoint folder, its configuration, and its manifest.
 
-    Args:
-        kind: "huggingface"; "shards", shardzoo's folders and training checkpoints; "legacy", files of tensor-parallel
-            ranks by the original GLM, DeepSpeed or FlagAI.
-        folder: Where it lies.
-        config: The contents of `config.json`; None without one.
-        ranks: Each tensor-parallel rank's tensors by name; one rank for Hugging Face folders.
-        extras: Of shards only: tensors that are no parameters.
-        manifest: Of shards only.
+    Attributes:
+        kind: "huggingface"; "shards" for shardzoo's folders and training checkpoints; "legacy" for files of
+            tensor-parallel ranks by the original GLM, DeepSpeed or FlagAI.
+        folder: The checkpoint folder.
+        config: The contents of `config.json`, or None if there is no such file.
+        ranks: For each tensor-parallel rank, its tensors by name. A Hugging Face folder has one rank.
+        extras: Tensors that are not parameters of the model; only for "shards".
+        manifest: The contents of `manifest.json`; only for "shards".
     """
 
     kind: Kind
@@ -50,7 +50,7 @@ class Checkpoint:
     manifest: Manifest | None = None
 
     def tensors(self) -> Iterator[StoredTensor]:
-        """All tensors of all files."""
+        """Yields all tensors of all files."""
         for tensors in (*self.ranks, self.extras):
             yield from tensors.values()
 
@@ -73,17 +73,17 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path, config_file: Path | None = None) -> Checkpoint:
-    """Finds out a folder's format and reads its headers.
+    """Detects the format of a checkpoint folder and reads the headers of its files.
 
     Args:
-        folder: The checkpoint.
-        config_file: A `config.json` to use instead of the folder's own.
+        folder: The checkpoint folder.
+        config_file: A `config.json`, or its folder, to use instead of the one in `folder`.
 
     Raises:
-        ValueError: anything is amiss; the message names file and tensor.
+        ValueError: A file is missing, damaged or inconsistent. The message names the file and the tensor.
     """
     if not folder.is_dir():
-        raise ValueError(f"there is no folder {folder}")
+        raise ValueError(f"the folder {folder} does not exist")
     if (folder / MANIFEST).is_symlink() or (folder / MANIFEST).exists():
         return _open_shards(folder, config_file)
     if any((folder / name).exists() for name in WEIGHT_FILES):
@@ -93,7 +93,8 @@ def open_checkpoint(folder: Path, config_file: Path | None = None) -> Checkpoint
     if any(folder.glob("rank_*.safetensors*")):
         raise ValueError(f"{folder} has no {MANIFEST}: it is not a complete folder of shards")
     raise ValueError(
-        f"{folder} has no weights: none of {MANIFEST}, {', '.join(WEIGHT_FILES)}, mp_rank_XX_model_states.pt"
+        f"{folder} has no weights: it must contain one of {MANIFEST}, {', '.join(WEIGHT_FILES)}, "
+        f"mp_rank_XX_model_states.pt, pytorch_model_XX.bin"
     )
 
 
@@ -107,15 +108,15 @@ def _open_huggingface(folder: Path, config_file: Path | None) -> Checkpoint:
     config = _config(folder, config_file)
     for single, index in (WEIGHT_FILES[:2], WEIGHT_FILES[2:]):
         if (folder / single).exists():
-            tensors = only_names_once(_read_weights(checked_file(folder, single)))
+            tensors = index_by_name(_read_weights(checked_file(folder, single)))
             return Checkpoint("huggingface", folder, config, (tensors,))
         if (folder / index).exists():
             return Checkpoint("huggingface", folder, config, (_read_indexed(folder, checked_file(folder, index)),))
-    raise AssertionError("open_checkpoint saw one of the files")
+    raise AssertionError("open_checkpoint found one of the files")
 
 
 def _read_weights(path: Path, ranks: int | None = None) -> list[StoredTensor]:
-    """ranks: how many files of tensor-parallel ranks there are."""
+    """Reads the tensors of one file of weights; `ranks` is the number of rank files, if it is one of those."""
     if path.suffix == ".safetensors":
         return read_header(path)[0]
     from .torch_file import load_without_storage, locate_tensors  # torch takes seconds to import
@@ -124,7 +125,9 @@ def _read_weights(path: Path, ranks: int | None = None) -> list[StoredTensor]:
     if isinstance(state, dict) and isinstance(state.get("module"), dict):
         written = state.get("mp_world_size")
         if ranks is not None and type(written) is int and written != ranks:
-            raise ValueError(f"{path} was written by {written} tensor-parallel ranks, but there are files of {ranks}")
+            raise ValueError(
+                f"{path} was written by {written} tensor-parallel ranks, but the number of rank files is {ranks}"
+            )
         state = state["module"]
     if not isinstance(state, dict):
         raise ValueError(f"{path} holds a {type(state).__name__}, not named tensors")
@@ -139,9 +142,9 @@ def _read_indexed(folder: Path, index: Path) -> dict[str, StoredTensor]:
     tensors: list[StoredTensor] = []
     for file in dict.fromkeys(weight_map.values()):
         if not file.endswith(suffix):
-            raise ValueError(f"{index} names the file {file!r}, which is no {suffix} file")
+            raise ValueError(f"{index} names the file {file!r}, which is not a {suffix} file")
         tensors += _read_weights(checked_file(folder, file))
-    found = only_names_once(tensors)
+    found = index_by_name(tensors)
     for name, file in weight_map.items():
         if name not in found:
             raise ValueError(f"{index} says that tensor {name} is in {file}, which does not have it")
@@ -157,23 +160,23 @@ def _open_shards(folder: Path, config_file: Path | None) -> Checkpoint:
     ranks = []
     for rank in range(manifest.tensor_parallel_size):
         path = checked_file(folder, f"rank_{rank:02d}.safetensors")
-        tensors = only_names_once(read_header(path)[0])
+        tensors = index_by_name(read_header(path)[0])
         if missing := sorted(manifest.tensors.keys() - tensors.keys()):
             raise ValueError(f"{path} lacks tensor {missing[0]} of the manifest")
         if unknown := sorted(tensors.keys() - manifest.tensors.keys()):
-            raise ValueError(f"{path} has tensor {unknown[0]}, which the manifest does not know")
+            raise ValueError(f"{path} has tensor {unknown[0]}, which the manifest does not list")
         ranks.append(tensors)
     extras: dict[str, StoredTensor] = {}
     if manifest.extras:
         path = checked_file(folder, EXTRAS)
-        extras = only_names_once(read_header(path)[0])
+        extras = index_by_name(read_header(path)[0])
         if extras.keys() != manifest.extras.keys():
-            raise ValueError(f"{path} does not hold the tensors that the manifest lists")
+            raise ValueError(f"{path} does not contain exactly the extra tensors that the manifest lists")
     return Checkpoint("shards", folder, _config(folder, config_file), tuple(ranks), extras, manifest)
 
 
 def _legacy_folder(folder: Path) -> Path | None:
-    """Where the files of ranks are: here, or in the folder that a tracker file names."""
+    """Returns the folder with the rank files: `folder`, or the one that a tracker file names; None without any."""
     if any(pattern.fullmatch(entry.name) for entry in folder.iterdir() for pattern in LEGACY_FILES):
         return folder
     for tracker in LEGACY_TRACKERS:
@@ -181,11 +184,11 @@ def _legacy_folder(folder: Path) -> Path | None:
             with checked_file(folder, tracker).open("rb") as file:
                 tag = file.read(256).decode(errors="replace").strip()
             if not tag or "/" in tag or "\0" in tag or tag in (".", ".."):
-                raise ValueError(f"{folder / tracker} names {tag!r}, which is no folder of a checkpoint")
+                raise ValueError(f"{folder / tracker} names {tag!r}, which is not the name of a folder beside it")
             for name in (tag, f"iter_{tag:0>7}"):
                 if (folder / name).is_dir() and (folder / name).resolve().parent == folder.resolve():
                     return folder / name
-            raise ValueError(f"{folder / tracker} names {tag!r}, but there is no such folder")
+            raise ValueError(f"{folder / tracker} names the folder {tag!r}, which does not exist")
     return None
 
 
@@ -197,10 +200,12 @@ def _open_legacy(folder: Path, files_in: Path, config_file: Path | None) -> Chec
     by_rank = next(filter(None, found), {})
     size = len(by_rank)
     if sorted(by_rank) != list(range(size)) or not by_rank:
-        raise ValueError(f"{files_in} has files of ranks {sorted(by_rank)}; ranks must be 0 to {size - 1}, each once")
+        raise ValueError(
+            f"{files_in} has rank files {sorted(by_rank)}; it must have one for each rank, numbered from 0 without gaps"
+        )
     ranks: list[dict[str, StoredTensor]] = []
     for rank in range(size):
-        tensors = only_names_once(_read_weights(checked_file(files_in, by_rank[rank]), size))
+        tensors = index_by_name(_read_weights(checked_file(files_in, by_rank[rank]), size))
         if ranks and (differing := sorted(tensors.keys() ^ ranks[0].keys())):
             raise ValueError(f"tensor {differing[0]} is not in both {by_rank[0]} and {by_rank[rank]} of {files_in}")
         ranks.append(tensors)

@@ -1,8 +1,8 @@
-"""The element types of checkpoints by the names that safetensors headers use; their values are never looked at."""
+"""Lists the element types of checkpoints, under the names that safetensors headers use."""
 
 from __future__ import annotations
 
-# safetensors' name -> (bytes of an element, torch's name)
+# Name in safetensors -> (bytes of an element, name in PyTorch)
 DTYPES: dict[str, tuple[int, str]] = {
     "BOOL": (1, "bool"),
     "U8": (1, "uint8"),
@@ -27,23 +27,27 @@ DTYPES: dict[str, tuple[int, str]] = {
 
 _BY_TORCH_NAME = {torch_name: name for name, (_, torch_name) in DTYPES.items()}
 
-# What `--dtype` may ask for, and what it is applied to.
+# The types that `--dtype` accepts, and that it converts from.
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E5M2", "F8_E4M3")
 
 
 def item_size(dtype: str) -> int:
-    """Bytes of one element."""
+    """Returns the bytes of one element."""
     return DTYPES[dtype][0]
 
 
 def torch_name(dtype: str) -> str:
-    """`BF16` -> `bfloat16`"""
+    """Returns PyTorch's name of a safetensors type: `BF16` -> `bfloat16`."""
     return DTYPES[dtype][1]
 
 
 def from_torch_name(name: str) -> str:
-    """`bfloat16` or `torch.bfloat16` -> `BF16`. ValueError where safetensors has no such type."""
+    """Returns the safetensors name of a PyTorch type: `bfloat16` or `torch.bfloat16` -> `BF16`.
+
+    Raises:
+        ValueError: safetensors has no such type.
+    """
     name = name.removeprefix("torch.")
     if name not in _BY_TORCH_NAME:
-        raise ValueError(f"element type {name} is none of {', '.join(_BY_TORCH_NAME)}")
+        raise ValueError(f"element type {name} cannot be stored; use one of {', '.join(_BY_TORCH_NAME)}")
     return _BY_TORCH_NAME[name]

@@ -1,4 +1,4 @@
-"""Reading and writing byte ranges of files, whole or not at all, with the tensor in every error."""
+"""Reads, writes, hashes and compares the bytes of stored tensors; every error names the tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ZEROS = bytes(1 << 16)
 
 
 class OpenFiles:
-    """Open files by path, closed together; a path is opened once."""
+    """Descriptors of open files by path. Each path is opened once; leaving the context closes all of them."""
 
     def __init__(self, opener: Callable[[Path], int]) -> None:
         self._opener = opener
@@ -44,12 +44,16 @@ def open_for_reading(path: Path) -> int:
 
 
 def bytes_of(array: np.ndarray) -> memoryview:
-    """The bytes of a contiguous array, not copied."""
+    """Returns the bytes of a contiguous array without copying them."""
     return array.reshape(-1).view(np.uint8).data
 
 
 def read_into(tensor: StoredTensor, descriptor: int, start: int, buffer: np.ndarray) -> None:
-    """Fills a contiguous buffer with the tensor's bytes from `start`. ValueError where the file ends before."""
+    """Fills a contiguous buffer with the tensor's bytes from byte `start` on.
+
+    Raises:
+        ValueError: The file cannot be read, or ends too early.
+    """
     view = bytes_of(buffer)
     done = 0
     while done < len(view):
@@ -58,12 +62,12 @@ def read_into(tensor: StoredTensor, descriptor: int, start: int, buffer: np.ndar
         except OSError as error:
             raise ValueError(f"cannot read {tensor}: {error.strerror}") from None
         if count == 0:
-            raise ValueError(f"{tensor} ends early: the file was cut while it was read")
+            raise ValueError(f"{tensor} ends early: the file was truncated while it was being read")
         done += count
 
 
 def read_bytes(tensor: StoredTensor, descriptor: int, start: int, count: int) -> bytes:
-    """`count` of the tensor's bytes from `start`."""
+    """Returns `count` bytes of the tensor from byte `start` on."""
     content = np.empty(count, np.uint8)
     read_into(tensor, descriptor, start, content)
     return content.tobytes()
@@ -79,7 +83,7 @@ def write_all(tensor: StoredTensor, descriptor: int, start: int, data: memoryvie
 
 
 def hash_stored(tensor: StoredTensor, descriptor: int, chunk: int) -> str:
-    """sha256 of a stored tensor's bytes."""
+    """Returns the sha256 of a stored tensor's bytes, which it reads in chunks of at most `chunk` bytes."""
     digest = hashlib.sha256()
     buffer = np.empty(min(chunk, max(tensor.nbytes, 1)), np.uint8)
     for start in range(0, tensor.nbytes, len(buffer)):
@@ -90,9 +94,14 @@ def hash_stored(tensor: StoredTensor, descriptor: int, chunk: int) -> str:
 
 
 class Input:
-    """A stored tensor that is read in the order of its bytes; what is passed over is read for its hash only.
+    """Reads a stored tensor in the order of its bytes and verifies its sha256.
 
-    expected: the recorded sha256, which `finish` compares; None if there is none.
+    Bytes that the caller skips are still read, because the hash covers them.
+
+    Args:
+        tensor: The stored tensor.
+        descriptor: The open file of the tensor.
+        expected: The recorded sha256, which `finish` compares; None to skip the check.
     """
 
     def __init__(self, tensor: StoredTensor, descriptor: int, expected: str | None) -> None:
@@ -101,7 +110,7 @@ class Input:
         self._position = 0
 
     def read(self, start: int, buffer: np.ndarray) -> None:
-        """buffer: contiguous, any type; `start` in bytes."""
+        """Fills a contiguous buffer of any type with the bytes from byte `start` on."""
         if self._digest is not None:
             self._pass_over(start)
         read_into(self.tensor, self._descriptor, start, buffer)
@@ -110,14 +119,14 @@ class Input:
         self._position = start + buffer.nbytes
 
     def finish(self) -> None:
-        """ValueError if the tensor's bytes are not those whose hash was recorded."""
+        """Raises ValueError if the sha256 of the tensor's bytes differs from the recorded one."""
         if self._digest is not None:
             self._pass_over(self.tensor.nbytes)
             check_hash(self.tensor, self._digest.hexdigest(), self._expected)
 
     def _pass_over(self, stop: int) -> None:
         assert self._digest is not None
-        assert stop >= self._position, f"{self.tensor} is read backwards"
+        assert stop >= self._position, f"{self.tensor} must be read in the order of its bytes"
         while self._position < stop:
             skipped = np.empty(min(stop - self._position, len(ZEROS)), np.uint8)
             read_into(self.tensor, self._descriptor, self._position, skipped)
@@ -126,26 +135,31 @@ class Input:
 
 
 def check_hash(tensor: StoredTensor, found: str, expected: str | None) -> None:
+    """Raises ValueError if the sha256 `found` differs from the recorded one."""
     if expected is not None and found != expected:
-        raise ValueError(f"{tensor} is damaged: its sha256 is {found[:16]}…, the manifest says {expected[:16]}…")
+        raise ValueError(f"{tensor} is damaged: its sha256 is {found[:16]}…, but the manifest has {expected[:16]}…")
 
 
 class Output(Protocol):
-    """Where a stored tensor, or equal ones in several files, receive their bytes in order."""
+    """Receives the bytes of a stored tensor in order.
+
+    Attributes:
+        tensors: The stored tensor, or several with equal contents in different files.
+    """
 
     tensors: Sequence[StoredTensor]
 
     def write(self, start: int, data: np.ndarray) -> None:
-        """data: contiguous, any type; `start` in bytes. What was passed over is padding, hence zeros."""
+        """Receives a contiguous array of any type at byte `start`. Skipped bytes are padding, which is zero."""
         ...
 
     def finish(self) -> str:
-        """Pads to the end and returns the sha256."""
+        """Pads to the end of the tensor and returns the sha256 of its bytes."""
         ...
 
 
 class Writer:
-    """Writes to one or several files and hashes once."""
+    """An `Output` that writes the same bytes to one or several files and hashes them once."""
 
     def __init__(self, tensors: Sequence[StoredTensor], files: Mapping[Path, int] | OpenFiles) -> None:
         self.tensors = tensors
@@ -163,7 +177,7 @@ class Writer:
         return self._digest.hexdigest()
 
     def _pad(self, stop: int) -> None:
-        assert stop >= self._position, f"{self.tensors[0]} is written backwards"
+        assert stop >= self._position, f"{self.tensors[0]} must be written in the order of its bytes"
         while self._position < stop:
             self._put(memoryview(ZEROS)[: stop - self._position])
 
@@ -175,11 +189,15 @@ class Writer:
 
 
 class Comparer:
-    """Compares with what is there already, and remembers the tensors that differ. Padding is not compared."""
+    """An `Output` that compares the bytes with existing files instead of writing them. Padding is not compared.
+
+    Attributes:
+        differing: Description of each tensor that differs -> position of its first byte that differs.
+    """
 
     def __init__(self, tensors: Sequence[StoredTensor], files: OpenFiles) -> None:
         self.tensors = tensors
-        self.differing: dict[str, int] = {}  # tensor -> position of the first byte that differs
+        self.differing: dict[str, int] = {}
         self._targets = [(tensor, files[tensor.file]) for tensor in tensors]
 
     def write(self, start: int, data: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""Which files of a folder are trusted to belong to it."""
+"""Lists the small files of a checkpoint folder that are copied together with its weights."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ WEIGHT_SUFFIXES = frozenset(
     (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".ot", ".gguf", ".ckpt", ".npz", ".partial")
 )
 OWN_FILES = frozenset(("manifest.json", "trainer_state.json", "latest", "latest_checkpointed_iteration.txt"))
-LARGEST_COMPANION = 1 << 30
+LARGEST_COMPANION = 1 << 30  # bytes
 
 
 def companion_files(folder: Path) -> list[Path]:
-    """The tokenizer's, generation's and other small files that travel along with the weights; config.json too."""
+    """Returns the files to copy with the weights: config.json, tokenizer and generation files, other small files."""
     files = []
     for entry in sorted(folder.iterdir()):
         is_weight = entry.suffix in WEIGHT_SUFFIXES or entry.name.endswith(

@@ -1,4 +1,4 @@
-"""Small JSON files of a checkpoint: with a digest of their contents, and written durably."""
+"""Adds a digest to the contents of small JSON files, verifies it, and writes such files durably."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from typing import Any
 
 
 def add_digest(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values as JSON has them, with their own sha256 as the last entry."""
+    """Returns the values as JSON represents them, with the sha256 of their contents as the last entry."""
     content = json.loads(json.dumps(values))
     return {**content, "sha256": _digest(content)}
 
 
-def take_digest(content: dict[str, Any], what: object) -> None:
-    """Removes the sha256 of `add_digest`. ValueError, naming `what`, if the contents are not those it was made of."""
+def remove_digest(content: dict[str, Any], what: object) -> None:
+    """Removes the entry of `add_digest`. Raises ValueError, naming `what`, if it does not match the contents."""
     if content.pop("sha256", None) != _digest(content):
         raise ValueError(f"{what} is damaged: its contents do not match its own sha256")
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Writes a small file under another name, flushes it to the disk, and renames it: the new contents or the old."""
+    """Writes a small file so that after a crash it has either its old or its new contents.
+
+    The text is written under another name and flushed to the disk before the file is renamed.
+    """
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("w") as file:
         file.write(text)
@@ -34,7 +37,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes what was created or renamed in a folder durable."""
+    """Flushes a folder to the disk, so that files created or renamed in it survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""Where a folder keeps each native parameter: the coordinates that a checkpoint and its readers and writers share.
+"""Describes which stored tensors of a folder hold which part of each native parameter.
 
 A native parameter is the full, unsplit, unpadded tensor of a model. Every stored tensor holds some ranges of it
-along the dimension of its `Shard`, possibly transposed as a whole, possibly with padding behind them.
+along the dimension of its `Shard`. It may be stored transposed, and it may have padding after the ranges.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from .stored_tensor import StoredTensor
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A parameter as the model declares it. shape: full and unpadded. shard: None for a replicated parameter."""
+    """A parameter as the model declares it.
+
+    Attributes:
+        name: The native name.
+        shape: The full shape without padding.
+        shard: How the parameter is split, or None if it is replicated.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -28,18 +34,22 @@ class ParameterSpec:
         return self.shard.dim if self.shard else 0
 
     def ranges(self, rank: int, size: int) -> tuple[tuple[int, int], ...]:
-        """What `rank` of `size` holds along `dim`; all of it where the parameter is replicated."""
+        """Returns the ranges along `dim` that rank `rank` of `size` holds; the whole length if replicated."""
         return tuple(self.shard.ranges(rank, size)) if self.shard else ((0, (self.shape or (1,))[0]),)
 
     def local_shape(self, size: int) -> tuple[int, ...]:
-        """ValueError, naming the parameter and the sizes that work, if it cannot be split `size` ways."""
+        """Returns the shape of one rank's part.
+
+        Raises:
+            ValueError: The parameter cannot be split over `size` ranks. The message names the sizes that work.
+        """
         try:
             return self.shard.local_shape(size) if self.shard else self.shape
         except ValueError as error:
             raise ValueError(f"parameter {self.name}: {error}") from None
 
     def without_padding(self) -> ParameterSpec:
-        """As formats store it that know no padded vocabulary."""
+        """Returns the parameter without vocabulary padding, for formats that store none."""
         return replace(self, shard=replace(self.shard, pad_multiple=0)) if self.shard else self
 
 
@@ -47,8 +57,10 @@ class ParameterSpec:
 class TensorSlice:
     """The part of a parameter that one stored tensor holds.
 
-    ranges: [start, stop) along the parameter's `dim`, in the order in which `tensor` holds them, ascending.
-    transposed: the tensor is stored with its two dimensions swapped.
+    Attributes:
+        tensor: The stored tensor.
+        ranges: Ascending ranges [start, stop) along the parameter's `dim`, in the order in which `tensor` holds them.
+        transposed: Whether the tensor is stored with its two dimensions swapped.
     """
 
     tensor: StoredTensor
@@ -56,11 +68,11 @@ class TensorSlice:
     transposed: bool = False
 
     def shape(self) -> tuple[int, ...]:
-        """The stored shape, in the parameter's orientation."""
+        """Returns the stored shape in the parameter's orientation."""
         return self.tensor.shape[::-1] if self.transposed else self.tensor.shape
 
     def local(self, start: int, stop: int) -> Iterable[tuple[int, int, int]]:
-        """What [start, stop) of the parameter shares with this slice: (start, stop, position in the tensor)."""
+        """Yields what [start, stop) of the parameter shares with this slice: (start, stop, position in the tensor)."""
         position = 0
         for first, last in self.ranges:
             low, high = max(first, start), min(last, stop)
@@ -71,7 +83,14 @@ class TensorSlice:
 
 @dataclass(frozen=True)
 class ParameterPlacement:
-    """Where one parameter is stored. copies: each holds the whole parameter, in one or more slices."""
+    """Where one parameter is stored.
+
+    Attributes:
+        name: The native name.
+        shape: The full shape without padding.
+        dim: The dimension along which the slices divide the parameter.
+        copies: Each copy holds the whole parameter, in one or more slices.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -87,10 +106,11 @@ class ParameterPlacement:
         return self.copies[0][0].tensor.dtype
 
     def wanted(self, ranges: Iterable[tuple[int, int]], copy: int = 0) -> Iterator[tuple[TensorSlice, int, int, int]]:
-        """What a rank that holds `ranges` along `dim` must read of one copy.
+        """Yields what a rank that holds `ranges` along `dim` must read from one copy.
 
-        Yields (slice, start, stop, position): [start, stop) along the tensor's dimension goes to `position` of the
-        rank's part.
+        Yields:
+            (slice, start, stop, position): [start, stop) along the tensor's dimension belongs at `position` of the
+            rank's part.
         """
         local = 0
         for start, stop in ranges:
@@ -100,11 +120,11 @@ class ParameterPlacement:
             local += stop - start
 
     def check(self) -> None:
-        """ValueError unless every copy covers the parameter exactly once with tensors of the right shape."""
+        """Raises ValueError unless every copy covers the parameter exactly once with tensors of the right shape."""
         for part in self.slices():
             if part.tensor.dtype != self.dtype:
                 first = self.copies[0][0].tensor
-                raise ValueError(f"{part.tensor} is {part.tensor.dtype}, but {first} is {first.dtype}")
+                raise ValueError(f"{part.tensor} has type {part.tensor.dtype}, but {first} has type {first.dtype}")
             expected = [*self.shape]
             expected[self.dim] = part.shape()[self.dim] if len(part.shape()) == len(self.shape) else -1
             width = sum(stop - start for start, stop in part.ranges)
@@ -117,29 +137,34 @@ class ParameterPlacement:
         position = 0
         for start, stop in sorted(r for part in copy for r in part.ranges if r[0] < r[1]):
             if start != position:
-                problem = "twice" if start < position else "nowhere"
+                problem = "stored twice" if start < position else "missing"
                 low, high = sorted((start, position))
                 files = ", ".join(sorted({str(part.tensor.file) for part in copy}))
                 raise ValueError(f"[{low}, {high}) of {self.name} (dim {self.dim}) is {problem} in {files}")
             position = stop
         if position != self.shape[self.dim] and 0 not in self.shape:
-            raise ValueError(f"[{position}, {self.shape[self.dim]}) of {self.name} is stored nowhere")
+            raise ValueError(f"[{position}, {self.shape[self.dim]}) of {self.name} is not stored in any file")
 
 
 @dataclass(frozen=True)
 class CheckpointLayout:
-    """One folder's placements by native name, and `extras`: tensors that are no parameters, kept as they are."""
+    """Where one folder stores all parameters.
+
+    Attributes:
+        placements: The placement of each parameter by native name.
+        extras: Tensors that are not parameters, by name; they are kept unchanged.
+    """
 
     placements: Mapping[str, ParameterPlacement]
     extras: Mapping[str, StoredTensor] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Coverage and shapes of every parameter. ValueError."""
+        """Raises ValueError if a parameter is not stored exactly once per copy, or with a wrong shape."""
         for placement in self.placements.values():
             placement.check()
 
     def tensors(self) -> list[StoredTensor]:
-        """Every stored tensor once."""
+        """Returns every stored tensor once."""
         parts = (part.tensor for placement in self.placements.values() for part in placement.slices())
         return list(dict.fromkeys([*parts, *self.extras.values()]))
 
@@ -147,7 +172,12 @@ class CheckpointLayout:
 def place_by_rank(
     parameters: Mapping[str, ParameterSpec], ranks: Sequence[Mapping[str, StoredTensor]]
 ) -> dict[str, ParameterPlacement]:
-    """Placements of parameters that tensor-parallel ranks stored, from each rank's tensors under native names."""
+    """Returns the placements of parameters that tensor-parallel ranks stored.
+
+    Args:
+        parameters: The parameters by native name.
+        ranks: For each rank, its tensors by native name.
+    """
     size, placements = len(ranks), {}
     for name, parameter in parameters.items():
         parts = [TensorSlice(ranks[rank][name].at_least_1d(), parameter.ranges(rank, size)) for rank in range(size)]
@@ -157,13 +187,13 @@ def place_by_rank(
 
 
 def place_whole(name: str, tensor: StoredTensor) -> ParameterPlacement:
-    """A tensor that is stored once and as it is: one row of elements."""
+    """Returns the placement of a tensor that is stored once and unsplit, as one row of elements."""
     flat = replace(tensor, shape=(prod(tensor.shape),))
     return ParameterPlacement(name, flat.shape, 0, ((TensorSlice(flat, ((0, flat.shape[0]),)),),))
 
 
 def check_no_overlap(tensors: Sequence[StoredTensor]) -> None:
-    """ValueError if two tensors that are about to be written share bytes."""
+    """Raises ValueError if two tensors that are about to be written share bytes."""
     spans = sorted((str(tensor.file), tensor.offset, tensor.offset + tensor.nbytes, tensor.name) for tensor in tensors)
     for (file, _, stop, name), (next_file, start, _, next_name) in pairwise(spans):
         if file == next_file and start < stop:

@@ -1,4 +1,7 @@
-"""`manifest.json`: what a folder of shards holds, written last, so that a folder without one is incomplete."""
+"""Reads and writes `manifest.json`, which describes a folder of shards.
+
+The manifest is written last, so a folder without one is incomplete.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data.files import read_folder_json
-from .json_digest import add_digest, take_digest, write_durably
+from .json_digest import add_digest, remove_digest, write_durably
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -17,11 +20,15 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """shape: full and unpadded. shard: the fields of its `Shard`, None if replicated. sha256: one for each rank.
+    """A parameter in a folder of shards.
 
-    dtype: torch's name of it.
-    stored: the names that the tensor, or the tensors stacked in it, had in the Hugging Face folder it came from;
-        empty for today's names.
+    Attributes:
+        shape: The full shape without padding.
+        dtype: PyTorch's name of the element type.
+        shard: The fields of its `Shard`, or None if it is replicated.
+        sha256: One digest for each rank.
+        stored: The names that the tensor, or the tensors stacked in it, had in the Hugging Face folder it came from;
+            empty if they were the current names.
     """
 
     shape: tuple[int, ...]
@@ -33,7 +40,7 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class ExtraRecord:
-    """A tensor of the Hugging Face folder that is no parameter, kept as it is in `extras.safetensors`."""
+    """A tensor of the Hugging Face folder that is not a parameter; `extras.safetensors` keeps it unchanged."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -42,10 +49,16 @@ class ExtraRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """model_type: the family. vocab_size, padded_vocab_size: true, and as stored over all ranks.
+    """The contents of a folder of shards.
 
-    ties: tensors of the Hugging Face folder that repeat another one -> that one's name there.
-    extras: what `extras.safetensors` holds.
+    Attributes:
+        model_type: The model family.
+        tensor_parallel_size: The number of ranks.
+        vocab_size: The vocabulary size without padding.
+        padded_vocab_size: The vocabulary size as stored, over all ranks.
+        tensors: The parameters by native name.
+        ties: Name of a tensor of the Hugging Face folder that repeats another one -> name of that other tensor.
+        extras: The tensors in `extras.safetensors` by name.
     """
 
     model_type: str
@@ -60,12 +73,16 @@ class Manifest:
         return json.dumps(add_digest({"format_version": FORMAT_VERSION, **asdict(self)}), indent=1)
 
     def write(self, folder: Path) -> None:
-        """Durably, under another name first."""
+        """Writes the manifest durably: under another name first."""
         write_durably(folder / MANIFEST, self.to_json())
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """ValueError if the folder has no manifest, a damaged one, or one that this version cannot read."""
+        """Reads the manifest of a folder.
+
+        Raises:
+            ValueError: The folder has no manifest, or it is damaged, or it has an unsupported format version.
+        """
         path = folder / MANIFEST
         content = read_folder_json(folder, MANIFEST)
         if content is None:
@@ -73,7 +90,7 @@ class Manifest:
         version = content.get("format_version")
         if version != FORMAT_VERSION:
             raise ValueError(f"{path} has format version {version}; this version reads {FORMAT_VERSION}")
-        take_digest(content, path)
+        remove_digest(content, path)
         try:
             del content["format_version"]
             tensors = {name: _record(TensorRecord, record) for name, record in content.pop("tensors").items()}
@@ -87,22 +104,23 @@ class Manifest:
     def _check(self, path: Path) -> None:
         size = self.tensor_parallel_size
         if type(size) is not int or not 1 <= size <= 100_000:
-            raise ValueError(f"{path} has a tensor_parallel_size of {size!r}")
+            raise ValueError(f"{path} must have a tensor_parallel_size from 1 to 100,000, not {size!r}")
         if type(self.vocab_size) is not int or type(self.padded_vocab_size) is not int:
-            raise ValueError(f"{path} has vocabulary sizes {self.vocab_size!r} and {self.padded_vocab_size!r}")
+            sizes = f"{self.vocab_size!r} and {self.padded_vocab_size!r}"
+            raise ValueError(f"{path} must have integers as vocab_size and padded_vocab_size, not {sizes}")
         if not isinstance(self.ties, dict) or not all(isinstance(kept, str) for kept in self.ties.values()):
-            raise ValueError(f"{path} has ties that are no names of tensors")
+            raise ValueError(f"the ties of {path} must map names of tensors to names of tensors")
         for name, record in self.tensors.items():
             digests, stored = record.sha256, record.stored
             if not _are(str, digests) or not _are(str, stored) or not isinstance(record.shard, dict | None):
-                raise ValueError(f"{path}: the record of tensor {name} is none: {record}")
+                raise ValueError(f"{path}: the record of tensor {name} is invalid: {record}")
             if len(digests) != size:
                 raise ValueError(f"{path}: tensor {name} has {len(digests)} hashes for {size} ranks")
             if record.shard is None and len(set(digests)) > 1:
                 raise ValueError(f"{path}: tensor {name} is the same on all ranks, but has {len(set(digests))} hashes")
         for name, record in (*self.tensors.items(), *self.extras.items()):
             if not _are(int, record.shape) or not isinstance(record.dtype, str):
-                raise ValueError(f"{path}: the record of tensor {name} is none: {record}")
+                raise ValueError(f"{path}: the record of tensor {name} is invalid: {record}")
 
 
 def _are(kind: type, values: Any) -> bool:

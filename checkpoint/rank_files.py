@@ -1,4 +1,4 @@
-"""Tensors split over `<stem>_00.safetensors`, `<stem>_01.safetensors`, …: one file for each tensor-parallel rank."""
+"""Reads and writes `<stem>_00.safetensors`, `<stem>_01.safetensors`, …: one file for each tensor-parallel rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..mpu import Shard
 from .dtypes import from_torch_name
 from .layout import ParameterSpec, place_by_rank
 from .safetensors_header import make_header, read_header
-from .stored_tensor import StoredTensor, only_names_once
+from .stored_tensor import StoredTensor, index_by_name
 from .tensor_reader import TensorReader, tensor_bytes, torch_dtype
 
 
@@ -27,7 +27,7 @@ def rank_file(folder: Path, stem: str, rank: int) -> Path:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Writes a safetensors file of CPU tensors durably and returns its sha256.
 
-    The bytes do not depend on the order of the tensors, and other threads run meanwhile.
+    The bytes do not depend on the order of the tensors. Hashing and writing release the GIL, so other threads run.
     """
     layout = {name: (from_torch_name(str(tensors[name].dtype)), tuple(tensors[name].shape)) for name in sorted(tensors)}
     header, offsets = make_header(layout, {"format": "pt"})
@@ -48,17 +48,22 @@ def _write_all(file: IO[bytes], data: memoryview) -> None:
 
 
 def open_rank_files(folder: Path, stem: str) -> list[dict[str, StoredTensor]]:
-    """Each rank's tensors by name; as many ranks as there are files. ValueError if one is missing or damaged."""
+    """Returns each rank's tensors by name. The number of ranks is the number of files.
+
+    Raises:
+        ValueError: A rank's file is missing or damaged.
+    """
     size = len(list(folder.glob(f"{stem}_*.safetensors")))
     paths = [checked_file(folder, rank_file(Path(), stem, rank).name) for rank in range(size)]
-    return [only_names_once(read_header(path)[0]) for path in paths]
+    return [index_by_name(read_header(path)[0]) for path in paths]
 
 
 class ShardedReader:
-    """Reads tensors that several ranks wrote, as a rank of any other number wants them.
+    """Reads tensors that several ranks wrote, resharded for any other number of ranks.
 
-    ranks: each rank's stored tensors. shards: how each tensor is split; a tensor that is missing there or None is
-    replicated.
+    Args:
+        ranks: For each rank that wrote, its stored tensors by name.
+        shards: How each tensor is split. A tensor that is missing here, or None, is replicated.
     """
 
     def __init__(self, ranks: Sequence[Mapping[str, StoredTensor]], shards: Mapping[str, Shard | None]) -> None:
@@ -72,7 +77,11 @@ class ShardedReader:
         self._reader.__exit__(*exception)
 
     def local(self, name: str, rank: int, size: int) -> Tensor:
-        """What rank `rank` of `size` holds. ValueError if the files hold parts of another shape."""
+        """Returns the part of a tensor that rank `rank` of `size` holds.
+
+        Raises:
+            ValueError: The tensor is missing, or the stored parts have another shape.
+        """
         shard, written = self._shards.get(name), len(self._ranks)
         tensors = [self._tensor(name, number) for number in range(written)]
         if shard is None or size == written:

@@ -1,6 +1,6 @@
-"""Headers of safetensors files, read strictly and written; no tensor's bytes are touched.
+"""Reads and checks the headers of safetensors files, and makes new ones.
 
-The format: an unsigned 64-bit little-endian length, that many bytes of JSON, then the tensors' bytes without a gap.
+The format: an unsigned 64-bit little-endian length, that many bytes of JSON, then the tensors' bytes without gaps.
 https://github.com/huggingface/safetensors#format
 """
 
@@ -20,10 +20,11 @@ ALIGNMENT = 8
 
 
 def read_header(path: Path) -> tuple[list[StoredTensor], dict[str, str]]:
-    """A file's tensors in the order of their bytes, and its metadata.
+    """Returns a file's tensors in the order of their bytes, and its metadata.
 
-    Raises `ValueError`, naming file and tensor, for a truncated file, an unknown type, a shape that does not match
-    its bytes, offsets outside the file, and tensors that overlap or leave a gap.
+    Raises:
+        ValueError: The file is truncated, a tensor has an unknown type, a shape that does not match its bytes or
+            offsets outside the file, or tensors overlap or leave a gap. The message names the file and the tensor.
     """
     with path.open("rb") as file:
         size = file.seek(0, 2)
@@ -38,7 +39,7 @@ def read_header(path: Path) -> tuple[list[StoredTensor], dict[str, str]]:
             raise ValueError(f"{path} declares a header of {length:,} bytes; at most {LARGEST_JSON:,} are read")
         text = file.read(length)
     if not text.startswith(b"{"):
-        raise ValueError(f"the header of {path} does not start with '{{': it is no safetensors file")
+        raise ValueError(f"the header of {path} does not start with '{{': it is not a safetensors file")
     header = parse_json(text, f"the header of {path}")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
@@ -54,18 +55,18 @@ def read_header(path: Path) -> tuple[list[StoredTensor], dict[str, str]]:
 
 
 def _span(path: Path, name: str, entry: Any, data_size: int) -> tuple[int, int]:
-    """[begin, end) of a tensor within the data, after every check that needs no other tensor."""
+    """Checks the header entry of one tensor and returns the tensor's [begin, end) within the data."""
     where = f"tensor {name!r} in {path}"
     if not name or not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{where} must have a name and exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"{where} has type {dtype!r}; known are {', '.join(DTYPES)}")
+        raise ValueError(f"{where} has type {dtype!r}; supported types are {', '.join(DTYPES)}")
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
         raise ValueError(f"{where} must have a shape and two data_offsets of whole numbers >= 0")
     begin, end = offsets
     if not begin <= end <= data_size:
-        raise ValueError(f"{where} lies at [{begin:,}, {end:,}) of {data_size:,} bytes: the file is truncated or wrong")
+        raise ValueError(f"{where} claims bytes [{begin:,}, {end:,}) of {data_size:,}: the file is truncated or wrong")
     nbytes = item_size(dtype)
     for length in shape:
         nbytes *= length
@@ -90,9 +91,16 @@ def _check_gapless(path: Path, spans: list[tuple[tuple[int, int], str]], data_si
 
 
 def make_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> tuple[bytes, dict]:
-    """The first bytes of a file with these tensors (name -> type, shape), and name -> offset within the file.
+    """Makes the header of a new file.
 
-    Tensors are laid out by falling element size, else in the given order, so that all start aligned.
+    Tensors are stored by descending element size and otherwise in the given order, so that each one starts aligned.
+
+    Args:
+        tensors: Name -> (type, shape).
+        metadata: The `__metadata__` of the file.
+
+    Returns:
+        The first bytes of the file, and name -> offset of the tensor within the file.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0

@@ -1,4 +1,4 @@
-"""A tensor as it lies in a file."""
+"""Describes a tensor stored in a file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from .dtypes import item_size
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """file, offset: where its bytes start. shape: as stored, row-major. dtype: safetensors' name of it."""
+    """A tensor in a file, without its values.
+
+    Attributes:
+        name: Its name in the file.
+        file: The file.
+        dtype: The safetensors name of the element type.
+        shape: The shape as stored, in row-major order.
+        offset: Byte of the file at which its values start.
+    """
 
     name: str
     file: Path
@@ -28,15 +36,15 @@ class StoredTensor:
         return self.numel * item_size(self.dtype)
 
     def at_least_1d(self) -> StoredTensor:
-        """A single number as a vector of one."""
+        """Returns the tensor with the shape (1,) instead of ()."""
         return self if self.shape else replace(self, shape=(1,))
 
     def __str__(self) -> str:
         return f"tensor {self.name} in {self.file}"
 
 
-def only_names_once(tensors: list[StoredTensor]) -> dict[str, StoredTensor]:
-    """By name. ValueError if two files hold a tensor of one name."""
+def index_by_name(tensors: list[StoredTensor]) -> dict[str, StoredTensor]:
+    """Returns the tensors by name. Raises ValueError if two of them have the same name."""
     by_name: dict[str, StoredTensor] = {}
     for tensor in tensors:
         if tensor.name in by_name:

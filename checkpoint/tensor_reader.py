@@ -1,4 +1,4 @@
-"""Reads tensors, or a rank's parts of them, and nothing but those bytes, a few megabytes at a time."""
+"""Reads stored tensors or a rank's parts of them. It reads no other bytes, and at most a few megabytes at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ CHUNK_BYTES = 8 << 20
 
 
 class TensorReader:
-    """Opens each file once, until its context ends. The chunks that it returns are valid until its next read."""
+    """Opens each file once and keeps it open until the context ends.
+
+    The chunks that it returns share one buffer: they are valid until the next read.
+    """
 
     def __init__(self) -> None:
         self._files = OpenFiles(open_for_reading)
@@ -34,9 +37,10 @@ class TensorReader:
         self._files.__exit__(*exception)
 
     def chunks(self, tensor: StoredTensor, dim: int, start: int, stop: int) -> Iterator[tuple[slice, Tensor]]:
-        """[start, stop) along `dim` (0 or 1) of a tensor of one or two dimensions.
+        """Reads [start, stop) along `dim` (0 or 1) of a tensor of one or two dimensions.
 
-        Yields pieces along dimension 0: where they are in the result, and their values in the stored type.
+        Yields:
+            Pieces along dimension 0: their rows in the result, and their values in the stored type.
         """
         itemsize = item_size(tensor.dtype)
         if dim == 0:
@@ -58,19 +62,19 @@ class TensorReader:
                 yield slice(first, last), chunk
 
     def flat(self, tensor: StoredTensor, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the flattened tensor, as [stop - start]."""
+        """Returns elements [start, stop) of the flattened tensor, with shape [stop - start]."""
         values = self._empty(tensor, stop - start)
         self._read(tensor, start, values)
         return values
 
     def whole(self, tensor: StoredTensor) -> Tensor:
-        """The tensor as it is stored, in memory of its own."""
+        """Returns the whole tensor, in memory that it does not share with the buffer."""
         values = torch.empty(tensor.shape, dtype=torch_dtype(tensor))
         self._read(tensor, 0, values)
         return values
 
     def fill(self, placement: ParameterPlacement, ranges: Iterable[tuple[int, int]], into: Tensor) -> None:
-        """Copies `ranges` of the parameter into a rank's part; the vocabulary's padding behind them is zeros."""
+        """Copies `ranges` of the parameter into a rank's part, and fills the vocabulary padding with zeros."""
         filled = 0
         for part, start, stop, position in placement.wanted(ranges):
             own = into.narrow(placement.dim, position, stop - start)
@@ -83,14 +87,14 @@ class TensorReader:
             into.narrow(placement.dim, filled, length - filled).zero_()
 
     def _empty(self, tensor: StoredTensor, *shape: int) -> Tensor:
-        """The buffer as a tensor of this shape; a buffer of its own for a row that is longer than that."""
+        """Returns the buffer as a tensor of this shape, or new memory if one row is larger than the buffer."""
         dtype = torch_dtype(tensor)
         nbytes = prod(shape) * dtype.itemsize
         buffer = self._buffer if nbytes <= CHUNK_BYTES else torch.empty(nbytes, dtype=torch.uint8)
         return buffer[:nbytes].view(dtype).view(shape)
 
     def _read(self, tensor: StoredTensor, element: int, into: Tensor) -> None:
-        """Fills the contiguous `into` with consecutive elements."""
+        """Fills the contiguous `into` with consecutive elements of the tensor."""
         self._files.open([tensor.file])
         array = into.reshape(-1).view(torch.uint8).numpy()
         read_into(tensor, self._files[tensor.file], element * item_size(tensor.dtype), array)
@@ -101,12 +105,12 @@ def torch_dtype(tensor: StoredTensor) -> torch.dtype:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, not copied."""
+    """Returns the bytes of a contiguous CPU tensor without copying them."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a small safetensors file."""
+    """Returns all tensors of a small safetensors file."""
     with TensorReader() as reader:
         return {tensor.name: reader.whole(tensor) for tensor in read_header(path)[0]}
 
@@ -114,10 +118,17 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def check_digests(
     tensors: Sequence[StoredTensor], digests: Mapping[tuple[Path, str], str], rank: int = 0, size: int = 1
 ) -> None:
-    """ValueError if a stored tensor is not what its recorded sha256 was made of.
+    """Checks this rank's share of the stored tensors against their recorded sha256.
 
-    tensors: in the order of their files, of which `rank` of `size` ranks checks a contiguous share. What the digests do
-    not list is passed over.
+    Args:
+        tensors: All stored tensors, in the order of their bytes. Each rank checks a contiguous share of about equal
+            bytes. Tensors without a recorded digest are skipped.
+        digests: (file, tensor name) -> recorded sha256.
+        rank: This rank.
+        size: The number of ranks.
+
+    Raises:
+        ValueError: A tensor does not match its digest.
     """
     recorded = [tensor for tensor in tensors if (tensor.file, tensor.name) in digests and tensor.nbytes]
     total, position, mine = sum(tensor.nbytes for tensor in recorded), 0, []

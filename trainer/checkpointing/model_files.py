@@ -15,7 +15,7 @@ from ...checkpoint.checkpoint import open_checkpoint
 from ...checkpoint.manifest import Manifest, TensorRecord
 from ...checkpoint.rank_files import ShardedReader, open_rank_files, rank_file
 from ...checkpoint.safetensors_header import read_header
-from ...checkpoint.stored_tensor import only_names_once
+from ...checkpoint.stored_tensor import index_by_name
 from ...checkpoint.tensor_reader import TensorReader
 from ...data.files import checked_file
 from ...models.common.config import ModelConfig
@@ -123,7 +123,7 @@ class WholeFiles:
         path = folder / MODEL_FILE
         if not path.exists():
             raise ValueError(f"{folder} has no {MODEL_FILE}, so it holds another kind of model")
-        stored = only_names_once(read_header(checked_file(folder, MODEL_FILE))[0])
+        stored = index_by_name(read_header(checked_file(folder, MODEL_FILE))[0])
         check_names(folder, set(stored), set(wanted))
         with TensorReader() as reader:
             for name, value in wanted.items():

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint.json_digest import take_digest
+from ...checkpoint.json_digest import remove_digest
 from ...checkpoint.rank_files import rank_file
 from ...checkpoint.tensor_reader import read_tensors
 from ...data.files import checked_file, read_json_object
@@ -209,7 +209,7 @@ def _read(folder: Path) -> dict[str, Any]:
     if not (folder / STATE).exists():
         raise ValueError(f"{STATE} is missing")
     content = read_json_object(checked_file(folder, STATE), finite=False)  # the best loss may be infinite
-    take_digest(content, folder / STATE)
+    remove_digest(content, folder / STATE)
     if not isinstance(content.get("files"), dict):
         raise ValueError(f"{STATE} lists no files")
     return content

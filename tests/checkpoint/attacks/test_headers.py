@@ -63,7 +63,7 @@ LIES = {
     "three offsets": (set_entry(data_offsets=[0, 4, 8]), r"ln_f\.weight.*two data_offsets"),
     "offsets as text": (set_entry(data_offsets=["0", "64"]), r"ln_f\.weight.*two data_offsets"),
     "negative offset": (set_entry(data_offsets=[-64, 0]), r"ln_f\.weight.*whole numbers"),
-    "offsets reversed": (swap_offsets, r"ln_f\.weight.* lies at"),
+    "offsets reversed": (swap_offsets, r"ln_f\.weight.* claims bytes"),
     "offsets behind the end": (move_behind_the_end, r"ln_f\.weight.*truncated or wrong"),
     "overlapping tensors": (overlap, "overlaps"),
     "unknown field": (set_entry(strides=[1]), "exactly dtype, shape and data_offsets"),
