@@ -103,11 +103,11 @@ def make_trainer(arguments: FinetuneCommand) -> Finetuning:
         modules = {"target_modules": list(arguments.lora_target_modules)} if arguments.lora_target_modules else {}
         trainer.convert_to_lora(r=arguments.lora_rank, lora_alpha=arguments.lora_alpha, **modules)
     if arguments.train_file is not None:
-        trainer.load_data(valid=validates(arguments))
+        trainer.load_data(valid=has_validation_data(arguments))
     return trainer
 
 
-def validates(arguments: FinetuningArguments) -> bool:
+def has_validation_data(arguments: FinetuningArguments) -> bool:
     """Returns whether there is validation data: a file, or a part of the training file."""
     return arguments.validation_file is not None or arguments.validation_split > 0
 
@@ -117,7 +117,7 @@ def run(trainer: Finetuning) -> None:
     arguments, console = trainer.arguments, trainer.console
     if arguments.train_file is not None:
         trainer.model_summary()
-        trainer.train(valid=validates(arguments))
+        trainer.train(valid=has_validation_data(arguments))
         console.print(f"saved {trainer.save_model()}")
     elif arguments.validation_file is not None:
         console.print(describe("validation", trainer.evaluate()))

@@ -120,7 +120,7 @@ def run(arguments: GenerateArguments, settings: dict[str, Any], launch: RankInfo
         glm_vocabulary=arguments.glm_vocabulary,
     )
     prompts = read_prompts(arguments) if launch.is_first else iter(())
-    together = 1 if arguments.stream or waits_for_a_person(arguments) else arguments.batch_size
+    together = 1 if arguments.stream or is_interactive(arguments) else arguments.batch_size
     count = 0
     try:
         while batch := on_first_rank(lambda: list(islice(prompts, together))):
@@ -155,7 +155,7 @@ def show(
             print(json.dumps(entry, ensure_ascii=False), flush=True)
 
 
-def waits_for_a_person(arguments: GenerateArguments) -> bool:
+def is_interactive(arguments: GenerateArguments) -> bool:
     return not arguments.prompt and arguments.file is None and sys.stdin is not None and sys.stdin.isatty()
 
 

@@ -10,7 +10,7 @@ from ..trainer.launch.rank_info import RankInfo
 from .console import USAGE_ERROR, print_error
 
 PACKAGE = __name__.partition(".")[0]
-PATIENCE = timedelta(seconds=5)  # time in which all ranks with the same error are expected to raise it
+REPORT_TIMEOUT = timedelta(seconds=5)  # time in which all ranks with the same error are expected to raise it
 
 
 def exit_code_of_rank(work: Callable[[], int], launch: RankInfo) -> int:
@@ -43,7 +43,7 @@ def _report_once(error: ValueError, launch: RankInfo) -> None:
         _report(error)
         store.set(reported, "")
     try:
-        store.wait(seen[1:] if launch.is_first else [reported], PATIENCE)
+        store.wait(seen[1:] if launch.is_first else [reported], REPORT_TIMEOUT)
         store.set(seen[launch.rank], "")
     except RuntimeError:  # a timeout, or the store has ended with the first rank, which then did not raise this error
         if not launch.is_first:

@@ -158,20 +158,20 @@ class RunFolder:
         """Writes the arguments of a run that resumes."""
         self.arguments_file.write_text(yaml.safe_dump(arguments, sort_keys=False))
 
-    def forget_after(self, step: int, *, evaluated: bool) -> None:
+    def drop_after(self, step: int, *, evaluated: bool) -> None:
         """Removes the metrics after `step`, and renames later checkpoints, which are damaged or no longer in the run.
 
         Args:
             evaluated: Whether `step` has been evaluated. If not, the logged values of its evaluation are removed too.
         """
-        self.forget_metrics_after(step, evaluated=evaluated)
+        self.drop_metrics_after(step, evaluated=evaluated)
         for later in self.steps():
             if later > step:
                 folder = self.checkpoint(later)
                 names = (folder.with_name(f"{folder.name}.abandoned{number or ''}") for number in count())
                 folder.rename(next(name for name in names if not name.exists()))
 
-    def forget_metrics_after(self, step: int, *, evaluated: bool = True) -> None:
+    def drop_metrics_after(self, step: int, *, evaluated: bool = True) -> None:
         if not self.metrics_file.exists():
             return
         kept = [record for record in self.metrics() if record["step"] <= step]
@@ -181,7 +181,7 @@ class RunFolder:
         partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
         partial.replace(self.metrics_file)
 
-    def sweep(self) -> None:
+    def delete_unfinished(self) -> None:
         """Deletes the remains of checkpoints that killed processes were writing or deleting."""
         for left in (*self.checkpoints.glob(".step-*.partial"), *self.checkpoints.glob(".step-*.deleted")):
             shutil.rmtree(left, ignore_errors=True)

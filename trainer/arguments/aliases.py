@@ -73,13 +73,13 @@ def resolve_aliases(keywords: Mapping[str, Any], known: list[str]) -> dict[str, 
                 continue
             target, set_to = SWITCHES[name]
         elif target not in known:
-            raise ValueError(f"there is no argument {name!r}{_meant(name, [*known, *aliases])}")
+            raise ValueError(f"there is no argument {name!r}{_suggestion(name, [*known, *aliases])}")
         if target in values:
             raise ValueError(f"{origin[target]} and {name} both set {target}; give one of them")
         values[target], origin[target] = set_to, name
     return values
 
 
-def _meant(name: str, taken: list[str]) -> str:
+def _suggestion(name: str, taken: list[str]) -> str:
     close = difflib.get_close_matches(name, taken, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -84,7 +84,8 @@ class ShardedFiles:
             raise ValueError(f"{folder} is a {stored.description}, not a training checkpoint")
         check_names(folder, set(stored.ranks[0]), set(parameters))
         for name, parameter in parameters.items():
-            full = shards[name].shape if shards[name] else tuple(parameter.shape)
+            shard = shards[name]
+            full = shard.shape if shard else tuple(parameter.shape)
             if stored.manifest.tensors[name].shape != full:  # e.g. vocabularies that are padded to the same size
                 raise _another_shape(folder, name, stored.manifest.tensors[name].shape, full)
         with ShardedReader(stored.ranks, shards) as reader:

@@ -100,13 +100,13 @@ def _open_folder(folder: RunFolder, point: ResumePoint | None, arguments: Traini
     _make_folder(folder.path, "the run's folder")
     if arguments.tensorboard_dir is not None:
         _make_folder(Path(arguments.tensorboard_dir), "tensorboard_dir")
-    folder.sweep()
+    folder.delete_unfinished()
     if own:
-        folder.forget_after(own.state.step, evaluated=own.state.validation.get("step") == own.state.step)
+        folder.drop_after(own.state.step, evaluated=own.state.validation.get("step") == own.state.step)
         if own.state.best.get("name") == arguments.save_best:
             folder.restore_best(own.state.best)
     else:
-        folder.forget_metrics_after(0)  # a run may have been killed before its first checkpoint
+        folder.drop_metrics_after(0)  # a run may have been killed before its first checkpoint
 
 
 def _make_folder(path: Path, meaning: str) -> None:

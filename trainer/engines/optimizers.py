@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from ..arguments.training_arguments import TrainingArguments
 
 # Optimizers whose update of an element depends on that element alone.
-WORK_ON_ELEMENTS = (
+ELEMENTWISE_OPTIMIZERS = (
     optim.Adam, optim.AdamW, optim.SGD, optim.RMSprop, optim.Adagrad, optim.Adadelta, optim.Adamax, optim.NAdam,
     optim.RAdam, optim.Rprop, optim.ASGD,
 )  # fmt: skip
@@ -66,10 +66,10 @@ def check_optimizer(optimizer: Any, model: nn.Module, tensor_parallel_size: int 
         raise ValueError(
             f"{kind} keeps state that belongs to no parameter, which the trainer does not save; use another optimizer"
         )
-    if tensor_parallel_size > 1 and not isinstance(optimizer, WORK_ON_ELEMENTS) and kind not in ELEMENT_STATES:
+    if tensor_parallel_size > 1 and not isinstance(optimizer, ELEMENTWISE_OPTIMIZERS) and kind not in ELEMENT_STATES:
         raise ValueError(
             f"{kind} may need whole parameters, which model_parallel_size={tensor_parallel_size} splits; use "
-            f"{', '.join(known.__name__ for known in WORK_ON_ELEMENTS)} or Lion, or model_parallel_size=1"
+            f"{', '.join(known.__name__ for known in ELEMENTWISE_OPTIMIZERS)} or Lion, or model_parallel_size=1"
         )
     own = set(model.parameters())
     foreign = sum(p not in own for group in optimizer.param_groups for p in group["params"])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .rank_info import cpu_environment, free_port
-from .rank_process import ERROR_FILE, SHOWN_BY_STARTER, STARTER, RankError, read
+from .rank_process import ERROR_FILE, LAUNCHER_PID, LAUNCHER_SHOWS_ERRORS, RankError, read
 
 USAGE_ERROR = 2  # the exit code of a rank that has printed a message about the user's error itself
 POLL_SECONDS = 0.05
@@ -78,10 +78,10 @@ class RankProcess:
         self.failure: Failure | None = None
 
     @property
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         return self.process.poll() is None
 
-    def look(self) -> Failure | None:
+    def find_failure(self) -> Failure | None:
         """Returns the rank's failure, or None. A recorded exception counts at once, because its process may hang."""
         code = self.process.poll()
         if self.failure is None and (code or self.error_file.exists()):
@@ -91,7 +91,7 @@ class RankProcess:
 
     def send(self, number: int) -> None:
         """Sends a signal to the rank and the processes it has started."""
-        if self.runs:
+        if self.is_running:
             os.killpg(self.process.pid, number)
 
 
@@ -143,19 +143,19 @@ def _environment(world_size: int) -> dict[str, str]:
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "LOCAL_SIZE": str(world_size),
-        SHOWN_BY_STARTER: "1",
-        STARTER: str(os.getpid()),
+        LAUNCHER_SHOWS_ERRORS: "1",
+        LAUNCHER_PID: str(os.getpid()),
     }
 
 
 def _watch(ranks: Sequence[RankProcess], stops: Sequence[int]) -> list[Failure]:
     """Waits for all ranks, and ends the others when one fails. Returns the failures, the cause first."""
-    while any(rank.runs for rank in ranks):
-        if [rank for rank in ranks if rank.look()] and not stops:  # a list, because `any` would skip ranks
+    while any(rank.is_running for rank in ranks):
+        if [rank for rank in ranks if rank.find_failure()] and not stops:  # a list, because `any` would skip ranks
             _wait(ranks, SETTLE_SECONDS)
             break
         time.sleep(POLL_SECONDS)
-    failures = [failure for rank in ranks if (failure := rank.look())]
+    failures = [failure for rank in ranks if (failure := rank.find_failure())]
     for number in (signal.SIGTERM, signal.SIGKILL):
         for rank in ranks:
             rank.send(number)
@@ -166,9 +166,9 @@ def _watch(ranks: Sequence[RankProcess], stops: Sequence[int]) -> list[Failure]:
 def _wait(ranks: Sequence[RankProcess], seconds: float) -> None:
     """Waits until all ranks have ended, but at most `seconds`. Records when each rank fails."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and any(rank.runs for rank in ranks):
+    while time.monotonic() < deadline and any(rank.is_running for rank in ranks):
         for rank in ranks:
-            rank.look()
+            rank.find_failure()
         time.sleep(POLL_SECONDS)
 
 

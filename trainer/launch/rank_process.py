@@ -21,8 +21,8 @@ from types import TracebackType
 from typing import Any
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-STARTER = "SHARDZOO_STARTER"  # process id of our launcher
-SHOWN_BY_STARTER = "SHARDZOO_STARTER_SHOWS_ERRORS"
+LAUNCHER_PID = "SHARDZOO_LAUNCHER_PID"  # process id of our launcher
+LAUNCHER_SHOWS_ERRORS = "SHARDZOO_LAUNCHER_SHOWS_ERRORS"
 # Parts of gloo's and NCCL's messages about a lost peer, which is the consequence of another rank's failure.
 LOST_PEER = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL", "recvValue failed")
 
@@ -48,7 +48,7 @@ class RankError:
 def join_job() -> None:
     """Sets up this process as a rank of a job, if it is one."""
     record_uncaught_exceptions()
-    end_with_starter()
+    end_with_launcher()
 
 
 def record_uncaught_exceptions() -> None:
@@ -64,22 +64,22 @@ def record_uncaught_exceptions() -> None:
         written = False
         if issubclass(kind, Exception):
             written = write(path, error)
-        if not written or SHOWN_BY_STARTER not in os.environ:
+        if not written or LAUNCHER_SHOWS_ERRORS not in os.environ:
             before(kind, error, trace)
 
     hook.records_to = str(path)  # type: ignore[attr-defined]
     sys.excepthook = hook
 
 
-def end_with_starter() -> None:
+def end_with_launcher() -> None:
     """Makes this process end when its launcher does, in whatever way the launcher ends (Linux only)."""
-    starter = os.environ.get(STARTER)
-    if starter is None or not sys.platform.startswith("linux"):
+    launcher = os.environ.get(LAUNCHER_PID)
+    if launcher is None or not sys.platform.startswith("linux"):
         return
     PR_SET_PDEATHSIG = 1  # prctl(2): the signal that this process gets when its parent ends
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
-        os.kill(int(starter), 0)
+        os.kill(int(launcher), 0)
     except ProcessLookupError:  # the launcher has already ended
         os.kill(os.getpid(), signal.SIGKILL)
     except PermissionError:

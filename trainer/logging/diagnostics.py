@@ -80,7 +80,7 @@ def _seconds(a: Tensor) -> float:
     return time.perf_counter() - started
 
 
-WAITED = 2  # steps to skip, because the first ones allocate memory and choose kernels
+SKIPPED_STEPS = 2  # not recorded, because the first ones allocate memory and choose kernels
 
 
 class StepProfiler:
@@ -94,7 +94,7 @@ class StepProfiler:
         from torch.profiler import profile, schedule
 
         self._profile = profile(
-            schedule=schedule(wait=WAITED - 1, warmup=1, active=self._steps, repeat=1),
+            schedule=schedule(wait=SKIPPED_STEPS - 1, warmup=1, active=self._steps, repeat=1),
             on_trace_ready=lambda done: done.export_chrome_trace(str(self._path)),
             profile_memory=True,
         )
