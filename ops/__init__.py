@@ -19,32 +19,11 @@ from .matmul import addmm, autocast_arguments, linear, matmul
 from .norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from .softmax import masked_softmax
 
+# fmt: off
 __all__ = [
-    "add_layer_norm",
-    "add_rms_norm",
-    "addmm",
-    "autocast_arguments",
-    "bias_dropout_residual",
-    "bias_gelu",
-    "cross_entropy",
-    "cross_entropy_grad",
-    "cross_entropy_loss",
-    "cross_entropy_stats",
-    "current_choice",
-    "dropout",
-    "dropout_keep",
-    "dropout_keys",
-    "geglu",
-    "in_inference_mode",
-    "kernels",
-    "layer_norm",
-    "linear",
-    "linear_cross_entropy",
-    "masked_softmax",
-    "matmul",
-    "relu",
-    "rms_norm",
-    "swiglu",
-    "token_cross_entropy",
-    "use_key",
+    "add_layer_norm", "add_rms_norm", "addmm", "autocast_arguments", "bias_dropout_residual", "bias_gelu",
+    "cross_entropy", "cross_entropy_grad", "cross_entropy_loss", "cross_entropy_stats", "current_choice", "dropout",
+    "dropout_keep", "dropout_keys", "geglu", "in_inference_mode", "kernels", "layer_norm", "linear",
+    "linear_cross_entropy", "masked_softmax", "matmul", "relu", "rms_norm", "swiglu", "token_cross_entropy", "use_key",
 ]
+# fmt: on
