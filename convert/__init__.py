@@ -1,6 +1,6 @@
-"""Converts checkpoint folders: Hugging Face to shards, shards to other shards, shards to Hugging Face; and checks them.
+"""Converts checkpoint folders between Hugging Face's format and shards of any number of ranks, and verifies them.
 
-Names are loaded when they are first used, so that looking into a folder needs no torch.
+Names are imported when they are first used, so that inspecting a folder does not import torch.
 """
 
 from __future__ import annotations

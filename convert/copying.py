@@ -1,8 +1,8 @@
-"""Moves one parameter from its source tensors to its target tensors, in blocks of bounded size.
+"""Copies parameters from their source tensors to their target tensors, in blocks of bounded size.
 
-Every stored tensor is passed once, in the order of its bytes, so that hashes are computed on the way. A matrix that
-is split along its columns is read in contiguous bands of rows, and cut up in memory. Only a transposed source is
-read in columns; its tiles are turned in memory.
+Every stored tensor is read once, in the order of its bytes, so that its hash is computed on the way. A matrix that is
+split along its columns is read in contiguous bands of rows, which are divided in memory. Only a transposed source is
+read by columns; its tiles are transposed in memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ OutputFactory = Callable[[Sequence[StoredTensor]], Output]
 
 @dataclass(frozen=True)
 class Copy:
-    """name: the parameter, or the tensor that is none. Both sides place the same full tensor."""
+    """One full tensor, where it is stored, and where it is to be stored.
+
+    Attributes:
+        name: The native name of the parameter, or the name of an extra tensor.
+        source: Where it is stored.
+        target: Where it is written.
+    """
 
     name: str
     source: ParameterPlacement
@@ -33,21 +39,28 @@ class Copy:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are written."""
+        """Bytes to write."""
         return sum(part.tensor.nbytes for part in self.target.slices())
 
 
 def run_copy(
     copy: Copy, files: OpenFiles, hashes: Mapping[tuple[Path, str], str], make_output: OutputFactory, chunk: int
 ) -> dict[tuple[Path, str], str]:
-    """Copies, and returns the sha256 of every target tensor.
+    """Copies one parameter and returns the sha256 of every target tensor.
 
-    files: of the sources. hashes: recorded for source tensors. chunk: bytes of the largest block.
-    ValueError if a source tensor does not match its hash, or copies of one parameter differ.
+    Args:
+        copy: What to copy.
+        files: The open source files.
+        hashes: (file, tensor name) -> recorded sha256 of the source tensors.
+        make_output: Makes the output for target tensors with equal contents.
+        chunk: Bytes of the largest block.
+
+    Raises:
+        ValueError: A source tensor does not match its hash, or copies of the parameter differ.
     """
     source, target = copy.source, copy.target
     if all(part.transposed for part in target.slices()):
-        source, target = _turned(source), _turned(target)
+        source, target = _transposed(source), _transposed(target)
     groups: dict[tuple, list[TensorSlice]] = {}
     for part in target.slices():
         groups.setdefault((part.ranges, part.tensor.shape), []).append(part)
@@ -63,19 +76,25 @@ def run_copy(
     return digests
 
 
-def _turned(placement: ParameterPlacement) -> ParameterPlacement:
-    """The same placement, of the transposed parameter."""
+def _transposed(placement: ParameterPlacement) -> ParameterPlacement:
+    """Returns the same placement, described as that of the transposed parameter."""
     copies = tuple(tuple(replace(part, transposed=not part.transposed) for part in copy) for copy in placement.copies)
     return ParameterPlacement(placement.name, placement.shape[::-1], 1 - placement.dim, copies)
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """A parameter as `count` rows of `length` elements; parts hold ranges of every row."""
+    """A parameter as rows of elements; each stored tensor holds the same ranges of every row.
+
+    Attributes:
+        count: The number of rows.
+        length: Elements of a row.
+        inner: Elements for each index along the parameter's `dim`.
+    """
 
     count: int
     length: int
-    inner: int  # elements for each index along the parameter's dim
+    inner: int
 
     @classmethod
     def of(cls, placement: ParameterPlacement) -> _Rows:
@@ -83,7 +102,11 @@ class _Rows:
         return cls(prod(before), placement.shape[placement.dim] * prod(behind), prod(behind))
 
     def blocks(self, itemsize: int, chunk: int) -> Iterator[tuple[int, int, int, int]]:
-        """(first row, last row, first element, last element), in order: several whole rows, or a piece of one."""
+        """Yields blocks of several whole rows, or of a piece of one row, in order.
+
+        Yields:
+            (first row, end row, first element, end element); the ends are exclusive.
+        """
         if self.length == 0:
             return
         band = chunk // (self.length * itemsize)
@@ -99,9 +122,15 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Slots:
-    """A part in elements of a row. width: elements of a row of the tensor."""
+    """Which elements of each row of a parameter one stored tensor holds.
 
-    pieces: tuple[tuple[int, int, int], ...]  # start, stop, position in the tensor's row
+    Attributes:
+        pieces: (start, stop, position): elements [start, stop) of the parameter's row are at `position` of the
+            tensor's row.
+        width: Elements of a row of the tensor.
+    """
+
+    pieces: tuple[tuple[int, int, int], ...]
     width: int
 
     @classmethod
@@ -133,7 +162,7 @@ def _copy_straight(
     for number, parts in enumerate(source.copies):
         inputs = []
         for part in parts:
-            # Copies are compared byte by byte with the first one, whose hash is enough.
+            # The other copies are compared byte by byte with the first one, so only its hash is checked.
             recorded = hashes.get((part.tensor.file, part.tensor.name)) if number == 0 else None
             opened = Input(part.tensor, files[part.tensor.file], recorded)
             inputs.append((_Slots.of(part, rows, source.dim), opened))
@@ -144,7 +173,7 @@ def _copy_straight(
         full = _gather(block, rows, copies[0], source_item)
         for other in copies[1:]:
             if not np.array_equal(full, _gather(block, rows, other, source_item)):
-                raise ValueError(f"{other[0][1].tensor} differs from {copies[0][0][1].tensor}, which it must repeat")
+                raise ValueError(f"{other[0][1].tensor} differs from {copies[0][0][1].tensor}; both must be equal")
         if source.dtype != target.dtype:
             full = cast(full, source.dtype, target.dtype, source.name)
         _scatter(block, rows, full, sinks, target_item)
@@ -155,7 +184,7 @@ def _copy_straight(
 def _gather(
     block: tuple[int, int, int, int], rows: _Rows, inputs: list[tuple[_Slots, Input]], itemsize: int
 ) -> np.ndarray:
-    """A block of the full tensor [rows, elements] from the parts that hold it, as unsigned integers."""
+    """Returns a block [rows, elements] of the full tensor as unsigned integers, read from all its stored tensors."""
     first, last, start, stop = block
     full = np.empty((last - first, stop - start), f"u{itemsize}")
     for slots, opened in inputs:
@@ -196,10 +225,19 @@ def _scatter(
 
 
 def cast(block: np.ndarray, source: str, target: str, name: str) -> np.ndarray:
-    """Converts elements, kept as unsigned integers of their size, from one float type to another.
+    """Converts elements from one floating-point type to another. Rounds to nearest, ties to even, as torch does.
 
-    Rounds to nearest, ties to even, as torch does. ValueError, naming the parameter, if a finite value
-    would become infinite or NaN.
+    Args:
+        block: The elements, as unsigned integers of the same size.
+        source: The safetensors name of their type.
+        target: The safetensors name of the new type.
+        name: The parameter, for the error message.
+
+    Returns:
+        The converted elements, as unsigned integers of their new size.
+
+    Raises:
+        ValueError: A finite value would become infinite or NaN.
     """
     import torch
 
@@ -214,15 +252,15 @@ def cast(block: np.ndarray, source: str, target: str, name: str) -> np.ndarray:
 
 
 MEMORY = 40 << 20  # bytes of all threads' blocks together
-BLOCKS_PER_THREAD = 5  # a block as read, assembled, turned or cast, and as cut up for the targets
+BLOCKS_PER_THREAD = 5  # a block as read, assembled, transposed or cast, and divided for the targets
 SMALLEST_BLOCK = 64 << 10
 
 Digests = dict[tuple[Path, str], str]
-Progress = Callable[[int], None]  # is told the bytes that were just finished
+Progress = Callable[[int], None]  # receives the bytes that were just finished
 
 
 def block_size(jobs: int) -> int:
-    """Bytes of the largest block that one of `jobs` threads may hold."""
+    """Returns the bytes of the largest block that one of `jobs` threads may hold."""
     return max(SMALLEST_BLOCK, MEMORY // (BLOCKS_PER_THREAD * jobs))
 
 
@@ -233,14 +271,17 @@ def run_copies(
     make_output: OutputFactory,
     jobs: int,
 ) -> Iterator[tuple[int, Digests]]:
-    """Yields each copy's index and its targets' hashes as it is finished. The first error ends all of them."""
+    """Copies in `jobs` threads. Yields the index and the target hashes of each finished copy; the first error ends all.
+
+    Args and errors are those of `run_copy`.
+    """
     chunk = block_size(jobs)
     with ThreadPoolExecutor(jobs) as pool:
         todo = iter(enumerate(copies))
         running = {}
         try:
             while True:
-                # Few are handed out ahead, so that an error leaves little to wait for.
+                # Few copies are submitted ahead, so that little is left to wait for after an error.
                 while len(running) < 2 * jobs and (entry := next(todo, None)) is not None:
                     index, copy = entry
                     running[pool.submit(run_copy, copy, files, hashes, make_output, chunk)] = index
@@ -261,10 +302,10 @@ def copy_transposed(
     hashes: Mapping[tuple[Path, str], str],
     chunk: int,
 ) -> None:
-    """Fills the outputs, which are stored as `target.shape` has it, from 2-D parts stored the other way round.
+    """Fills the outputs, which are stored in the orientation of `target.shape`, from transposed 2-D source tensors.
 
-    Targets are written in bands of rows, for each of which the source's columns are read. That passes no source
-    in the order of its bytes, so recorded hashes are checked beforehand.
+    Targets are written in bands of rows, and for each band the source's columns are read. Sources are therefore not
+    read in the order of their bytes, so their recorded hashes are checked first.
     """
     for part in source.copies[0]:
         if recorded := hashes.get((part.tensor.file, part.tensor.name)):
@@ -280,7 +321,7 @@ def copy_transposed(
                 other = _band(copy, part, target.dim, (top, bottom, width), source.dtype, files, chunk)
                 if not np.array_equal(band, other):
                     first = source.copies[0][0].tensor
-                    raise ValueError(f"{copy[0].tensor} differs from {first}, which it must repeat")
+                    raise ValueError(f"{copy[0].tensor} differs from {first}; both must be equal")
             if source.dtype != target.dtype:
                 band = cast(band, source.dtype, target.dtype, source.name)
             output.write(top * width * itemsize, band)
@@ -295,7 +336,7 @@ def _band(
     files: OpenFiles,
     chunk: int,
 ) -> np.ndarray:
-    """Rows [top, bottom) of the target's tensor; padding is zero."""
+    """Returns rows [top, bottom) of the target tensor, with zeros as padding; `extent` is (top, bottom, width)."""
     top, bottom, width = extent
     band = np.zeros((bottom - top, width), f"u{item_size(dtype)}")
     for part in parts:
@@ -314,7 +355,7 @@ def _band(
 
 
 def _shared(target: TensorSlice, source: TensorSlice) -> Iterator[tuple[int, int, int]]:
-    """(count, position in the target, position in the source) of each range that both hold."""
+    """Yields (count, position in the target, position in the source) of each range that both tensors hold."""
     position = 0
     for start, stop in target.ranges:
         for low, high, there in source.local(start, stop):
@@ -325,7 +366,7 @@ def _shared(target: TensorSlice, source: TensorSlice) -> Iterator[tuple[int, int
 def _read_tile(
     tensor: StoredTensor, descriptor: int, rows: tuple[int, int], columns: tuple[int, int], chunk: int
 ) -> np.ndarray:
-    """tensor[rows, columns]: one contiguous read where whole rows fit into `chunk`, else one for each row."""
+    """Returns tensor[rows, columns], by one contiguous read if whole rows fit into `chunk`, else by one per row."""
     itemsize, width = item_size(tensor.dtype), tensor.shape[1]
     count, first = rows[1] - rows[0], columns[0]
     if count * width * itemsize <= chunk or columns == (0, width):
@@ -339,7 +380,7 @@ def _read_tile(
 
 
 def _transpose_into(out: np.ndarray, tile: np.ndarray) -> None:
-    """out = tileᵀ; torch's transposing copy of dense matrices is several times faster than numpy's."""
+    """Copies the transposed tile into `out`. torch does so several times faster than numpy for dense matrices."""
     import torch
 
     signed = f"i{out.itemsize}"

@@ -1,7 +1,7 @@
-"""A folder that appears complete or not at all.
+"""Writes a destination folder so that it appears complete or not at all.
 
-Everything is written into `.NAME.partial` beside it, weights under names that nothing loads; then the files get
-their names, the manifest comes last, and the folder is renamed.
+Everything is written into `.NAME.partial` beside it, with the weights under names that nothing loads. At the end the
+files get their final names, the manifest is written last, and the folder is renamed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ PARTIAL = ".partial"
 
 
 class Destination:
-    """folder: what will appear. work: where it is made."""
+    """A folder to be written.
+
+    Attributes:
+        folder: The folder under its final name.
+        work: The folder in which its files are written.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -29,18 +34,18 @@ class Destination:
         self._replaced = folder.parent / f".{folder.name}.replaced"
 
     def check(self, source: Path, *, overwrite: bool, resume: bool) -> None:
-        """ValueError if writing here would touch the source, or anything that was not asked to be replaced."""
+        """Raises ValueError if writing would touch the source, or replace something without `overwrite`."""
         if overwrite and resume:
-            raise ValueError("--resume goes on with a conversion and --overwrite starts over: use one of them")
+            raise ValueError("--resume continues a conversion and --overwrite starts it again: use one of them")
         here, there = self.folder.resolve(), source.resolve()
         if not self.folder.name or here == there or here in there.parents or there in here.parents:
-            raise ValueError(f"{self.folder} and the source {source} must lie beside each other, not in one another")
+            raise ValueError(f"{self.folder} and the source {source} must be two folders, neither inside the other")
         if not self.folder.parent.is_dir():
-            raise ValueError(f"there is no folder {self.folder.parent} to put {self.folder.name} into")
+            raise ValueError(f"the folder {self.folder.parent} does not exist; create it before {self.folder.name}")
         if self.folder.is_symlink() or (self.folder.exists() and not self.folder.is_dir()):
-            raise ValueError(f"{self.folder} exists and is no folder")
+            raise ValueError(f"{self.folder} exists and is not a folder; name another destination")
         if self.work.is_symlink() or (self.work.exists() and not self.work.is_dir()):
-            raise ValueError(f"{self.work} is in the way")
+            raise ValueError(f"{self.work} exists and is not a folder, but the conversion needs that name; remove it")
         if self.folder.exists() and any(self.folder.iterdir()):
             if not overwrite and not resume:
                 raise ValueError(f"{self.folder} exists; replace it with --overwrite, or name another folder")
@@ -48,16 +53,25 @@ class Destination:
                 raise ValueError(f"{self.folder} holds no model, so it is not replaced; name another folder")
         if self.work.exists() and not overwrite and not resume:
             raise ValueError(
-                f"{self.work} is left of an interrupted conversion; go on with it by --resume, or start over "
-                f"with --overwrite"
+                f"{self.work} is left from an interrupted conversion; continue it with --resume, or start again with "
+                f"--overwrite"
             )
 
     def is_complete(self) -> bool:
-        """Whether the folder is there and nothing of its making is left to do."""
+        """Returns whether the folder exists with its contents, and no unfinished conversion to it."""
         return self.folder.exists() and any(self.folder.iterdir()) and not self.work.exists()
 
     def begin(self, files: Sequence[NewFile], fingerprint: str, *, overwrite: bool) -> Journal:
-        """Makes or reopens the work folder with its files at full size. ValueError if the disk is too full."""
+        """Makes or reopens the work folder with its files at full size.
+
+        Args:
+            files: The weight files to write.
+            fingerprint: Identifies the conversion; an interrupted one is resumed only if it had the same.
+            overwrite: Whether to remove what an interrupted conversion wrote.
+
+        Raises:
+            ValueError: The disk is too full, or another process or another conversion uses the work folder.
+        """
         if overwrite and self.work.exists():
             check_unused(self.work)
             shutil.rmtree(self.work)
@@ -67,7 +81,7 @@ class Destination:
         try:
             (self.work / MANIFEST).unlink(missing_ok=True)
             for file in files:
-                if (self.work / file.name).exists():  # a run was interrupted while it gave the files their names
+                if (self.work / file.name).exists():  # a run was interrupted while it renamed the files
                     (self.work / file.name).rename(self.partial(file.name))
             missing = [file for file in files if not self._is_made(file)]
             self._check_space(sum(file.size for file in missing))
@@ -83,7 +97,7 @@ class Destination:
         return journal
 
     def partial(self, name: str) -> Path:
-        """The path of a weight file while it is written."""
+        """Returns the path of a weight file while it is being written."""
         return self.work / f"{name}{PARTIAL}"
 
     def finish(
@@ -92,7 +106,13 @@ class Destination:
         texts: Mapping[str, bytes | Path],
         manifest: Manifest | None,
     ) -> None:
-        """Makes everything durable and gives it its name; the manifest, or else config.json, comes last."""
+        """Flushes all files to the disk and gives them and the folder their final names.
+
+        Args:
+            files: The weight files.
+            texts: Small files by name: their contents, or a file to copy.
+            manifest: Written last; without one, `config.json` is written last.
+        """
         try:
             for file in files:
                 file.complete(self.partial(file.name))
@@ -124,7 +144,7 @@ class Destination:
         shutil.rmtree(self._replaced, ignore_errors=True)
 
     def abandon(self) -> None:
-        """Leaves nothing behind."""
+        """Removes the work folder, and restores the folder that was about to be replaced."""
         shutil.rmtree(self.work, ignore_errors=True)
         if self._replaced.exists() and not self.folder.exists():
             self._replaced.rename(self.folder)

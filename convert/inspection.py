@@ -1,4 +1,4 @@
-"""What a folder of weights holds, from its headers alone."""
+"""Inspects a checkpoint folder by its headers alone, and compares the tensors of two folders."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from ..checkpoint.stored_tensor import StoredTensor
 
 @dataclass(frozen=True)
 class Inspection:
-    """facts: short descriptions by what they describe. tensors: by name, one entry for each shape and type.
+    """What a checkpoint folder contains.
 
-    parameters: stored elements; on shards, of one rank times the number of ranks.
+    Attributes:
+        facts: Short descriptions of the folder by what they describe.
+        tensors: Name, type, shape and bytes of each tensor of the first rank and of each extra tensor.
     """
 
     facts: Mapping[str, Any]
@@ -29,10 +31,10 @@ class Inspection:
 
 
 def inspect_folder(folder: Path, config_file: Path | None = None) -> Inspection:
-    """ValueError for a folder that holds no weights, or damaged ones."""
+    """Reads the headers of a checkpoint folder. Raises ValueError if it has no weights or damaged headers."""
     source = open_checkpoint(folder, config_file)
     rows = [_row(name, tensor, source) for name, tensor in source.ranks[0].items()]
-    rows += [{**_row(name, tensor, source), "split": "kept as it is"} for name, tensor in source.extras.items()]
+    rows += [{**_row(name, tensor, source), "split": "kept unchanged"} for name, tensor in source.extras.items()]
     return Inspection(_facts(source), tuple(rows))
 
 
@@ -58,7 +60,7 @@ def _facts(source: Checkpoint) -> dict[str, Any]:
         facts["ranks"] = manifest.tensor_parallel_size
         facts["vocabulary"] = f"{manifest.vocab_size}, padded to {manifest.padded_vocab_size}"
         facts["ties"] = ", ".join(f"{alias} = {kept}" for alias, kept in manifest.ties.items()) or "none stored"
-        facts["kept as they are"] = len(manifest.extras)
+        facts["kept unchanged"] = len(manifest.extras)
     return facts
 
 
@@ -68,7 +70,14 @@ _NUMPY_FLOATS = {"F64": "f8", "F32": "f4", "F16": "f2"}
 
 @dataclass(frozen=True)
 class Difference:
-    """elements: how many differ, None where shapes or types do. largest: largest absolute difference, if known."""
+    """A tensor that differs between two folders.
+
+    Attributes:
+        name: The tensor.
+        what: What differs, in words.
+        elements: How many elements differ; None if the shapes or types differ.
+        largest: The largest absolute difference, if it is known.
+    """
 
     name: str
     what: str
@@ -78,17 +87,19 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
+    """The number of compared tensors, and those that differ."""
+
     tensors: int
     differences: tuple[Difference, ...]
 
 
 def comparable(first: Checkpoint, second: Checkpoint) -> bool:
-    """Whether both store the same kind of tensors: one format, and as many ranks."""
+    """Returns whether both folders have the same format and the same number of ranks."""
     return first.kind == second.kind and len(first.ranks) == len(second.ranks)
 
 
 def diff(first: Checkpoint, second: Checkpoint) -> Comparison:
-    """Compares tensors of one name. Shards whose manifests record equal hashes are not read."""
+    """Compares the tensors of equal names. Tensors for which both manifests record the same hash are not read."""
     differences, count = [], 0
     for rank, (ours, theirs) in enumerate(
         zip((*first.ranks, first.extras), (*second.ranks, second.extras), strict=True)

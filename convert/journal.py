@@ -1,4 +1,4 @@
-"""The record of an unfinished conversion: what it is, and which of its copies are complete."""
+"""Records which copies of an unfinished conversion are complete, so that it can be resumed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,22 @@ SYNC_SECONDS = 1.0
 
 
 class Journal:
-    """Appended to while a conversion runs, made durable once a second, and locked against a second run."""
+    """The journal of a conversion. It is flushed to the disk once a second and locked against other processes.
+
+    Attributes:
+        finished: The hashes of the target tensors of each finished copy, by the copy's index.
+    """
 
     def __init__(self, folder: Path, fingerprint: str) -> None:
-        """Opens or begins the journal. ValueError if another process writes it, or it is of other work."""
+        """Opens or creates the journal in a folder.
+
+        Args:
+            folder: The work folder of the conversion.
+            fingerprint: Identifies the conversion.
+
+        Raises:
+            ValueError: Another process writes the journal, or it belongs to another conversion.
+        """
         path = folder / JOURNAL
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - closed by close()
         _lock(self._file, folder)
@@ -30,8 +42,8 @@ class Journal:
             if lines[0].get("fingerprint") != fingerprint:
                 self._file.close()
                 raise ValueError(
-                    f"{folder} was begun with another source or other arguments, or the source has changed since; "
-                    f"start over with --overwrite"
+                    f"{folder} was started with another source or other arguments, or the source has changed since; "
+                    f"start again with --overwrite"
                 )
             self.finished = {line["copy"]: _digests(line["sha256"]) for line in lines[1:] if "sha256" in line}
         else:
@@ -63,14 +75,14 @@ class Journal:
 
 
 def check_unused(folder: Path) -> None:
-    """ValueError if another process is writing a conversion's journal there."""
+    """Raises ValueError if another process is writing a conversion's journal in this folder."""
     if (folder / JOURNAL).exists():
         with (folder / JOURNAL).open("rb") as file:
             _lock(file, folder)
 
 
 def _lock(file: IO[bytes], folder: Path) -> None:
-    """Until the file is closed. Closes it and raises ValueError if another process has it locked."""
+    """Locks the file until it is closed. Closes it and raises ValueError if another process has locked it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -1,4 +1,4 @@
-"""Runs a split model and an independent implementation on the same tokens, and compares their logits."""
+"""Compares the logits of a split model with those of an independent implementation on the same tokens."""
 
 from __future__ import annotations
 
@@ -27,9 +27,13 @@ BATCH, LENGTH, SEED = 2, 24, 0
 
 @dataclass(frozen=True)
 class LogitsDifference:
-    """size: tensor-parallel ranks. reference: what it was compared with. largest: largest absolute difference.
+    """The result of `compare_logits`.
 
-    scale: largest absolute logit of the reference.
+    Attributes:
+        size: The number of tensor-parallel ranks.
+        reference: What the split model was compared with.
+        largest: The largest absolute difference of a logit.
+        scale: The largest absolute logit of the reference.
     """
 
     size: int
@@ -47,10 +51,15 @@ class LogitsDifference:
 
 
 def compare_logits(folder: Path, size: int | None, config_file: Path | None = None) -> LogitsDifference:
-    """Logits of random tokens in fp32: of `size` processes that load shards, and of transformers.
+    """Compares the fp32 logits of random tokens: those of `size` processes that load shards, and transformers'.
 
-    The shards, and for transformers a Hugging Face folder, are made in a temporary folder where `folder` is not one.
-    A family that transformers does not have is compared with the unsplit model.
+    If `folder` has another format, shards or a Hugging Face folder are written to a temporary folder. A family that
+    transformers does not have is compared with the unsplit model.
+
+    Args:
+        folder: A checkpoint folder of any format.
+        size: The number of processes; by default that of a folder of shards, else the smallest one above 1.
+        config_file: A `config.json` to use instead of the folder's own.
     """
     source = open_checkpoint(folder, config_file)
     mapped = map_checkpoint(source)
@@ -78,7 +87,7 @@ def compare_logits(folder: Path, size: int | None, config_file: Path | None = No
 
 
 def example_inputs(mapped: MappedCheckpoint) -> dict[str, Tensor]:
-    """The same random tokens [B, S] at every call."""
+    """Returns random tokens [B, S], the same at every call, as arguments of the model."""
     config = mapped.model.config
     generator = torch.Generator().manual_seed(SEED)
     length = min(LENGTH, config.max_sequence_length)
@@ -87,7 +96,7 @@ def example_inputs(mapped: MappedCheckpoint) -> dict[str, Tensor]:
     if getattr(config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = torch.randint(mapped.model.vocab_size, (BATCH, length), generator=generator)
     if not family(config.model_type).masks_padding:
-        del inputs["attention_mask"]  # it has another meaning
+        del inputs["attention_mask"]  # it has another meaning in this family
     return inputs
 
 
@@ -103,7 +112,7 @@ def _unsplit_logits(folder: Path, inputs: Mapping[str, Tensor]) -> Tensor:
 
 def _split_logits(folder: Path, size: int, inputs: Mapping[str, Tensor], temporary: Path) -> Tensor:
     result = temporary / "logits.pt"
-    multiprocessing.set_forkserver_preload([__name__])  # everything is imported once, not by each rank
+    multiprocessing.set_forkserver_preload([__name__])  # imports everything once instead of once per rank
     arguments = (folder, size, dict(inputs), temporary / "rendezvous", result)
     start_processes(_rank_logits, arguments, nprocs=size, start_method="forkserver")
     return torch.load(result, weights_only=True)
@@ -124,7 +133,7 @@ def _rank_logits(rank: int, folder: Path, size: int, inputs: dict[str, Tensor], 
 
 
 def transformers_class(mapped: MappedCheckpoint) -> Any:
-    """The class that `config.json` names, if transformers has it and it is of the same architecture."""
+    """Returns transformers' class of the configured architecture; None if transformers does not have the family."""
     import transformers
 
     config = mapped.model.config
@@ -141,9 +150,10 @@ def _reference_logits(kind: Any, folder: Path, inputs: Mapping[str, Tensor], map
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     if problems := {what: sorted(names) for what, names in report.items() if names and what != "unexpected_keys"}:
-        raise ValueError(f"transformers does not load {folder} as it is: {problems}")
+        raise ValueError(f"transformers cannot load {folder} without problems: {problems}")
     if "head.weight" in mapped.model.parameters:
-        # transformers 5 ties every T5's head, whatever the file holds (huggingface/transformers#48154).
+        # transformers 5 ties the head of every T5, even if the file has a separate one
+        # (huggingface/transformers#48154).
         head = from_pretrained(folder, dtype=torch.float32).get_parameter("head.weight")
         model.get_output_embeddings().weight = torch.nn.Parameter(head[: mapped.model.vocab_size].clone())
     return logits_of(model.eval()(**inputs))

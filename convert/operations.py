@@ -1,4 +1,4 @@
-"""Converts folders: Hugging Face to shards, shards to other shards, shards to Hugging Face."""
+"""Splits and merges checkpoint folders: Hugging Face to shards, shards to other shards, shards to Hugging Face."""
 
 from __future__ import annotations
 
@@ -28,11 +28,15 @@ ProgressReport = Callable[[int, int], None]  # bytes done, bytes in all
 
 @dataclass(frozen=True)
 class Options:
-    """overwrite: replace a destination that exists. resume: go on with an interrupted conversion.
+    """Options of a conversion.
 
-    jobs: threads; None: one for each core, at most four. dtype: convert floats to it (safetensors' name).
-    config_file: a config.json, or its folder, for sources without one.
-    largest_file: bytes of weights in one file of a Hugging Face folder.
+    Attributes:
+        overwrite: Whether to replace a destination that exists.
+        resume: Whether to continue an interrupted conversion.
+        jobs: The number of threads; by default one for each core, at most four.
+        dtype: The safetensors name of a type that floating-point tensors are converted to.
+        config_file: A `config.json`, or its folder, to use instead of the source's own.
+        largest_file: Bytes of weights in one file of a Hugging Face folder.
     """
 
     overwrite: bool = False
@@ -51,7 +55,13 @@ class Options:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a conversion did. kept: bytes that an interrupted run had written and that were found intact."""
+    """What a conversion did.
+
+    Attributes:
+        tensors: The number of parameters and extra tensors.
+        nbytes: Bytes of the written tensors.
+        kept: Of these, bytes that an interrupted run had written and that were still intact.
+    """
 
     tensors: int
     nbytes: int
@@ -68,8 +78,17 @@ def split(
 ) -> Outcome:
     """Writes a shardzoo folder of `size` tensor-parallel ranks, or mp_rank files, from a folder of any format.
 
-    ValueError, with nothing left behind, for anything amiss in the source, sizes that do not divide, and a
-    destination that exists or whose disk is too full.
+    Args:
+        source: A checkpoint folder of any format.
+        destination: The folder to write.
+        size: The number of tensor-parallel ranks.
+        options: How to convert.
+        report: Receives the progress.
+        style: "shardzoo" for `rank_XX.safetensors` files, "legacy" for `mp_rank_XX_model_states.pt` files.
+
+    Raises:
+        ValueError: The source is damaged or incomplete, the model cannot be split over `size` ranks, the destination
+            exists, or its disk is too full. Nothing is left of the failed conversion.
     """
     make_target = legacy_target if style == "legacy" else shards_target
     return _convert(source, destination, options, report, lambda mapped, dtype: make_target(mapped, size, dtype))
@@ -78,9 +97,16 @@ def split(
 def merge(
     source: Path, destination: Path, options: Options | None = None, report: ProgressReport | None = None
 ) -> Outcome:
-    """Writes what `transformers.AutoModel…from_pretrained(destination)` loads.
+    """Writes a Hugging Face folder, which `transformers.AutoModel…from_pretrained(destination)` loads.
 
-    source: a folder of any format; a training checkpoint is a folder of shards. Errors as in `split`.
+    Args:
+        source: A checkpoint folder of any format, training checkpoints included.
+        destination: The folder to write.
+        options: How to convert.
+        report: Receives the progress.
+
+    Raises:
+        ValueError: As in `split`.
     """
     largest = (options or Options()).largest_file
     return _convert(
@@ -104,7 +130,7 @@ def _convert(
         _check_complete(todo, destination)
         place.tidy()
         return Outcome(len(todo.copies), todo.nbytes, todo.nbytes)
-    texts = _companions(todo, options)  # what is wrong with them shows before the weights are copied
+    texts = _companions(todo, options)  # before the weights are copied, so that an error in them costs no time
     before = source_state(todo.mapped.checkpoint.files)
     journal = place.begin(todo.target.files, todo.fingerprint(), overwrite=options.overwrite)
     try:
@@ -147,7 +173,7 @@ def _run(
             done += copies[position].nbytes
             report(done, todo.nbytes)
     if source_state(source.files) != before:
-        raise ValueError(f"{source.folder} was changed while it was read; convert it again")
+        raise ValueError(f"{source.folder} changed while it was being read; convert it again")
     place.finish(target.files, texts, _manifest(todo, digests) if target.kind == "shards" else None)
     return Outcome(len(todo.copies), todo.nbytes, kept_bytes)
 
@@ -157,7 +183,7 @@ def _open_for_writing(place: Destination, path: Path) -> int:
 
 
 def _intact(todo: ConversionPlan, finished: Mapping[int, Digests], outputs: OpenFiles) -> set[int]:
-    """The copies that an interrupted run finished and whose bytes still have the hashes it noted."""
+    """Returns the copies that an interrupted run finished and whose bytes still have the recorded hashes."""
     kept = set()
     for index, digests in finished.items():
         if index not in range(len(todo.copies)):
@@ -171,7 +197,10 @@ def _intact(todo: ConversionPlan, finished: Mapping[int, Digests], outputs: Open
 
 
 def _companions(todo: ConversionPlan, options: Options) -> dict[str, bytes | Path]:
-    """Small files by name, as contents or to be copied: the source's own, config.json, and what the target needs."""
+    """Returns the small files to write, by name: their contents, or the source's file to copy.
+
+    They are the source's small files, `config.json`, and what the target adds.
+    """
     texts: dict[str, bytes | Path] = {path.name: path for path in companion_files(todo.mapped.checkpoint.folder)}
     config = dict(todo.mapped.checkpoint.config or todo.mapped.model.config.to_dict())
     if options.dtype is not None:
@@ -211,11 +240,11 @@ def _manifest(todo: ConversionPlan, digests: Digests) -> Manifest:
 
 
 def _check_complete(todo: ConversionPlan, destination: Path) -> None:
-    """ValueError unless the folder already holds what the plan would write, by its headers."""
+    """Raises ValueError if the headers of the existing destination differ from what the plan would write."""
     found = open_checkpoint(destination, destination)
     there = {_where(tensor) for rank in (*found.ranks, found.extras) for tensor in rank.values()}
     if there != {_where(tensor) for tensor in todo.target.layout.tensors()}:
-        raise ValueError(f"{destination} is complete, but of other work; replace it with --overwrite")
+        raise ValueError(f"{destination} is the result of another conversion; replace it with --overwrite")
 
 
 def _where(tensor: StoredTensor) -> tuple[str, str, str, int, int]:

@@ -1,4 +1,4 @@
-"""What will be copied from where to where, checked as a whole before the first byte is written."""
+"""Plans a conversion and checks the whole plan before the first byte is written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ from .target import Target, huggingface_target, shards_target
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """copies: one for each parameter and extra tensor, in the order of the source's bytes."""
+    """A checked conversion.
+
+    Attributes:
+        mapped: The source.
+        target: The files to write.
+        copies: One for each parameter and extra tensor, in the order of the source's bytes.
+    """
 
     mapped: MappedCheckpoint
     target: Target
@@ -29,11 +35,11 @@ class ConversionPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are written."""
+        """Bytes to write."""
         return sum(copy.nbytes for copy in self.copies)
 
     def fingerprint(self) -> str:
-        """Equal for equal work on unchanged source files."""
+        """Returns a digest that is equal for equal conversions of unchanged source files."""
         digest = hashlib.sha256(repr(self.copies).encode())
         for path, state in source_state(self.mapped.checkpoint.files).items():
             digest.update(f"{path}{state}".encode())
@@ -43,9 +49,16 @@ class ConversionPlan:
 def plan_conversion(
     source: Path, make_target: Callable[[MappedCheckpoint], Target], config_file: Path | None = None
 ) -> ConversionPlan:
-    """What a conversion would do, after all the checks that need no tensor's bytes.
+    """Plans a conversion and makes all checks that need no tensor's bytes.
 
-    ValueError if source and target do not hold the same tensors, each of them exactly once.
+    Args:
+        source: A checkpoint folder of any format.
+        make_target: Makes the layout of the destination from the source.
+        config_file: A `config.json` to use instead of the source's own.
+
+    Raises:
+        ValueError: The source is damaged or incomplete, or source and target do not hold the same tensors, each of
+            them exactly once.
     """
     mapped = map_checkpoint(open_checkpoint(source, config_file))
     target = make_target(mapped)
@@ -55,7 +68,7 @@ def plan_conversion(
 
 
 def compose(source: CheckpointLayout, target: CheckpointLayout) -> tuple[Copy, ...]:
-    """A copy for every tensor of two layouts, which must place the same ones."""
+    """Returns a copy for every tensor. Raises ValueError unless both layouts have the same tensors."""
     source.check()
     target.check()
     for kind, ours, theirs in (
@@ -63,17 +76,18 @@ def compose(source: CheckpointLayout, target: CheckpointLayout) -> tuple[Copy, .
         ("tensor", source.extras, target.extras),
     ):
         if differing := sorted(ours.keys() ^ theirs.keys()):
-            raise ValueError(f"{kind} {differing[0]} is not on both sides")
+            raise ValueError(f"{kind} {differing[0]} is in only one of source and target")
     copies = []
     for name, placement in source.placements.items():
         goal = target.placements[name]
         if (placement.shape, placement.dim) != (goal.shape, goal.dim):
-            raise ValueError(f"{name} is {placement.shape} on one side and {goal.shape} on the other")
+            raise ValueError(f"{name} has shape {placement.shape} in the source, but {goal.shape} in the target")
         copies.append(Copy(name, placement, goal))
     for name, tensor in source.extras.items():
         goal_tensor = target.extras[name]
         if (tensor.dtype, tensor.shape) != (goal_tensor.dtype, goal_tensor.shape):
-            raise ValueError(f"{tensor} is {tensor.dtype} {tensor.shape}, unlike {goal_tensor}")
+            mine, other = f"{tensor.dtype} {tensor.shape}", f"{goal_tensor.dtype} {goal_tensor.shape}"
+            raise ValueError(f"{tensor} is {mine}, but {goal_tensor} is {other}")
         copies.append(Copy(name, place_whole(name, tensor), place_whole(name, goal_tensor)))
     return tuple(sorted(copies, key=_first_byte))
 
@@ -84,17 +98,18 @@ def _first_byte(copy: Copy) -> tuple[str, int]:
 
 
 def source_state(files: list[Path]) -> Mapping[Path, tuple[int, int]]:
-    """Size and time of change in nanoseconds of each file, by which a change is noticed."""
+    """Returns the size and the modification time in nanoseconds of each file, to detect changes."""
     return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
 
 
-SAMPLE = 4 << 20  # bytes that are read and hashed to learn how fast this machine is
+SAMPLE = 4 << 20  # bytes that are read and hashed to measure how fast this machine is
 
 
 def dry_run(source: Path, size: int | None, config_file: Path | None = None) -> dict[str, Any]:
-    """A split over `size` ranks, or a merge for None: every tensor, and totals. Writes nothing.
+    """Describes a split over `size` ranks, or a merge if `size` is None: every tensor, and totals. Writes nothing.
 
-    ValueError for everything that would stop the conversion before it copies.
+    Raises:
+        ValueError: The conversion would fail before it copies.
     """
     todo = plan_conversion(
         source, lambda m: huggingface_target(m) if size is None else shards_target(m, size), config_file
@@ -118,7 +133,7 @@ def dry_run(source: Path, size: int | None, config_file: Path | None = None) -> 
         )
     for name, tensor in todo.target.layout.extras.items():
         shape = list(tensor.shape)
-        row = {"name": name, "stored": [name], "dtype": tensor.dtype, "shape": shape, "split": "kept as it is"}
+        row = {"name": name, "stored": [name], "dtype": tensor.dtype, "shape": shape, "split": "kept unchanged"}
         tensors.append({**row, "transposed": False, "shape_per_rank": shape, "bytes_per_rank": tensor.nbytes})
     model = todo.mapped.model
     return {
@@ -142,7 +157,7 @@ def _describe(parameter: ParameterSpec) -> str:
 
 
 def _seconds(todo: ConversionPlan) -> float:
-    """By the time that reading and hashing a little takes; writing is taken to be as fast as reading and hashing."""
+    """Estimates the seconds from a sample that is read and hashed; writing is assumed to take as long as both."""
     with OpenFiles(open_for_reading) as files:
         largest = max(todo.mapped.checkpoint.files, key=lambda path: path.stat().st_size)
         files.open([largest])

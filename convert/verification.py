@@ -1,4 +1,4 @@
-"""Proofs that a folder is whole, that two folders hold the same weights, and that splitting loses nothing."""
+"""Verifies that a folder is intact, that two folders hold the same weights, and that a conversion loses nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ from .target import huggingface_target
 
 @dataclass(frozen=True)
 class Verdict:
-    """differences: what differs, by tensor and file; empty if all is equal. hashed, compared: bytes."""
+    """The result of a verification.
+
+    Attributes:
+        differences: What differs, with tensor and file; empty if everything is equal.
+        tensors: The number of verified tensors.
+        nbytes: Their bytes.
+    """
 
     differences: tuple[str, ...]
     tensors: int
@@ -28,9 +34,11 @@ class Verdict:
 
 
 def verify_folder(folder: Path, options: Options) -> Verdict:
-    """Every tensor of the folder maps to a parameter, matches its recorded hash, and equals its copies.
+    """Verifies that every tensor of a folder has its recorded hash, and that stored copies are equal.
 
-    ValueError at what is structurally wrong; what merely differs is in the verdict.
+    Raises:
+        ValueError: The folder's structure is wrong: for example, a tensor is missing or has a wrong shape. Wrong
+            contents do not raise; the verdict lists them.
     """
     mapped = map_checkpoint(open_checkpoint(folder, options.config_file))
     tensors = mapped.layout.tensors()
@@ -60,12 +68,12 @@ def _differing_copies(mapped: MappedCheckpoint, digests: dict[tuple[Path, str], 
             for mine, other in zip(first, copy, strict=True):
                 keys = [(part.tensor.file, part.tensor.name) for part in (mine, other)]
                 if all(key in digests for key in keys) and digests[keys[0]] != digests[keys[1]]:
-                    problems.append(f"{other.tensor} differs from {mine.tensor}, which it must repeat")
+                    problems.append(f"{other.tensor} differs from {mine.tensor}; both must be equal")
     return problems
 
 
 def _repeated_ranks(mapped: MappedCheckpoint, digests: dict[tuple[Path, str], str]) -> list[str]:
-    """Rank files without recorded hashes that are copies of one another."""
+    """Describes rank files that are copies of one another, if the format records no hashes."""
     if mapped.checkpoint.kind != "legacy":
         return []
     parts = [placement.copies[0] for placement in mapped.layout.placements.values() if len(placement.copies[0]) > 1]
@@ -79,16 +87,16 @@ def _repeated_ranks(mapped: MappedCheckpoint, digests: dict[tuple[Path, str], st
 
 
 def verify_equal(first: Path, second: Path, options: Options, report: Callable[[int, int], None]) -> Verdict:
-    """Compares all weights of two folders of any formats, byte by byte; padding is left aside."""
+    """Compares all weights of two folders of any formats byte by byte, without padding."""
     ours, theirs = (map_checkpoint(open_checkpoint(folder, options.config_file)) for folder in (first, second))
     return _compare(ours, theirs, options, report)
 
 
 def verify_round_trip(folder: Path, size: int | None, options: Options, report: Callable[[int, int], None]) -> Verdict:
-    """Converts the folder once and compares the result with it, tensor names included.
+    """Converts the folder into a temporary folder beside it and compares the result with it, tensor names included.
 
-    A Hugging Face folder is split `size` ways (by default the smallest legal number above one), another one merged,
-    into a temporary folder beside it.
+    A Hugging Face folder is split over `size` ranks, by default the smallest possible number above one. A folder of
+    another format is merged.
     """
     mapped = map_checkpoint(open_checkpoint(folder, options.config_file))
     with tempfile.TemporaryDirectory(prefix=".round-trip-", dir=folder.resolve().parent) as temporary:
@@ -104,12 +112,16 @@ def verify_round_trip(folder: Path, size: int | None, options: Options, report: 
             named = {(t.name, t.dtype, t.shape) for t in huggingface_target(back).layout.tensors()}
             wanted = {(t.name, t.dtype, t.shape) for t in mapped.checkpoint.ranks[0].values()}
             names = {name for name, *_ in named} ^ {name for name, *_ in wanted}
-            problems += [f"tensor {name} does not survive under its name" for name in sorted(names)]
+            problems += [f"tensor {name} does not keep its name" for name in sorted(names)]
     return Verdict(tuple(problems), verdict.tensors, verdict.nbytes)
 
 
 def smallest_size(mapped: MappedCheckpoint) -> int:
-    """The smallest legal number of ranks above one; ValueError if there is none."""
+    """Returns the smallest number of ranks above one that the model can be split over.
+
+    Raises:
+        ValueError: No number from 2 to 64 divides it.
+    """
     for size in range(2, 65):
         if all(p.shard is None or size in p.shard.legal_sizes(size) for p in mapped.model.parameters.values()):
             return size

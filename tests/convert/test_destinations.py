@@ -47,35 +47,35 @@ def test_a_failed_replacement_leaves_the_old_one(arena, gpt2_folder, gpt2_shards
 @pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
 def test_one_within_the_source(place, overwrite, arena, gpt2_folder):
     source = arena.copy(gpt2_folder)
-    assert "beside each other" in arena.refused("split", source, arena.folder / place, *overwrite)
+    assert "neither inside the other" in arena.refused("split", source, arena.folder / place, *overwrite)
 
 
 def test_the_source_by_a_link(arena, gpt2_folder):
     source = arena.copy(gpt2_folder)
     (arena.folder / "link").symlink_to(source)
-    assert "beside each other" in arena.refused("split", source, arena.folder / "link", "--overwrite")
+    assert "neither inside the other" in arena.refused("split", source, arena.folder / "link", "--overwrite")
 
 
 def test_a_link_to_elsewhere(arena, gpt2_folder):
     (arena.folder / "elsewhere").mkdir()
     arena.destination.symlink_to("elsewhere")
-    assert "no folder" in arena.refused_split(gpt2_folder)
+    assert "is not a folder" in arena.refused_split(gpt2_folder)
 
 
 def test_a_file(arena, gpt2_folder):
     arena.destination.write_text("")
-    assert "no folder" in arena.refused_split(gpt2_folder)
+    assert "is not a folder" in arena.refused_split(gpt2_folder)
 
 
 def test_no_parent(arena, gpt2_folder):
-    assert "there is no folder" in arena.refused("split", gpt2_folder, arena.folder / "a" / "b")
+    assert "does not exist" in arena.refused("split", gpt2_folder, arena.folder / "a" / "b")
 
 
 def test_a_link_in_place_of_the_work_folder(arena, gpt2_folder):
     (arena.folder / "precious").mkdir()
     (arena.folder / ".destination.partial").symlink_to("precious")
     for flag in ([], ["--overwrite"], ["--resume"]):
-        assert "in the way" in arena.refused("split", gpt2_folder, arena.destination, *flag)
+        assert "the conversion needs that name" in arena.refused("split", gpt2_folder, arena.destination, *flag)
 
 
 def test_a_disk_that_is_known_to_be_too_small(arena, gpt2_folder, monkeypatch):
@@ -152,7 +152,7 @@ def test_a_source_that_changes_meanwhile(arena, gpt2_folder, monkeypatch):
         return original(*arguments)
 
     monkeypatch.setattr(copying, "run_copy", touch_after)
-    assert "changed while it was read" in arena.refused_split(source)
+    assert "changed while it was being read" in arena.refused_split(source)
 
 
 def test_a_source_that_shrinks_meanwhile(arena, gpt2_folder, monkeypatch):

@@ -183,7 +183,7 @@ def test_other_work_is_not_resumed(change, zoo, tmp_path, file_tree):
     if change == "changed source":
         os.utime(source / "model.safetensors", ns=(1, 1))
     options = Options(resume=True, dtype="F16" if change == "another type" else None)
-    with pytest.raises(ValueError, match="start over with --overwrite"):
+    with pytest.raises(ValueError, match="start again with --overwrite"):
         split(source, tmp_path / "four", 2 if change == "another size" else 4, options)
     assert file_tree(work) == before
     split(source, tmp_path / "four", 4, Options(overwrite=True))
@@ -196,7 +196,7 @@ def test_resuming_what_is_complete(model, gpt2_folder, tmp_path, file_tree):
     outcome = split(model, tmp_path / "four", 4, Options(resume=True))
     assert outcome.kept == outcome.nbytes
     assert file_tree(tmp_path / "four") == before
-    with pytest.raises(ValueError, match="of other work"):
+    with pytest.raises(ValueError, match="of another conversion"):
         split(gpt2_folder, tmp_path / "four", 4, Options(resume=True))
 
 
