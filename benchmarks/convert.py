@@ -2,9 +2,9 @@
 
     python benchmarks/convert.py --folder /somewhere/with/space [--sizes 24x1024] [--families glm gpt2]
 
-For each size: `cp` + `sha256sum` of the same bytes, then split, reshard and merge, each in a process of its own,
-interleaved `--repeat` times. Memory is the process's VmHWM above that of `import torch`. No figure is printed for
-a conversion whose result is wrong.
+For each size it runs `cp` and `sha256sum` on the same bytes, then split, reshard and merge, each in a separate process,
+and repeats this `--repeat` times. Memory is the peak resident memory (VmHWM) above that of `import torch`. No figure is
+printed for a conversion whose result is wrong.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ print("MEASURED", seconds, time.process_time(), peak)
 
 
 def measure(work: str) -> tuple[float, float, int]:
-    """Seconds, CPU seconds and peak resident bytes of a Python process that does `work`."""
+    """Returns the seconds, CPU seconds and peak resident bytes of a Python process that runs `work`."""
     done = subprocess.run([sys.executable, "-c", CHILD.format(work=work)], capture_output=True, text=True, check=False)
     if done.returncode or "MEASURED" not in done.stdout:
         raise SystemExit(f"failed: {work}\n{done.stdout}{done.stderr}")
@@ -46,12 +46,12 @@ def measure(work: str) -> tuple[float, float, int]:
 
 
 def convert(*arguments: str) -> tuple[float, float, int]:
-    """As `measure`, of a command of `shardzoo convert`, imports included."""
+    """Returns what `measure` returns, for a command of `shardzoo convert` with its imports."""
     return measure(f"from shardzoo.cli.main import main; assert main({['convert', *arguments]!r}) == 0")
 
 
 def shell(*command: str) -> tuple[float, float]:
-    """Seconds and CPU seconds of a command."""
+    """Returns the seconds and CPU seconds of a command."""
     started, before = time.perf_counter(), os.times()
     subprocess.run(command, check=True, capture_output=True)
     seconds, after = time.perf_counter() - started, os.times()
@@ -59,7 +59,10 @@ def shell(*command: str) -> tuple[float, float]:
 
 
 def glm_shapes(layers: int, hidden: int = 1024, positions: int = 1025, vocabulary: int = 50048) -> tuple[dict, dict]:
-    """config.json and tensors of the original GLM; 24 layers are GLM-Large-Chinese: 356 million, 1.42 GB in fp32."""
+    """Returns the config.json and the tensors' shapes of the original GLM.
+
+    With 24 layers it is GLM-Large-Chinese: 356 million parameters, 1.42 GB in fp32.
+    """
     shapes = {"word_embeddings.weight": (vocabulary, hidden)}
     for name in ("position_embeddings", "block_position_embeddings"):
         shapes[f"transformer.{name}.weight"] = (positions, hidden)
@@ -88,7 +91,10 @@ def glm_shapes(layers: int, hidden: int = 1024, positions: int = 1025, vocabular
 
 
 def gpt2_shapes(layers: int, hidden: int = 1024, positions: int = 1024, vocabulary: int = 50257) -> tuple[dict, dict]:
-    """config.json and tensors of a GPT-2, whose matrices are stored transposed; 24 layers are gpt2-medium."""
+    """Returns the config.json and the tensors' shapes of a GPT-2, whose matrices are stored transposed.
+
+    With 24 layers it is gpt2-medium.
+    """
     shapes = {"transformer.wte.weight": (vocabulary, hidden), "transformer.wpe.weight": (positions, hidden)}
     for i in range(layers):
         at = f"transformer.h.{i}."
@@ -114,7 +120,7 @@ def gpt2_shapes(layers: int, hidden: int = 1024, positions: int = 1024, vocabula
 
 
 def write_checkpoint(folder: Path, config: dict, shapes: dict) -> int:
-    """A Hugging Face folder of random bytes; returns how many."""
+    """Writes a Hugging Face folder with random bytes as weights and returns their number."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     header, _ = make_header({name: ("F32", shape) for name, shape in shapes.items()}, {"format": "pt"})
@@ -130,7 +136,7 @@ def write_checkpoint(folder: Path, config: dict, shapes: dict) -> int:
 
 
 def tensor_hashes(path: str) -> dict[str, str]:
-    """By name, read with the safetensors library."""
+    """Returns the sha256 of each tensor by name, read with the safetensors library."""
     with safe_open(path, framework="np") as file:
         return {name: hashlib.sha256(file.get_tensor(name)).hexdigest() for name in file.keys()}  # noqa: SIM118
 
@@ -170,13 +176,13 @@ def run(family: str, size: str, root: Path, repeat: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="where to work; a new folder in it is removed again")
+    parser.add_argument("--folder", type=Path, required=True, help="where to work, in a new folder that is removed")
     parser.add_argument("--families", nargs="+", default=["glm", "gpt2"], choices=["glm", "gpt2"])
     parser.add_argument(
         "--sizes",
         nargs="+",
         default=["24x1024", "108x1024", "24x2304"],
-        help="layers x hidden size: 1.4 GB, and over four times that in more tensors and in larger ones",
+        help="layers x hidden size; by default 1.4 GB, and more than four times that in more tensors or larger ones",
     )
     parser.add_argument("--repeat", type=int, default=1)
     arguments = parser.parse_args()

@@ -1,8 +1,8 @@
-"""Data preparation, index building and loading, as ratios measured in one run.
+"""Measures data preparation, index building, loading and memory, as ratios within one run.
 
     python benchmarks/data.py --threads 1
 
-Every part checks its result first and prints no speed for a wrong one. Sides that are compared take turns.
+Every part checks its result first and prints no speed for a wrong one. The compared sides run alternately.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Arguments:
     """What to measure."""
 
     threads: int = 1
-    """Threads of the tokenizer, and processes of the preparation."""
+    """Threads of the tokenizer and processes of the preparation."""
     megabytes: int = 48
     """Size of the corpus for throughput."""
     repeats: int = 3
-    """Turns; the median counts."""
+    """Measurements of each side; the median is reported."""
     index_tokens: int = 100_000_000
-    """Tokens whose index is built."""
+    """Number of tokens to build indices for."""
     skip: tuple[str, ...] = ()
     """Parts to leave out: throughput, index, loader, memory."""
 
@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def make_corpus(folder: Path, megabytes: int) -> tuple[Path, Path]:
-    """The standard library as JSON lines, repeated to the size, and a tokenizer trained on it."""
+    """Writes Python's standard library as JSON lines, repeated up to the size, and trains a tokenizer on it."""
     from shardzoo.data import iter_documents, train_byte_level_bpe
 
     documents = list(iter_documents(None))
@@ -71,7 +71,7 @@ def make_corpus(folder: Path, megabytes: int) -> tuple[Path, Path]:
 
 
 def take_turns(repeats: int, *sides: Callable[[], object]) -> list[float]:
-    """Median seconds of each side."""
+    """Runs the sides alternately and returns the median seconds of each."""
     seconds: list[list[float]] = [[] for _ in sides]
     for _ in range(repeats):
         for taken, side in zip(seconds, sides, strict=True):
@@ -82,7 +82,7 @@ def take_turns(repeats: int, *sides: Callable[[], object]) -> list[float]:
 
 
 def throughput(arguments: Arguments, corpus: Path, tokenizer: Path, table: Table) -> None:
-    """Preparation from file to file, against the tokenizer's own batch call on texts in memory."""
+    """Compares preparation from file to file with the tokenizer's batch call on texts in memory."""
     from tokenizers import Tokenizer
 
     from shardzoo.data import IndexedDataset, PrepareOptions, iter_documents, prepare_dataset
@@ -94,7 +94,7 @@ def throughput(arguments: Arguments, corpus: Path, tokenizer: Path, table: Table
     def prepare() -> None:
         prepare_dataset(corpus, output, PrepareOptions(tokenizer), workers=arguments.threads)
 
-    def encode() -> None:  # in batches of some MB, because one call on everything is slower
+    def encode() -> None:  # in batches of some MB, because one call on all texts is slower
         for start in range(0, len(texts), 200):
             backend.encode_batch(texts[start : start + 200])
 
@@ -109,9 +109,7 @@ def throughput(arguments: Arguments, corpus: Path, tokenizer: Path, table: Table
 
 
 def index_building(arguments: Arguments, corpus: Path, tokenizer: Path, table: Table) -> None:
-    """C++ index builders against numpy's, for so many tokens in documents of about 600 tokens, 24 per
-    sentence.
-    """
+    """Compares the C++ index builders with those in NumPy, on documents of about 600 tokens, 24 per sentence."""
     from shardzoo.data.indexed import index_building as builders
 
     if builders.compiled is None:
@@ -142,9 +140,7 @@ def index_building(arguments: Arguments, corpus: Path, tokenizer: Path, table: T
 
 
 def loader(arguments: Arguments, corpus: Path, tokenizer: Path, table: Table) -> None:
-    """Samples that the loader gives without workers, against what training steps of the quickstart model
-    consume.
-    """
+    """Compares the speed of the loader without workers with that of the quickstart model's training steps."""
     import torch
 
     from shardzoo.data import GPTDataset, IndexedDataset, PrepareOptions, ResumableLoader, Share, prepare_dataset
@@ -161,7 +157,7 @@ def loader(arguments: Arguments, corpus: Path, tokenizer: Path, table: Table) ->
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batch = next(batches)
     if not torch.equal(batch["input_ids"][1], dataset[1]["input_ids"]):
-        raise SystemExit("the loader gives other samples than the dataset")
+        raise SystemExit("the loader and the dataset return different samples")
 
     def load() -> None:
         for _ in range(20):
@@ -180,13 +176,13 @@ def loader(arguments: Arguments, corpus: Path, tokenizer: Path, table: Table) ->
 
 
 def quickstart():
-    """The model of the quickstart, with the vocabulary of this benchmark's corpus."""
+    """Returns the configuration of the quickstart model, with the vocabulary of this benchmark's tokenizer."""
     from shardzoo.models.gpt2.presets import PRESETS
 
     return PRESETS["gpt2-quickstart"].with_changes(vocab_size=8192, bos_token_id=0, eos_token_id=0)
 
 
-# VmHWM belongs to the program; ru_maxrss would still hold the size of this process, which started it.
+# VmHWM is the peak of the new program; ru_maxrss would include the size of this process, which started it.
 PEAK = """
 import sys
 from pathlib import Path
@@ -198,7 +194,7 @@ print(status.split("VmHWM:")[1].split()[0])
 
 
 def memory(arguments: Arguments, corpus: Path, tokenizer: Path, table: Table) -> None:
-    """Peak memory of preparing a corpus, against that of preparing a quarter of it."""
+    """Compares the peak memory of preparing a corpus with that of preparing a quarter of it."""
     quarter = corpus.with_name("quarter.jsonl")
     with corpus.open("rb") as whole, quarter.open("wb") as part:
         while part.tell() < corpus.stat().st_size / 4:

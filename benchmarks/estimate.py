@@ -1,13 +1,16 @@
-"""`python benchmarks/estimate.py`: the memory estimate against measurements on a CPU, and the table of a 24 GB card.
+"""Compares the memory estimate with measurements on a CPU, and shows estimates for a card with 24 GB.
 
-Each configuration is trained for a few steps in processes of its own, with the trainer's engines. Two peaks are
-measured of the largest rank:
+    python benchmarks/estimate.py
 
-- resident: the process's peak resident memory (VmHWM of proc(5), reset before the last step) less what it had before
-  the model was built. It is what a run dies of, and includes what allocators keep.
-- tensors: the running sum of the allocations and releases that torch's profiler sees, temporaries of C++ included.
+Each configuration is trained for a few steps in separate processes, with the trainer's engines. Two peaks of the
+largest rank are measured:
 
-The estimate is held to the resident peak; that of the tensors tells an error of the formulas from one of an allocator.
+- resident: the process's peak resident memory (VmHWM of proc(5), reset before the last step) minus its resident memory
+  before the model was built. This peak decides whether a run is killed. It includes what allocators keep.
+- tensors: the running sum of the allocations and releases that torch's profiler sees, C++ temporaries included.
+
+The estimate must match the resident peak. The peak of the tensors separates errors of the formulas from effects of an
+allocator.
 """
 
 from __future__ import annotations
@@ -35,7 +38,14 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Case:
-    """A preset with changes, and a job of which `measured` trains that model."""
+    """A configuration to measure.
+
+    Attributes:
+        name: The title in the table.
+        preset: The preset of the model.
+        changes: Changes of the preset's configuration.
+        job: Fields of the `Job` that trains the model.
+    """
 
     name: str
     preset: str
@@ -46,7 +56,7 @@ class Case:
         return find_config(self.preset).with_changes(**self.changes)
 
 
-# What the README of t2t-tuner reports to have trained on a card of 24 GB.
+# What the README of t2t-tuner reports as trained on a card with 24 GB.
 GPT_NEO_1_3B = {"hidden_size": 2048, "num_layers": 24, "num_heads": 16}
 GPT_NEO_2_7B = {"hidden_size": 2560, "num_layers": 32, "num_heads": 20}
 T2T_TABLE = (
@@ -142,12 +152,12 @@ def main() -> int:
         table.add_row(case.name, *figures)
         print(case.name, figures, flush=True)
     Console().print(table)
-    print(f"the largest error is {worst:.1%} of the resident peak, of {TOLERANCE:.0%} allowed")
+    print(f"the largest error is {worst:.1%} of the resident peak; {TOLERANCE:.0%} is allowed")
     return int(worst > TOLERANCE)
 
 
 def t2t_config(name: str) -> Any:
-    """gpt-neo is no family of the zoo: its configuration is transformers'."""
+    """Returns a preset's configuration, or transformers' configuration of GPT-Neo, which is not in the zoo."""
     if not name.startswith("gpt-neo"):
         return find_config(name)
     from transformers import AutoConfig
@@ -187,12 +197,12 @@ def estimated(case: Case) -> int:
 
 
 def run(case: Case) -> tuple[int, int]:
-    """(peak resident, peak of tensors) of the rank with most, in bytes."""
+    """Returns (peak resident, peak of tensors) in bytes, each the largest of all ranks."""
     job = job_of(case)
     ranks = job.tensor_parallel_size * job.data_parallel_size
     environment = dict(os.environ) | {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
-        # Freed memory goes back to the system at once, or the peak would be that of the C library's pools.
+        # Freed memory is returned to the system at once; otherwise the peak would include the C library's pools.
         "MALLOC_MMAP_THRESHOLD_": "131072",
         "MALLOC_TRIM_THRESHOLD_": "131072",
         "SHARDZOO_POOL_MIB": "0",
@@ -209,7 +219,7 @@ def run(case: Case) -> tuple[int, int]:
 
 
 def measure(case: Case) -> None:
-    """In a rank: trains, and prints the two peaks."""
+    """Trains in a rank's process and prints the two peaks."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -268,7 +278,7 @@ def environment_of(job: Job) -> str:
 
 
 def warm_up(arguments: Any) -> None:
-    """Imports, and pools of threads, that no model needs more of."""
+    """Imports modules and starts thread pools, so that their memory is not counted as the model's."""
     import torch
 
     from shardzoo.models import from_config
@@ -323,7 +333,7 @@ def train_step(engine: Any, batch: dict[str, Any], job: Job, step: int) -> None:
 
 
 def status(name: str) -> int:
-    """Bytes, from the line of this name in /proc/self/status."""
+    """Returns the bytes on the line of this name in /proc/self/status."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
@@ -331,7 +341,7 @@ def status(name: str) -> int:
 
 
 def peak_of_tensors(profiler: Any) -> int:
-    """The largest running sum of what was allocated and released, in bytes."""
+    """Returns the largest running sum of allocations and releases in bytes."""
     events = profiler.profiler.kineto_results.events()
     total = peak = 0
     for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):

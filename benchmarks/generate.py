@@ -1,12 +1,13 @@
-"""Tokens per second of decoding, native against transformers' `generate`, in one interleaved run.
+"""Compares the tokens per second of native decoding with those of transformers' `generate`, in one run.
 
     python benchmarks/generate.py --models gpt2 t5-small --batches 1 8
 
-All sides decode greedily with the same weights, prompts and threads; transformers with its dynamic and its static
-cache, the latter also compiled if asked. A side with other tokens is not timed: the program says so and fails. Ratios
-are of medians over rounds in which all sides take turns. A step cannot be faster than the weights and the cache can be
-read, each once; the table says which share of that speed each side reaches, by the fastest of several reads. The size
-of the native cache is compared with its formula.
+All sides decode greedily with the same weights, prompts and threads. transformers decodes with its dynamic and with its
+static cache, and with the compiled static cache if `--compiled` is given. If a side decodes other tokens, no side is
+timed and the program fails. In each round every side runs once; ratios are those of the medians over all rounds.
+
+A step must read the weights and the cache at least once. The table shows which share of that bound each side reaches,
+with the memory bandwidth as the fastest of several reads. The size of the native cache is compared with its formula.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages, for every side alike
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages for all sides
 
 import torch
 import transformers
@@ -56,13 +57,13 @@ class Arguments:
     new_tokens: int = 64
     rounds: int = 5
     threads: int = 0
-    """0: what torch takes."""
+    """Threads of torch; 0 for torch's default."""
     compiled: bool = False
-    """Whether transformers' static cache is also measured compiled."""
+    """Whether to measure transformers' compiled static cache too."""
     required: float = 0.0
     """Fail if native is not this many times as fast as the best of transformers."""
     json: Path | None = None
-    """Where to add the figures, in place of those of the same models and batches."""
+    """File to add the figures to; they replace those of the same models and batch sizes."""
 
 
 def main() -> int:
@@ -116,7 +117,7 @@ def measure(name: str, batch: int, arguments: Arguments) -> dict:
         decode(1)
     wrong = [side for side, found in tokens.items() if not torch.equal(found, tokens["hf dynamic"])]
     if wrong:
-        return result | {"error": f"{', '.join(wrong)} decoded other tokens than transformers with its dynamic cache"}
+        return result | {"error": f"{', '.join(wrong)} and transformers with its dynamic cache decoded other tokens"}
     whole, prompt = (take_turns(sides, count, arguments.rounds) for count in (arguments.new_tokens, 1))
     best = min(seconds for side, seconds in whole.items() if side != "native")
     cache = cache_sizes(config, sides["native"], arguments.new_tokens)
@@ -133,7 +134,7 @@ def measure(name: str, batch: int, arguments: Arguments) -> dict:
 
 
 def take_turns(sides: dict[str, Side], count: int, rounds: int) -> dict[str, float]:
-    """The median seconds of each side for `count` new tokens."""
+    """Runs the sides alternately and returns the median seconds of each for `count` new tokens."""
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(rounds):
         for side, decode in sides.items():
@@ -145,12 +146,15 @@ def take_turns(sides: dict[str, Side], count: int, rounds: int) -> dict[str, flo
 
 def compilation() -> transformers.CompileConfig:
     options = transformers.CompileConfig(fullgraph=False, mode="default", dynamic=False)
-    options._compile_all_devices = True  # transformers compiles on a GPU only, unless told
+    options._compile_all_devices = True  # by default transformers compiles only on a GPU
     return options
 
 
 def bytes_of_a_step(native, cache: int, arguments: Arguments) -> float:
-    """What a step must read: the weights of the blocks and of the head once, and the cache, filled half on average."""
+    """Returns the bytes that a step must read: the weights of the blocks and the head, and the filled cache.
+
+    Half of the new tokens are in the cache on average.
+    """
     blocks = native.decoder.blocks if hasattr(native, "decoder") else native.blocks
     kept = {id(block.cross_attention.key_value.weight) for block in blocks if hasattr(block, "cross_attention")}
     weights = {id(weight): weight for weight in [*blocks.parameters(), *native.head.parameters()]}
@@ -160,7 +164,7 @@ def bytes_of_a_step(native, cache: int, arguments: Arguments) -> float:
 
 
 def read_bandwidth() -> float:
-    """Bytes per second of the fastest of several ways to read 512 MiB, all threads together."""
+    """Returns the bytes per second of the fastest of several ways to read 512 MiB with all threads."""
     data, vector = torch.ones(4096, 2**15), torch.ones(2**15)
     with torch.inference_mode():
         reads = {"sum": data.sum, "max": data.max, "product": lambda: shardzoo.ops.linear(vector, data)}
@@ -168,7 +172,7 @@ def read_bandwidth() -> float:
 
 
 def cache_sizes(config, decode: Side, count: int) -> dict[str, int]:
-    """Bytes of the buffers that a call makes, and of the formula in docs/generation.md."""
+    """Returns the bytes of the cache that a call allocates, and those of the formula in docs/generation.md."""
     kept = []
     original = Decoder.__init__
 

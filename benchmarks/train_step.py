@@ -1,10 +1,11 @@
-"""Tokens per second of one training step, native against transformers, in one interleaved run.
+"""Compares the tokens per second of native training steps with those of transformers, in one run.
 
     python benchmarks/train_step.py --families gpt2 t5 --dtypes float32 bfloat16
 
-Both sides get the same weights, batch, type, threads, and a fused AdamW. transformers runs as it is with eager and
-with SDPA attention, and compiled; native as it is, and with each block compiled. A side whose loss or gradient norm
-is wrong is not timed: the program says so and fails. Ratios are of medians, because all variants take turns.
+All variants have the same weights, batch, type and threads, and a fused AdamW. transformers runs with eager attention,
+with SDPA attention, and compiled; native runs uncompiled, and with each block compiled. If the loss or the gradient
+norm of a variant is wrong, the program prints no times and fails. The variants run alternately, and ratios are those of
+their medians.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-# Read when the first tensor is made: huge pages speed memory-bound work on a CPU up, for every side alike.
+# Huge pages speed up memory-bound work on a CPU, for all variants. torch reads this when it creates the first tensor.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import torch
@@ -49,7 +50,7 @@ DROPOUTS = {
     "mt5": ("dropout_rate",),
 }
 LOSS_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
-PARTS = {  # of a step, by what the names of torch's operators contain
+PARTS = {  # part of a step -> what the names of its torch operators contain
     "products": ("aten::mm", "aten::addmm", "aten::bmm", "mkldnn::"),
     "attention": ("scaled_dot_product", "masked_softmax"),
     "norms": ("layer_norm", "rms_norm"),
@@ -68,24 +69,24 @@ class Arguments:
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     batch_size: int = 4
     length: int = 256
-    """Of the input; an encoder-decoder's targets are a quarter as long."""
+    """Tokens of an input; an encoder-decoder's targets have a quarter as many."""
     padding: bool = True
-    """Whether a quarter of the second half of the samples is padding."""
+    """Whether the last quarter of the tokens is padding in half of the samples."""
     dropout: float = 0.0
     rounds: int = 7
     threads: int = 0
-    """0: what torch takes."""
+    """Threads of torch; 0 for torch's default."""
     device: Literal["cpu", "cuda"] = "cpu"
     clock: Literal["wall", "cpu"] = "wall"
-    """"cpu" counts this process's time alone: on a busy machine, with `--threads 1`, the only steady figure."""
+    """"cpu" measures this process's CPU time; with `--threads 1` it is the only stable figure on a busy machine."""
     compiled: bool = True
-    """Whether compiled variants take part."""
+    """Whether to measure the compiled variants too."""
     required: float = 0.0
     """Fail if native is not this many times as fast as the best of transformers."""
     json: Path | None = None
     """Where to write the figures."""
     overrides: dict[str, int] = field(default_factory=dict)
-    """Configuration keys of the measured models, e.g. `--overrides num_layers 6`."""
+    """Changed configuration values of the measured models, e.g. `--overrides num_layers 6`."""
 
 
 def main() -> int:
@@ -102,14 +103,14 @@ def main() -> int:
             wrong |= "error" in result or result["ratio"] < arguments.required
             results.append(result)
             show(result)
-            if arguments.json:  # after each, so that a run cut short leaves what it has measured
+            if arguments.json:  # after each measurement, so that an interrupted run keeps the earlier ones
                 report = {"environment": facts, "results": results}
                 arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     return int(wrong)
 
 
 def measure(family: str, dtype: str, arguments: Arguments) -> dict:
-    """One family in one type: check the variants, then time them in turns."""
+    """Checks all variants of one family in one type, then times them alternately."""
     reference = make_reference(family, arguments)
     cpu_batch = make_batch(family, reference.config, arguments)
     batch = {name: value.to(arguments.device) for name, value in cpu_batch.items()}
@@ -207,7 +208,7 @@ def make_variants(folder: str, kind: type, dtype: torch.dtype, arguments: Argume
 
 
 def make_step(model: nn.Module, batch: dict[str, torch.Tensor]) -> Callable[[], tuple[float, float]]:
-    """One training step, which returns the loss and the gradient's norm of its beginning."""
+    """Returns a function that runs a training step and returns its loss and its gradient norm before the update."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
     parameters = list(model.parameters())
 
@@ -224,7 +225,7 @@ def make_step(model: nn.Module, batch: dict[str, torch.Tensor]) -> Callable[[], 
 
 
 def time_parts(step: Callable[[], object], device: str) -> dict[str, float]:
-    """The share of each of `PARTS` in one step, and of the rest."""
+    """Returns the share of each of `PARTS` and of the rest in the time of one step."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -238,11 +239,11 @@ def time_parts(step: Callable[[], object], device: str) -> dict[str, float]:
 
 
 def gemm_rate(dtype: torch.dtype, now: Callable[[], float], device: str) -> float:
-    """Floating-point operations per second of a large product on this machine now."""
+    """Returns the floating-point operations per second of a large matrix product, measured on this machine now."""
     size = 8192 if device == "cuda" else 1536
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     if device == "cuda":
-        torch.mm(a, b)[0, 0].item()  # the first one sets the library up
+        torch.mm(a, b)[0, 0].item()  # the first product initializes the library
     start = now()
     torch.mm(a, b)[0, 0].item()  # waits for the device
     return 2 * size**3 / (now() - start)
@@ -253,7 +254,7 @@ def count(model: nn.Module) -> int:
 
 
 def step_flops(model: nn.Module, batch: dict[str, torch.Tensor]) -> float:
-    """Multiplications and additions of the products of forward and backward, as torch counts them."""
+    """Returns the multiplications and additions in the matrix products of a step, as torch counts them."""
     from torch.utils.flop_counter import FlopCounterMode
 
     dropout_state.set(1, 0)
@@ -269,7 +270,7 @@ def show(result: dict) -> None:
         f"{result['family']} {result['dtype']}, {result['parameters'] / 1e6:.0f}M parameters, {result['tokens']} tokens"
     )
     if "error" in result:
-        console.print(f"[red]{title}: wrong, so not timed: {result['error']}")
+        console.print(f"[red]{title}: not timed, because the results are wrong: {result['error']}")
         return
     table = Table(title=title, title_justify="left")
     for column in ("variant", "tokens/s", "median s", "min … max"):

@@ -1,6 +1,6 @@
-"""What the training loop itself costs, and what saving in the background costs, on the quickstart model.
+"""Measures the overhead of the training loop and of saving in the background, on the quickstart model.
 
-`python benchmarks/trainer.py --parts overhead saving`
+python benchmarks/trainer.py --parts overhead saving
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Arguments:
 
     parts: tuple[str, ...] = ("overhead", "saving")
     rounds: int = 3
-    """Runs in which saving is measured."""
+    """Number of runs in which saving is measured."""
     json: Path | None = None
     """Where to write the figures."""
 
 
 class Samples:
-    """Random tokens, endless; sample i is a function of i."""
+    """An endless dataset of random tokens; sample i is a function of i."""
 
     def __init__(self, vocab_size: int, length: int) -> None:
         self.vocab_size, self.length = vocab_size, length
@@ -54,7 +54,7 @@ class Samples:
 
 
 class Clock(SilentReporter):
-    """The time from the end of each step to the end of the next."""
+    """Measures the seconds from the end of each step to the end of the next."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -76,7 +76,7 @@ def ours(model: torch.nn.Module, data: Any, folder: str, **settings: Any) -> Clo
 
 
 class TimedEngine:
-    """An engine whose forward, backward and optimizer step are timed."""
+    """Wraps an engine and sums up the seconds of its forward passes, backward passes and optimizer steps."""
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.spent = engine, 0.0
@@ -100,7 +100,7 @@ class TimedEngine:
 
 
 def overhead(arguments: Arguments) -> dict[str, Any]:
-    """The share of a step of the quickstart model that is neither forward, backward nor optimizer."""
+    """Measures which share of a step is spent outside the forward pass, the backward pass and the optimizer."""
     config = find_config("gpt2-quickstart").with_changes(vocab_size=2048)
     engines: list[TimedEngine] = []
     make = trainer_module.make_engine
@@ -129,7 +129,7 @@ def overhead(arguments: Arguments) -> dict[str, Any]:
 
 
 class SaverClock(BackgroundSaver):
-    """Sums up how long training is blocked for each save, and notes when something is being saved."""
+    """Measures how long each save blocks training, and how long it takes to write."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -153,11 +153,11 @@ class SaverClock(BackgroundSaver):
 
 
 def saving(arguments: Arguments) -> dict[str, Any]:
-    """What a background save costs the quickstart model's training, as shares of a step.
+    """Measures what a background save costs the training of the quickstart model, as shares of a step.
 
-    The stall is the time in which the loop does nothing: gathering what to save, handing it over, and waiting until it
-    is copied. Beside it the copy, the digests and the writing compete with the step for processors and memory: what
-    steps take longer while something is being saved, summed up for a save.
+    The stall is the time during which the loop cannot train: it collects the state, hands it over, and waits until it
+    is copied. In addition, the copy, the digests and the writing compete with the steps for processors and memory. That
+    slowdown is the extra time of all steps that run during a save.
     """
     config = find_config("gpt2-quickstart").with_changes(vocab_size=2048)
     data = Samples(2048, config.max_sequence_length)
@@ -195,7 +195,7 @@ def saving(arguments: Arguments) -> dict[str, Any]:
             usual = statistics.median(seconds for seconds, saves_meanwhile in steps if not saves_meanwhile)
             quiet += [seconds for seconds, saves_meanwhile in steps if not saves_meanwhile]
             slowed += sum(seconds - usual for seconds, saves_meanwhile in steps if saves_meanwhile)
-            saves += 3  # the fourth, at the end, has no step beside it
+            saves += 3  # no step runs during the fourth save, which is at the end
             blocked += savers[-1].blocked[:3]
             written += savers[-1].written[:3]
     usual = statistics.median(quiet)

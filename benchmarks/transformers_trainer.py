@@ -1,13 +1,14 @@
-"""Training steps of transformers' Trainer, of ours with their model, and of ours with our own.
-
-t5-v1_1-small in fp32 on a CPU, with the same weights, data and schedule.
+"""Compares training steps of transformers' Trainer, of ours with their model, and of ours with our model.
 
     python benchmarks/transformers_trainer.py
 
-Each side is a process, and they take turns, a step each: what the machine does to one it does to the others. A ratio is
-the median of those of neighbouring steps. Without dropout the losses must agree over all steps, or no time is reported;
-with dropout, as T5 is trained, the masks differ. Lengths are T5's usual ones. (T5 1.0's ReLU would not do for the
-comparison: rounding decides on which side of its kink a unit lies, and its gradient is then another one.)
+The model is t5-v1_1-small in fp32 on a CPU, with the same weights, data and schedule for all sides, and T5's usual
+lengths. Each side is a process. The sides take turns after every step, so that changes of the machine's speed affect
+all of them. A ratio is the median of the ratios of neighboring steps.
+
+Without dropout the losses of all steps must agree; otherwise no time is reported. With dropout, as T5 is trained, the
+dropout masks differ. The ReLU of T5 1.0 is not suitable for the comparison: near zero, rounding decides whether a unit
+is active, and then its gradient differs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages, for every side alike
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages for all sides
 
 import torch
 import transformers
@@ -42,7 +43,7 @@ T5_V1_1_SMALL = {
     "vocab_size": 32128, "d_model": 512, "d_ff": 1024, "num_layers": 8, "num_heads": 6,
     "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "decoder_start_token_id": 0,
 }  # fmt: skip
-UNTIMED = 3  # steps; the first ones are taken while other sides still start
+UNTIMED = 3  # steps at the beginning, during which other sides are still starting
 TOLERANCE = 1e-4
 
 
@@ -53,7 +54,7 @@ class Arguments:
     steps: int = 50
     batch_size: int = 2
     length: int = 512
-    """Source tokens; there are a quarter as many targets."""
+    """Source tokens; there are a quarter as many target tokens."""
     dropouts: tuple[float, ...] = (0.0, 0.1)
     threads: int = 2
     json: Path | None = None
@@ -61,7 +62,7 @@ class Arguments:
 
 
 class Samples:
-    """Source tokens and a quarter as many targets, endless; sample i is a function of i."""
+    """An endless dataset of source tokens and a quarter as many targets; sample i is a function of i."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -73,7 +74,7 @@ class Samples:
 
 
 class Turns(SilentReporter):
-    """Waits for this side's turn before each step but the first, and notes each step's loss and seconds."""
+    """Waits for this side's turn before each step except the first, and records each step's loss and seconds."""
 
     def __init__(self, own: Any, following: Any, steps: int) -> None:
         self.own, self.following, self.steps = own, following, steps
@@ -136,7 +137,11 @@ def take_part(side: int, turns: list[Any], results: Any, folder: str, arguments:
 
 
 def race(arguments: Arguments, dropout: float) -> dict[str, float]:
-    """Seconds of a step and ratios of speed, each a median. RuntimeError if losses without dropout differ."""
+    """Returns the median seconds of a step for each side, and the median ratios of speed.
+
+    Raises:
+        RuntimeError: A process failed, or the losses without dropout differ.
+    """
     context = multiprocessing.get_context("spawn")
     turns, results = [context.Semaphore(int(side == 0)) for side in range(len(SIDES))], context.Queue()
     losses, seconds = {}, {}
@@ -164,8 +169,8 @@ def race(arguments: Arguments, dropout: float) -> dict[str, float]:
             if not all(difference <= TOLERANCE for difference in differences):
                 raise RuntimeError(f"{side}: the losses differ by {max(differences):.1e}")
             found[f"{side}, largest difference of a loss"] = max(differences)
-        neighbours = zip(seconds[SIDES[0]][UNTIMED:], seconds[side][UNTIMED:], strict=True)
-        found[f"{side}, ratio"] = statistics.median(other / own for other, own in neighbours)
+        neighbors = zip(seconds[SIDES[0]][UNTIMED:], seconds[side][UNTIMED:], strict=True)
+        found[f"{side}, ratio"] = statistics.median(other / own for other, own in neighbors)
     return found
 
 

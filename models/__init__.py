@@ -1,4 +1,4 @@
-"""The model families."""
+"""Model families, and the functions that build their models."""
 
 from .auto import config_from_dict, find_config, from_config
 from .common.parallel_config import ParallelConfig

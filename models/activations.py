@@ -1,7 +1,7 @@
-"""What a model keeps for its backward pass, in bytes per rank, from its configuration; see docs/estimate.md.
+"""Computes the bytes per rank that a model keeps for its backward pass, from its configuration; see docs/estimate.md.
 
-Each family says what its blocks are made of (`Family.activations`). What such a block keeps is one formula, which the
-tests compare with what autograd saves, to the byte.
+Each family describes its blocks (`Family.activations`). One formula gives the bytes that such a block keeps; tests
+check that it equals what autograd saves, to the byte.
 """
 
 from __future__ import annotations
@@ -19,8 +19,14 @@ NOTHING_SPECIAL = ParallelConfig()
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch. size: sequences; length: tokens in each, of an encoder-decoder's source; target_length: of its
-    target. padded: whether an attention mask is given."""
+    """The sizes of a micro-batch.
+
+    Attributes:
+        size: The number of sequences.
+        length: Tokens in a sequence; in an encoder-decoder's source.
+        target_length: Tokens in an encoder-decoder's target.
+        padded: Whether the batch has an attention mask.
+    """
 
     size: int
     length: int
@@ -30,7 +36,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the model runs. itemsize: bytes of an activation's element. device: the type of torch's."""
+    """How the model runs.
+
+    Attributes:
+        itemsize: Bytes of an element of the activations.
+        tensor_parallel_size: The number of tensor-parallel ranks.
+        parallel_config: Sequence parallelism and recomputation.
+        device: PyTorch's device type.
+    """
 
     itemsize: int
     tensor_parallel_size: int = 1
@@ -39,23 +52,29 @@ class Layout:
 
     @property
     def sequence_split(self) -> int:
-        """Over how many ranks norms, residuals and dropouts are split."""
+        """The number of ranks over which norms, residuals and dropouts are split."""
         return self.tensor_parallel_size if self.parallel_config.sequence_parallel else 1
 
 
 @dataclass(frozen=True)
 class Block:
-    """What a block is made of.
+    """The parts of a transformer block that determine what it keeps.
 
-    Args:
-        mlp_kept: tensors of the feed-forward width that are kept.
-        dropouts: on the residual stream, of which a key is kept.
-        statistics: numbers that a norm keeps per token: 2 of a LayerNorm, 1 of an RMSNorm.
-        bias: whether a trained bias is added to the scores.
-        cross: whether the block attends to a source too.
-        gated: whether the feed-forward block has a gate.
-        key_value_heads: for grouped-query attention; heads by default.
-        rotary: whether queries and keys are rotated.
+    Attributes:
+        hidden: The hidden size.
+        heads: The number of attention heads.
+        head_size: Features of a head.
+        feed_forward: Features inside the feed-forward block.
+        mlp_kept: The number of tensors as wide as the feed-forward block that are kept.
+        attention_dropout: Whether dropout is applied to the attention weights.
+        dropouts: The number of dropouts on the residual stream; each keeps a key.
+        statistics: Numbers that a norm keeps per token: 2 for a LayerNorm, 1 for an RMSNorm.
+        causal: Whether self-attention is causal.
+        bias: Whether a trained bias is added to the scores.
+        cross: Whether the block also attends to a source.
+        gated: Whether the feed-forward block has a gate.
+        key_value_heads: The number of key and value heads for grouped-query attention; by default `heads`.
+        rotary: Whether queries and keys are rotated.
     """
 
     hidden: int
@@ -75,13 +94,20 @@ class Block:
 
     @property
     def key_value_size(self) -> int:
-        """Features of the keys."""
+        """Features of all keys, or of all values, of a token."""
         return (self.key_value_heads or self.heads) * self.head_size
 
 
 @dataclass(frozen=True)
 class Stack:
-    """layers equal blocks whose modules' names begin with `path`. is_decoder: works on the target's tokens."""
+    """A stack of equal blocks.
+
+    Attributes:
+        path: The prefix of the names of the blocks' modules.
+        layers: The number of blocks.
+        block: Describes each block.
+        is_decoder: Whether the stack works on the target's tokens.
+    """
 
     path: str
     layers: int
@@ -91,8 +117,13 @@ class Stack:
 
 @dataclass(frozen=True)
 class Activations:
-    """A model's stacks in the order of a forward pass. ends: how many tensors as large as the residual stream are kept
-    outside the blocks, for each of source and target: by default the input and the output of the last norm."""
+    """What determines the activations of a model.
+
+    Attributes:
+        stacks: The stacks of blocks, in the order of the forward pass.
+        ends: The number of tensors as large as the residual stream that are kept outside the blocks, for each of
+            source and target; by default the input and the output of the last norm.
+    """
 
     stacks: tuple[Stack, ...]
     ends: int = 2
@@ -100,15 +131,19 @@ class Activations:
 
 @dataclass(frozen=True)
 class BlockBytes:
-    """kept: between forward and backward. working: what exists beyond that in the block's backward pass: what is made
-    again, and gradients inside."""
+    """The memory of one block.
+
+    Attributes:
+        kept: Bytes kept between the forward and the backward pass.
+        working: Additional bytes during the block's backward pass, for recomputed tensors and inner gradients.
+    """
 
     kept: int
     working: int
 
 
 def block_bytes(stack: Stack, batch: Batch, layout: Layout) -> BlockBytes:
-    """Of one block of a stack."""
+    """Returns the memory of one block of a stack."""
     everything = _kept(stack, batch, layout, without_core=False)
     if layout.parallel_config.recompute == "full":
         kept = _stream(stack, batch, layout)
@@ -120,7 +155,7 @@ def block_bytes(stack: Stack, batch: Batch, layout: Layout) -> BlockBytes:
 
 
 def end_bytes(activations: Activations, batch: Batch, layout: Layout) -> int:
-    """Embeddings, the last norm and the head, without the logits."""
+    """Returns the bytes kept by the embeddings, the last norm and the head, without the logits."""
     hidden = activations.stacks[0].block.hidden
     return (
         activations.ends
@@ -133,13 +168,13 @@ def end_bytes(activations: Activations, batch: Batch, layout: Layout) -> int:
 
 
 def logit_bytes(columns: int, batch: Batch, layout: Layout) -> int:
-    """The logits, of which a rank has `columns`; their gradient is as large."""
+    """Returns the bytes of a rank's logits, which have `columns` features; their gradient is as large."""
     length = batch.target_length or batch.length
     return batch.size * length * columns * layout.itemsize
 
 
 def _stream(stack: Stack, batch: Batch, layout: Layout) -> int:
-    """The residual stream: n elements."""
+    """Returns the bytes of the residual stream on a rank: n elements in docs/estimate.md."""
     return _tokens(stack, batch) * stack.block.hidden * layout.itemsize // layout.sequence_split
 
 
@@ -151,7 +186,7 @@ def _kept(stack: Stack, batch: Batch, layout: Layout, *, without_core: bool) -> 
     block, e, t = stack.block, layout.itemsize, layout.tensor_parallel_size
     tokens, inner = _tokens(stack, batch), block.heads * block.head_size
     norms = 3 if block.cross else 2
-    # A norm's input, output and statistics.
+    # The input, the output and the statistics of each norm.
     total = norms * (2 * _stream(stack, batch, layout) + tokens * block.statistics * FP32 // layout.sequence_split)
     total += _attention_features(stack, batch, layout, without_core=without_core) * tokens * e // t
     lengths = [_own_length(stack, batch)]
@@ -163,20 +198,20 @@ def _kept(stack: Stack, batch: Batch, layout: Layout, *, without_core: bool) -> 
     feed_forward = -(-block.feed_forward // t)
     total += block.mlp_kept * tokens * feed_forward * e
     if block.gated and t > 1:
-        total += 2 * feed_forward * block.hidden * e  # both products' weights, stacked so that one exchange serves both
+        total += 2 * feed_forward * block.hidden * e  # weights of gate and up, stacked for a single collective
     keys_of_dropouts = block.dropouts + (len(lengths) if block.attention_dropout and not without_core else 0)
     return total + keys_of_dropouts * batch.size * INT64
 
 
 def _attention_features(stack: Stack, batch: Batch, layout: Layout, *, without_core: bool) -> int:
-    """Features of q, k, v and of what attention makes of them, that are kept for a token."""
+    """Returns the features per token that are kept of q, k, v and the attention output."""
     block, length = stack.block, _own_length(stack, batch)
     inner, key_value = block.heads * block.head_size, block.key_value_size
     qkv = inner + 2 * key_value
-    eager = not without_core and _weights_are_written(block, layout, length, length, crosses=False)
+    eager = not without_core and _materializes_weights(block, layout, length, length, crosses=False)
     if key_value != inner and eager:  # k and v are kept with each head repeated
         return 4 * inner + (0 if block.rotary else qkv - inner)
-    return qkv + inner + (inner + key_value if block.rotary else 0)  # v is a part of qkv, which is kept whole
+    return qkv + inner + (inner + key_value if block.rotary else 0)  # v is a view of qkv, which is kept as a whole
 
 
 def _own_length(stack: Stack, batch: Batch) -> int:
@@ -184,32 +219,39 @@ def _own_length(stack: Stack, batch: Batch) -> int:
 
 
 def _core(stack: Stack, batch: Batch, layout: Layout, keys: int, *, crosses: bool, recomputed: bool) -> int:
-    """What attention keeps besides queries, keys, values and its output."""
+    """Returns the bytes that attention keeps besides queries, keys, values and its output."""
     block, queries = stack.block, _own_length(stack, batch)
     if recomputed:
         return 0
     weights = batch.size * block.heads * queries * keys * layout.itemsize // layout.tensor_parallel_size
     if block.attention_dropout:
         return 2 * weights
-    if _weights_are_written(block, layout, queries, keys, crosses):
+    if _materializes_weights(block, layout, queries, keys, crosses):
         return weights
     log_sums = batch.size * block.heads * queries * FP32 // layout.tensor_parallel_size
     if not batch.padded:
         return log_sums
     rows = queries if block.causal and not crosses else 1
-    return log_sums + batch.size * rows * keys * layout.itemsize  # the mask, as numbers that are added
+    return log_sums + batch.size * rows * keys * layout.itemsize  # the additive mask
 
 
-def _weights_are_written(block: Block, layout: Layout, queries: int, keys: int, crosses: bool) -> bool:
-    by_products = layout.device == "cpu" and layout.itemsize == 2 and queries * keys <= MAX_EAGER_SCORES
-    return block.attention_dropout or (block.bias and not crosses) or by_products
+def _materializes_weights(block: Block, layout: Layout, queries: int, keys: int, crosses: bool) -> bool:
+    """Returns whether attention writes its weights to memory, instead of running a fused kernel."""
+    eager_is_faster = layout.device == "cpu" and layout.itemsize == 2 and queries * keys <= MAX_EAGER_SCORES
+    return block.attention_dropout or (block.bias and not crosses) or eager_is_faster
 
 
 def _working(stack: Stack, batch: Batch, layout: Layout, recomputed: int = 0) -> int:
-    """What exists in a block's backward beyond what it kept: the gradients of the stream, and of an activation or
-    what it is taken of inside the feed-forward block; or inside attention, when the other's tensors are gone.
+    """Returns the bytes that a block's backward pass needs beyond what the block kept.
 
-    recomputed: of attention's core.
+    These are two gradients of the residual stream, and the larger of the gradients inside the feed-forward block and
+    those inside attention, which exist after the feed-forward block's tensors are freed.
+
+    Args:
+        stack: The stack of the block.
+        batch: The sizes of the micro-batch.
+        layout: How the model runs.
+        recomputed: Bytes that recomputing the core of attention adds.
     """
     block, e, t = stack.block, layout.itemsize, layout.tensor_parallel_size
     tokens = _tokens(stack, batch)
@@ -217,8 +259,9 @@ def _working(stack: Stack, batch: Batch, layout: Layout, recomputed: int = 0) ->
     inner = tokens * block.heads * block.head_size * e // t
     length = _own_length(stack, batch)
     attention = 4 * inner
-    if _weights_are_written(block, layout, length, length, crosses=False):
-        # Their gradient is there with those of the output and of the values only.
+    if _materializes_weights(block, layout, length, length, crosses=False):
+        # While the gradient of the weights exists, the only others are those of the output and of the values.
         attention = max(batch.size * block.heads * length**2 * e // t + 2 * inner, attention)
-    attention += recomputed - block.mlp_kept * wide - 2 * _stream(stack, batch, layout)  # its norm's input and output
+    # By then the feed-forward block's kept tensors, its norm's input and output included, are freed.
+    attention += recomputed - block.mlp_kept * wide - 2 * _stream(stack, batch, layout)
     return 2 * tokens * block.hidden * e + max(wide * (2 if block.gated else 1), attention)

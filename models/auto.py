@@ -1,4 +1,4 @@
-"""Configurations and models by name."""
+"""Finds configurations by name, and builds models from configurations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ from .registry import FAMILIES, family, family_of, presets
 
 
 def find_config(name: str) -> ModelConfig:
-    """The configuration of a preset, or of a folder with a `config.json`, or of such a file."""
+    """Returns the configuration of a preset, of a folder with a `config.json`, or of such a file.
+
+    Raises:
+        ValueError: There is neither such a preset nor such a file, or the file's contents are invalid.
+    """
     for preset, config in presets():
         if preset == name:
             return config
@@ -28,16 +32,21 @@ def find_config(name: str) -> ModelConfig:
     values = read_folder_json(folder, file)
     if values is None:
         known = ", ".join(preset for preset, _ in presets())
-        raise ValueError(f"model {name!r} is no preset and no folder with a {CONFIG}; presets: {known}")
+        raise ValueError(f"model {name!r} is neither a preset nor a folder with a {CONFIG}; presets: {known}")
     return config_from_dict(values)
 
 
 def config_from_dict(values: dict[str, Any]) -> ModelConfig:
+    """Returns the configuration of a family from the contents of a `config.json`."""
     return family_of(values).config.from_dict(values)
 
 
 def infer_config(ranks: Sequence[Mapping[str, StoredTensor]]) -> ModelConfig:
-    """What each rank's tensors tell of a model without a `config.json`. ValueError if that is not enough."""
+    """Infers the configuration of a model without a `config.json` from each rank's tensors.
+
+    Raises:
+        ValueError: No family can infer it; the message has their reasons.
+    """
     reasons: list[str] = []
     for infer in filter(None, (family(name).infer_config for name in FAMILIES)):
         try:
@@ -48,8 +57,12 @@ def infer_config(ranks: Sequence[Mapping[str, StoredTensor]]) -> ModelConfig:
 
 
 def as_config(config: ModelConfig | dict[str, Any] | str | Any) -> ModelConfig:
-    """A family's configuration from itself, from the contents of a `config.json`, from a preset's name or a path, or
-    from transformers' configuration object."""
+    """Returns a family's configuration.
+
+    Args:
+        config: A family's configuration, the contents of a `config.json`, the name of a preset, a path, or a
+            configuration object of transformers.
+    """
     if isinstance(config, ModelConfig):
         return config
     if isinstance(config, (str, Path)):
@@ -62,14 +75,14 @@ def as_config(config: ModelConfig | dict[str, Any] | str | Any) -> ModelConfig:
 
 
 def model_class(config: ModelConfig) -> type[nn.Module]:
-    """The class that `config.architecture` names."""
+    """Returns the class that `config.architecture` names."""
     return family(config.model_type).architectures[config.architecture]
 
 
 def build_on_meta(
     config: ModelConfig, mesh: ParallelMesh | None, parallel_config: ParallelConfig | None = None
 ) -> nn.Module:
-    """This rank's part of the model as shapes alone: each parameter has its `.shard`, none has storage."""
+    """Builds this rank's part of the model on the meta device: parameters have their `.shard` but no storage."""
     with torch.device("meta"):
         return model_class(config)(config, mesh=mesh, parallel_config=parallel_config or ParallelConfig())
 
@@ -83,11 +96,16 @@ def from_config(
     seed: int = 1234,
     parallel_config: ParallelConfig | None = None,
 ) -> nn.Module:
-    """A new model with freshly drawn weights, this rank's part of it under a mesh.
+    """Builds a model with newly initialized weights; under a mesh, this rank's part of it.
 
-    config: a family's configuration, the contents of a `config.json`, a preset's name, or transformers' object.
-    device: "meta" gives the whole layout (each parameter's `.shard`) and no storage.
-    seed: with the parameters' names it decides the weights, whatever the mesh.
+    Args:
+        config: A family's configuration, the contents of a `config.json`, the name of a preset, a path, or a
+            configuration object of transformers.
+        mesh: The mesh over whose tensor-parallel ranks the model is split.
+        device: Where the parameters are. "meta" gives parameters with their `.shard` but without storage.
+        dtype: The type of the parameters; by default PyTorch's default type.
+        seed: Determines the weights together with the parameters' names, independently of the mesh.
+        parallel_config: How the model runs.
     """
     model: Any = build_on_meta(as_config(config), mesh, parallel_config)
     if torch.device(device).type != "meta":

@@ -1,4 +1,4 @@
-"""Builds models from checkpoints: Hugging Face folders and shardzoo's own, for any tensor-parallel size."""
+"""Loads models from checkpoint folders of any supported format, for any tensor-parallel size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .auto import as_config, build_on_meta
 from .common.config import ModelConfig
 from .common.name_map import NameMap
 from .common.parallel_config import ParallelConfig
-from .mapping import MappedCheckpoint, config_mistakes, hold_same_bytes, map_checkpoint, native_model, stored_config
+from .mapping import MappedCheckpoint, config_errors, have_same_bytes, map_checkpoint, native_model, stored_config
 from .registry import family
 
 
@@ -33,37 +33,38 @@ def from_pretrained(
     new: Sequence[str] = (),
     seed: int = 1234,
 ) -> nn.Module:
-    """The model of a folder, this rank's part of it under a mesh, in evaluation mode as transformers returns it.
+    """Loads the model of a checkpoint folder; under a mesh, this rank's part of it.
 
-    A rank reads its own part of each tensor, and an equal share of the replicated ones, which the ranks exchange. So
-    each replica reads each byte once, and memory holds the rank's parameters and little more. Where the folder records
-    sha256 digests, the ranks first check all of them, each an equal share.
+    The model is in evaluation mode, as transformers returns it. A rank reads its part of each split tensor and an equal
+    share of each replicated tensor; the ranks then exchange their shares. So each replica reads each byte once, and a
+    rank needs little more memory than its parameters. If the folder records sha256 digests, the ranks check all of
+    them first, each rank an equal share.
 
     Args:
         path: A Hugging Face folder (`model.safetensors`, `pytorch_model.bin`, or several files with their index), a
-            shardzoo folder (`manifest.json`), written by any number of ranks, or a folder of the original GLM's
-            `mp_rank` files or FlagAI's. Nothing is downloaded.
-        mesh: Over whose tensor-parallel ranks the model is split.
-        dtype: Of the parameters; by default the stored one.
+            shardzoo folder (`manifest.json`) written by any number of ranks, or a folder of rank files of the original
+            GLM, DeepSpeed or FlagAI. Nothing is downloaded.
+        mesh: The mesh over whose tensor-parallel ranks the model is split.
+        dtype: The type of the parameters; by default the stored one.
         device: Where the parameters are.
-        config: Instead of the folder's `config.json`, e.g. to choose another head.
+        config: Used instead of the folder's `config.json`, for example to choose another head.
         parallel_config: How the model runs.
-        new: Modules whose parameters are drawn from `seed`, whatever the folder has of them: `("classifier",)`, with a
-            `config` of that architecture, puts a classifier on a language model.
-        seed: Of the new modules' parameters.
+        new: Modules whose parameters are initialized from `seed`, even if the folder has values for them. For example,
+            `("classifier",)` with a `config` of that architecture adds a classifier to a language model.
+        seed: Determines the parameters of the new modules.
 
     Raises:
-        ValueError: a file is damaged, or tensors are missing, unknown to the model, or of other shapes or values; the
-            message names file and tensor.
+        ValueError: A file is damaged, or a tensor is missing, is unknown to the model, or has a wrong shape or digest.
+            The message names the file and the tensor.
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise ValueError(f"{path} is no folder; download the checkpoint first, models are only read from disk")
+        raise ValueError(f"{path} is not a folder; download the checkpoint first, models are only read from disk")
     checkpoint = open_checkpoint(folder)
     given = None if config is None else as_config(config)
-    # A stored head is loaded into a parameter of its own, and tied when both are in memory.
+    # A stored head is first loaded into a separate parameter; _tie_equal ties it when both are in memory.
     settings = stored_config(checkpoint, given, repeats=lambda head, embedding: False)
-    with config_mistakes():
+    with config_errors():
         model: Any = build_on_meta(settings, mesh, parallel_config)
     absent = _absent_names(model, new)
     mapped = map_checkpoint(checkpoint, native_model(settings, model), absent)
@@ -77,8 +78,13 @@ def from_pretrained(
 
 
 def _absent_names(model: nn.Module, new: Sequence[str]) -> set[str]:
-    """What is not looked for in the files: parameters of the modules that are drawn anew, and heads that the model does
-    not have. ValueError for a module that the model does not have."""
+    """Returns the names of parameters that are not read from the files.
+
+    They are the parameters of newly initialized modules, and those of heads that the model does not have.
+
+    Raises:
+        ValueError: `new` names a module that the model does not have.
+    """
     modules: dict[str, nn.Module] = dict(cast(Any, model).named_modules())
     for name in new:
         if name not in modules:
@@ -93,12 +99,12 @@ def _absent_names(model: nn.Module, new: Sequence[str]) -> set[str]:
 
 
 def _promoted(dtypes: set[torch.dtype]) -> torch.dtype:
-    """The type that holds the values of all."""
+    """Returns a type that can represent the values of all these types."""
     if len(dtypes) == 1:
         return next(iter(dtypes))
     result = torch.bfloat16 if all(dtype.itemsize == 1 for dtype in dtypes) else None
     for dtype in sorted(dtypes, key=str):
-        if dtype.itemsize > 1:  # 8-bit types, which torch does not promote, fit into any other
+        if dtype.itemsize > 1:  # torch does not promote 8-bit types, but any other type can represent their values
             result = dtype if result is None else torch.promote_types(result, dtype)
     assert result is not None
     return result
@@ -123,7 +129,7 @@ def _load(model: nn.Module, mapped: MappedCheckpoint, mesh: ParallelMesh | None)
                     _check_copies(reader, other, placement, specs[name], rank, size)
     except (OSError, ValueError) as error:
         problem = str(error)
-    if _any_rank(problem != "", mesh):  # before the exchange, in which a rank that stopped would be waited for
+    if _any_rank(problem != "", mesh):  # before the exchange, where the other ranks would wait for a failed one
         raise ValueError(problem or "another rank could not read its part of the checkpoint")
     for name, share in shares.items():
         parameter = parameters[name]
@@ -132,20 +138,20 @@ def _load(model: nn.Module, mapped: MappedCheckpoint, mesh: ParallelMesh | None)
 
 
 def _any_rank(condition: bool, mesh: ParallelMesh | None) -> bool:
-    """Whether it holds on any tensor-parallel rank; the same answer on all."""
+    """Returns, on every tensor-parallel rank, whether the condition is true on any of them."""
     return bool(gather_from_tp(torch.tensor([float(condition)], device=_exchange_device(mesh)), mesh).any())
 
 
 def _exchange_device(mesh: ParallelMesh | None) -> str:
-    """Where tensors must be for the ranks to exchange them, wherever the parameters are."""
+    """Returns the device on which the ranks exchange tensors; it may differ from that of the parameters."""
     return "cpu" if mesh is None else mesh.device_type
 
 
 def _read_share(reader: TensorReader, placement: ParameterPlacement, parameter: Tensor, rank: int, size: int) -> Tensor:
-    """An equal share of a replicated parameter's elements, the last one filled up, in the parameter's type."""
+    """Reads this rank's share of a replicated parameter, in the parameter's type; the last share is padded."""
     (part,) = placement.copies[0]
     if part.transposed:
-        raise ValueError(f"{placement.name} is replicated and stored transposed, which no family does")
+        raise ValueError(f"{placement.name} is replicated and stored transposed, which is not supported")
     start, stop, length = _share(parameter.numel(), rank, size)
     share = torch.zeros(length, dtype=parameter.dtype)
     share[: stop - start] = reader.flat(part.tensor, start, stop)
@@ -153,7 +159,7 @@ def _read_share(reader: TensorReader, placement: ParameterPlacement, parameter: 
 
 
 def _share(total: int, rank: int, size: int) -> tuple[int, int, int]:
-    """[start, stop) of `rank` among `total` elements, and the length that all shares are filled up to."""
+    """Returns the share [start, stop) of `rank` among `total` elements, and the length that shares are padded to."""
     length = -(-total // size)
     return min(rank * length, total), min((rank + 1) * length, total), length
 
@@ -161,7 +167,7 @@ def _share(total: int, rank: int, size: int) -> tuple[int, int, int]:
 def _check_copies(
     reader: TensorReader, other: TensorReader, placement: ParameterPlacement, spec: ParameterSpec, rank: int, size: int
 ) -> None:
-    """ValueError unless this rank's part of every copy of a parameter is stored with the same bytes."""
+    """Raises ValueError unless this rank's part of a parameter has the same bytes in every stored copy."""
     for number, copy in enumerate(placement.copies[1:], 1):
         if spec.shard is None:
             start, stop, _ = _share(copy[0].tensor.numel, rank, size)
@@ -179,7 +185,7 @@ def _check_copies(
 
 def _differs(placement: ParameterPlacement, repeat: StoredTensor) -> ValueError:
     first = placement.copies[0][0].tensor
-    return ValueError(f"{repeat} differs from {first}, which it must repeat: both are {placement.name}")
+    return ValueError(f"{repeat} differs from {first}; both must be equal, because both are {placement.name}")
 
 
 def _same_bytes(first: Tensor, second: Tensor) -> bool:
@@ -187,7 +193,7 @@ def _same_bytes(first: Tensor, second: Tensor) -> bool:
 
 
 def _tie_equal(model: Any, mapped: MappedCheckpoint, mesh: ParallelMesh | None) -> None:
-    """Shares the output head's parameter with the embedding where a file stores equal tensors for both."""
+    """Ties the output head to the embedding if the checkpoint stores equal tensors for both."""
     name_map = mapped.model.name_map
     kept_as = dict(name_map.aliases)
     natives = {entry.stored_names(): entry.native for entry in name_map.entries}
@@ -202,9 +208,9 @@ def _tie_equal(model: Any, mapped: MappedCheckpoint, mesh: ParallelMesh | None) 
             continue
         placements = [mapped.layout.placements[name] for name in (entry.native, embedding)]
         if any(torch_dtype(placement.copies[0][0].tensor) != own.dtype for placement in placements):
-            # They are equal after rounding; what was stored decides, as in the converter.
+            # They are equal after rounding, but only the stored values decide, as in the converter.
             pairs = zip(*(placement.copies[0] for placement in placements), strict=True)
-            if not all(hold_same_bytes(first.tensor, second.tensor) for first, second in pairs):
+            if not all(have_same_bytes(first.tensor, second.tensor) for first, second in pairs):
                 continue
         owner, _, attribute = entry.native.rpartition(".")
         setattr(model.get_submodule(owner), attribute, parameters[embedding])

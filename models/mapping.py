@@ -1,6 +1,6 @@
-"""Where a checkpoint keeps each parameter of a model, by the family's name map and the parameters' `Shard`s.
+"""Finds each parameter of a model in a checkpoint, by the family's name map and the parameters' `Shard`s.
 
-`from_pretrained` and the converter share it, so that both accept the same folders and find the same tensors in them.
+`from_pretrained` and the converter share this code, so both accept the same folders and find the same tensors in them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .common.name_map import Entry, NameMap, refuse_names
 from .registry import family
 
 CHUNK = 1 << 20
-MOST_PROBLEMS = 20  # of those that one error lists
+MOST_PROBLEMS = 20  # that one error message lists
 
 
 @dataclass(frozen=True)
@@ -43,37 +43,38 @@ class NativeModel:
         return self.config.vocab_size
 
     def entries(self) -> dict[str, Entry]:
-        """Native name -> its entry of the family's name map."""
+        """Returns native name -> its entry in the family's name map."""
         return {entry.native: entry for entry in self.name_map.resolve(self.parameters)}
 
     def padded_vocab_size(self, size: int) -> int:
-        """Rows of the vocabulary over all of `size` ranks."""
+        """Returns the rows of the vocabulary over all of `size` ranks, padding included."""
         for parameter in self.parameters.values():
             if parameter.shard is not None and parameter.shard.pad_multiple:
                 return size * parameter.local_shape(size)[parameter.dim]
         return self.vocab_size
 
     def check_size(self, size: int) -> None:
-        """ValueError if some parameter cannot be split `size` ways."""
+        """Raises ValueError if a parameter cannot be split over `size` ranks."""
         if size < 1:
-            raise ValueError(f"a tensor-parallel size of {size} is none; use 1 or more")
+            raise ValueError(f"the tensor-parallel size must be at least 1, not {size}")
         for parameter in self.parameters.values():
             parameter.local_shape(size)
 
 
 @dataclass(frozen=True)
 class StoredNames:
-    """What a Hugging Face folder calls things, so that a merge gives them their names back.
+    """The names of the tensors in a Hugging Face folder, which a merge restores.
 
-    by_parameter: native name -> the tensor, or the tensors stacked in it. ties: a tensor that repeats another ->
-    that one.
+    Attributes:
+        by_parameter: Native name -> name of the stored tensor, or of the tensors that are stacked in the parameter.
+        ties: Name of a tensor that repeats another one -> name of that other tensor.
     """
 
     by_parameter: Mapping[str, tuple[str, ...]]
     ties: Mapping[str, str]
 
     def copies(self, parameter: str) -> list[tuple[str, ...]]:
-        """The parameter's tensors, and then once more for each tensor that repeats one of them."""
+        """Returns the names of the parameter's tensors, and once more for each tensor that repeats one of them."""
         own = self.by_parameter[parameter]
         repeats = [(alias, kept) for alias, kept in self.ties.items() if kept in own]
         return [own, *(tuple(alias if name == kept else name for name in own) for alias, kept in repeats)]
@@ -81,9 +82,14 @@ class StoredNames:
 
 @dataclass(frozen=True)
 class MappedCheckpoint:
-    """A checkpoint together with its model and where that model's parameters lie.
+    """A checkpoint, its model, and where the checkpoint stores the model's parameters.
 
-    digests: (file, tensor) -> sha256, as far as the checkpoint records them.
+    Attributes:
+        checkpoint: The opened folder.
+        model: The parameters of the model.
+        layout: Where each parameter is stored.
+        names: The names of the tensors in a Hugging Face folder.
+        digests: (file, tensor name) -> sha256, for the tensors whose digest the checkpoint records.
     """
 
     checkpoint: Checkpoint
@@ -94,7 +100,7 @@ class MappedCheckpoint:
 
 
 def parameter_specs(model: nn.Module) -> dict[str, ParameterSpec]:
-    """Each parameter's full shape, without padding, and its split."""
+    """Returns the full shape without padding and the `Shard` of each parameter."""
     specs: dict[str, ParameterSpec] = {}
     for name, parameter in model.named_parameters():
         shard = getattr(parameter, "shard", None)
@@ -103,9 +109,9 @@ def parameter_specs(model: nn.Module) -> dict[str, ParameterSpec]:
 
 
 def native_model(config: ModelConfig, model: nn.Module | None = None) -> NativeModel:
-    """model: built already; otherwise one is built without storage."""
+    """Returns the parameters of `model`, or of a model that is built without storage."""
     if model is None:
-        with _NoInitialValues(), config_mistakes():
+        with _SkipInitialization(), config_errors():
             model = build_on_meta(config, None)
     return NativeModel(config, family(config.model_type).name_map, parameter_specs(model))
 
@@ -117,11 +123,12 @@ def map_checkpoint(
 
     Args:
         checkpoint: An opened folder.
-        model: Which parameters are wanted; by default those of the folder's own configuration.
-        absent: Names of parameters that are left aside, in the model and in the files.
+        model: The parameters to find; by default those of the folder's own configuration.
+        absent: Names of parameters to ignore in the model and in the files.
 
     Raises:
-        ValueError: a tensor is missing, unknown, mis-shaped, of no floating-point numbers, or stored twice.
+        ValueError: A tensor is missing, is unknown, has a wrong shape or a type that is not floating-point, or is
+            stored twice.
     """
     try:
         if model is None:
@@ -141,21 +148,21 @@ def stored_config(
     config: ModelConfig | None = None,
     repeats: Callable[[StoredTensor, StoredTensor], bool] | None = None,
 ) -> ModelConfig:
-    """The configuration of a checkpoint's model, with the output head tied or not as the files have it.
+    """Returns the configuration of a checkpoint's model; the files decide whether its output head is tied.
 
     Args:
         checkpoint: An opened folder.
-        config: Instead of the folder's `config.json`.
-        repeats: Whether a stored output head repeats the stored embedding; by default their bytes are compared.
+        config: Used instead of the folder's `config.json`.
+        repeats: Returns whether a stored output head repeats the stored embedding; by default it compares their bytes.
 
     Raises:
-        ValueError: there is no configuration, a wrong one, or one of a larger model than the files can hold.
+        ValueError: There is no configuration, it is invalid, or it has more layers than the files have tensors.
     """
     values: Mapping[str, Any] = {}
     if config is None and checkpoint.config is not None:
         values = checkpoint.config
         try:
-            with config_mistakes():
+            with config_errors():
                 config = config_from_dict(dict(values))
         except ValueError as error:
             raise ValueError(f"config.json: {str(error).removeprefix('config.json: ')}") from None
@@ -167,14 +174,14 @@ def stored_config(
     layers = getattr(config, config.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
     layers += getattr(config, "decoder_layers", 0)
     if not 0 < layers <= most:
-        raise ValueError(f"config.json: it claims {layers:,} layers, but there are {most:,} tensors in all")
-    tied = _is_tied(checkpoint, config, values, repeats or hold_same_bytes)
+        raise ValueError(f"config.json: it claims {layers:,} layers, but the files have {most:,} tensors in all")
+    tied = _is_tied(checkpoint, config, values, repeats or have_same_bytes)
     return config if tied is None else config.with_changes(tie_word_embeddings=tied)
 
 
 @contextmanager
-def config_mistakes() -> Generator[None, None, None]:
-    """Whatever a wrong value in config.json leads to while a model is built is the file's mistake."""
+def config_errors() -> Generator[None, None, None]:
+    """Turns any error that a wrong value in config.json causes into a ValueError that names the file."""
     try:
         yield
     except ValueError:
@@ -184,7 +191,7 @@ def config_mistakes() -> Generator[None, None, None]:
 
 
 def stacked_ranges(parameter: ParameterSpec, entry: Entry) -> list[tuple[int, int]]:
-    """The range of the parameter that each of its entry's stored tensors holds."""
+    """Returns the range along the parameter's `dim` that each stored tensor of its entry holds."""
     length = parameter.shape[parameter.dim] if parameter.shape else 1
     if len(entry.stored_names()) == 1:
         return [(0, length)]
@@ -196,15 +203,15 @@ def stacked_ranges(parameter: ParameterSpec, entry: Entry) -> list[tuple[int, in
 
 
 def stored_shape(parameter: ParameterSpec, span: tuple[int, int], entry: Entry) -> tuple[int, ...]:
-    """The shape in which a Hugging Face folder stores `span` of the parameter along its `dim`."""
+    """Returns the shape in which a Hugging Face folder stores `span` of the parameter along its `dim`."""
     shape = list(parameter.shape)
     if shape:
         shape[parameter.dim] = span[1] - span[0]
     return tuple(shape[::-1] if entry.transpose else shape)
 
 
-def hold_same_bytes(first: StoredTensor, second: StoredTensor) -> bool:
-    """Whether two stored tensors are equal bit for bit; reading ends at the first difference."""
+def have_same_bytes(first: StoredTensor, second: StoredTensor) -> bool:
+    """Returns whether two stored tensors are equal bit for bit; reading stops at the first difference."""
     if (first.shape, first.dtype) != (second.shape, second.dtype):
         return False
     return all(
@@ -226,11 +233,14 @@ def _is_tied(
     values: Mapping[str, Any],
     repeats: Callable[[StoredTensor, StoredTensor], bool],
 ) -> bool | None:
-    """Whether the output head is the word embedding: the files decide, not the flag in config.json, which some
-    writers always set (see `models.t5.config`). None for families whose models are always tied, or never.
+    """Returns whether the output head is tied to the word embedding.
 
-    A head of its own that is stored next to the embedding is a tied one's copy if both hold the same bytes. Without an
-    embedding next to it the configuration decides, for a tied model's file may keep either name.
+    The files decide, not the flag in config.json, which some programs always set (see `models.t5.config`). A head that
+    is stored next to the embedding is a copy of a tied one if both have the same bytes. If the embedding is not stored,
+    the configuration decides, because the file of a tied model may use either name.
+
+    Returns:
+        None for families whose models are always tied, or never.
     """
     name_map = family(config.model_type).name_map
     untied = set(name_map.untied_names())
@@ -256,7 +266,7 @@ def _check_types(layout: CheckpointLayout) -> None:
         for part in placement.slices():
             if part.tensor.dtype not in FLOATS:
                 kind = torch_name(part.tensor.dtype)
-                raise ValueError(f"{part.tensor} is {kind}, not of floating-point numbers, but {name} needs them")
+                raise ValueError(f"{part.tensor} has type {kind}, but {name} must have a floating-point type")
 
 
 def _map_huggingface(checkpoint: Checkpoint, model: NativeModel, absent: Collection[str]) -> MappedCheckpoint:
@@ -291,7 +301,9 @@ def _map_huggingface(checkpoint: Checkpoint, model: NativeModel, absent: Collect
 
 def _check_shape(tensor: StoredTensor, expected: tuple[int, ...], name: str, problems: list[str]) -> None:
     if tensor.shape != expected:
-        problems.append(f"{tensor} has shape {list(tensor.shape)}, but {name} needs {list(expected)} by config.json")
+        problems.append(
+            f"{tensor} has shape {list(tensor.shape)}, but {name} needs {list(expected)} according to config.json"
+        )
 
 
 def _refuse_shapes(problems: list[str]) -> None:
@@ -310,7 +322,7 @@ def _map_shards(checkpoint: Checkpoint, model: NativeModel, absent: Collection[s
         for part in placement.slices():
             if torch_name(part.tensor.dtype) != manifest.tensors[name].dtype:
                 wanted = manifest.tensors[name].dtype
-                raise ValueError(f"{part.tensor} is {part.tensor.dtype}, but {wanted} in the manifest")
+                raise ValueError(f"{part.tensor} has type {part.tensor.dtype}, but {wanted} in the manifest")
     digests = {
         (tensors[name].file, name): digest
         for name, record in manifest.tensors.items()
@@ -319,7 +331,8 @@ def _map_shards(checkpoint: Checkpoint, model: NativeModel, absent: Collection[s
     for name, extra in manifest.extras.items():
         tensor = extras[name]
         if (tensor.shape, torch_name(tensor.dtype)) != (extra.shape, extra.dtype):
-            raise ValueError(f"{tensor} is {tensor.dtype} {list(tensor.shape)}, unlike the manifest's record")
+            mine, recorded = f"{tensor.dtype} {list(tensor.shape)}", f"{extra.dtype} {list(extra.shape)}"
+            raise ValueError(f"{tensor} is {mine}, but {recorded} in the manifest")
         digests[tensor.file, name] = extra.sha256
     return MappedCheckpoint(checkpoint, model, layout, _names_in_manifest(manifest, model), digests)
 
@@ -329,17 +342,18 @@ def _names_in_manifest(manifest: Manifest, model: NativeModel) -> StoredNames:
     stored = {name: manifest.tensors[name].stored or known[name].stored_names() for name in model.parameters}
     for name, names in stored.items():
         if len(names) != len(known[name].stored_names()):
-            raise ValueError(f"the manifest stores {name} as {', '.join(names)}")
+            mine, needed = ", ".join(names), len(known[name].stored_names())
+            raise ValueError(f"the manifest stores {name} as {mine}, but this model needs {needed} names for it")
     if unknown := sorted(set(manifest.ties.values()) - {name for names in stored.values() for name in names}):
         raise ValueError(f"the manifest ties a tensor to {unknown[0]}, which the model does not have")
     return StoredNames(stored, manifest.ties)
 
 
 def _check_manifest(manifest: Manifest, model: NativeModel, absent: Collection[str]) -> None:
-    """The manifest must describe the very model that config.json builds."""
+    """Raises ValueError unless the manifest describes the same model as config.json."""
     if manifest.model_type != model.config.model_type or manifest.vocab_size != model.vocab_size:
         raise ValueError(
-            f"the manifest is of a {manifest.model_type} with {manifest.vocab_size} tokens, config.json of a "
+            f"the manifest describes a {manifest.model_type} with {manifest.vocab_size} tokens, but config.json a "
             f"{model.config.model_type} with {model.vocab_size}"
         )
     stored = {name for name in manifest.tensors if name not in absent}
@@ -347,29 +361,30 @@ def _check_manifest(manifest: Manifest, model: NativeModel, absent: Collection[s
     for name, parameter in model.parameters.items():
         record = manifest.tensors[name]
         if record.shape != parameter.shape:
-            raise ValueError(f"{name} is {list(record.shape)} in the manifest, {list(parameter.shape)} by config.json")
+            found, needed = list(record.shape), list(parameter.shape)
+            raise ValueError(f"{name} has shape {found} in the manifest, but {needed} according to config.json")
         mine = asdict(parameter.shard) if parameter.shard else None
         theirs = record.shard and {
             key: tuple(cast(list[Any], value)) if isinstance(value, list) else value
             for key, value in record.shard.items()
         }
         if mine != theirs:
-            raise ValueError(f"{name} is split as {theirs} in the manifest, but as {mine} by this model")
+            raise ValueError(f"{name} is split as {theirs} in the manifest, but as {mine} in this model")
 
 
 def _map_legacy(checkpoint: Checkpoint, model: NativeModel, absent: Collection[str]) -> MappedCheckpoint:
     if absent:
-        raise ValueError(f"new heads are not drawn for {checkpoint.description}; convert them first")
+        raise ValueError(f"new modules cannot be added to {checkpoint.description}; split or merge the folder first")
     tensors = checkpoint.ranks[0]
     if model.parameters.keys() <= tensors.keys():
         names = {name: name for name in model.parameters}
     else:
         match = model.name_map.match(model.parameters, tensors)
         if any(entry.transpose or len(entry.stored_names()) > 1 for entry in match.entries.values()):
-            raise ValueError("mp_rank files of this family must hold shardzoo's own names")
+            raise ValueError("mp_rank files of this family must have shardzoo's native names for the tensors")
         names = {name: match.sources[entry.stored_names()[0]] for name, entry in match.entries.items()}
     if unknown := sorted(tensors.keys() - set(names.values())):
-        raise ValueError(f"{tensors[unknown[0]]} is no parameter of the model")
+        raise ValueError(f"{tensors[unknown[0]]} is not a parameter of the model")
     parameters = {name: parameter.without_padding() for name, parameter in model.parameters.items()}
     padded = {name for name in names if _is_padded(model.parameters[name], checkpoint, names[name])}
     parameters |= {name: model.parameters[name] for name in padded}
@@ -380,7 +395,10 @@ def _map_legacy(checkpoint: Checkpoint, model: NativeModel, absent: Collection[s
 
 
 def _check_ranks_differ(checkpoint: Checkpoint, model: NativeModel, names: Mapping[str, str]) -> None:
-    """ValueError if two files, which have no digests, begin alike in every split matrix."""
+    """Raises ValueError if the first bytes of every split matrix are the same in two rank files.
+
+    These files record no digests.
+    """
     split = [names[p.name] for p in model.parameters.values() if p.shard is not None and len(p.shape) > 1]
     seen: dict[tuple[bytes, ...], int] = {}
     for rank, tensors in enumerate(checkpoint.ranks):
@@ -392,7 +410,7 @@ def _check_ranks_differ(checkpoint: Checkpoint, model: NativeModel, names: Mappi
 
 
 def _is_padded(parameter: ParameterSpec, checkpoint: Checkpoint, name: str) -> bool:
-    """Whether the files pad the vocabulary as this package's layers do."""
+    """Returns whether the files pad the vocabulary as this package's layers do."""
     return bool(parameter.shard and parameter.shard.pad_multiple) and checkpoint.ranks[0][name].shape == (
         parameter.local_shape(len(checkpoint.ranks))
     )
@@ -412,8 +430,8 @@ def _by_rank(
     )
 
 
-class _NoInitialValues(TorchFunctionMode):
-    """Parameters without storage have no values to draw, and drawing them imports half of torch's compiler."""
+class _SkipInitialization(TorchFunctionMode):
+    """Skips `torch.nn.init`: on parameters without storage it does nothing but import half of torch's compiler."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

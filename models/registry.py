@@ -1,4 +1,4 @@
-"""The model families: what the rest of the library asks of one, and how one is found by its name."""
+"""Finds model families by name, and declares what the rest of the library needs to know about each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .activations import Activations
 from .common.config import ModelConfig
 from .common.name_map import NameMap
 
-# A family is a folder beside this file, named after its `model_type`.
+# Each family is a folder beside this file with the name of its `model_type`.
 FAMILIES = tuple(
     sorted(
         module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])
@@ -28,41 +28,45 @@ Kind = Literal["decoder", "encoder", "encoder-decoder"]
 
 
 class BlankText(Protocol):
-    """Texts with blanks as tokens, for a family that fills blanks. tokens: ids of the special tokens."""
+    """Encodes texts with blanks, for a family that fills blanks.
+
+    Attributes:
+        tokens: The ids of the special tokens.
+    """
 
     tokens: Any
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a text whose blanks are written as `[MASK]`, `[sMASK]` or `[gMASK]`."""
+        """Returns the token ids of a text whose blanks are written as `[MASK]`, `[sMASK]` or `[gMASK]`."""
         ...
 
     def decode(self, ids: list[int]) -> str:
-        """The text of token ids, without special tokens."""
+        """Returns the text of token ids, without special tokens."""
         ...
 
 
 @dataclass(frozen=True)
 class Family:
-    """The facts about a model family. The package `models/<model_type>/` exports one as `FAMILY`.
+    """The facts about a model family. The package `models/<model_type>/` exports them as `FAMILY`.
 
-    How a model generates is a fact about its class: see `LanguageModel.generates`.
+    How a model generates is declared by its class: see `LanguageModel.generates`.
 
-    Args:
+    Attributes:
         config: The configuration class, whose `model_type` is the folder's name.
         architectures: Name of an architecture, as in `config.json` -> its class. The first is the default.
-        name_map: Where a Hugging Face checkpoint keeps each parameter.
+        name_map: Where a Hugging Face checkpoint stores each parameter.
         presets: Name of a preset -> its configuration.
         kind: Which stacks of blocks the models have.
         objective: Name of the pretraining objective in `shardzoo.data`.
-        activations: What a model of a configuration keeps for its backward pass; see docs/estimate.md.
-        tasks: Name of a fine-tuning task -> the architecture that learns it.
+        activations: Returns what a model of a configuration keeps for its backward pass; see docs/estimate.md.
+        tasks: Name of a fine-tuning task -> the architecture that is trained for it.
         no_tasks: Why there are no fine-tuning tasks, and what to do instead.
         new_modules: Modules of the tasks' architectures that a checkpoint with another head may lack.
         in_transformers: Whether transformers has this family under the same `model_type`.
         masks_padding: Whether a 0 in `attention_mask` [B, S] means padding, as in transformers.
-        blank_text: Makes the `BlankText` of a folder; its second argument names the vocabulary, None finds it.
-        has_config: Whether the contents of a `config.json` without a `model_type` are of this family.
-        infer_config: The configuration that the tensors of each rank's file tell, for files without a `config.json`.
+        blank_text: Makes the `BlankText` of a folder. Its second argument names the vocabulary; None finds it.
+        has_config: Returns whether the contents of a `config.json` without a `model_type` belong to this family.
+        infer_config: Infers the configuration from the tensors of each rank's file, for files without a `config.json`.
     """
 
     config: type[ModelConfig]
@@ -83,14 +87,18 @@ class Family:
 
 
 def family(model_type: str) -> Family:
-    """The facts about a family. ValueError if the zoo does not have it."""
+    """Returns the facts about a family. Raises ValueError if the zoo does not have it."""
     if model_type not in FAMILIES:
         raise ValueError(f"there is no model family {model_type!r}; use one of {', '.join(FAMILIES)}")
     return importlib.import_module(f".{model_type}", __package__).FAMILY
 
 
 def family_of(values: Mapping[str, Any]) -> Family:
-    """The family of the contents of a `config.json`. ValueError if there is none, or the zoo does not have it."""
+    """Returns the family of the contents of a `config.json`.
+
+    Raises:
+        ValueError: The contents name no family, or one that the zoo does not have.
+    """
     if "model_type" in values:
         return family(values["model_type"])
     for known in map(family, FAMILIES):
@@ -100,6 +108,6 @@ def family_of(values: Mapping[str, Any]) -> Family:
 
 
 def presets() -> Iterator[tuple[str, ModelConfig]]:
-    """All presets by name, family by family."""
+    """Yields the name and the configuration of all presets, family by family."""
     for model_type in FAMILIES:
         yield from family(model_type).presets.items()

@@ -1,4 +1,4 @@
-"""What a model's parameters are, split over tensor-parallel ranks or not: from the model on the meta device."""
+"""Computes the sizes of a model's parameters, whole and split over tensor-parallel ranks, on the meta device."""
 
 from __future__ import annotations
 
@@ -12,12 +12,19 @@ from ..mpu import Shard, VocabParallelEmbedding
 from .auto import build_on_meta
 from .common.config import ModelConfig
 
-LARGEST_SIZE = 64
+LARGEST_SIZE = 64  # tensor-parallel ranks
 
 
 @dataclass(frozen=True)
 class ParameterSize:
-    """shape: of the whole parameter without padding. local_shape: of the largest rank's part, with padding."""
+    """The size of a parameter.
+
+    Attributes:
+        name: The native name.
+        shape: The shape of the whole parameter, without padding.
+        local_shape: The shape of the largest part that a rank holds, with padding.
+        is_embedding: Whether it is an embedding of tokens, positions or segments.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -34,12 +41,16 @@ class ParameterSize:
 
 
 def parameter_sizes(config: ModelConfig, tensor_parallel_size: int = 1) -> list[ParameterSize]:
-    """Each parameter once. ValueError for a size that the model cannot be split into, naming those that work."""
+    """Returns the size of each parameter of a configuration's model.
+
+    Raises:
+        ValueError: The model cannot be split over so many ranks; the message names the numbers that work.
+    """
     return sizes_of(build_on_meta(config, None), tensor_parallel_size)
 
 
 def sizes_of(model: nn.Module, tensor_parallel_size: int) -> list[ParameterSize]:
-    """`parameter_sizes` of an unsplit model that is there, if only on meta."""
+    """Returns the same as `parameter_sizes`, of an unsplit model that is built already; the meta device will do."""
     legal = legal_sizes(model)
     if tensor_parallel_size not in legal:
         raise ValueError(
@@ -57,18 +68,18 @@ def sizes_of(model: nn.Module, tensor_parallel_size: int) -> list[ParameterSize]
 
 
 def full_size(parameter: nn.Parameter) -> int:
-    """Elements of the unsplit parameter, without padding."""
+    """Returns the number of elements of the unsplit parameter, without padding."""
     shard = getattr(parameter, "shard", None)
     return parameter.numel() if shard is None else prod(shard.shape)
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """Of tokens, positions or segments; what freezing "the embeddings" freezes."""
+    """Returns whether a module is an embedding of tokens, positions or segments, which "embeddings" freezes."""
     return isinstance(module, (nn.Embedding, VocabParallelEmbedding))
 
 
 def legal_sizes(model: nn.Module) -> tuple[int, ...]:
-    """The tensor-parallel sizes up to `LARGEST_SIZE` that every split parameter allows."""
+    """Returns the tensor-parallel sizes up to `LARGEST_SIZE` over which every parameter can be split."""
     shards: Sequence[Shard | None] = [getattr(parameter, "shard", None) for parameter in model.parameters()]
     sizes = set(range(1, LARGEST_SIZE + 1))
     for shard in {shard for shard in shards if shard is not None}:

@@ -137,7 +137,7 @@ BEFORE_ANY_PROCESS = [
     (["--model-parallel-size", "5"], "12 attention heads cannot be split 5 ways; use a model-parallel size of 1, 2"),
     (["--model-paralle-size", "2"], "--model-parallel-size INT"),
     (["--sequence-length", "1000"], "256 positions"),
-    (["--model", "gpt5"], "'gpt5' is no preset"),
+    (["--model", "gpt5"], "'gpt5' is neither a preset"),
     (["--model", "t5-small"], "trains causal language models"),
     (["--global-batch-size", "7"], "use a multiple of 4"),
     (["--resume"], "--output-dir"),

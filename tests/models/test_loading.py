@@ -337,7 +337,7 @@ def test_another_vocabulary_is_misshaped_not_padded(gpt2_folder):
 
 def test_integers_are_no_weights(gpt2_folder):
     rewrite(gpt2_folder, lambda tensors: tensors.update({"transformer.ln_f.bias": torch.ones(24, dtype=torch.int8)}))
-    with pytest.raises(ValueError, match=r"ln_f\.bias .*not of floating-point"):
+    with pytest.raises(ValueError, match=r"ln_f\.bias .*must have a floating-point type"):
         shardzoo.from_pretrained(gpt2_folder)
 
 
@@ -397,7 +397,7 @@ def test_damaged_folders_are_refused(name, gpt2_folder, capsys):
 
 
 def test_a_name_that_is_no_folder():
-    with pytest.raises(ValueError, match="no folder"):
+    with pytest.raises(ValueError, match="is not a folder"):
         shardzoo.from_pretrained("gpt2")
 
 

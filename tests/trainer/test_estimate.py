@@ -163,7 +163,7 @@ def test_layouts_change_what_they_should():
         (["gpt2", "--zero-stage", "0"], "use 1, 2 or 3"),
         (["gpt2", "--micro-batch-size", "0"], "micro_batch_size must be at least 1"),
         (["gpt2", "--device-memory", "-1"], "--device-memory must be above 0"),
-        (["gpt5"], "no preset"),
+        (["gpt5"], "neither a preset"),
     ],
 )
 def test_a_mistake_is_one_message(options, message, capsys):

@@ -47,11 +47,11 @@ def invent(index):
 INDICES = {
     "path upwards": (put_into("../evil.safetensors"), "its own folder"),
     "absolute path": (put_into("/etc/evil.safetensors"), "its own folder"),
-    "the folder itself": (put_into("."), "no .safetensors file|own folder"),
-    "empty name": (put_into(""), "no .safetensors file|own folder"),
+    "the folder itself": (put_into("."), "not a .safetensors file|own folder"),
+    "empty name": (put_into(""), "not a .safetensors file|own folder"),
     "name with a zero byte": (put_into("a\0.safetensors"), "its own folder"),
     "missing file": (put_into("none.safetensors"), "cannot read.*none.safetensors"),
-    "file of another kind": (put_into("tokenizer.json"), "no .safetensors file"),
+    "file of another kind": (put_into("tokenizer.json"), "not a .safetensors file"),
     "tensor in another file": (swap_files, r"wte\.weight.* does not have it"),
     "tensor that is nowhere": (invent, r"h\.7\.ln_1\.weight.*does not have it"),
     "tensor left out": (unlist, r"ln_f\.weight.*not listed"),
@@ -140,7 +140,7 @@ def test_heads_that_do_not_divide(arena, gpt2_folder):
 
 @pytest.mark.parametrize("size", [0, -1])
 def test_a_size_that_is_none(size, arena, gpt2_folder):
-    assert "use 1 or more" in arena.refused("split", gpt2_folder, arena.destination, f"--tp={size}")
+    assert "must be at least 1" in arena.refused("split", gpt2_folder, arena.destination, f"--tp={size}")
 
 
 @pytest.mark.parametrize("change", ["missing", "unknown", "transposed"])
