@@ -1,7 +1,6 @@
-"""Text to training samples: tokenizers, Megatron `.bin/.idx` corpora, objectives, fine-tuning data, streams.
+"""Turns text into training samples: tokenizers, Megatron `.bin/.idx` corpora, objectives, fine-tuning data, streams.
 
-Names are loaded when they are first used, so that reading and writing corpora needs neither torch nor
-datasets.
+Each name is imported at its first use, so that reading and writing corpora needs neither torch nor `datasets`.
 """
 
 from __future__ import annotations

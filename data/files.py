@@ -1,6 +1,6 @@
-"""The files of a folder that a user brings: regular files of that folder, and JSON without surprises.
+"""Reads a folder's files safely: only regular files of that folder, and only strict JSON.
 
-Tokenizers and checkpoints are opened by the same rules, so this lies below both.
+Tokenizers and checkpoints are opened by the same rules, so both import this module.
 """
 
 from __future__ import annotations
@@ -11,13 +11,19 @@ import stat
 from pathlib import Path
 from typing import Any
 
-LARGEST_JSON = 16 << 20  # bytes, of which Python makes up to 26 times as many
+LARGEST_JSON = 16 << 20  # bytes; the parsed Python objects take up to 26 times as much memory
 
 
 def parse_json(text: bytes, what: str, *, finite: bool = True) -> Any:
-    """ValueError, naming `what`, for anything that is not one strict JSON value.
+    """Parses one strict JSON value.
 
-    finite: whether NaN and infinities, which JSON does not have but Python writes, are refused.
+    Args:
+        text: UTF-8 bytes.
+        what: name of the text in error messages.
+        finite: whether to refuse NaN and infinities, which are not JSON but which Python writes.
+
+    Raises:
+        ValueError: the text is not valid JSON, repeats a key or is nested too deeply.
     """
     constant = _no_constant if finite else None
     try:
@@ -28,14 +34,20 @@ def parse_json(text: bytes, what: str, *, finite: bool = True) -> Any:
 
 
 def read_json_object(path: Path, *, finite: bool = True, largest: int = LARGEST_JSON) -> dict[str, Any]:
-    """The object in a file. ValueError if it is missing, too large, or anything else.
+    """Returns the JSON object in a file.
 
-    finite: see `parse_json`. largest: bytes that such a file may have.
+    Args:
+        path: the file.
+        finite: see `parse_json`.
+        largest: maximum size of the file in bytes.
+
+    Raises:
+        ValueError: the file is missing, unreadable, too large, or not a JSON object.
     """
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
-            raise ValueError(f"{path} is no regular file")
+            raise ValueError(f"{path} is not a regular file")
         if found.st_size > largest:
             raise ValueError(f"{path} has {found.st_size:,} bytes; such a file has at most {largest:,}")
         text = path.read_bytes()
@@ -48,13 +60,16 @@ def read_json_object(path: Path, *, finite: bool = True, largest: int = LARGEST_
 
 
 def checked_file(folder: Path, name: str) -> Path:
-    """`folder / name`, if that is a regular file of this folder. ValueError otherwise.
+    """Returns `folder / name` after checking that it is a regular file of this folder.
 
-    A symbolic link may lead to a file of the folder itself, or into the `blobs` of a Hugging Face cache, whose
+    A symbolic link may point to a file of the folder itself, or into the `blobs` of a Hugging Face cache, whose
     snapshots are made of such links.
+
+    Raises:
+        ValueError: the name is a path, or the file is unreadable, not regular, or a link out of the folder.
     """
     if not name or name != os.path.basename(name) or name in (".", "..") or "\0" in name:
-        raise ValueError(f"{folder} names a file {name!r}; a model's files lie in its own folder")
+        raise ValueError(f"{folder} names a file {name!r}; a model's files must be in its own folder")
     path = folder / name
     try:
         real = path.resolve(strict=True)
@@ -63,15 +78,15 @@ def checked_file(folder: Path, name: str) -> Path:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(f"cannot read {path}: {reason}") from None
     if not stat.S_ISREG(mode):
-        raise ValueError(f"{path} is no regular file")
+        raise ValueError(f"{path} is not a regular file")
     home = folder.resolve()
     if real.parent != home and real.parent != home.parent.parent / "blobs":
-        raise ValueError(f"{path} is a link out of its folder, to {real}; copy the file there first")
+        raise ValueError(f"{path} is a link out of its folder, to {real}; copy the file into the folder first")
     return path
 
 
 def read_folder_json(folder: Path, name: str) -> dict[str, Any] | None:
-    """Returns the JSON object of a folder's file; None if there is no such file. ValueError if it is damaged."""
+    """Returns the JSON object of a folder's file, or None if the file does not exist. ValueError if it is damaged."""
     path = folder / name
     return read_json_object(checked_file(folder, name)) if path.exists() or path.is_symlink() else None
 
@@ -80,10 +95,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, value in pairs:
         if name in values:
-            raise ValueError(f"the key {name!r} is there twice")
+            raise ValueError(f"the key {name!r} appears twice")
         values[name] = value
     return values
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")

@@ -25,7 +25,7 @@ Array<T> to_array(const std::vector<T>& values, py::ssize_t columns) {
 Array<int64_t> sample_index(const Array<int64_t>& lengths, int64_t first, int64_t stride, int64_t count) {
   const int64_t* length = lengths.data();
   const int64_t documents = lengths.size();
-  if (first < 0 || stride < 1 || count < 0) throw std::invalid_argument("first and count >= 0 and stride >= 1");
+  if (first < 0 || stride < 1 || count < 0) throw std::invalid_argument("first and count must be at least 0, and stride at least 1");
   Array<int64_t> out({static_cast<py::ssize_t>(count), static_cast<py::ssize_t>(2)});
   int64_t* row = out.mutable_data();
   bool inside = true;
@@ -40,7 +40,7 @@ Array<int64_t> sample_index(const Array<int64_t>& lengths, int64_t first, int64_
       offset += stride;
     }
   }
-  if (!inside) throw std::invalid_argument("a sample begins behind the last document");
+  if (!inside) throw std::invalid_argument("a sample begins after the last document");
   return out;
 }
 
@@ -52,7 +52,7 @@ inline uint64_t draw(uint64_t seed, uint64_t n) {
   return z ^ (z >> 31);
 }
 
-// Runs of sentences that fill a sample: (first sentence, one behind the last, wished length), [samples, 3].
+// Runs of sentences that fill a sample: (first sentence, last sentence + 1, target length), [samples, 3].
 Array<int64_t> sentence_index(const Array<int32_t>& sizes, const Array<int64_t>& marks, int64_t max_length,
                               double short_probability, int64_t least_sentences, uint64_t seed) {
   const int32_t* size = sizes.data();
@@ -66,7 +66,7 @@ Array<int64_t> sentence_index(const Array<int32_t>& sizes, const Array<int64_t>&
   {
     py::gil_scoped_release release;
     uint64_t drawn = 0;
-    auto wish = [&]() -> int64_t {
+    auto next_target = [&]() -> int64_t {
       const double u = (draw(seed, drawn++) >> 11) * 0x1.0p-53;
       if (u >= short_probability) return max_length;
       return 2 + static_cast<int64_t>(draw(seed, drawn++) % static_cast<uint64_t>(max_length - 1));
@@ -74,20 +74,20 @@ Array<int64_t> sentence_index(const Array<int32_t>& sizes, const Array<int64_t>&
     for (int64_t d = 0; d < documents; ++d) {
       const int64_t last = mark[d + 1];
       if (last - mark[d] < least_sentences) continue;
-      int64_t first = mark[d], tokens = 0, wished = wish();
+      int64_t first = mark[d], tokens = 0, target = next_target();
       for (int64_t s = first; s < last; ++s) {
         tokens += size[s];
         const int64_t rest = last - s - 1;
-        const bool full = tokens >= wished && s + 1 - first >= least_sentences && rest >= least_sentences;
+        const bool full = tokens >= target && s + 1 - first >= least_sentences && rest >= least_sentences;
         if (full || rest == 0) {
           if (tokens > 0) {
             out.push_back(first);
             out.push_back(s + 1);
-            out.push_back(wished);
+            out.push_back(target);
           }
           first = s + 1;
           tokens = 0;
-          wished = wish();
+          target = next_target();
         }
       }
     }

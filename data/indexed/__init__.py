@@ -1,1 +1,1 @@
-"""Tokenized corpora on disk: Megatron's `.bin`/`.idx` pairs."""
+"""Reads and writes tokenized corpora on disk: Megatron-LM's `.bin`/`.idx` pairs."""

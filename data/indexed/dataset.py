@@ -1,4 +1,4 @@
-"""Read tokenised corpora: Megatron's `.bin`/`.idx` pair, memory-mapped and checked when it is opened."""
+"""Reads tokenized corpora: Megatron-LM's `.bin`/`.idx` pair, memory-mapped and checked when it is opened."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ import numpy as np
 
 from .format import HEADER, bin_path, idx_path, parse_header
 
-CHECK_BLOCK = 1 << 22  # index entries that are checked at a time, so that opening needs no memory per sequence
+CHECK_BLOCK = 1 << 22  # index entries checked at a time, so that memory does not grow with the number of sequences
 
 
 class IndexedDataset:
-    """Sequences of tokens by number. `len(d)` is the number of sequences; `d[i]` is a read-only array
-    [sizes[i]].
+    """Gives sequences of tokens by number. `len(d)` is the number of sequences; `d[i]` is a read-only array [sizes[i]].
 
-    The files are mapped, not read, so the corpus may be larger than memory. Copies made by pickle reopen
-    them.
+    The files are mapped, not read, so the corpus may be larger than memory. Unpickling opens them again.
 
     Attributes:
         dtype: numpy dtype of a token.
         sizes: int32 [sequences], tokens per sequence.
-        document_indices: int64 [documents + 1]; document k is the sequences `document_indices[k:k + 2]`.
+        document_indices: int64 [documents + 1]; document k has the sequences from `document_indices[k]` up to, not
+            including, `document_indices[k + 1]`.
 
     Raises:
-        FileNotFoundError, ValueError: the pair is missing, or damaged; the message names the file and the
-            record.
+        FileNotFoundError: a file of the pair is missing.
+        ValueError: the pair is damaged; the message names the file and the record.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -39,9 +38,8 @@ class IndexedDataset:
         expected = HEADER.size + sequences * 12 + documents * 8
         if index.stat().st_size != expected:
             raise ValueError(
-                f"{index} has {index.stat().st_size} bytes, but {sequences} sequences and {documents} "
-                "document "
-                f"marks need {expected}; it is cut off or damaged (or holds Megatron's multimodal modes)"
+                f"{index} has {index.stat().st_size} bytes, but {sequences} sequences and {documents} document "
+                f"marks need {expected}; it is truncated or damaged (or holds Megatron-LM's multimodal modes)"
             )
         raw = np.memmap(index, mode="r", dtype=np.uint8)
         pointers_at = HEADER.size + 4 * sequences
@@ -65,7 +63,7 @@ class IndexedDataset:
 
     @property
     def tokens(self) -> np.ndarray:
-        """All tokens in file order, mapped: [num_tokens]. Sequences lie one after the other without gaps."""
+        """All tokens in file order, memory-mapped: [num_tokens]. There are no gaps between sequences."""
         return self._tokens
 
     def __getitem__(self, index: int) -> np.ndarray:
@@ -75,18 +73,18 @@ class IndexedDataset:
         return self._tokens[start : start + int(self.sizes[index])]
 
     def document(self, number: int) -> np.ndarray:
-        """Document `number`, its sequences joined: a read-only view [tokens]."""
+        """Returns document `number`, its sequences joined: a read-only view [tokens]."""
         if not 0 <= number < self.num_documents:
             raise IndexError(f"document {number} of {self.prefix}, which has {self.num_documents}")
         start, stop = self.token_range(number)
         return self._tokens[start:stop]
 
     def token_range(self, document: int) -> tuple[int, int]:
-        """Where the document lies in `tokens`: (start, stop)."""
+        """Returns the position of the document in `tokens`: (start, stop)."""
         return self._token_at(self.document_indices[document]), self._token_at(self.document_indices[document + 1])
 
     def document_lengths(self) -> np.ndarray:
-        """Tokens per document, int64 [documents]."""
+        """Returns the tokens per document: int64 [documents]."""
         ends = np.append(self._pointers // self.dtype.itemsize, self.num_tokens)
         return np.diff(ends[self.document_indices])
 
@@ -108,8 +106,9 @@ class IndexedDataset:
         return int(self._pointers[sequence]) // self.dtype.itemsize
 
     def _check_index(self, path: Path) -> None:
-        """Every writer lays sequences out without gaps, so pointers follow from sizes; a flipped bit breaks
-        that.
+        """Checks the pointers and document marks.
+
+        All writers store sequences without gaps, so the pointers follow from the sizes unless a bit flipped.
         """
         position = 0
         for first in range(0, len(self.sizes), CHECK_BLOCK):
@@ -122,8 +121,7 @@ class IndexedDataset:
             if wrong.size:
                 record = first + int(wrong[0])
                 raise ValueError(
-                    f"{path}: sequence {record} points at byte {self._pointers[record]}, but the sizes "
-                    "before it "
+                    f"{path}: sequence {record} points at byte {self._pointers[record]}, but the sizes before it "
                     f"end at byte {expected[wrong[0]]}; the index is damaged"
                 )
             position = int(ends[-1])
@@ -144,8 +142,7 @@ class IndexedDataset:
         if actual != self._bin_bytes:
             raise ValueError(
                 f"{path} has {actual} bytes, but the index {idx_path(self.prefix).name} describes "
-                f"{self._bin_bytes}; "
-                "the two files do not belong together or one is cut off"
+                f"{self._bin_bytes}; the two files do not belong together or one is truncated"
             )
         if actual == 0:
             return np.empty(0, self.dtype)  # an empty file cannot be mapped

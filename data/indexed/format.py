@@ -1,4 +1,4 @@
-"""The Megatron `.idx` layout, in one place for the reader and the writer.
+"""Defines Megatron-LM's `.idx` layout, which the reader and the writer share.
 
 Little endian: 9 bytes magic, u64 version, u8 dtype code, u64 sequence count n, u64 document count d,
 i32 sizes [n] (tokens), i64 pointers [n] (byte offsets into `.bin`), i64 document_indices [d] (0, then the end
@@ -26,11 +26,11 @@ DTYPE_CODES: dict[int, np.dtype] = {
     7: np.dtype("<f4"),
     8: np.dtype("<u2"),
 }
-LARGEST_UINT16_VOCABULARY = 65499  # Megatron and LiBai write uint16 below 65500 entries, int32 from there on
+LARGEST_UINT16_VOCABULARY = 65499  # Megatron-LM and LiBai write uint16 below 65500 entries, and int32 from 65500 on
 
 
 def bin_path(prefix: str | Path) -> Path:
-    """`corpus.v1` -> `corpus.v1.bin`; a prefix may contain dots, so `Path.with_suffix` would be wrong."""
+    """Returns `corpus.v1.bin` for `corpus.v1`; a prefix may contain dots, so `Path.with_suffix` would be wrong."""
     return Path(f"{prefix}.bin")
 
 
@@ -39,12 +39,12 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 def dtype_for_vocabulary(vocab_size: int) -> np.dtype:
-    """Token dtype that Megatron chooses for a vocabulary of `vocab_size` entries."""
+    """Returns the token dtype that Megatron-LM chooses for a vocabulary of `vocab_size` entries."""
     return np.dtype("<u2") if vocab_size <= LARGEST_UINT16_VOCABULARY else np.dtype("<i4")
 
 
 def dtype_code(dtype: np.dtype | type) -> int:
-    """Megatron's code of a dtype; ValueError names the dtypes that the format knows."""
+    """Returns Megatron-LM's code of a dtype. ValueError for a dtype that the format does not support."""
     wanted = np.dtype(dtype)
     for code, known in DTYPE_CODES.items():
         if known == wanted:
@@ -54,22 +54,20 @@ def dtype_code(dtype: np.dtype | type) -> int:
 
 
 def parse_header(raw: bytes, path: Path) -> tuple[np.dtype, int, int]:
-    """Return (token dtype, sequence count, document count) or raise a ValueError that names the file and the
-    defect.
-    """
+    """Returns (token dtype, sequence count, document count). ValueError names the file and the defect."""
     if not raw:
         raise ValueError(f"{path} is empty; an index begins with {MAGIC!r}")
     if raw.startswith(LEGACY_MAGIC):
-        raise ValueError(f"{path} is a legacy fairseq index (TNTIDX); only Megatron's memory-mapped format is read")
+        raise ValueError(f"{path} is a legacy fairseq index (TNTIDX); only Megatron-LM's mmap format can be read")
     if not raw.startswith(MAGIC):
-        raise ValueError(f"{path} is not a Megatron index: it begins with {raw[:9]!r} instead of {MAGIC!r}")
+        raise ValueError(f"{path} is not a Megatron-LM index: it begins with {raw[:9]!r} instead of {MAGIC!r}")
     if len(raw) < HEADER.size:
-        raise ValueError(f"{path} is cut off: {len(raw)} bytes, but the header alone has {HEADER.size}")
+        raise ValueError(f"{path} is truncated: {len(raw)} bytes, but the header alone has {HEADER.size}")
     _, version, code, sequences, documents = HEADER.unpack(raw[: HEADER.size])
     if version == int.from_bytes(VERSION.to_bytes(8, "big"), "little"):
         raise ValueError(f"{path} was written on a big-endian machine; the format is little endian")
     if version != VERSION:
         raise ValueError(f"{path} has index version {version}; only version {VERSION} exists in Megatron-LM and LiBai")
     if code not in DTYPE_CODES:
-        raise ValueError(f"{path} names token dtype code {code}; known codes are 1 to {max(DTYPE_CODES)}")
+        raise ValueError(f"{path} has token dtype code {code}; known codes are 1 to {max(DTYPE_CODES)}")
     return DTYPE_CODES[code], sequences, documents

@@ -1,4 +1,4 @@
-"""Build sample and sentence indexes: the numpy reference, and the compiled builders where the extension is built.
+"""Builds sample and sentence indexes: the numpy reference, and the compiled builders where the extension is built.
 
 Both give equal results; the reference is the ground truth of csrc/data/index.cpp.
 """
@@ -16,25 +16,33 @@ _MASK = (1 << 64) - 1
 
 
 def reference_sample_index(lengths: np.ndarray, first: int, stride: int, count: int) -> np.ndarray:
-    """Where samples begin in the concatenation of documents: int64 [count, 2] of (document, offset in it).
+    """Returns where samples begin in the concatenation of documents.
 
-    Sample k begins at token `first + k * stride`. With a stride of S - 1 and first 0 this is Megatron's
-    sample index for sequences of S - 1 tokens and one extra token. `lengths` int64 [documents] are in reading
-    order.
+    Sample k begins at token `first + k * stride`. With a stride of S - 1 and first 0 this is Megatron-LM's
+    sample index for sequences of S - 1 tokens and one extra token.
+
+    Args:
+        lengths: int64 [documents], tokens of the documents in reading order.
+        first: token at which sample 0 begins.
+        stride: tokens between the beginnings of two samples.
+        count: number of samples.
+
+    Returns:
+        int64 [count, 2]: (document, offset in it) of each sample.
     """
     if first < 0 or stride < 1 or count < 0:
-        raise ValueError("first and count >= 0 and stride >= 1")
+        raise ValueError("first and count must be at least 0, and stride at least 1")
     positions = first + stride * np.arange(count, dtype=np.int64)
     ends = np.cumsum(lengths, dtype=np.int64)
     if count and (len(ends) == 0 or positions[-1] >= ends[-1]):
-        raise ValueError("a sample begins behind the last document")
+        raise ValueError("a sample begins after the last document")
     documents = np.searchsorted(ends, positions, side="right")
     offsets = positions - (ends[documents] - lengths[documents])
     return np.stack([documents, offsets], axis=1).astype(np.int64)  # [count, 2]
 
 
 def draw(seed: int, n: int) -> int:
-    """Number `n` of the splitmix64 stream of a seed (Steele, Lea, Flood: Fast splittable generators, 2014)."""
+    """Returns number `n` of a seed's splitmix64 stream (Steele, Lea, Flood: Fast splittable generators, 2014)."""
     z = (seed + (n + 1) * 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -49,18 +57,24 @@ def reference_sentence_index(
     least_sentences: int,
     seed: int,
 ) -> np.ndarray:
-    """Cut documents into runs of sentences, each a sample: int64 [samples, 3] of (first, one behind last,
-    wished).
+    """Cuts documents into runs of consecutive sentences; each run is a sample.
 
-    A run grows until it has the wished number of tokens and `least_sentences`, unless too few sentences would
-    be left for another run. The wish is `max_length`, or with `short_probability` uniform in 2..max_length
-    (BERT's short sequences). Documents of fewer sentences are left out, as in Megatron's build_mapping.
+    A run grows until it has its target number of tokens and `least_sentences`, unless too few sentences would
+    be left for another run. The target is `max_length`, or with `short_probability` uniform in 2..max_length
+    (BERT's short sequences). Documents with fewer sentences are left out, as in Megatron-LM's build_mapping.
+
+    Args:
+        sizes: tokens of each sentence.
+        marks: [documents + 1], the first sentence of each document, then the number of sentences.
+
+    Returns:
+        int64 [samples, 3]: (first sentence, last sentence + 1, target number of tokens).
     """
     if max_length < 2:
         raise ValueError("max_length must be at least 2")
     drawn = 0
 
-    def wish() -> int:
+    def next_target() -> int:
         nonlocal drawn
         u = (draw(seed, drawn) >> 11) * 2.0**-53
         drawn += 1
@@ -74,15 +88,15 @@ def reference_sentence_index(
         first, last = int(marks[document]), int(marks[document + 1])
         if last - first < least_sentences:
             continue
-        tokens, wished = 0, wish()
+        tokens, target = 0, next_target()
         for sentence in range(first, last):
             tokens += int(sizes[sentence])
             rest = last - sentence - 1
-            full = tokens >= wished and sentence + 1 - first >= least_sentences and rest >= least_sentences
+            full = tokens >= target and sentence + 1 - first >= least_sentences and rest >= least_sentences
             if full or rest == 0:
                 if tokens > 0:
-                    rows.append((first, sentence + 1, wished))
-                first, tokens, wished = sentence + 1, 0, wish()
+                    rows.append((first, sentence + 1, target))
+                first, tokens, target = sentence + 1, 0, next_target()
     return np.array(rows, np.int64).reshape(-1, 3)
 
 

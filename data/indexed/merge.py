@@ -1,4 +1,4 @@
-"""Put indexed datasets together and take them apart, by document."""
+"""Merges indexed datasets and splits them by document."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DOCUMENTS_AT_ONCE = 1024
 
 
 def merge_datasets(prefixes: Sequence[str | Path], output: str | Path) -> None:
-    """Write the documents of several datasets one after the other; all must hold the same dtype."""
+    """Writes the documents of several datasets, one dataset after the other; all must have the same token dtype."""
     if not prefixes:
         raise ValueError("nothing to merge: give at least one prefix")
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
@@ -30,13 +30,15 @@ def merge_datasets(prefixes: Sequence[str | Path], output: str | Path) -> None:
 
 
 def split_dataset(dataset: IndexedDataset, shares: Mapping[Path, float], *, seed: int) -> dict[Path, int]:
-    """Give every document to one of the outputs, at random in proportion to the shares, keeping the order
-    inside.
+    """Assigns every document to one of the outputs at random, in proportion to the shares.
 
-    An output with a positive share gets at least one document. Returns the documents per output.
+    Documents keep their order within an output. An output with a positive share gets at least one document.
+
+    Returns:
+        The number of documents of each output.
 
     Raises:
-        ValueError: shares that do not sum to 1, or fewer documents than outputs.
+        ValueError: the shares do not sum to 1, or there are fewer documents than outputs.
     """
     names = list(shares)
     weights = np.array([shares[name] for name in names], np.float64)
@@ -57,7 +59,7 @@ def split_dataset(dataset: IndexedDataset, shares: Mapping[Path, float], *, seed
 
 
 def _runs(owner: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Neighbouring documents [start, stop) of one owner, at most DOCUMENTS_AT_ONCE together."""
+    """Yields runs [start, stop) of neighboring documents with one owner, at most DOCUMENTS_AT_ONCE together."""
     changes = np.flatnonzero(np.diff(owner, prepend=-1, append=-1))
     for first, last in pairwise(changes.tolist()):
         for start in range(first, last, DOCUMENTS_AT_ONCE):

@@ -1,4 +1,4 @@
-"""Write Megatron `.bin`/`.idx` pairs: byte-identical to Megatron-LM's, atomic, resumable, in flat memory."""
+"""Writes `.bin`/`.idx` pairs: byte-identical to Megatron-LM's, atomic, resumable, in constant memory."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ COPY_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class WriterState:
-    """How much of an unfinished dataset is valid; `IndexedDatasetWriter(..., resume=state)` goes on from
-    there.
-    """
+    """Counts the valid part of an unfinished dataset; `IndexedDatasetWriter(..., resume=state)` continues from it."""
 
     tokens: int = 0
     sequences: int = 0
@@ -31,17 +29,18 @@ class WriterState:
 
 
 class IndexedDatasetWriter:
-    """Context manager that collects sequences in `PREFIX.*.partial` and renames them into place at the end.
+    """Context manager that collects sequences in `PREFIX.*.partial` files and renames them when it exits.
 
     An exception inside the `with` leaves no dataset: the partial files are deleted, unless `keep_partial` is
-    set (for a run that may be resumed). Nothing is kept in memory per sequence. One process may write a
-    prefix at a time.
+    set (for a run that may be resumed). Memory does not grow with the number of sequences. Only one process may
+    write a prefix at a time.
 
     Args:
         prefix: output path without `.bin`/`.idx`.
-        dtype: token dtype; see `dtype_for_vocabulary`. Tokens that it cannot hold are a ValueError, never
-            wrapped.
-        resume: continue the partial files at this state; anything written after it is cut off.
+        dtype: token dtype; see `dtype_for_vocabulary`. Tokens that it cannot hold raise ValueError and are never
+            wrapped around.
+        resume: continue the partial files from this state; anything after it is truncated.
+        keep_partial: whether to keep the partial files after an exception.
     """
 
     def __init__(
@@ -74,14 +73,14 @@ class IndexedDatasetWriter:
         self._last_mark = self._read_last_mark()
 
     def add_sequence(self, tokens: np.ndarray | list[int]) -> None:
-        """Append one sequence [n] to the open document."""
+        """Appends one sequence [n] to the open document."""
         self.add_sequences(np.asarray(tokens), np.array([len(tokens)]))
 
     def add_sequences(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Append several sequences at once: `tokens` [sum(lengths)] is their concatenation."""
+        """Appends several sequences at once: `tokens` [sum(lengths)] is their concatenation."""
         tokens, lengths = np.asarray(tokens), np.asarray(lengths)
         if tokens.ndim != 1 or lengths.sum() != len(tokens):
-            raise ValueError(f"tokens of shape {tokens.shape} do not add up to the lengths' sum {lengths.sum()}")
+            raise ValueError(f"tokens of shape {tokens.shape} do not match the sum of the lengths, {lengths.sum()}")
         if len(lengths) and lengths.max() > np.iinfo(np.int32).max:
             raise ValueError(f"a sequence of {lengths.max()} tokens is too long; the format stores lengths as int32")
         self._check_range(tokens)
@@ -91,20 +90,18 @@ class IndexedDatasetWriter:
         self._sequences += len(lengths)
 
     def end_document(self) -> None:
-        """Close the open document; it consists of the sequences added since the last call."""
+        """Closes the open document, which consists of the sequences added since the last document ended."""
         self._mark_documents(np.array([self._sequences]))
 
     def end_documents(self, sequences: np.ndarray) -> None:
-        """Close several documents at once; `sequences` [documents] says how many of the last sequences each
-        has.
-        """
+        """Closes several documents at once; `sequences` [documents] is the number of sequences of each."""
         ends = self._last_mark + np.cumsum(sequences)
         if len(ends) and ends[-1] != self._sequences:
             raise ValueError(f"the documents end at sequence {ends[-1]}, but {self._sequences} were added")
         self._mark_documents(ends)
 
     def add_documents(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Append documents of one sequence each; `tokens` [sum(lengths)] is their concatenation."""
+        """Appends documents of one sequence each; `tokens` [sum(lengths)] is their concatenation."""
         if self._last_mark != self._sequences:
             raise ValueError("add_documents was called inside a document; call end_document first")
         first = self._sequences
@@ -112,7 +109,7 @@ class IndexedDatasetWriter:
         self._mark_documents(np.arange(first + 1, self._sequences + 1))
 
     def add_dataset(self, dataset: IndexedDataset) -> None:
-        """Append all documents of another dataset of the same dtype (a merge)."""
+        """Appends all documents of another dataset of the same dtype."""
         if dataset.dtype != self.dtype:
             raise ValueError(f"{dataset.prefix} holds {dataset.dtype} tokens and cannot be appended to {self.dtype}")
         first, step = self._sequences, COPY_BYTES // 8
@@ -126,7 +123,7 @@ class IndexedDatasetWriter:
             self._mark_documents(dataset.document_indices[start : start + step] + first)
 
     def commit(self) -> WriterState:
-        """Make everything so far durable and return the state from which a later writer can resume."""
+        """Flushes everything to disk and returns the state from which a later writer can resume."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -173,7 +170,7 @@ class IndexedDatasetWriter:
                 file.write(marks.tobytes())
             file.flush()
             os.fsync(file.fileno())
-        # The old index goes first and the new one comes last: a reader never sees an index beside another's
+        # The old index is removed first and the new one comes last, so a reader never pairs an index with the wrong
         # tokens.
         idx_path(self.prefix).unlink(missing_ok=True)
         self._names["bin"].replace(bin_path(self.prefix))
@@ -209,7 +206,7 @@ class IndexedDatasetWriter:
                 raise
 
     def _spooled(self, part: str, dtype: str):
-        """The values written so far to a side file, block by block."""
+        """Yields the values written so far to a side file, block by block."""
         file = self._files[part]
         file.seek(0)
         while block := file.read(COPY_BYTES):
@@ -236,7 +233,6 @@ class IndexedDatasetWriter:
         low, high = int(tokens.min()), int(tokens.max())
         if low < self._limits.min or high > self._limits.max:
             raise ValueError(
-                f"token ids {low} to {high} do not fit {self.dtype} ({self._limits.min} to "
-                f"{self._limits.max}); "
+                f"token ids {low} to {high} do not fit {self.dtype} ({self._limits.min} to {self._limits.max}); "
                 "use int32 for vocabularies of 65500 entries and more"
             )

@@ -1,1 +1,1 @@
-"""Samples to batches: orders, padding, resumable loaders and streams."""
+"""Turns samples into batches: sample orders, padding, resumable loaders and streams."""

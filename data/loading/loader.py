@@ -1,6 +1,6 @@
-"""Samples to batches: their order, what shares a batch or a row, padding, and a loader of one rank's batches.
+"""Turns samples into batches: orders, bucketing by length, packing, padding, and a loader of one rank's batches.
 
-The loader is resumable by a single number: how many samples all ranks have consumed together.
+The loader resumes from a single number: how many samples all ranks have consumed together.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ Collate = Callable[[Sequence[Any]], Any]
 
 
 class Samples(Protocol):
-    """A map from sample number to sample; endless unless a loader is told how many there are."""
+    """Maps a sample number to a sample; endless unless the loader is given a total."""
 
     def __getitem__(self, index: int, /) -> Any: ...
 
 
 @dataclass(frozen=True)
 class Share:
-    """Which samples a data-parallel rank takes: global batch t is the samples from t·b·world_size on, b per
-    rank.
+    """Says which samples a data-parallel rank takes.
+
+    Global batch t starts at sample t · micro_batch_size · world_size; each rank takes the next `micro_batch_size`
+    samples in rank order.
     """
 
     micro_batch_size: int
@@ -49,11 +51,10 @@ class Share:
 
 
 class GlobalBatches:
-    """Sample numbers of one rank's micro-batches from `consumed` on; a batch sampler for torch's DataLoader.
+    """Yields the sample numbers of one rank's micro-batches from `consumed` on; a batch sampler for DataLoader.
 
-    With a `total`, the last global batch may be incomplete: "drop" leaves it out; "pad" completes it on every
-    rank with places that count nothing (encoded as `~number` of a sample to copy), so that no rank stops
-    before others.
+    With a `total`, the last global batch may be incomplete. "drop" leaves it out. "pad" completes it on every rank,
+    so that all ranks have the same number of batches: the number `~n` stands for a copy of sample n without labels.
     """
 
     def __init__(
@@ -78,18 +79,20 @@ class GlobalBatches:
 
 
 class ResumableLoader:
-    """Batches of a map-style dataset for one rank; what they hold depends on no number of workers or ranks.
+    """Loads batches of a map-style dataset for one rank, the same for any number of workers.
 
-    The samples of steps taken together over all ranks are those from `consumed` on, in order, whatever the
-    layout. `state_dict()` counts the batches that were handed out, not those that workers have prefetched. What a
-    dataset draws from global random generators follows in workers from the seed and the sample's place alone.
+    Together, the ranks take the samples from `consumed` on in order, for any number of ranks. `state_dict()` counts
+    the batches that were yielded, not those that workers have prefetched. In a worker process, the global random
+    generators are seeded from `seed` and the sample's position before each sample is read.
 
     Args:
-        dataset: `dataset[n]`, for any n (or below `total`).
+        dataset: gives `dataset[n]` for any n (or any n below `total`).
         share: micro-batch size, rank and number of data-parallel ranks.
-        collate: samples to batch; default `PadBatch()`.
-        order: number of the sample at place n (an epoch's shuffling or bucketing, see `EpochOrder`); default
-            n.
+        consumed: samples that all ranks have consumed before.
+        total: number of samples; None for an endless dataset.
+        last: what to do with an incomplete last global batch; see `GlobalBatches`.
+        collate: turns samples into a batch; default `PadBatch()`.
+        order: maps a position to a sample number (see `EpochShuffle` and `LengthBuckets`); default: the identity.
     """
 
     def __init__(
@@ -130,14 +133,14 @@ class ResumableLoader:
         return {"consumed_samples": self.consumed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """ValueError for the state of a stream."""
+        """Raises ValueError for the state of a stream."""
         if state.keys() != {"consumed_samples"}:
-            raise ValueError("the position is one in a stream, and this is a loader of numbered samples; use a stream")
+            raise ValueError("this state is a position in a stream; a loader of numbered samples cannot resume from it")
         self.consumed = state["consumed_samples"]
 
 
 class _Placed:
-    """The dataset by place in the order, with `~n` for a copy of n that counts nothing."""
+    """Indexes the dataset by position in the order; `~n` is a copy of position n without labels."""
 
     def __init__(self, dataset: Samples, order: Callable[[int], int] | None, seed: int) -> None:
         self.dataset, self.order, self.seed = dataset, order, seed
@@ -155,7 +158,7 @@ def seed_generators(*key: int) -> None:
     seed = int(np.random.SeedSequence(key).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)  # without a look at devices, which takes longer than all the rest
+    torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which checks devices and takes longer
 
 
 class SizedSamples(Protocol):
@@ -165,8 +168,13 @@ class SizedSamples(Protocol):
 
 
 class EpochShuffle:
-    """Sample at place n of an endless run over `size` samples, each epoch shuffled; for
-    `ResumableLoader(order=…)`.
+    """Maps position n of an endless run to a sample number; every epoch is shuffled on its own.
+
+    Pass it to `ResumableLoader(order=…)`.
+
+    Args:
+        size: number of samples in an epoch.
+        seed: seed of the shuffles.
     """
 
     def __init__(self, size: int, seed: int = 1234) -> None:
@@ -182,16 +190,22 @@ class EpochShuffle:
         return int(self._order[1][within])
 
     def epoch_order(self, epoch: int) -> np.ndarray:
-        """All sample numbers, int64 [size], in the order of one epoch."""
+        """Returns all sample numbers in the order of one epoch: int64 [size]."""
         return np.random.default_rng([self.seed, 8, epoch]).permutation(self.size)
 
 
 class LengthBuckets(EpochShuffle):
-    """An epoch's order in which the samples of a global batch have similar lengths.
+    """Orders an epoch so that the samples of a global batch have similar lengths.
 
-    Windows of `window` global batches are sorted by length and cut into batches, which are then shuffled.
-    Every sample comes once per epoch; batches line up with global batches as long as consumption began at a
-    multiple.
+    The shuffled samples are divided into windows of `window` global batches. Each window is sorted by length and
+    cut into batches, and the batches are shuffled. Every sample occurs once per epoch. The groups coincide with
+    the loader's global batches if the run started at a multiple of `global_batch`.
+
+    Args:
+        lengths: tokens of each sample.
+        global_batch: samples that all ranks take at once.
+        seed: seed of the shuffles.
+        window: global batches that are sorted together.
     """
 
     def __init__(self, lengths: Sequence[int], global_batch: int, *, seed: int = 1234, window: int = 50) -> None:
@@ -204,8 +218,7 @@ class LengthBuckets(EpochShuffle):
     def epoch_order(self, epoch: int) -> np.ndarray:
         generator = np.random.default_rng([self.seed, 9, epoch])
         shuffled = generator.permutation(self.size)
-        # Epochs follow each other without a gap: the first samples complete the batch that the last epoch
-        # began.
+        # There is no gap between epochs: the first samples complete the batch that the last epoch began.
         head = min(-epoch * self.size % self.global_batch, self.size)
         stop = head + (self.size - head) // self.global_batch * self.global_batch
         step = self.window * self.global_batch
@@ -217,10 +230,12 @@ class LengthBuckets(EpochShuffle):
 
 
 def pack_lengths(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Groups of sample numbers whose lengths fit `capacity`: best fit, longest first, in O(n log n).
+    """Groups sample numbers so that the lengths of a group sum to at most `capacity`.
+
+    The algorithm is best fit, longest first, in O(n log n).
 
     Raises:
-        ValueError: a sample longer than the capacity.
+        ValueError: a sample is longer than the capacity.
     """
     order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
     groups: list[list[int]] = []
@@ -228,7 +243,7 @@ def pack_lengths(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     for number in order:
         length = int(lengths[number])
         if length > capacity:
-            raise ValueError(f"sample {number} has {length} tokens, more than a pack of {capacity} holds")
+            raise ValueError(f"sample {number} has {length} tokens, more than the capacity {capacity} of a pack")
         at = bisect_left(room, (length, -1))
         if at == len(room):
             groups.append([])
@@ -241,11 +256,11 @@ def pack_lengths(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 class PackedDataset:
-    """Several samples in one of at most `length` tokens, told apart by positions and segments.
+    """Packs several samples into one of at most `length` tokens; positions and segments separate them.
 
     Each item has `input_ids`, `labels`, `position_ids` (from 0 in each sample) and `segment_ids` (1, 2, …;
-    padding is 0), int64 [n]. A token may attend only within its segment; the first label of each is −100,
-    because the token before it belongs to another.
+    padding is 0), int64 [n]. A token may attend only within its segment. The first label of each segment is −100,
+    because the token before it belongs to another segment.
     """
 
     def __init__(self, samples: SizedSamples, length: int) -> None:
@@ -273,15 +288,13 @@ class PackedDataset:
 
 @dataclass(frozen=True)
 class PadBatch:
-    """Stack samples (dicts of arrays) into `{name: tensor [B, …]}`, padding the last dimension where they
-    differ.
+    """Stacks samples (dicts of arrays) into `{name: tensor [B, …]}`; the last dimension is padded if lengths differ.
 
-    Labels are padded with −100 and everything else with 0, except `input_ids`, which get `pad_token_id`.
-    Where a sample has no `attention_mask` of its own, `input_ids` get one: int64 of their shape, 1 on tokens
-    and 0 on padding.
+    `input_ids` are padded with `pad_token_id`, labels with −100, and everything else with 0. If the samples have no
+    `attention_mask`, one is added: int64 in the shape of `input_ids`, 1 on tokens and 0 on padding.
 
     Args:
-        pad_token_id: fills `input_ids`.
+        pad_token_id: padding of `input_ids`.
         lengths: fixed length of a name's last dimension, such as {"input_ids": 512, "labels": 128}; a longer
             sample is a ValueError. Other names are padded to the longest sample.
         multiple_of: padded lengths are rounded up to a multiple of this (8 suits tensor cores).
@@ -310,7 +323,7 @@ class PadBatch:
             if value.ndim != values[0].ndim or value.shape[:-1] != values[0].shape[:-1]:
                 raise ValueError(
                     f"{name!r} has shape {values[0].shape} in the first sample of a batch and {value.shape} in sample "
-                    f"{row} (from 0); they may differ in the last dimension alone"
+                    f"{row} (from 0); they may differ in the last dimension only"
                 )
         if values[0].ndim == 0:
             return np.stack(values)  # [B]
@@ -322,7 +335,7 @@ class PadBatch:
 
 
 def check_names(samples: Sequence[Mapping[str, Any]]) -> None:
-    """ValueError unless all samples of a batch have the same names."""
+    """Raises ValueError unless all samples of a batch have the same names."""
     for row, sample in enumerate(samples):
         for name in samples[0].keys() ^ sample.keys():
             lacking, having = (row, 0) if name in samples[0] else (0, row)
@@ -333,7 +346,7 @@ def check_names(samples: Sequence[Mapping[str, Any]]) -> None:
 
 
 def common_dtype(values: Sequence[np.ndarray]) -> np.dtype:
-    """What holds all of them; empty ones have no say, for Python's empty lists are of float64."""
+    """Returns the dtype that holds all arrays. Empty ones are ignored, because numpy makes an empty list float64."""
     return np.result_type(*([value.dtype for value in values if value.size] or [value.dtype for value in values]))
 
 

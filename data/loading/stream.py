@@ -1,8 +1,7 @@
-"""Streams larger than memory: each sample to one rank and worker, shuffled in windows, resumable anywhere.
+"""Loads batches from streams larger than memory, shuffled in windows and resumable at any batch.
 
-Every worker of every rank reads the whole stream and keeps its share. Reading is cheap beside tokenising,
-which is done for the own share alone, and it buys that the order of samples, and where the stream ends, are
-the same for all.
+Every worker of every rank reads the whole stream and keeps its share. Reading is cheap compared with tokenizing, and
+each worker tokenizes only its share. In return, the order of samples and the end of the stream are the same for all.
 """
 
 from __future__ import annotations
@@ -30,17 +29,15 @@ Transform = Callable[[Any, np.random.Generator], dict[str, Any]]
 
 
 class Records(Protocol):
-    """A stream that can be read again, epoch by epoch, from any cursor it gave out before (a JSON-able
-    value).
-    """
+    """A stream that can be read repeatedly, epoch by epoch, from any cursor it yielded before (a JSON-able value)."""
 
     def read(self, epoch: int, cursor: Any) -> Iterator[tuple[Any, Any]]:
-        """(record, cursor behind it) from `cursor` on; None is the beginning of the epoch."""
+        """Yields (record, cursor after it) from `cursor` on; None is the beginning of the epoch."""
         ...
 
 
 class DocumentRecords:
-    """Texts of a source (see `plan_chunks`); chunks in an order of the epoch's own unless `seed` is None."""
+    """Reads the texts of a source (see `plan_chunks`); chunks are shuffled in each epoch unless `seed` is None."""
 
     def __init__(
         self,
@@ -70,13 +67,12 @@ class DocumentRecords:
 
 
 class IterableRecords:
-    """Anything that a call returns as an iterable, such as a streaming Hugging Face dataset, for an epoch's
-    number.
+    """Reads an iterable made by `make(epoch)`, such as a streaming Hugging Face dataset.
 
-    The iterable must give the same records in the same order when asked again, for every worker reads it
-    whole: what its `__iter__` draws at random must follow from the epoch alone, and not from generators of
-    the process. It sees no worker, also where it reads within one. Resuming calls its `skip(n)` if it has
-    one, else reads over what was consumed.
+    `make(epoch)` must give the same records in the same order every time, because every worker reads the whole
+    iterable: its randomness must depend on the epoch alone, not on global generators. The iterable cannot see
+    that it runs in a worker. Resuming calls its `skip(n)` if it has one; otherwise the consumed records are read
+    and dropped.
     """
 
     def __init__(self, make: Callable[[int], Iterable[Any]]) -> None:
@@ -95,7 +91,7 @@ class IterableRecords:
 
     @staticmethod
     def _behind(seen: int, records: Iterable[Any]) -> Iterator[Any]:
-        # What Hugging Face's `skip` gives is in epoch 0, and shuffles no shards when told of another one.
+        # The dataset that Hugging Face's `skip` returns is in epoch 0, and does not shuffle shards for another epoch.
         if seen and hasattr(records, "skip") and not hasattr(records, "set_epoch"):
             return iter(records.skip(seen))  # type: ignore[attr-defined]
         return islice(records, seen, None)
@@ -103,10 +99,10 @@ class IterableRecords:
 
 @contextmanager
 def _without_worker() -> Iterator[None]:
-    """Hides from what is read that it is read in a worker.
+    """Hides from the iterable that it is read in a worker.
 
-    Streams of Hugging Face, and torch's as its manual writes them, give each worker a part of their own. Here
-    every worker must read the whole stream, of which the share is taken afterwards.
+    Hugging Face streams, and torch's as its manual writes them, give each worker a different part. Here every
+    worker must read the whole stream and takes its share afterwards.
     """
     hidden, torch_worker._worker_info = torch_worker._worker_info, None
     try:
@@ -116,7 +112,7 @@ def _without_worker() -> Iterator[None]:
 
 
 class _StreamBatches(IterableDataset):
-    """What a worker runs: (batch, global samples consumed, bookmark) for its share, in order."""
+    """Runs in a worker and yields (batch, global samples consumed, bookmark) for its share, in order."""
 
     def __init__(self, stream: ResumableStream) -> None:
         self.stream = stream
@@ -128,22 +124,24 @@ class _StreamBatches(IterableDataset):
 
 
 class ResumableStream:
-    """Batches of a stream for one rank; the samples of a global batch depend on no number of workers or
-    ranks.
+    """Loads batches of a stream for one rank; a global batch does not depend on the number of workers or ranks.
 
-    Windows of `shuffle_buffer` records are permuted, each by a seed of its own. Sample n of the stream goes
-    to the rank of its place in the global batch, exactly as in `ResumableLoader`. `state_dict()` tells how
-    many samples were handed out and where the window of the next one begins; resuming, also with other ranks
-    and workers, reads that window again and repeats or loses nothing. What a transform or collate function
-    draws from global random generators follows in workers from the seed and the batch's first sample; what
-    reading the records draws must follow from the epoch.
+    Windows of `shuffle_buffer` records are permuted, each with its own seed. The position of a sample in the global
+    batch decides its rank, exactly as in `ResumableLoader`. `state_dict()` holds the number of samples yielded and a
+    bookmark of the window of the next one. Resuming, also with other numbers of ranks and workers, reads that window
+    again; no sample is repeated or lost. In a worker, the global random generators that a transform or collate
+    function may use are seeded from `seed` and the batch's first sample. Randomness in reading the records must
+    depend on the epoch alone.
 
     Args:
         records: the stream.
-        transform: (record, generator) to sample; the generator depends on (seed, sample number) alone.
+        transform: turns (record, generator) into a sample; the generator depends on (seed, sample number) alone.
+        share: micro-batch size, rank and number of data-parallel ranks.
+        shuffle_buffer: records that are permuted together; 0 keeps the order.
         epochs: passes over the stream; None is endless.
         last: what to do with an incomplete last global batch: "drop" it, or "pad" it on every rank with
             copies whose labels are −100. Either way all ranks see the same number of batches.
+        collate: turns samples into a batch; default `PadBatch()`.
     """
 
     def __init__(
@@ -178,14 +176,14 @@ class ResumableStream:
         return {"consumed_samples": self._consumed, "bookmark": dict(self._bookmark)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """ValueError for the state of a loader."""
+        """Raises ValueError for the state of a loader."""
         if "bookmark" not in state:
-            raise ValueError("the position is one in numbered samples, and this is a stream; use a map-style dataset")
+            raise ValueError("this state is a position in numbered samples; a stream cannot resume from it")
         self._consumed = state["consumed_samples"]
         self._bookmark = dict(state["bookmark"])
 
     def share_of(self, worker: int, workers: int) -> Iterator[tuple[Any, int, dict[str, Any]]]:
-        """Batches of one worker from the present state on."""
+        """Yields the batches of one worker from the current state on."""
         size, start = self.share.global_batch, self._consumed
         first = start + self.share.rank * self.share.micro_batch_size  # sample of this rank
         own: list[tuple[int, Any]] = []
@@ -204,7 +202,7 @@ class ResumableStream:
             yield self._batch(first + complete * size, own, (number, record)), number + 1, bookmark
 
     def _numbered(self) -> Iterator[tuple[int, Any, dict[str, Any]]]:
-        """(global number, record, bookmark of its window) of every sample not yet consumed."""
+        """Yields (global number, record, bookmark of its window) of every sample not yet consumed."""
         window = self.shuffle_buffer or UNSHUFFLED_WINDOW
         number, cursor = self._bookmark["number"], self._bookmark["cursor"]
         for epoch in count(self._bookmark["epoch"]):
@@ -227,7 +225,7 @@ class ResumableStream:
             cursor = None
 
     def _batch(self, first: int, own: list[tuple[int, Any]], copied: tuple[int, Any] | None = None) -> Any:
-        """The batch that begins with sample `first`, filled up with copies that count nothing."""
+        """Returns the batch that begins with sample `first`, completed with copies of `copied` without labels."""
         if get_worker_info() is not None:
             seed_generators(self.seed, first)
         samples = [self._sample(number, record) for number, record in own]

@@ -182,5 +182,5 @@ def test_packed_samples_stay_apart():
     assert sample["labels"].tolist() == [-100, 7, 8, 9, -100]
     assert sample["position_ids"].tolist() == [0, 1, 2, 3, 0]
     assert sample["segment_ids"].tolist() == [1, 1, 1, 1, 2]
-    with pytest.raises(ValueError, match="sample 2 has 4 tokens, more than a pack of 3"):
+    with pytest.raises(ValueError, match="sample 2 has 4 tokens, more than the capacity 3"):
         PackedDataset(Samples(), 3)

@@ -90,9 +90,9 @@ def test_a_good_header_with_any_counts_is_reported(counts, code, rest, dataset):
         (struct.pack("<9sQ", b"MMIDIDX\0\0", 2), "version 2"),
         (struct.pack(">9sQ", b"MMIDIDX\0\0", 1), "big-endian"),
         (struct.pack("<8sQQ", b"TNTIDX\0\0", 1, 4), "legacy"),
-        (b"MMIDIDX\0\0", "cut off"),
+        (b"MMIDIDX\0\0", "truncated"),
         (b"", "empty"),
-        (b"{}", "not a Megatron index"),
+        (b"{}", "not a Megatron-LM index"),
     ],
 )
 def test_foreign_indices_are_named_for_what_they_are(head, named, dataset):

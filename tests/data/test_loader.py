@@ -167,7 +167,7 @@ def test_mistakes_are_named():
         Share(0)
     with pytest.raises(ValueError, match="consumed samples are -1"):
         next(iter(ResumableLoader(Numbers(), Share(1), consumed=-1)))
-    with pytest.raises(ValueError, match="the position is one in a stream, and this is a loader"):
+    with pytest.raises(ValueError, match="a position in a stream; a loader"):
         ResumableLoader(Numbers(), Share(1)).load_state_dict({"consumed_samples": 1, "bookmark": {}})
     with pytest.raises(ValueError, match="no samples"):
         next(iter(ResumableLoader(Numbers(), Share(1), total=0)))

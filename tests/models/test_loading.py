@@ -377,7 +377,7 @@ def damage(name: str, folder) -> str:
         weight_map["transformer.h.9.ln_1.bias"] = "part.safetensors"
     index.write_text(json.dumps({"weight_map": weight_map}))
     return {
-        "index leaves the folder": "'../model.safetensors'; a model's files lie in its own folder",
+        "index leaves the folder": "'../model.safetensors'; a model's files must be in its own folder",
         "index names no file": "nowhere.safetensors: No such file",
         "index names no tensor": "tensor transformer.h.9.ln_1.bias is in part.safetensors, which does not have it",
     }[name]
