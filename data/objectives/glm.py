@@ -149,10 +149,10 @@ class GLMDataset:
         """The beginning of a text, of a length uniform from 32 up, closed at a sentence end where there is
         one.
         """
-        wished = int(generator.integers(SHORTEST_PIECE, self.length - 1))
-        piece = text[:wished]
+        target = int(generator.integers(SHORTEST_PIECE, self.length - 1))
+        piece = text[:target]
         ends = self.infilling.sentence_ends
-        if ends is not None and len(last := np.flatnonzero(ends[piece])) and last[-1] >= wished // 2:
+        if ends is not None and len(last := np.flatnonzero(ends[piece])) and last[-1] >= target // 2:
             piece = piece[: last[-1] + 1]
         return piece
 

@@ -1,1 +1,1 @@
-"""Text in: sources, their documents, and preparing them as corpora."""
+"""Reads text sources and their documents, and prepares them as tokenized corpora."""

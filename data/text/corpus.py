@@ -1,4 +1,4 @@
-"""From a source of text to what pre-training needs: a tokenizer, a training corpus and a held-out one."""
+"""Prepares a source of text for pretraining: a tokenizer, a training corpus and a held-out corpus."""
 
 from __future__ import annotations
 
@@ -24,12 +24,17 @@ TOKENIZER_TEXT_BYTES = 200 << 20  # enough for stable merges; more only takes lo
 BATCH_CHARACTERS = 4 << 20
 MANIFEST = "corpus.json"
 
-Progress = Callable[[str, int, int], None]  # (what is being done, bytes done, bytes in all)
+Progress = Callable[[str, int, int], None]  # (stage, bytes done, bytes in total)
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared corpus. The prefixes name `.bin/.idx` pairs; every document ends with `eos_token_id`."""
+    """A prepared corpus. The prefixes name `.bin/.idx` pairs; every document ends with `eos_token_id`.
+
+    Attributes:
+        bad_records: number of skipped records that are not text.
+        first_bad: descriptions of the first of them.
+    """
 
     train_prefix: Path
     valid_prefix: Path
@@ -50,27 +55,28 @@ def prepare_corpus(
     seed: int = 1234,
     progress: Progress | None = None,
 ) -> Corpus:
-    """Tokenise a source into `output_dir`, or take it from there if it was prepared from the same source
-    before.
+    """Tokenizes a source into `output_dir`, or returns the corpus there if it was prepared from the same source.
 
-    A document is held out or not by a hash of its text and the seed, so the choice is deterministic and equal
-    documents fall on the same side. The tokenizer is trained on the training documents alone. Records
-    that are not text are skipped; the result counts them and names the first ones.
+    A hash of its text and the seed decides whether a document is held out, so the split is deterministic and equal
+    documents are on the same side. The tokenizer is trained on the training documents alone. Records that are
+    not text are skipped; the result has their number and describes the first ones.
 
     Args:
         source: text file, folder, JSON lines, parquet, None for the Python standard library, or the prefix of
-            a `.bin/.idx` pair, whose tokenizer is looked for beside it (`tokenizer/` or `tokenizer.json`).
-        vocab_size: entries of the tokenizer that is trained, without SentencePiece's sentinels; unused for a
-            prepared pair.
-        tokenizer: the kind that is trained: byte-level BPE (GPT2's) or SentencePiece unigram (T5's).
-        held_out_fraction: share of the documents, in (0, 1).
-        progress: called with (stage, bytes done, bytes in all).
+            a `.bin/.idx` pair with its tokenizer beside it (`tokenizer/` or `tokenizer.json`).
+        vocab_size: size of the trained tokenizer's vocabulary, without SentencePiece's sentinels; unused for a
+            `.bin/.idx` pair.
+        tokenizer: the kind to train: byte-level BPE (as GPT-2's) or SentencePiece unigram (as T5's).
+        held_out_fraction: share of the documents that is held out, in (0, 1).
+        seed: seed of the split.
+        progress: called with (stage, bytes done, bytes in total).
 
     Raises:
-        ValueError: nothing there, no text, fewer than two different documents, or no tokenizer beside a pair.
+        ValueError: the source does not exist, has no text or fewer than two different documents, or is a pair
+            without a tokenizer beside it.
     """
     if not 0 < held_out_fraction < 1:
-        raise ValueError(f"held_out_fraction is {held_out_fraction}; it must lie between 0 and 1, such as 0.05")
+        raise ValueError(f"held_out_fraction is {held_out_fraction}; it must be between 0 and 1, such as 0.05")
     output = Path(output_dir)
     prefix = as_prefix(source)
     if prefix is not None:
@@ -81,7 +87,7 @@ def prepare_corpus(
         "held_out_fraction": held_out_fraction,
         "seed": seed,
     }
-    if tokenizer != "bpe":  # which older manifests do not name
+    if tokenizer != "bpe":  # older manifests have no entry for BPE
         wanted["tokenizer"] = tokenizer
     if (known := _read_manifest(output, wanted)) is not None:
         return known
@@ -91,14 +97,14 @@ def prepare_corpus(
     (output / MANIFEST).unlink(missing_ok=True)
     train = train_byte_level_bpe if tokenizer == "bpe" else train_sentencepiece
     trained = train(split.tokenizer_texts(report), vocab_size, output / "tokenizer")
-    _tokenise(split, trained, output, report)
+    _tokenize(split, trained, output, report)
     corpus = _corpus(output, trained, split.report)
     _write_manifest(output, wanted, corpus)
     return corpus
 
 
 def as_prefix(source: Source) -> Path | None:
-    """The prefix if `source` names a `.bin/.idx` pair (with or without the suffix), else None."""
+    """Returns the prefix if `source` names a `.bin/.idx` pair (with or without the suffix), otherwise None."""
     if not isinstance(source, (str, Path)):
         return None
     path = Path(source)
@@ -110,7 +116,7 @@ def as_prefix(source: Source) -> Path | None:
 
 @dataclass
 class _Split:
-    """Which documents of a source are held out: those whose key is at most `threshold`."""
+    """Decides which documents of a source are held out: those whose key is at most `threshold`."""
 
     source: Source
     seed: int
@@ -133,7 +139,7 @@ class _Split:
 
 
 def document_key(text: str, seed: int) -> bytes:
-    """Eight bytes that decide on which side of a split a document falls."""
+    """Returns the eight bytes that decide on which side of the split a document is."""
     return hashlib.blake2b(text.encode("utf-8"), digest_size=8, key=str(seed).encode()).digest()
 
 
@@ -151,9 +157,8 @@ def _choose_held_out(source: Source, fraction: float, seed: int, progress: Progr
         raise ValueError(f"{source_name(source)} holds no document with text{named}")
     if len(ordered) < 2:
         raise ValueError(
-            f"{source_name(source)} holds {len(ordered)} distinct document(s); one to train on and one to "
-            "hold out "
-            "are the least"
+            f"{source_name(source)} holds {len(ordered)} distinct document(s); at least 2 are needed, one to train "
+            "on and one to hold out"
         )
     held_out = min(max(1, round(fraction * len(ordered))), len(ordered) - 1)
     share = min(1.0, TOKENIZER_TEXT_BYTES / max(1, done))
@@ -161,7 +166,7 @@ def _choose_held_out(source: Source, fraction: float, seed: int, progress: Progr
     return _Split(source, seed, ordered[held_out - 1], ordered[last], done, report)
 
 
-def _tokenise(split: _Split, tokenizer: Tokenizer, output: Path, progress: Progress) -> None:
+def _tokenize(split: _Split, tokenizer: Tokenizer, output: Path, progress: Progress) -> None:
     dtype = dtype_for_vocabulary(tokenizer.vocab_size)
     with (
         IndexedDatasetWriter(output / "train", dtype) as train,
@@ -175,9 +180,9 @@ def _tokenise(split: _Split, tokenizer: Tokenizer, output: Path, progress: Progr
             if waiting >= BATCH_CHARACTERS:
                 done, waiting = done + waiting, 0
                 _write_batches(batches, tokenizer, train, valid)
-                progress("tokenising", done, split.total_bytes)
+                progress("tokenizing", done, split.total_bytes)
         _write_batches(batches, tokenizer, train, valid)
-        progress("tokenising", split.total_bytes, split.total_bytes)
+        progress("tokenizing", split.total_bytes, split.total_bytes)
 
 
 def _write_batches(
@@ -199,9 +204,8 @@ def _from_prefix(prefix: Path, output: Path, fraction: float, seed: int) -> Corp
     largest = len(token_counts(dataset)) - 1
     if largest >= tokenizer.vocab_size:
         raise ValueError(
-            f"{prefix} holds token id {largest}, but the tokenizer in {tokenizer_dir} has "
-            f"{tokenizer.vocab_size} "
-            "entries; they do not belong together"
+            f"{prefix} holds token id {largest}, but the tokenizer in {tokenizer_dir} has only "
+            f"{tokenizer.vocab_size} entries; use the tokenizer that the corpus was prepared with"
         )
     sibling = prefix.with_name("valid")
     if prefix.name == "train" and idx_path(sibling).is_file():
@@ -227,7 +231,7 @@ def _from_prefix(prefix: Path, output: Path, fraction: float, seed: int) -> Corp
 
 
 def find_tokenizer(prefix: Path) -> Path:
-    """The folder of the tokenizer that lies beside a `.bin/.idx` pair."""
+    """Returns the folder of the tokenizer beside a `.bin/.idx` pair. ValueError if there is no tokenizer."""
     folder = prefix.parent
     for candidate in (Path(f"{prefix}_tokenizer"), folder / "tokenizer", folder):
         if (candidate / "tokenizer.json").is_file() or list(candidate.glob("*.model")):
@@ -250,7 +254,7 @@ def _corpus(output: Path, tokenizer: Tokenizer, report: SourceReport) -> Corpus:
 
 
 def _write_manifest(output: Path, wanted: dict[str, object], corpus: Corpus) -> None:
-    """Written last and in one step, so that its presence means the corpus is whole."""
+    """Writes the manifest last and atomically, so that its presence means the corpus is complete."""
     values = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(corpus).items()}
     partial = output / f"{MANIFEST}.partial"
     partial.write_text(json.dumps({"prepared_from": wanted, **values}, indent=2) + "\n", encoding="utf-8")
@@ -263,10 +267,10 @@ def _read_manifest(output: Path, wanted: dict[str, object]) -> Corpus | None:
         if values.pop("prepared_from") != wanted:
             return None
         for part in ("train", "valid"):
-            IndexedDataset(output / part)  # a damaged pair is prepared again
+            IndexedDataset(output / part)  # raises for a damaged pair, which is then prepared again
     except (OSError, ValueError, KeyError):
         return None
-    own = output / "tokenizer"  # found where it is now, should the folder have been moved
+    own = output / "tokenizer"  # the recorded path is wrong if the folder was moved
     return Corpus(
         output / "train",
         output / "valid",

@@ -1,4 +1,4 @@
-"""Documents of a source, one after the other, and what becomes of records that are none."""
+"""Yields the documents of a source in order, and reports bad records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OnBad = Callable[[BadRecord], None]
 
 @dataclass
 class SourceReport:
-    """Counts over a source, and the first bad records by name."""
+    """Counts of a source's documents and bad records, and descriptions of the first bad records."""
 
     documents: int = 0
     empty: int = 0
@@ -34,16 +34,18 @@ class SourceReport:
 
 
 class LineNumbers:
-    """Turns line numbers within a chunk into line numbers within the file, given the chunks in order.
+    """Converts line numbers within a chunk to line numbers within the file. Chunks must come in order.
 
-    `path` and `lines` say how many lines of the latest file have passed; a file's chunks follow each other.
+    Attributes:
+        path: the current file.
+        lines: lines of the current file in the chunks so far.
     """
 
     def __init__(self, path: str = "", lines: int = 0) -> None:
         self.path, self.lines = path, lines
 
     def number(self, chunk: Chunk, text: ChunkText) -> list[BadRecord]:
-        if chunk.kind == "files":  # each file is whole, so its numbers are final
+        if chunk.kind == "files":  # each file is complete, so its numbers are final
             return text.bad
         if str(chunk.paths[0]) != self.path:
             self.path, self.lines = str(chunk.paths[0]), 0
@@ -57,7 +59,7 @@ def describe(record: BadRecord) -> str:
 
 
 def fail_on_bad(record: BadRecord) -> None:
-    """The strict choice for `on_bad`: the first bad record is a ValueError that names it."""
+    """Raises ValueError at the first bad record; the strict choice for `on_bad`."""
     raise ValueError(f"bad record in {describe(record)}")
 
 
@@ -68,15 +70,20 @@ def iter_documents(
     on_bad: OnBad = fail_on_bad,
     report: SourceReport | None = None,
 ) -> Iterator[str]:
-    """Texts of a text file, a folder, JSON lines, parquet, or None (the Python standard library), in a fixed
-    order.
+    """Yields the texts of a source in a fixed order.
 
-    White-space documents are left out. `on_bad` is called for every defective record; it raises or returns
-    (skip). A single text file is cut at blank lines into documents of about 16 KiB; in a folder each file is
-    a document.
+    A single text file is cut at blank lines into documents of about 16 KiB; in a folder each file is a document.
+    Documents of white space are left out.
+
+    Args:
+        source: a text file, a folder, JSON lines, parquet, or None for the Python standard library.
+        text_key: key or column that holds the text.
+        on_bad: called for every bad record; it raises, or returns to skip the record.
+        report: receives the counts.
 
     Raises:
-        ValueError: nothing there, no text, or what `on_bad` raises; before the first document where possible.
+        ValueError: the source does not exist or has no text, or `on_bad` raises. A missing source is reported at the
+            call, before the first document.
     """
     chunks = plan_chunks(source)  # outside the generator, so that a missing path is reported at the call
     return _read(chunks, text_key, on_bad, report)
@@ -95,11 +102,11 @@ def _read(chunks: list[Chunk], text_key: str, on_bad: OnBad, report: SourceRepor
 
 
 def skip_bad(record: BadRecord) -> None:
-    """The lenient choice for `on_bad`; pass a `SourceReport` to count and name what was skipped."""
+    """Skips bad records; the lenient choice for `on_bad`. A `SourceReport` counts and describes them."""
 
 
 def source_name(source: Source) -> str:
-    """How a source is called in messages."""
+    """Returns the name of a source for messages."""
     if source is None:
         return "the Python standard library"
     return str(source) if isinstance(source, (str, Path)) else f"{len(source)} files"

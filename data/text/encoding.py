@@ -1,4 +1,4 @@
-"""Documents to token arrays, the same way in this process and in a worker."""
+"""Encodes documents as token arrays, identically in the main process and in workers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 from ..tokenizers.tokenizer import Tokenizer
 from .sentences import split_sentences
 
-BATCH_CHARACTERS = 1 << 19  # texts per call of the tokenizer: larger batches only cost memory
+BATCH_CHARACTERS = 1 << 19  # characters per call of the tokenizer; larger batches only cost memory
 
 
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of all texts one after the other [total] and their lengths, int64 [texts]."""
+    """Returns the concatenated tokens of all texts [total] and their lengths, int64 [texts]."""
     parts: list[np.ndarray] = []
     lengths: list[int] = []
     for batch in _batches(texts):
@@ -26,7 +26,11 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], dtype: np.dtype) ->
 def encode_documents(
     tokenizer: Tokenizer, texts: Sequence[str], dtype: np.dtype, end: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One sequence per document, closed by the token `end` if given: tokens [total], lengths int64 [texts]."""
+    """Encodes one sequence per document, each followed by the token `end` if given.
+
+    Returns:
+        Tokens [total], and lengths, int64 [texts].
+    """
     tokens, lengths = encode_texts(tokenizer, texts, dtype)
     if end is None:
         return tokens, lengths
@@ -36,9 +40,10 @@ def encode_documents(
 def encode_sentences(
     tokenizer: Tokenizer, texts: Sequence[str], dtype: np.dtype, end: int | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One sequence per sentence; the last of a document is closed by the token `end` if given.
+    """Encodes one sequence per sentence; a document's last one is followed by the token `end` if given.
 
-    Returns tokens [total], lengths int64 [sentences], and sentences per document, int64 [texts].
+    Returns:
+        Tokens [total], lengths, int64 [sentences], and sentences per document, int64 [texts].
     """
     sentences = [split_sentences(text) for text in texts]
     tokens, lengths = encode_texts(tokenizer, [s for document in sentences for s in document], dtype)

@@ -1,4 +1,4 @@
-"""How predictable a text is without any context: the yardstick for a language model's loss."""
+"""Computes the unigram entropy of a corpus, the baseline for a language model's loss."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ BLOCK_TOKENS = 1 << 22
 
 
 def token_counts(indexed: IndexedDataset) -> np.ndarray:
-    """How often each token id occurs: int64 [largest id + 1]."""
+    """Returns how often each token id occurs: int64 [largest id + 1]."""
     if indexed.dtype.kind not in "iu":
-        raise ValueError(f"{indexed.prefix} holds {indexed.dtype} values, which are no token ids")
+        raise ValueError(f"{indexed.prefix} holds {indexed.dtype} values, which are not token ids")
     counts = np.zeros(1, np.int64)
     for start in range(0, indexed.num_tokens, BLOCK_TOKENS):
         block = np.bincount(indexed.tokens[start : start + BLOCK_TOKENS])
@@ -23,7 +23,7 @@ def token_counts(indexed: IndexedDataset) -> np.ndarray:
 
 
 def unigram_entropy(indexed: IndexedDataset) -> float:
-    """Entropy of the corpus' own token distribution, -Σ p log p, in nats per token.
+    """Returns the entropy of the corpus' token distribution, -Σ p log p, in nats per token.
 
     No model that ignores context can have a lower mean loss on this text.
     """

@@ -1,4 +1,4 @@
-"""Tokenise a source of any size into one `.bin/.idx` pair: parallel, atomic, resumable, in flat memory."""
+"""Tokenizes a source of any size into one `.bin/.idx` pair: parallel, atomic, resumable, in constant memory."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ SECONDS_BETWEEN_COMMITS = 2.0
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """What a prepared dataset depends on, beside the source.
+    """The options that determine a prepared dataset, together with the source.
 
     Args:
         tokenizer: path of the tokenizer (see `load_tokenizer`).
         text_key: key or column that holds the text.
-        append_eos: put the end-of-text token behind every document.
-        eos_token: which token that is, by name; None: the tokenizer's own.
+        append_eos: put the end-of-text token after every document.
+        eos_token: the end-of-text token, by name; None for the tokenizer's own.
         split_sentences: one sequence per sentence (for sentence pairs) instead of one per document.
     """
 
@@ -50,7 +50,7 @@ class PrepareOptions:
 
 @dataclass
 class PrepareReport(SourceReport):
-    """Counts of a whole preparation, resumed parts included; `seconds` counts this run alone."""
+    """Counts of a whole preparation, including resumed parts; `seconds` is the time of this run alone."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -67,16 +67,16 @@ class PrepareReport(SourceReport):
         return (self.bytes - self.resumed_bytes) / 1e6 / max(self.seconds, 1e-9)
 
 
-PrepareProgress = Callable[[PrepareReport, int, int], None]  # (so far, chunks done, chunks in all)
+PrepareProgress = Callable[[PrepareReport, int, int], None]  # (report so far, chunks done, chunks in total)
 
 
 @dataclass
 class _Encoded:
-    """One chunk's tokens, and its text's counts without the text."""
+    """The tokens of one chunk, and the counts of its text without the text itself."""
 
     tokens: np.ndarray
     lengths: np.ndarray
-    sequences: np.ndarray | None  # per document; None: each is one
+    sequences: np.ndarray | None  # per document; None if each document is one sequence
     text: ChunkText
     documents: int = field(default=0)
 
@@ -91,26 +91,28 @@ def prepare_dataset(
     resume: bool = True,
     progress: PrepareProgress | None = None,
 ) -> PrepareReport:
-    """Write `output.bin` and `output.idx`, readable by Megatron-LM and LiBai. The result depends on no worker
-    count.
+    """Writes `output.bin` and `output.idx`, readable by Megatron-LM and LiBai, the same for any number of workers.
 
-    A run that was stopped, even killed, leaves `output.*.partial` and `output.progress.json`; the same call
-    goes on from there. Token dtype is uint16 below a vocabulary of 65500, else int32.
+    A run that was stopped or killed leaves `output.*.partial` and `output.progress.json`; the same call resumes it.
+    The token dtype is uint16 below a vocabulary of 65500 entries, otherwise int32.
 
     Args:
-        workers: processes that read and tokenise; 1 works in this process, with the threads of the tokenizer.
-        on_bad: called with every defective record; raises (see `fail_on_bad`) or returns to skip it.
+        source: see `iter_documents`.
+        output: prefix of the two files.
+        workers: processes that read and tokenize; 1 works in this process, with the threads of the tokenizer.
+        on_bad: called with every bad record; raises (see `fail_on_bad`), or returns to skip the record.
+        resume: whether to resume an interrupted run.
         progress: called after every chunk.
 
     Raises:
-        ValueError: no source, no text, no tokenizer, or what `on_bad` raises.
+        ValueError: the source or the tokenizer is missing, the source has no text, or `on_bad` raises.
         RuntimeError: a worker process died.
     """
     if workers < 1:
-        raise ValueError(f"workers is {workers}; at least 1 process has to do the work")
+        raise ValueError(f"workers is {workers}; it must be at least 1")
     chunks = plan_chunks(source)
     tokenizer = load_tokenizer(options.tokenizer)
-    _end_of_text(tokenizer, options)  # a clear error now rather than in a worker
+    _end_of_text(tokenizer, options)  # raises a clear error here rather than in a worker
     dtype = dtype_for_vocabulary(tokenizer.vocab_size)
     journal = _Journal(Path(f"{output}.progress.json"), _settings(source, options))
     state, report, numbers = journal.read() if resume else journal.fresh()
@@ -158,20 +160,18 @@ def _encode(chunk: Chunk, options: PrepareOptions, tokenizer: Tokenizer) -> _Enc
     else:
         tokens, lengths = encode_documents(tokenizer, text.documents, dtype, end)
     count = len(text.documents)
-    text.documents.clear()  # need not travel back
+    text.documents.clear()  # so that they are not sent back to the main process
     return _Encoded(tokens, lengths, sequences, text, count)
 
 
 def _end_of_text(tokenizer: Tokenizer, options: PrepareOptions) -> int | None:
-    """Id of the token behind every document, None for none."""
+    """Returns the id of the token after every document, or None if nothing is appended."""
     if not options.append_eos:
         return None
     if options.eos_token is None:
         if "eos_token" not in tokenizer.special:
             raise ValueError(
-                "this tokenizer has no end-of-text token; name one (--eos-token '[SEP]', say) or ask for "
-                "none "
-                "(--no-append-eos)"
+                "this tokenizer has no end-of-text token; name one (such as --eos-token '[SEP]') or use --no-append-eos"
             )
         return tokenizer.eos_token_id
     index = tokenizer.token_to_id(options.eos_token)
@@ -181,7 +181,7 @@ def _end_of_text(tokenizer: Tokenizer, options: PrepareOptions) -> int | None:
 
 
 def _encode_all(chunks: list[Chunk], options: PrepareOptions, tokenizer: Tokenizer, workers: int) -> Iterator[_Encoded]:
-    """Encoded chunks in order; at most two per worker are under way, so memory does not grow."""
+    """Yields encoded chunks in order; at most two per worker are in flight, so memory does not grow."""
     if workers == 1:
         yield from (_encode(chunk, options, tokenizer) for chunk in chunks)
         return
@@ -195,24 +195,24 @@ def _encode_all(chunks: list[Chunk], options: PrepareOptions, tokenizer: Tokeniz
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool:
-        raise RuntimeError("a worker process died (out of memory?); the same command resumes the work") from None
+        raise RuntimeError("a worker process died (out of memory?); run the same command again to resume") from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-_worker: tuple[PrepareOptions, Tokenizer] | None = None  # what this worker process works with
+_worker: tuple[PrepareOptions, Tokenizer] | None = None  # set in worker processes
 
 
 def _start_worker(options: PrepareOptions) -> None:
     global _worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process; the processes are the parallelism
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process decides what an interruption means
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles the interrupt
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker = options, load_tokenizer(options.tokenizer)
 
 
 def _end_with_parent() -> None:
-    """A pool's workers would wait for ever for a parent that was killed."""
+    """Exits with the parent; without this, a pool's workers would wait forever for a parent that was killed."""
     parent = parent_process()
     assert parent is not None
     parent.join()
@@ -225,7 +225,7 @@ def _work(chunk: Chunk) -> _Encoded:
 
 
 def _settings(source: Source, options: PrepareOptions) -> dict[str, object]:
-    """What must be unchanged for a half-finished run to be continued."""
+    """Returns the settings that must be unchanged for an interrupted run to be resumed."""
     path = Path(options.tokenizer)
     files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
     digest = hashlib.blake2b(digest_size=16)
@@ -235,9 +235,7 @@ def _settings(source: Source, options: PrepareOptions) -> dict[str, object]:
 
 
 class _Journal:
-    """`PREFIX.progress.json`: how far a run has come, replaced in one step after the data it speaks of is on
-    disk.
-    """
+    """Keeps the progress of a run in `PREFIX.progress.json`, replaced atomically after the data is on disk."""
 
     def __init__(self, path: Path, settings: dict[str, object]) -> None:
         self.path = path
@@ -247,7 +245,7 @@ class _Journal:
         return WriterState(), PrepareReport(), LineNumbers()
 
     def read(self) -> tuple[WriterState, PrepareReport, LineNumbers]:
-        """The state of an interrupted run with the same settings, or a fresh one."""
+        """Returns the state of an interrupted run with the same settings, or a fresh state."""
         try:
             values = json.loads(self.path.read_text(encoding="utf-8"))
             if values["settings"] != self.settings:

@@ -1,4 +1,4 @@
-"""Read one chunk of a source: its documents, and the records in it that are not documents."""
+"""Reads one chunk of a source: its documents and its bad records."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from typing import BinaryIO
 
 from .sources import Chunk
 
-LARGEST_RECORD_BYTES = 16 << 20  # tokenising one takes some 50 times its size
+LARGEST_RECORD_BYTES = 16 << 20  # tokenizing a record takes about 50 times its size in memory
 
 
 @dataclass(frozen=True)
 class BadRecord:
-    """A record that holds no usable text. `line` counts from 1 within the chunk (rows and pieces count as
-    lines).
-    """
+    """A record without usable text. `line` counts from 1 within the chunk; rows and pieces count as lines."""
 
     path: Path
     line: int
@@ -26,14 +24,20 @@ class BadRecord:
 
 @dataclass
 class ChunkText:
-    """What a chunk holds. `lines` is its number of lines (or rows), so that a caller can number bad ones in
-    the file.
+    """The contents of a chunk.
+
+    Attributes:
+        documents: the texts.
+        bad: records without usable text.
+        lines: number of lines (or rows), from which a caller can number bad records within the file.
+        empty: number of documents of white space, which are left out.
+        bytes: bytes read.
     """
 
     documents: list[str] = field(default_factory=list)
     bad: list[BadRecord] = field(default_factory=list)
     lines: int = 0
-    empty: int = 0  # documents of white space only; left out
+    empty: int = 0
     bytes: int = 0
 
     def add(self, text: str) -> None:
@@ -44,7 +48,7 @@ class ChunkText:
 
 
 def read_chunk(chunk: Chunk, text_key: str = "text") -> ChunkText:
-    """Documents of one chunk. Defective records are returned, not raised; a missing file is an OSError."""
+    """Reads the documents of one chunk. Bad records are returned, not raised; a missing file raises OSError."""
     reader = {"jsonl": _jsonl, "text": _text, "files": _files, "parquet": _parquet, "arrow": _arrow}[chunk.kind]
     found = ChunkText()
     reader(chunk, text_key, found)
@@ -69,7 +73,7 @@ def _jsonl(chunk: Chunk, text_key: str, found: ChunkText) -> None:
 
 
 def text_of(raw: bytes, text_key: str) -> str:
-    """The text of one JSON line; ValueError says what is wrong with it."""
+    """Returns the text of one JSON line. ValueError gives the defect of a bad line."""
     try:
         value = json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -77,7 +81,7 @@ def text_of(raw: bytes, text_key: str) -> str:
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
     except RecursionError:
-        raise ValueError("not usable JSON: nested too deeply") from None
+        raise ValueError("unusable JSON: nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError(f"a JSON {type(value).__name__} instead of an object with the key {text_key!r}")
     if text_key not in value:
@@ -86,7 +90,7 @@ def text_of(raw: bytes, text_key: str) -> str:
 
 
 def check_text(text: object, described: str) -> str:
-    """`text` itself if it is a string that UTF-8 can hold; else ValueError."""
+    """Returns `text` if it is a string that UTF-8 can encode; otherwise raises ValueError."""
     if not isinstance(text, str):
         raise ValueError(f"{described} is {type(text).__name__}, not a string")
     try:
@@ -97,10 +101,10 @@ def check_text(text: object, described: str) -> str:
 
 
 def lines_starting_in(file: BinaryIO, start: int, stop: int) -> Iterator[bytes]:
-    """Lines whose first byte lies in [start, stop). No more than LARGEST_RECORD_BYTES + 1 are kept of one."""
+    """Yields lines whose first byte is in [start, stop), each cut after LARGEST_RECORD_BYTES + 1 bytes."""
     file.seek(max(0, start - 1))
     if start > 0:
-        _skip_line(file)  # from the byte before: a line that begins exactly at `start` is ours
+        _skip_line(file)  # seeking to the byte before keeps a line that begins exactly at `start`
     position = file.tell()
     while position < stop:
         raw = file.readline(LARGEST_RECORD_BYTES + 1)
@@ -176,15 +180,14 @@ def _add_rows(path: Path, rows: list[object], text_key: str, found: ChunkText) -
         found.add(text)
 
 
-HARD_CUT_BYTES = 1 << 20  # a text without any line end is cut about so often, between two characters
+HARD_CUT_BYTES = 1 << 20  # about the distance of cuts in a text without line ends; cuts are between characters
 
 
 def text_pieces(file: BinaryIO, start: int, stop: int, block: int) -> Iterator[bytes]:
-    """Pieces whose first byte lies in [start, stop), each about `block` bytes long.
+    """Yields pieces whose first byte is in [start, stop), each about `block` bytes long.
 
-    Every multiple of `block` offers one cut: behind the first blank line after it, else behind the first line
-    end, within that block. A cut thus depends on the file alone. Pieces of adjoining ranges join to the whole
-    file.
+    Each block of `block` bytes has one cut: after its first blank line, otherwise after its first line end. A cut
+    thus depends on the file alone, and the pieces of adjoining ranges make up the whole file.
     """
     size = file.seek(0, 2)
     cut = _next_cut(file, start, block, size)
@@ -196,7 +199,7 @@ def text_pieces(file: BinaryIO, start: int, stop: int, block: int) -> Iterator[b
 
 
 def _next_cut(file: BinaryIO, position: int, block: int, size: int) -> int:
-    """First cut at or behind `position`; 0 and `size` are cuts."""
+    """Returns the first cut at or after `position`; 0 and `size` are cuts."""
     if position <= 0:
         return 0
     number = max(0, (position - 1) // block)

@@ -1,4 +1,4 @@
-"""Sentence ends, in text and in token vocabularies."""
+"""Finds sentence ends in text and in token vocabularies."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ import numpy as np
 
 from ..tokenizers.tokenizer import Tokenizer
 
-# Latin marks count before white space only ("3.14" is no end); the full-width ones have no space behind them.
+# Latin marks count only before white space ("3.14" has no end); full-width marks have no space after them.
 _BOUNDARY = re.compile(
     r"(?<=[.?!])(?=\s)|(?<=[.?!][\"'”’)])(?=\s)"
     r"|(?<=[。？！…])(?![。？！…”’」』）])|(?<=[。？！…][”’」』）])(?![。？！…”’」』）])"
     r"|(?<=\n)(?=[^\n])"
 )
-# The marks behind which GLM's sampling may cut (specification of its BlockDataset and
-# ConstructBlockStrategy).
+# The marks after which GLM's sampling may cut (specification of its BlockDataset and ConstructBlockStrategy).
 DOCUMENT_CUT_MARKS = frozenset(".?!;:\n")
 SENTENCE_MARKS = DOCUMENT_CUT_MARKS | frozenset("。？！；…")
 
 
 def split_sentences(text: str) -> list[str]:
-    """Sentences of a text; joined they are the text again. White space goes to the sentence behind it.
+    """Splits a text into sentences whose concatenation is the text. White space belongs to the sentence after it.
 
-    A rule, not a model: it ends sentences at . ? ! before white space, at 。？！… and at line ends.
+    Sentences end at . ? ! before white space, at 。？！… and at line ends; no model is used.
     """
     parts = [part for part in _BOUNDARY.split(text) if part]
     merged: list[str] = []
@@ -36,7 +35,7 @@ def split_sentences(text: str) -> list[str]:
 
 
 def sentence_end_ids(tokenizer: Tokenizer, marks: frozenset[str] = SENTENCE_MARKS) -> np.ndarray:
-    """bool [V]: whether a token is one of the marks, apart from the vocabulary's own signs for spaces."""
+    """Returns bool [V]: whether a token is one of the marks, ignoring the vocabulary's symbols for spaces."""
     ends = np.zeros(tokenizer.vocab_size, bool)
     for index in range(tokenizer.vocab_size):
         try:

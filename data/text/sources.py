@@ -1,7 +1,7 @@
-"""Find the text in a source and cut it into chunks that workers read independently, in a fixed order.
+"""Finds the text in a source and divides it into chunks that workers read independently, in a fixed order.
 
 A chunk is a few MiB of work: a byte range of a JSON lines or text file, some small files, a parquet row
-group, or a row range of a Hugging Face dataset folder. Chunks depend on the files alone, never on the number
+group, or a row range of a Hugging Face dataset folder. Chunks depend on the files alone, not on the number
 of workers.
 """
 
@@ -18,8 +18,8 @@ from pathlib import Path
 CHUNK_BYTES = 4 << 20
 ROWS_PER_CHUNK = 2048
 JSON_SUFFIXES = frozenset({".jsonl", ".ndjson", ".json"})
-# One file of text is cut into documents, so that some can be held out; in a folder each file is a document.
-# Longer ones are cut at the larger size, which bounds the memory of a worker.
+# A single text file is cut into documents of PIECE_BYTES, so that some can be held out. In a folder each file is a
+# document; files above FILE_PIECE_BYTES are cut, which bounds the memory of a worker.
 PIECE_BYTES = 16 << 10
 LEAST_PIECE_BYTES = 512
 FILE_PIECE_BYTES = 1 << 20
@@ -40,10 +40,14 @@ class Chunk:
 
 
 def plan_chunks(source: Source) -> list[Chunk]:
-    """Chunks of a source in reading order; ValueError where there is no text.
+    """Returns the chunks of a source in reading order.
 
-    `source` is a file (text, JSON lines, parquet), a folder of those, a folder written by
-    `datasets.Dataset.save_to_disk`, a list of those, or None for the Python standard library.
+    Args:
+        source: a file (text, JSON lines, parquet), a folder of those, a folder written by
+            `datasets.Dataset.save_to_disk`, a list of those, or None for the Python standard library.
+
+    Raises:
+        ValueError: the source does not exist or has no text.
     """
     if source is None:
         return _files_chunks(python_stdlib())
@@ -59,18 +63,18 @@ def plan_chunks(source: Source) -> list[Chunk]:
 
 
 def is_arrow_folder(path: Path) -> bool:
-    """Whether a path was written by `datasets.Dataset.save_to_disk`."""
+    """Returns whether a folder was written by `datasets.Dataset.save_to_disk`."""
     return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
 
 
 def list_files(folder: Path) -> list[Path]:
-    """Regular files below a folder, sorted, without hidden ones."""
+    """Returns the regular files below a folder, sorted, without hidden ones."""
     found = (path for path in folder.rglob("*") if path.is_file())
     return sorted(path for path in found if not any(p.startswith(".") for p in path.relative_to(folder).parts))
 
 
 def fingerprint(source: Source) -> str:
-    """Hash of the files' names, sizes and times: tells whether a source changed without reading it."""
+    """Returns a hash of the files' names, sizes and times, which detects a changed source without reading it."""
     digest = hashlib.blake2b(digest_size=16)
     for chunk in plan_chunks(source):
         digest.update(f"{chunk.kind} {chunk.start} {chunk.stop}".encode())
@@ -81,13 +85,13 @@ def fingerprint(source: Source) -> str:
 
 
 def is_text(path: Path) -> bool:
-    """Whether the beginning of a file has no NUL byte; what it holds otherwise is judged when it is read."""
+    """Returns whether the beginning of a file has no NUL byte. Other defects are found when the file is read."""
     with path.open("rb") as file:
         return b"\0" not in file.read(SNIFF_BYTES)
 
 
 def _plan_list(paths: list[Path]) -> list[Chunk]:
-    """Several sources in turn; neighbouring files and folders are one collection of documents."""
+    """Plans several sources in turn; neighboring files and folders form one collection of documents."""
     chunks: list[Chunk] = []
     for arrow, group in groupby(paths, is_arrow_folder):
         if arrow:
@@ -130,7 +134,7 @@ def _range_chunks(kind: str, path: Path, piece_bytes: int) -> list[Chunk]:
 
 
 def _files_chunks(paths: Sequence[Path]) -> list[Chunk]:
-    """Group small files; a file of several chunks' size is cut by byte range like a single text file."""
+    """Groups small files; a file larger than a chunk is cut into byte ranges like a single text file."""
     chunks: list[Chunk] = []
     group: list[Path] = []
     weight = 0
@@ -175,12 +179,12 @@ SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", 
 
 
 def python_stdlib() -> list[Path]:
-    """All `.py` files of the running interpreter's standard library, sorted (about 13 MB of text)."""
+    """Returns all `.py` files of the running interpreter's standard library, sorted (about 13 MB of text)."""
     root = Path(sysconfig.get_path("stdlib"))
     found: list[Path] = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     if not found:
-        raise ValueError(f"this interpreter has no standard library source under {root}; give a corpus of your own")
+        raise ValueError(f"this interpreter has no standard library source under {root}; name a corpus")
     return sorted(found)

@@ -1,1 +1,1 @@
-"""Tokenizers: reading, training, and the special tokens that objectives need."""
+"""Reads and trains tokenizers, and adds the special tokens that objectives need."""

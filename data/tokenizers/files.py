@@ -1,7 +1,7 @@
-"""A tokenizer's files are checked before a library reads them, and a library's failure becomes one ValueError.
+"""Checks a tokenizer's files before a library reads them, and turns a library's failure into one ValueError.
 
-The libraries raise errors of many types, wait for a pipe, read an endless file, and allocate by the largest id: of
-one id of 2**32 - 1, the Rust library ends the process.
+The libraries raise errors of many types, wait for a pipe, read an endless file, and allocate memory for the largest
+id: an id of 2**32 - 1 makes the Rust library abort the process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OTHER_FILES = (
 
 
 def check_tokenizer_folder(folder: Path) -> None:
-    """Raises ValueError, naming the file and the cause, if a file that tokenizers are read from is damaged."""
+    """Raises ValueError, naming the file and the cause, if one of the folder's tokenizer files is damaged."""
     for name in (*JSON_FILES, *OTHER_FILES):
         path = folder / name
         if path.exists() or path.is_symlink():
@@ -45,7 +45,7 @@ def check_tokenizer_folder(folder: Path) -> None:
 
 
 def check_tokenizer_file(path: Path) -> None:
-    """As `check_tokenizer_folder`, for one file."""
+    """Raises ValueError as `check_tokenizer_folder` does, for one file."""
     size = path.stat().st_size if path.is_file() else 0
     if size > LARGEST_FILE:
         raise ValueError(f"{path} has {size:,} bytes; a tokenizer's file has at most {LARGEST_FILE:,}")
@@ -62,18 +62,18 @@ def check_tokenizer_file(path: Path) -> None:
 
 @contextmanager
 def library_errors(path: Path) -> Iterator[None]:
-    """Turns whatever a tokenizers' library raises of a file or folder into a ValueError that names it."""
+    """Turns any error of a tokenizer library into a ValueError that names the file or folder."""
     try:
         yield
-    except BaseException as error:  # a panic in Rust is no Exception
+    except BaseException as error:  # a Rust panic is not an Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         cause = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ValueError(f"{path} holds no tokenizer that can be read: {cause}") from None
+        raise ValueError(f"{path} holds no readable tokenizer: {cause}") from None
 
 
 def _ids_of_backend(path: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """The ids of a `tokenizer.json`: of its vocabulary, and of the tokens that are added to it."""
+    """Returns the ids of a `tokenizer.json`: those of its vocabulary and those of its added tokens."""
     model, added = values.get("model"), values.get("added_tokens", [])
     if not isinstance(model, dict):
         raise ValueError(f"{path} has no model")
@@ -82,7 +82,7 @@ def _ids_of_backend(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     vocabulary = model.get("vocab")
     if not isinstance(vocabulary, dict | list):
         raise ValueError(f"{path}: the model's vocab must be an object or a list, not {vocabulary!r:.100}")
-    # A unigram model lists its pieces, whose ids are their places.
+    # A unigram model lists its pieces; a piece's id is its index.
     ids = vocabulary if isinstance(vocabulary, dict) else {f"piece {n}": n for n in range(len(vocabulary))}
     return ids | {f"added token {place}": token.get("id") for place, token in enumerate(added)}
 

@@ -1,4 +1,4 @@
-"""GLM's special tokens over each of its five base vocabularies, with the ids of the released models."""
+"""Defines GLM's special tokens for each of its five base vocabularies, with the ids of the released models."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from .tokenizer import Tokenizer
 GLMVocabulary = Literal["bert", "gpt2", "roberta", "chinese", "chinese-10b"]
 DEFAULT_VOCABULARY: GLMVocabulary = "gpt2"
 
-# Order in which the reference appends tokens to a base vocabulary; the last three only where they are
-# switched on.
+# Order in which the reference appends tokens to a base vocabulary; the last three only if they are switched on.
 _APPENDED: dict[str, tuple[str, ...]] = {
     "bert": ("sop", "eop", "gmask", "smask", "dblock"),
     "gpt2": ("sop", "eop", "cls", "mask", "sep", "unk", "gmask", "smask", "dblock"),
     "roberta": ("sop", "eop", "gmask", "smask", "dblock"),
 }
-_OWN: dict[str, dict[str, str]] = {  # roles that a token of the base vocabulary plays
+_OWN: dict[str, dict[str, str]] = {  # roles of tokens of the base vocabulary
     "bert": {"eos": "[PAD]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]", "unk": "[UNK]"},
     "gpt2": {"eos": "<|endoftext|>"},
     "roberta": {"eos": "</s>", "cls": "<s>", "sep": "</s>", "mask": "<mask>", "unk": "<unk>"},
@@ -35,14 +34,14 @@ TOKEN_NAMES = {
     "eos": "<|endoftext|>",
 }
 # Offsets from the size of the Chinese SentencePiece vocabulary (50000). The reference gave sop and eop the
-# counter + 1 and + 2, but moved the counter by 3 only after a fix; the 10B model came before it, so its gMASK
-# *is* eop.
+# counter + 1 and + 2, but moved the counter by 3 only after a fix; the 10B model came before the fix, so its gMASK
+# is the same token as eop.
 _CHINESE = {"eos": 0, "sep": 1, "cls": 2, "mask": 3, "unk": 4, "sop": 6, "eop": 7}
 _CHINESE_TASKS = {
     "chinese": {"smask": 8, "gmask": 9, "dblock": 10},
     "chinese-10b": {"gmask": 7, "smask": 8, "dblock": 9},
 }
-# Where transformers' copy of glm-10b-chinese has gMASK. Its embedding row is a copy of eop's.
+# gMASK's id in transformers' copy of glm-10b-chinese. Its embedding row is a copy of eop's.
 HF_CHINESE_10B_GMASK = 50009
 
 
@@ -67,15 +66,21 @@ class GLMTokens:
         return self.eos
 
     def padded_vocab_size(self, multiple: int = 128) -> int:
-        """Rows of the released embeddings: the vocabulary rounded up, by default to a multiple of 128."""
+        """Returns the rows of the released embeddings: the vocabulary rounded up, by default to a multiple of 128."""
         return -(-self.vocab_size // multiple) * multiple
 
 
 def glm_token_ids(base_size: int, family: GLMVocabulary, base_ids: dict[str, int] | None = None) -> GLMTokens:
-    """Ids for a base vocabulary of `base_size` entries, by the reference's rule for its family.
+    """Returns the ids for a base vocabulary of `base_size` entries, by the reference's rule for its family.
 
-    `base_ids` gives the ids of the roles that the base vocabulary itself plays (see `glm_tokenizer`);
-    "chinese" and "chinese-10b" have none. With "chinese-10b", gMASK has eop's id, as in the model's training.
+    Args:
+        base_size: entries of the base vocabulary.
+        family: the kind of vocabulary. With "chinese-10b", gMASK has eop's id, as in the model's training.
+        base_ids: ids of the roles that tokens of the base vocabulary have (see `glm_tokenizer`); "chinese" and
+            "chinese-10b" have none.
+
+    Raises:
+        ValueError: the family is unknown, or a role is missing.
     """
     if family in _CHINESE_TASKS:
         offsets = {**_CHINESE, **_CHINESE_TASKS[family]}
@@ -95,7 +100,7 @@ def glm_token_ids(base_size: int, family: GLMVocabulary, base_ids: dict[str, int
 
 
 def glm_tokenizer(tokenizer: Tokenizer, family: GLMVocabulary) -> GLMTokens:
-    """Append GLM's special tokens to a base tokenizer (unless it has them) and return their ids.
+    """Appends GLM's special tokens to a base tokenizer, unless it has them, and returns their ids.
 
     Raises:
         ValueError: the vocabulary is not of that family.
@@ -113,7 +118,7 @@ def glm_tokenizer(tokenizer: Tokenizer, family: GLMVocabulary) -> GLMTokens:
     for role, token in _OWN[family].items():
         index = tokenizer.token_to_id(token)
         if index is None:
-            raise ValueError(f"this is no {family} vocabulary: it has no {token}")
+            raise ValueError(f"this is not a {family} vocabulary: it has no {token}")
         own[role] = index
     names = [TOKEN_NAMES[role] for role in _APPENDED[family]]
     base = _base_size(tokenizer, set(names))
@@ -123,7 +128,7 @@ def glm_tokenizer(tokenizer: Tokenizer, family: GLMVocabulary) -> GLMTokens:
 
 
 def _base_size(tokenizer: Tokenizer, appended: set[str]) -> int:
-    """Vocabulary size without the tokens that an earlier call appended."""
+    """Returns the vocabulary size without the tokens that an earlier call appended."""
     size = tokenizer.vocab_size
     while size and ((token := tokenizer.id_to_token(size - 1)) in appended or token.startswith("<|unused_")):
         size -= 1
@@ -131,13 +136,13 @@ def _base_size(tokenizer: Tokenizer, appended: set[str]) -> int:
 
 
 def gmask_from_hf(ids, to: Literal["reference", "hf"] = "reference"):
-    """Map glm-10b-chinese ids (an int array) between transformers' vocabulary and the reference's.
+    """Maps glm-10b-chinese ids (an int array) from transformers' vocabulary to the reference's.
 
     In transformers' copy gMASK is 50009, whose vector equals eop's (50007); the reference uses 50007 for
-    both. The way back is ambiguous (50007 is also eop), so "hf" is refused.
+    both. The inverse is ambiguous (50007 is also eop), so "hf" raises ValueError.
     """
     if to != "reference":
-        raise ValueError("50007 stands for both gMASK and eop in the reference; there is no way back to 50009")
+        raise ValueError("50007 is both gMASK and eop in the reference, so it cannot be mapped back to 50009")
     mapped = ids.copy()
     mapped[mapped == HF_CHINESE_10B_GMASK] = HF_CHINESE_10B_GMASK - 2
     return mapped

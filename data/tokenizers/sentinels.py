@@ -1,4 +1,4 @@
-"""The sentinels of T5-like vocabularies: where they are, and how to add them to a vocabulary without any."""
+"""Finds the sentinels of T5-like vocabularies, and adds them to vocabularies without any."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ EXTRA_ID = re.compile(r"^(?:▁)?<extra_id_(\d+)>$")
 
 
 def sentinel_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Ids of `<extra_id_0>`, `<extra_id_1>`, …, the order in which spans use them.
+    """Returns the ids of `<extra_id_0>`, `<extra_id_1>`, …, in the order in which spans use them.
 
     T5 counts them down from the end of its vocabulary (`<extra_id_0>` = 32099); others count up. Only the
     names decide. mT5 has none and uses the last ids of its SentencePiece vocabulary, as its published model
@@ -25,7 +25,7 @@ def sentinel_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
         if match:
             found[int(match[1])] = index
     if not found:
-        raise ValueError("this vocabulary has no <extra_id_0> …; put them behind it with add_sentinels")
+        raise ValueError("this vocabulary has no <extra_id_0> …; append them with add_sentinels")
     missing = [number for number in range(len(found)) if number not in found]
     if missing:
         raise ValueError(f"the sentinels are not numbered without gaps: <extra_id_{missing[0]}> is missing")
@@ -33,8 +33,6 @@ def sentinel_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def add_sentinels(tokenizer: Tokenizer, count: int = T5_SENTINELS) -> tuple[int, ...]:
-    """Append `<extra_id_0>` … to a vocabulary and return their ids, `<extra_id_0>` last as in T5 (32099
-    there).
-    """
+    """Appends `<extra_id_0>` … to a vocabulary, `<extra_id_0>` last as in T5 (32099 there), and returns their ids."""
     tokenizer.add_tokens(t5_sentinel_names(count))
     return sentinel_ids(tokenizer)

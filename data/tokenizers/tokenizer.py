@@ -1,6 +1,4 @@
-"""One interface over the tokenizers that the zoo reads: Hugging Face `tokenizers`, SentencePiece,
-`transformers`.
-"""
+"""Gives the tokenizers that the zoo reads one interface: Hugging Face `tokenizers`, SentencePiece, `transformers`."""
 
 from __future__ import annotations
 
@@ -14,16 +12,15 @@ from .files import check_tokenizer_file, check_tokenizer_folder, library_errors
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 T5_SENTINELS = 100
-PROBE = "A word, \u4f60"  # what a tokenizer must be able to encode when it is loaded
+PROBE = "A word, \u4f60"  # a text that a tokenizer must be able to encode when it is loaded
 SENTENCEPIECE_FILES = ("spiece.model", "sentencepiece.bpe.model", "tokenizer.model")
 
 
 class Tokenizer(ABC):
-    """Text to token ids and back. `encode` adds no special tokens, and text that spells one stays ordinary
-    text.
+    """Converts text to token ids and back. `encode` adds no special tokens, and treats a spelled-out one as text.
 
     Attributes:
-        vocab_size: number of ids, added tokens included; every id is below it.
+        vocab_size: number of ids, including added tokens; every id is below it.
         special: ids of the special tokens by their Hugging Face name ("eos_token": 0, …).
     """
 
@@ -44,13 +41,13 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def add_tokens(self, tokens: Sequence[str]) -> None:
-        """Append special tokens to the vocabulary; those it has already keep their ids."""
+        """Appends special tokens to the vocabulary; existing ones keep their ids."""
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
 
     def special_id(self, name: str) -> int:
-        """Id of a special token such as "eos_token"; ValueError if the tokenizer has none."""
+        """Returns the id of a special token such as "eos_token". ValueError if the tokenizer has none."""
         if name not in self.special:
             known = ", ".join(f"{key}={value}" for key, value in self.special.items()) or "none"
             raise ValueError(f"this tokenizer has no {name}; its special tokens are {known}")
@@ -66,7 +63,7 @@ class Tokenizer(ABC):
 
 
 class FastTokenizer(Tokenizer):
-    """A `tokenizer.json`, run by the Rust library without importing transformers."""
+    """Reads a `tokenizer.json` with the Rust library `tokenizers`, without importing transformers."""
 
     def __init__(self, file: str | Path, special_tokens: dict[str, str] | None = None) -> None:
         from tokenizers import Tokenizer as RustTokenizer
@@ -75,7 +72,7 @@ class FastTokenizer(Tokenizer):
         check_tokenizer_file(self.file)
         with library_errors(self.file):
             self.backend = RustTokenizer.from_file(str(file))
-            self.backend.encode_special_tokens = True  # "<|endoftext|>" inside a document is text, not the end of it
+            self.backend.encode_special_tokens = True  # "<|endoftext|>" inside a document is text, not its end
             self.backend.no_padding()
             self.backend.no_truncation()
             self.backend.encode_batch_fast([PROBE], add_special_tokens=False)
@@ -93,7 +90,7 @@ class FastTokenizer(Tokenizer):
 
         self.file, self.vocab_size, self.special = state["file"], state["vocab_size"], state["special"]
         self.backend = RustTokenizer.from_str(state["backend"])
-        self.backend.encode_special_tokens = True  # no part of the tokenizer's own state
+        self.backend.encode_special_tokens = True  # not part of the serialized state
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         with library_errors(self.file):
@@ -119,7 +116,7 @@ class FastTokenizer(Tokenizer):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece `.model` as it is, with its own normalisation; added tokens follow its pieces."""
+    """Reads a SentencePiece `.model` and applies its normalization; added tokens follow its pieces."""
 
     def __init__(self, file: str | Path, added: Sequence[str] = ()) -> None:
         from sentencepiece import SentencePieceProcessor
@@ -129,7 +126,7 @@ class SentencePieceTokenizer(Tokenizer):
         with library_errors(self.file):
             self.backend = SentencePieceProcessor(model_file=str(file))
             self.pieces: int = self.backend.get_piece_size()
-            self.backend.id_to_piece(list(range(self.pieces)))  # each of them is text
+            self.backend.id_to_piece(list(range(self.pieces)))  # raises if a piece is not valid text
         self.added: list[str] = []
         self.add_tokens(added)
         ids = {
@@ -178,7 +175,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class TransformersTokenizer(Tokenizer):
-    """Any other folder that `transformers.AutoTokenizer` reads."""
+    """Reads any other folder that `transformers.AutoTokenizer` supports."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -208,9 +205,7 @@ class TransformersTokenizer(Tokenizer):
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """A tokenizer from a `tokenizer.json`, a SentencePiece `.model`, or a folder that holds one; never the
-    network.
-    """
+    """Reads a tokenizer from a `tokenizer.json`, a SentencePiece `.model`, or a folder with one; downloads nothing."""
     path = Path(path)
     if path.is_dir():
         check_tokenizer_folder(path)
@@ -227,9 +222,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def load_transformers_tokenizer(folder: Path) -> Any:
-    """transformers' tokenizer of a folder, whose files are checked first. ValueError if it has none.
+    """Returns transformers' tokenizer of a folder after checking its files. ValueError if there is none.
 
-    Nothing is downloaded, and no code of the folder runs.
+    Downloads nothing and runs no code of the folder.
     """
     from transformers import AutoTokenizer
 
@@ -241,12 +236,12 @@ def load_transformers_tokenizer(folder: Path) -> Any:
 
 
 def t5_sentinel_names(count: int = T5_SENTINELS) -> list[str]:
-    """`<extra_id_99>` … `<extra_id_0>`: T5's order behind its pieces."""
+    """Returns `<extra_id_99>` … `<extra_id_0>`, the order in which they follow T5's pieces."""
     return [f"<extra_id_{number}>" for number in reversed(range(count))]
 
 
 def _behind_sentencepiece(folder: Path) -> list[str] | None:
-    """Tokens that follow the pieces of a folder's model; None if more than that makes its vocabulary differ."""
+    """Returns the tokens that follow the pieces of a folder's model; None if its vocabulary differs in other ways."""
     config = folder / "tokenizer_config.json"
     if not config.is_file():
         return []
@@ -259,7 +254,7 @@ def _behind_sentencepiece(folder: Path) -> list[str] | None:
 
 
 def _fast(file: Path, folder: Path) -> FastTokenizer:
-    """The special tokens' roles are not in tokenizer.json but beside it."""
+    """Reads a tokenizer.json; the roles of its special tokens are in the files beside it."""
     names: dict[str, str] = {}
     for side in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / side).is_file():

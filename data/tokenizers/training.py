@@ -1,4 +1,4 @@
-"""Train tokenizers: byte-level BPE (GPT2's kind) and WordPiece (BERT's kind)."""
+"""Trains tokenizers: byte-level BPE (as GPT-2's), WordPiece (as BERT's) and SentencePiece unigram (as T5's)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .sentinels import T5_SENTINELS
 from .tokenizer import FastTokenizer, SentencePieceTokenizer, load_tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
-LEAST_BPE_VOCABULARY = 257  # every byte and the end of text
+LEAST_BPE_VOCABULARY = 257  # every byte, and the end-of-text token
 BERT_TOKENS = {
     "pad_token": "[PAD]",
     "unk_token": "[UNK]",
@@ -25,10 +25,10 @@ BERT_TOKENS = {
 def train_byte_level_bpe(
     documents: Iterable[str], vocab_size: int, output_dir: str | Path, *, progress: bool = False
 ) -> FastTokenizer:
-    """Byte-level BPE over `documents`, saved so that `AutoTokenizer.from_pretrained(output_dir)` loads it.
+    """Trains a byte-level BPE and saves it so that `AutoTokenizer.from_pretrained(output_dir)` loads it.
 
-    `<|endoftext|>` has id 0 and is the beginning, the end and the unknown token. The vocabulary may end up
-    smaller than asked when the text has too few pairs. Any text can be encoded and comes back exactly.
+    `<|endoftext|>` has id 0 and is the beginning-of-sequence, end-of-sequence and unknown token. The vocabulary is
+    smaller than `vocab_size` if the text has too few pairs. Any text can be encoded, and decoding restores it exactly.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -57,15 +57,15 @@ def train_wordpiece(
     lowercase: bool = True,
     progress: bool = False,
 ) -> FastTokenizer:
-    """WordPiece over `documents`, saved so that `AutoTokenizer.from_pretrained(output_dir)` loads it.
+    """Trains a WordPiece tokenizer and saves it so that `AutoTokenizer.from_pretrained(output_dir)` loads it.
 
-    `[PAD]`, `[UNK]`, `[CLS]`, `[SEP]` and `[MASK]` have the ids 0 to 4, and transformers puts the third and
-    fourth around a text. Words are split, and lowercased and freed of accents, as the published BERTs do. The
-    vocabulary holds every letter that was seen, so it may end up larger than asked, or smaller when the text
-    has too few pairs.
+    `[PAD]`, `[UNK]`, `[CLS]`, `[SEP]` and `[MASK]` have the ids 0 to 4, and transformers puts `[CLS]` and `[SEP]`
+    around a text. Splitting, lowercasing and removal of accents are those of the published BERTs. The vocabulary
+    holds every letter that occurs, so it may be larger than `vocab_size`; it is smaller if the text has too few
+    pairs.
 
     Args:
-        lowercase: as the uncased models; False keeps case and accents.
+        lowercase: whether to remove case and accents, as the uncased models do.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -86,7 +86,7 @@ def train_wordpiece(
 
 
 def _save(tokenizer: Any, folder: Path, special: dict[str, str]) -> FastTokenizer:
-    """Writes what transformers reads, and reads it."""
+    """Writes the files that transformers reads, and loads them."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
@@ -102,7 +102,7 @@ def _save(tokenizer: Any, folder: Path, special: dict[str, str]) -> FastTokenize
 
 
 def _not_empty(documents: Iterable[str]) -> Iterator[str]:
-    """The documents, or a ValueError if there is none: the trainer would return bytes alone."""
+    """Yields the documents. ValueError if there are none, because the trainer would return a vocabulary of bytes."""
     count = 0
     for count, document in enumerate(documents, 1):  # noqa: B007
         yield document
@@ -111,7 +111,7 @@ def _not_empty(documents: Iterable[str]) -> Iterator[str]:
 
 
 LEAST_VOCABULARY = 256 + 3 + 1  # bytes, special pieces, one more
-SENTENCE_BYTES = 4000  # the trainer leaves out longer pieces of text (its limit is 4192 bytes)
+SENTENCE_BYTES = 4000  # the trainer skips longer pieces of text (its limit is 4192 bytes)
 
 
 def train_sentencepiece(
@@ -121,16 +121,15 @@ def train_sentencepiece(
     *,
     sample_texts: int = 1_000_000,
 ) -> SentencePieceTokenizer:
-    """SentencePiece unigram over `documents`, saved as `spiece.model` with T5's special ids: pad 0, end 1,
-    unknown 2.
+    """Trains a SentencePiece unigram model and saves it as `spiece.model` with T5's special ids.
 
-    The sentinels `<extra_id_0>` … are pieces of the vocabulary, the first one last as in T5. Bytes that no
-    piece covers are spelt out, so every text can be encoded; white space is normalised, as SentencePiece
-    does.
+    Padding is 0, the end of sequence 1, the unknown token 2. The sentinels `<extra_id_0>` … are part of the
+    vocabulary, `<extra_id_0>` last as in T5. Bytes that no piece covers are encoded as byte tokens, so every text
+    can be encoded. White space is normalized, as SentencePiece does by default.
 
     Args:
-        vocab_size: pieces, without the sentinels.
-        sample_texts: at most so many pieces of text are looked at.
+        vocab_size: number of pieces, without the sentinels.
+        sample_texts: maximum number of text pieces to train on.
     """
     from sentencepiece import SentencePieceTrainer
 

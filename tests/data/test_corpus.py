@@ -109,7 +109,7 @@ def test_a_prepared_pair_is_taken_with_the_tokenizer_beside_it(corpus, tmp_path)
 def test_a_tokenizer_of_another_corpus_is_refused(corpus, tmp_path, write_dataset):
     dataset = write_dataset([[1, corpus.vocab_size], [2]])
     shutil.copytree(corpus.tokenizer_dir, tmp_path / "tokenizer")
-    with pytest.raises(ValueError, match="do not belong together"):
+    with pytest.raises(ValueError, match="use the tokenizer that the corpus"):
         prepare_corpus(dataset.prefix, tmp_path / "out")
 
 

@@ -208,8 +208,8 @@ def test_what_is_no_tokenizer_is_named(tmp_path):
     (tmp_path / "empty").mkdir()
     for name, reason in [
         ("tokenizer.json", "tokenizer.json has no model"),
-        ("x.model", "x.model holds no tokenizer that can be read"),
-        ("empty", "holds no tokenizer that can be read"),
+        ("x.model", "x.model holds no readable tokenizer"),
+        ("empty", "holds no readable tokenizer"),
         ("missing", "does not exist"),
     ]:
         with pytest.raises(ValueError, match=reason):

@@ -62,8 +62,8 @@ def test_going_on_is_bit_for_bit(run_mesh, tmp_path, name, data):
 
 def test_a_run_does_not_go_on_with_data_of_another_kind(tmp_path):
     for first, second, message in (
-        (Pairs(40), Stream(Pairs(40)), "this is a stream"),
-        (Stream(Pairs(40)), Pairs(40), "this is a loader"),
+        (Pairs(40), Stream(Pairs(40)), "a stream cannot resume from it"),
+        (Stream(Pairs(40)), Pairs(40), "a loader of numbered samples cannot resume"),
     ):
         folder = tmp_path / type(first).__name__
         run_training(None, folder, data=first, train_steps=1)
