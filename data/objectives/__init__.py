@@ -1,1 +1,1 @@
-"""Pretraining objectives: from tokens to samples."""
+"""Turns tokens into samples of the pretraining objectives."""

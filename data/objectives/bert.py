@@ -1,4 +1,4 @@
-"""BERT's objectives: masked words in two segments, and whether these belong together (NSP) or are in order (SOP)."""
+"""Makes BERT samples: masked words in two segments that may be consecutive or not (NSP), or swapped (SOP)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .pretraining import PretrainingData, objective
 
 @dataclass(frozen=True)
 class SentencePairs:
-    """`[CLS] A [SEP] B [SEP]` with masking, at most `max_length` tokens.
+    """Makes `[CLS] A [SEP] B [SEP]` with masking, at most `max_length` tokens.
 
-    Called with sentences (a list of token arrays), a generator and, for "nsp", sentences of another document.
-    Returns `input_ids`, `labels`, `token_type_ids` (0 for A, 1 for B; int64 [n]) and `next_sentence_label` []
-    : 0 if B follows A, 1 if not, as in transformers' BertForPreTraining. "sop" swaps the segments with
+    Call it with sentences (a list of token arrays), a generator and, for "nsp", sentences of another document.
+    It returns `input_ids`, `labels` and `token_type_ids` (0 for A, 1 for B), int64 [n], and `next_sentence_label`
+    []: 0 if B follows A, 1 if not, as in transformers' BertForPreTraining. "sop" swaps the segments with
     probability ½ (Lan et al., "ALBERT", 2020); "nsp" replaces B with probability ½ (Devlin et al., 2019).
     """
 
@@ -63,8 +63,8 @@ class SentencePairs:
 def truncate_pair(
     first: np.ndarray, second: np.ndarray, length: int, generator: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Cut the longer segment, token by token from a random end, until both fit `length` tokens."""
-    cuts = [0, 0, 0, 0]  # front and back of the first, front and back of the second
+    """Removes tokens from a random end of the longer segment, one by one, until both fit `length` tokens."""
+    cuts = [0, 0, 0, 0]  # tokens to remove: front and back of the first, front and back of the second
     sizes = [len(first), len(second)]
     while sum(sizes) > length:
         longer = 0 if sizes[0] > sizes[1] else 1
@@ -74,10 +74,16 @@ def truncate_pair(
 
 
 class SentencePairDataset:
-    """Endless BERT samples over a corpus with one sequence per sentence (`prepare --split-sentences`).
+    """Endless BERT samples of a corpus with one sequence per sentence (`prepare --split-sentences`).
 
-    The documents are cut into runs of sentences once; every epoch gives the runs out in an order of its own
-    and cuts them into two segments anew.
+    The documents are cut into runs of sentences once. Every epoch shuffles the runs and divides each into two segments
+    again.
+
+    Args:
+        indexed: the corpus.
+        pairs: makes a sample of sentences.
+        seed: seed of everything random.
+        short_probability: share of samples with a random, shorter length.
     """
 
     def __init__(
@@ -100,9 +106,8 @@ class SentencePairDataset:
             raise ValueError(f"{indexed.prefix} has no document of two sentences; prepare it with --split-sentences")
         if pairs.kind == "nsp" and self._runs_of_document(self._runs[0, 0])[1] == len(self._runs):
             raise ValueError(
-                f"{indexed.prefix} has one document of two sentences; next-sentence prediction needs "
-                "another, "
-                'or use kind="sop"'
+                f"{indexed.prefix} has only one document of two or more sentences; next-sentence prediction needs two, "
+                'so use a larger corpus or kind="sop"'
             )
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
 
@@ -116,14 +121,14 @@ class SentencePairDataset:
         epoch, place = divmod(index, len(self._runs))
         if self._order[0] != epoch:
             self._order = epoch, np.random.default_rng([self.seed, 3, epoch]).permutation(len(self._runs))
-        first, last, wished = self._runs[self._order[1][place]]
+        first, last, target = self._runs[self._order[1][place]]
         generator = np.random.default_rng([self.seed, 4, index])
-        pairs = replace(self.pairs, max_length=int(max(wished, 2)) + 3)
+        pairs = replace(self.pairs, max_length=int(max(target, 2)) + 3)
         others = self._other_document(first, generator) if pairs.kind == "nsp" else []
         return pairs(self._sentences(first, last), generator, others)
 
     def _other_document(self, sentence: int, generator: np.random.Generator) -> list[np.ndarray]:
-        """A run of a document other than the sentence's, every one equally likely."""
+        """Returns a random run of a document other than the sentence's, each equally likely."""
         low, high = self._runs_of_document(sentence)
         number = int(generator.integers(len(self._runs) - (high - low)))
         first, last, _ = self._runs[number if number < low else number + high - low]
@@ -140,7 +145,7 @@ class SentencePairDataset:
 
 @objective("bert-nsp", "bert-sop")
 def build_bert(config: PretrainingData, indexed: IndexedDataset, tokenizer: Tokenizer) -> SentencePairDataset:
-    """Samples for an encoder with a head on its pooled output."""
+    """Builds samples for an encoder with a head on its pooled output."""
     pairs = SentencePairs(
         tokenizer.special_id("cls_token"),
         tokenizer.special_id("sep_token"),

@@ -1,4 +1,4 @@
-"""GLM's objective: blank out spans and write them again, one after the other, with two-dimensional positions.
+"""Makes GLM samples: spans of a text become blanks and are generated one after another, with two-dimensional positions.
 
 Du et al., "GLM: General language model pretraining with autoregressive blank infilling", 2022, section 2.1.
 The rules for choosing spans are those of the published code's ConstructBlockStrategy.
@@ -19,22 +19,21 @@ Mode = Literal["token", "sentence", "document"]
 
 @dataclass(frozen=True)
 class BlankInfilling:
-    """A text [n] that begins with [CLS] becomes part A, with blanks, and part B, the blanks' contents.
+    """Turns a text [n] that begins with [CLS] into part A, with blanks, and part B, the contents of the blanks.
 
-    `infill(tokens, mode, generator)` returns, with s the length of A and B together:
-    `input_ids` [s]; `position_ids` [2, s] (place in A, place in the span); `labels` [s], −100 on A, not
-    shifted; `attention_mask` [], the length of A: A sees all of A, B sees A and what came before in B. All
-    int64.
+    `infill(tokens, mode, generator)` returns int64 arrays, with s the length of A and B together: `input_ids` [s];
+    `position_ids` [2, s] (position in A, position in the span); `labels` [s], −100 on A, not shifted;
+    `attention_mask` [], the length of A. A attends to all of A; B attends to A and causally to B.
 
     Args:
         tokens: ids of the special tokens.
         ratio: share of a text that is blanked in the token and sentence modes.
-        block_mask_probability: part of B's inputs that are hidden by dBLOCK in the token mode.
-        least_generated: lower bound of the share that the document mode generates.
+        block_mask_probability: share of B's inputs that are replaced by dBLOCK in the token mode.
+        least_generated: lower bound of the share of a text that the document mode generates.
         infill_probability: share of document samples with the blank in the middle rather than at the end.
-        task_masks: sentence and document blanks have masks of their own (sMASK, gMASK).
+        task_masks: whether sentence and document blanks have their own mask tokens (sMASK, gMASK).
         sentence_ends: bool [V], needed by the sentence mode (see `sentence_end_ids`).
-        shuffle: spans of B in random order.
+        shuffle: whether the spans of B are in random order.
     """
 
     tokens: GLMTokens
@@ -48,11 +47,11 @@ class BlankInfilling:
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio < 1:
-            raise ValueError(f"ratio is {self.ratio}; it must lie between 0 and 1")
+            raise ValueError(f"ratio is {self.ratio}; it must be between 0 and 1")
 
     def __call__(self, tokens: np.ndarray, mode: Mode, generator: np.random.Generator) -> dict[str, np.ndarray]:
         if len(tokens) < 3:
-            raise ValueError(f"blank infilling needs at least 3 tokens, [CLS] included, not {len(tokens)}")
+            raise ValueError(f"blank infilling needs at least 3 tokens, including [CLS], not {len(tokens)}")
         if mode == "document":
             return self.document(tokens, generator)
         spans = self.choose_sentences(tokens, generator) if mode == "sentence" else None
@@ -64,27 +63,27 @@ class BlankInfilling:
         return self.build(tokens, spans, order, mask, generator if hide > 0 else None)
 
     def single_span(self, tokens: np.ndarray, generator: np.random.Generator) -> dict[str, np.ndarray]:
-        """One blank of a token-mode length (the published code's single-span mixture)."""
+        """Makes a sample with one blank of a token-mode length (the published code's single-span mixture)."""
         room = max(length for _, length in documents_of(tokens, self.tokens))
         length = min(int(span_lengths(1, generator)[0]), room)
         spans = place_spans(tokens, [length], self.tokens, self.ratio, generator)
         return self.build(tokens, spans, np.arange(1), self.tokens.mask)
 
     def choose_tokens(self, tokens: np.ndarray, generator: np.random.Generator) -> list[tuple[int, int]]:
-        """Spans [start, stop) of Poisson(3) lengths until `ratio` of the text is covered, in text order."""
+        """Returns spans [start, stop) of Poisson(3) lengths that cover `ratio` of the text, in text order."""
         wanted = max(1, int(self.ratio * len(tokens)))
         lengths = span_lengths(wanted, generator)
         while lengths:
             if spans := place_spans(tokens, lengths, self.tokens, self.ratio, generator):
                 return spans
-            # The reference drops a text in which not all spans find room; here the longest span shrinks.
+            # The reference drops a text that cannot hold all spans; here the longest span is shortened.
             longest = lengths.index(max(lengths))
             lengths[longest] -= 1
             lengths = [length for length in lengths if length]
         raise ValueError("blank infilling needs a text with a token that is neither [CLS] nor the end")
 
     def choose_sentences(self, tokens: np.ndarray, generator: np.random.Generator) -> list[tuple[int, int]]:
-        """Whole sentences, in random order until `ratio` of the text is covered; returned in text order."""
+        """Chooses sentences at random until `ratio` of the text is covered; returns them in text order."""
         if self.sentence_ends is None:
             raise ValueError("the sentence mode needs sentence_ends; see sentence_end_ids")
         sentences = sentences_of(tokens, self.sentence_ends, self.tokens)
@@ -99,7 +98,7 @@ class BlankInfilling:
         return sorted(chosen)
 
     def document(self, tokens: np.ndarray, generator: np.random.Generator) -> dict[str, np.ndarray]:
-        """One long blank, in the middle or (always if the text holds several documents) at the end."""
+        """Makes a sample with one long blank, at the end if the text has several documents, else possibly inside."""
         length = len(tokens)
         least = int(self.least_generated * length)
         longest = int(generator.integers(least, max(length - 1, least + 1)))
@@ -112,7 +111,7 @@ class BlankInfilling:
         return self.build(tokens, span, np.arange(1), mask)
 
     def suffix(self, tokens: np.ndarray, generated: int) -> dict[str, np.ndarray]:
-        """Generate the last `generated` tokens; the text's own end closes them, there is no end of piece."""
+        """Makes a sample that generates the last `generated` tokens, which end without an end-of-piece token."""
         mask = self.tokens.gmask if self.task_masks else self.tokens.mask
         border = len(tokens) - generated
         inputs = np.concatenate([tokens[:border], [mask, self.tokens.sop], tokens[border:-1]]).astype(np.int64)
@@ -130,9 +129,14 @@ class BlankInfilling:
         mask: int,
         generator: np.random.Generator | None = None,
     ) -> dict[str, np.ndarray]:
-        """The sample for given spans [start, stop) in text order; part B holds them in the given order.
+        """Makes the sample of given spans.
 
-        With a generator, B's inputs are hidden by dBLOCK with `block_mask_probability`.
+        Args:
+            tokens: the text [n].
+            spans: [start, stop) of each span, in text order.
+            order: the order of the spans in part B.
+            mask: id of the mask token.
+            generator: if given, B's inputs are replaced by dBLOCK with `block_mask_probability`.
         """
         parts: list[np.ndarray] = []
         targets: list[np.ndarray] = []
@@ -189,15 +193,15 @@ _CUMULATIVE = _cumulative_weights()
 
 
 def span_lengths(least: int, generator: np.random.Generator) -> list[int]:
-    """Poisson(3) lengths, cut to 1..39, until they sum to `least` or more."""
+    """Draws Poisson(3) lengths, truncated to 1..39, until they sum to `least` or more."""
     drawn = np.searchsorted(_CUMULATIVE, generator.random(least), side="right") + 1  # more than enough
     return drawn[: int(np.searchsorted(np.cumsum(drawn), least)) + 1].tolist()
 
 
 def documents_of(tokens: np.ndarray, ids: GLMTokens) -> list[tuple[int, int]]:
-    """(offset, length) of the documents in a text, shortest first.
+    """Returns (offset, length) of the documents in a text, shortest first.
 
-    Documents are delimited by eos; a [CLS] before one is no part of it, nor is the last token of the text.
+    Documents are delimited by eos. A [CLS] before a document and the last token of the text are not part of it.
     """
     found: list[tuple[int, int]] = []
     start = 0
@@ -211,10 +215,12 @@ def documents_of(tokens: np.ndarray, ids: GLMTokens) -> list[tuple[int, int]]:
 def place_spans(
     tokens: np.ndarray, lengths: list[int], ids: GLMTokens, ratio: float, generator: np.random.Generator
 ) -> list[tuple[int, int]]:
-    """Spans [start, stop) of the given lengths in text order, at least one token apart; [] if not all find
-    room.
+    """Places spans of the given lengths at random, at least one token apart.
 
-    The shorter documents of a text take spans up to `ratio` of their length, the longest takes the rest.
+    The shorter documents of a text take spans up to `ratio` of their length; the longest document takes the rest.
+
+    Returns:
+        Spans [start, stop) in text order; [] if they do not all fit.
     """
     waiting = [lengths[place] for place in generator.permutation(len(lengths))]
     documents = documents_of(tokens, ids)
@@ -235,7 +241,7 @@ def place_spans(
 
 
 def sentences_of(tokens: np.ndarray, sentence_ends: np.ndarray, ids: GLMTokens) -> list[tuple[int, int]]:
-    """Sentences [start, stop) of a text; what stands unfinished before an eos is none."""
+    """Returns the sentences [start, stop) of a text. An unfinished sentence before an eos is left out."""
     found: list[tuple[int, int]] = []
     start = 0
     for place, token in enumerate(tokens.tolist()):

@@ -1,4 +1,4 @@
-"""GLM's objective: a mixture of blank infillings, of [CLS] and a window of a document or several short documents."""
+"""Makes GLM's mixture of blank-infilling samples from windows of documents, or from several short documents."""
 
 from __future__ import annotations
 
@@ -19,9 +19,16 @@ SHORTEST_PIECE = 32
 
 @dataclass(frozen=True)
 class GLMMixture:
-    """Shares of the modes; what `token` and `sentence` leave goes to the document mode. Published mixtures:
-    GLM-10B at 512 tokens .5/.3/.2; at 1024 .4/.3/.3 with single spans .05 and short texts .5; Large-Chinese
-    .4/.3/.3.
+    """Shares of the modes.
+
+    Published mixtures (token/sentence/document): GLM-10B .5/.3/.2 at 512 tokens, and .4/.3/.3 at 1024 tokens with
+    single spans .05 and short texts .5; Large-Chinese .4/.3/.3.
+
+    Attributes:
+        token: share of the token mode.
+        sentence: share of the sentence mode; the document mode has the rest.
+        single_span: share of samples with a single span, which have none of the other modes.
+        short: share of shortened texts.
     """
 
     token: float = 0.5
@@ -32,19 +39,26 @@ class GLMMixture:
     def __post_init__(self) -> None:
         shares = (self.token, self.sentence, self.single_span, self.short)
         if min(shares) < 0 or max(shares) > 1 or self.token + self.sentence > 1:
-            raise ValueError(f"the mixture {self} must be shares between 0 and 1, token + sentence at most 1")
+            raise ValueError(f"all shares of {self} must be between 0 and 1, and token + sentence at most 1")
 
 
 class GLMDataset:
     """Endless samples for blank infilling; sample i depends on (corpus, settings, seed, i) alone.
 
-    A document is picked with probability proportional to its length. A long one gives a window that begins
-    behind a sentence (or anywhere, with `anywhere` probability) and ends with one where at least half
-    remains; short ones are joined, each with its own [CLS], until `length` is full. Documents must end with
-    GLM's eos (prepare them so).
+    A document is chosen with probability proportional to its length. A long document gives a window that begins
+    after a sentence (or anywhere, with probability `anywhere`) and ends with a sentence if at least half of the
+    window remains. Short documents are joined, each with its own [CLS], until `length` is full. Documents in the
+    corpus must end with GLM's eos.
 
-    `mode_block` samples in a row share a mode: set it to the batch size to have batches of one mode, as in
-    the published code.
+    Args:
+        indexed: the corpus.
+        length: maximum number of tokens of a text, before blanks are made.
+        infilling: makes a sample of a text.
+        mixture: shares of the modes.
+        seed: seed of everything random.
+        mode_block: number of consecutive samples with the same mode. The published code has batches of one mode; for
+            these, set it to the batch size.
+        anywhere: probability of a window that need not begin after a sentence.
     """
 
     def __init__(
@@ -88,7 +102,7 @@ class GLMDataset:
         return self.infilling(text, cast("Mode", mode), generator)
 
     def text(self, generator: np.random.Generator) -> np.ndarray:
-        """[CLS] … of at most `length` tokens, int64."""
+        """Returns a random text of at most `length` tokens that begins with [CLS]: int64."""
         document = self._document(generator)
         if len(document) > self.length - 1:
             return self._window(document, generator)
@@ -133,7 +147,7 @@ class GLMDataset:
         return self._with_cls(window)
 
     def _slide(self, document: np.ndarray, start: int, ends: np.ndarray, *, leftwards: bool) -> int:
-        """The nearest place behind a sentence on one side, at most half a window away; else `start` itself."""
+        """Returns the nearest position after a sentence on one side, at most half a window away; otherwise `start`."""
         reach = self.length // 2
         if leftwards:
             before = np.flatnonzero(ends[document[max(0, start - reach) : start]])
@@ -146,9 +160,7 @@ class GLMDataset:
         return start
 
     def _piece(self, text: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-        """The beginning of a text, of a length uniform from 32 up, closed at a sentence end where there is
-        one.
-        """
+        """Returns the beginning of a text, of random length from 32 up, cut after a sentence if half of it remains."""
         target = int(generator.integers(SHORTEST_PIECE, self.length - 1))
         piece = text[:target]
         ends = self.infilling.sentence_ends
@@ -158,7 +170,7 @@ class GLMDataset:
 
 
 def glm_lengths(config: PretrainingData) -> tuple[int, int]:
-    """Each span adds a mask and a start or end; there are at most as many spans as blanked tokens."""
+    """Returns the maximum lengths: a span adds a mask and a start or end, and has at least one blanked token."""
     length = config.sequence_length
     length += 2 * (int(config.mask_probability * length) + 1)
     return length, length
@@ -166,7 +178,7 @@ def glm_lengths(config: PretrainingData) -> tuple[int, int]:
 
 @objective("glm", lengths=glm_lengths)
 def build_glm(config: PretrainingData, indexed: IndexedDataset, tokenizer: Tokenizer) -> GLMDataset:
-    """Samples with GLM's positions; its special tokens are put on a tokenizer that lacks them."""
+    """Builds samples with GLM's positions, and adds GLM's special tokens to a tokenizer that lacks them."""
     ids = glm_tokenizer(tokenizer, config.glm_vocabulary)
     infilling = BlankInfilling(
         ids,

@@ -1,4 +1,4 @@
-"""Causal language modelling: packed documents, every token predicted once."""
+"""Makes samples for causal language modeling: packed documents, each token predicted once."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ if TYPE_CHECKING:
 
 
 class GPTDataset(PackedTokens):
-    """Endless samples of `sequence_length` tokens; sample i depends on (corpus, sequence length, seed, i)
-    alone.
+    """Endless samples of `sequence_length` tokens; sample i depends on (corpus, sequence length, seed, i) alone.
 
-    Samples overlap by one token: the last of one is the first of the next, so that every token is predicted
-    exactly once per epoch. `d[i]` is `{"input_ids": int64 [S], "labels": int64 [S]}`; the labels equal the
-    input because models shift them.
+    Consecutive samples share one token, so that every token is predicted exactly once per epoch. `d[i]` is
+    `{"input_ids": int64 [S], "labels": int64 [S]}`; the labels equal the input because models shift them.
 
     Raises:
-        ValueError: no tokens, or a sequence length below 2.
+        ValueError: the corpus has no tokens, or the sequence length is below 2.
     """
 
     def __init__(self, indexed: IndexedDataset, sequence_length: int, seed: int = 1234) -> None:
@@ -46,5 +44,5 @@ class GPTDataset(PackedTokens):
 
 @objective("gpt")
 def build_gpt(config: PretrainingData, indexed: IndexedDataset, tokenizer: Tokenizer) -> GPTDataset:
-    """Samples for a decoder."""
+    """Builds samples for a decoder."""
     return GPTDataset(indexed, config.sequence_length, config.seed)

@@ -1,6 +1,6 @@
-"""Masked language modelling: BERT's and RoBERTa's 80/10/10, whole-word and n-gram masking.
+"""Masks tokens for masked language modeling: BERT's and RoBERTa's 80/10/10, whole-word and n-gram masking.
 
-Devlin et al., "BERT", 2019, section 3.1; n-grams with probability 1/n as in Megatron-LM and SpanBERT's kin.
+Devlin et al., "BERT", 2019, section 3.1; n-grams with probability 1/n as in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ from .labels import IGNORED
 
 @dataclass(frozen=True)
 class Masking:
-    """Choose `probability` of the maskable tokens; 80 % become the mask, 10 % a random token, 10 % stay.
+    """Chooses `probability` of the maskable tokens: 80 % become the mask, 10 % a random token, 10 % are unchanged.
 
-    `masking(tokens [n], generator)` returns `input_ids` and `labels` (−100 where nothing is asked), int64
-    [n]. The
-    number of chosen tokens is exact: round(probability × maskable), at least 1 (with words or n-grams, as
-    many as fit).
+    `masking(tokens [n], generator)` returns `input_ids` and `labels` (−100 at positions that are not chosen), int64
+    [n]. The number of chosen tokens is exact: round(probability × maskable), at least 1; with words or n-grams, as
+    many as fit that number.
 
     Args:
-        mask_token_id: what hides a token.
+        mask_token_id: id of the mask token.
         vocab_size: random tokens are drawn uniformly from all ids below it that are not special.
-        special_ids: ids that are neither chosen nor drawn.
+        special_ids: ids that are never masked and never drawn as random tokens.
         probability: share of maskable tokens that is chosen.
         continues: bool [vocab_size], whether a token continues the word before it (see `continuation_ids`);
             words are then chosen whole. None: every token is a word.
@@ -42,7 +41,7 @@ class Masking:
 
     def __post_init__(self) -> None:
         if not 0 < self.probability < 1:
-            raise ValueError(f"the masking probability is {self.probability}; it must lie between 0 and 1")
+            raise ValueError(f"the masking probability is {self.probability}; it must be between 0 and 1")
         if self.longest_ngram < 1:
             raise ValueError(f"longest_ngram is {self.longest_ngram}; it must be at least 1")
         drawable = np.setdiff1d(np.arange(self.vocab_size), [*self.special_ids, self.mask_token_id])
@@ -63,7 +62,7 @@ class Masking:
         return {"input_ids": inputs, "labels": labels}
 
     def choose(self, tokens: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-        """Positions that are asked for, sorted: int64 [chosen]."""
+        """Returns the positions to predict, sorted: int64 [chosen]."""
         maskable = np.flatnonzero(~np.isin(tokens, np.array([*self.special_ids, self.mask_token_id])))
         if len(maskable) == 0:
             return np.empty(0, np.int64)
@@ -101,9 +100,9 @@ class Masking:
 
 
 def continuation_ids(tokens: list[str]) -> np.ndarray:
-    """bool [V] for a vocabulary: which tokens continue the word before them.
+    """Returns bool [V]: which tokens of a vocabulary continue the word before them.
 
-    WordPiece marks continuations ("##ing"); SentencePiece and byte-level BPE mark beginnings ("▁the",
+    WordPiece marks continuations ("##ing"); SentencePiece and byte-level BPE mark beginnings of words ("▁the",
     "Ġthe").
     """
     if any(token.startswith("##") for token in tokens):
@@ -115,7 +114,7 @@ def continuation_ids(tokens: list[str]) -> np.ndarray:
 def masking_with(
     tokenizer: Tokenizer, probability: float, *, whole_words: bool = False, longest_ngram: int = 1
 ) -> Masking:
-    """Masking by a tokenizer's own mask and special tokens."""
+    """Returns a `Masking` with a tokenizer's mask and special tokens."""
     names = [tokenizer.id_to_token(index) for index in range(tokenizer.vocab_size)] if whole_words else []
     return Masking(
         tokenizer.special_id("mask_token"),

@@ -1,4 +1,4 @@
-"""Documents packed end to end and cut into samples of equal length, without end."""
+"""Packs documents end to end and cuts them into an endless series of samples of equal length."""
 
 from __future__ import annotations
 
@@ -13,28 +13,27 @@ from ..indexed.index_building import sample_index
 
 Transform = Callable[[np.ndarray, np.random.Generator], dict[str, np.ndarray]]
 
-EPOCHS_KEPT = 3  # samples at the border read two epochs; a prefetching loader may look one further back
+EPOCHS_KEPT = 3  # a sample at the border reads two epochs, and a prefetching loader may need the epoch before
 
 
 @dataclass(frozen=True)
 class EpochOrder:
-    """One pass over the corpus."""
+    """The order of one pass over the corpus."""
 
-    documents: np.ndarray  # [documents], the order in which they are read
-    starts: np.ndarray  # int64 [samples, 2]: (place in `documents`, offset in it) where each sample begins
-    shuffled: np.ndarray  # [samples], the order in which the samples are given out
+    documents: np.ndarray  # [documents], in reading order
+    starts: np.ndarray  # int64 [samples, 2]: where each sample begins (index into `documents`, offset in the document)
+    shuffled: np.ndarray  # [samples], the shuffled order of the samples
 
 
 class PackedTokens:
     """Endless runs of `length` tokens; `tokens(i)` depends on (corpus, length, overlap, seed, i) alone.
 
-    Each epoch visits the documents in an order of its own. Their tokens form one stream over all epochs (the
-    files hold an end-of-text token behind every document), cut every `length - overlap` tokens. Samples that
-    begin in an epoch are given out in a shuffled order, so that a batch does not consist of one long
-    document.
+    Each epoch shuffles the documents. Their tokens form one stream over all epochs (the files hold an end-of-text
+    token after every document), and a sample begins every `length - overlap` tokens. The samples that begin in an
+    epoch are shuffled too, so that a batch does not consist of one long document.
 
     Raises:
-        ValueError: no tokens, or a length that leaves nothing new in a sample.
+        ValueError: the corpus has no tokens, the seed is negative, or the overlap is not shorter than a sample.
     """
 
     def __init__(self, indexed: IndexedDataset, length: int, *, overlap: int = 0, seed: int = 1234) -> None:
@@ -58,17 +57,15 @@ class PackedTokens:
 
     @property
     def samples_per_epoch(self) -> float:
-        """Samples in one pass over the corpus; no whole number, because samples may cross into the next
-        epoch.
-        """
+        """Samples in one pass over the corpus; not an integer, because samples may extend into the next epoch."""
         return self.tokens_per_epoch / self._stride
 
     def epoch_of(self, index: int) -> int:
-        """The epoch in which sample `index` begins, from 0."""
+        """Returns the epoch in which sample `index` begins, counted from 0."""
         return index * self._stride // self.tokens_per_epoch
 
     def tokens(self, index: int) -> np.ndarray:
-        """Sample `index` as int64 [length]."""
+        """Returns sample `index`: int64 [length]."""
         if index < 0:
             raise IndexError(f"sample {index}: samples count from 0 and have no end")
         epoch = self.epoch_of(index)
@@ -88,7 +85,7 @@ class PackedTokens:
         self.__init__(**state)  # type: ignore[arg-type]
 
     def _first_sample(self, epoch: int) -> int:
-        """Number of samples that begin before `epoch`."""
+        """Returns the number of samples that begin before `epoch`."""
         return -(-epoch * self.tokens_per_epoch // self._stride)
 
     def _build_epoch(self, epoch: int) -> EpochOrder:
@@ -100,7 +97,7 @@ class PackedTokens:
         return EpochOrder(documents, starts, generator.permutation(following - first))
 
     def _copy(self, order: EpochOrder, place: int, offset: int, out: np.ndarray) -> int:
-        """Fill `out` from a place on, as far as the epoch reaches; returns how many tokens."""
+        """Fills `out` from a position in the epoch up to the epoch's end, and returns the number of tokens copied."""
         filled = 0
         while filled < len(out) and place < len(order.documents):
             start, stop = self.indexed.token_range(int(order.documents[place]))
@@ -112,11 +109,15 @@ class PackedTokens:
 
 
 class ObjectiveDataset:
-    """Endless samples `objective(tokens, generator)` over packed runs of `length` tokens.
+    """Endless samples `objective(tokens, generator)` of packed runs; sample i depends on (corpus, settings, seed, i).
 
-    Sample i depends on (corpus, settings, seed, i) alone.
-
-    `prefix` and `suffix` are put around the run before the objective sees it ([CLS] and [SEP], say).
+    Args:
+        indexed: the corpus.
+        length: tokens of a sample, including `prefix` and `suffix`.
+        objective: makes a sample of tokens.
+        seed: seed of everything random.
+        prefix: ids put before the run, such as [CLS].
+        suffix: ids put after the run, such as [SEP].
     """
 
     def __init__(

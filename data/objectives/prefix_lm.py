@@ -1,4 +1,4 @@
-"""Prefix language modelling: the end of a text from its beginning.
+"""Makes samples for prefix language modeling: predict the end of a text from its beginning.
 
 Raffel et al., "Exploring the limits of transfer learning with a unified text-to-text transformer", 2020,
 section 3.2.
@@ -19,11 +19,11 @@ from .pretraining import PretrainingData, objective, source_and_target
 
 @dataclass(frozen=True)
 class PrefixLM:
-    """Predict the end of a text from its beginning; the border is uniform.
+    """Splits a text at a uniformly random position into a prefix and the rest to predict.
 
     With `decoder_only` the sample is one sequence whose labels are −100 on the prefix, and `prefix_length` []
-    says how far attention goes both ways. Otherwise `input_ids` is the prefix and `labels` the rest, each
-    closed by the end-of-sequence token.
+    is the part with bidirectional attention. Otherwise `input_ids` is the prefix and `labels` the rest, each
+    ending with the end-of-sequence token.
     """
 
     eos_token_id: int
@@ -44,7 +44,8 @@ class PrefixLM:
 
 @objective("prefix-lm", lengths=source_and_target)
 def build_prefix_lm(config: PretrainingData, indexed: IndexedDataset, tokenizer: Tokenizer) -> ObjectiveDataset:
-    """Samples for an encoder-decoder."""
-    # Prefix and rest both lie in one run of tokens, so neither is longer than the shorter limit less its end.
+    """Builds samples for an encoder-decoder."""
+    # Prefix and rest are parts of one run of tokens, so each is at least one token shorter than the run, which leaves
+    # room for its end-of-sequence token.
     length = min(config.sequence_length, config.target_length)
     return ObjectiveDataset(indexed, length, PrefixLM(tokenizer.eos_token_id), seed=config.seed)

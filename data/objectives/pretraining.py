@@ -1,6 +1,6 @@
-"""One configuration that turns a prepared corpus into batches for any pre-training objective.
+"""Turns a prepared corpus into batches for any pretraining objective, from one configuration.
 
-An objective is one file of this folder: its builder of samples registers itself under the objective's name.
+An objective is a file of this folder. Its function that builds samples registers itself under the objective's name.
 """
 
 from __future__ import annotations
@@ -19,21 +19,26 @@ from ..tokenizers.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class PretrainingData:
-    """What a batch looks like.
+    """The objective and shape of batches.
 
     Args:
         objective: gpt (packed, every token predicted); bert-nsp, bert-sop (sentence pairs); roberta (packed,
             masked); t5 (span corruption); prefix-lm (encoder-decoder); glm (blank infilling).
-            Each is a file of this folder, which registers itself.
-        sequence_length: of the decoder or encoder input.
-        target_length: of an encoder-decoder's target.
-        padded: pad every batch to these lengths, so that all batches have one shape.
+        sequence_length: tokens of the decoder's or encoder's input.
+        target_length: tokens of an encoder-decoder's target.
+        padded: pad every batch to these lengths, so that all batches have the same shape.
+        micro_batch_size: samples in a batch of one rank.
         mask_probability: share of tokens that is masked, corrupted or blanked.
-        mean_span_length: of T5's spans.
-        whole_words, longest_ngram: what BERT and RoBERTa mask at once.
-        glm_vocabulary: the kind of vocabulary GLM's special tokens are put on.
-        glm_token, glm_sentence, glm_single_span, glm_short: GLM's mixture; the rest is the document mode.
-        block_mask_probability: GLM's hidden inputs.
+        mean_span_length: mean length of T5's spans in tokens.
+        whole_words: BERT and RoBERTa mask whole words.
+        longest_ngram: BERT and RoBERTa mask up to this many words at once.
+        glm_vocabulary: the base vocabulary of GLM, which determines its special tokens.
+        glm_token: share of GLM's token mode.
+        glm_sentence: share of GLM's sentence mode; the document mode has the rest.
+        glm_single_span: share of GLM samples with a single span.
+        glm_short: share of GLM samples with a shortened text.
+        block_mask_probability: share of GLM's generated inputs that are hidden by [dBLOCK].
+        seed: seed of the samples.
     """
 
     objective: str = "gpt"
@@ -60,7 +65,12 @@ Lengths = Callable[[PretrainingData], tuple[int, int]]
 
 @dataclass(frozen=True)
 class Objective:
-    """build: the samples of a corpus. lengths: the most tokens of an input, and of its labels."""
+    """A registered objective.
+
+    Attributes:
+        build: builds the samples of a corpus.
+        lengths: returns the maximum number of tokens of an input, and of its labels.
+    """
 
     build: Builder
     lengths: Lengths
@@ -70,12 +80,12 @@ _OBJECTIVES: dict[str, Objective] = {}
 
 
 def one_length(config: PretrainingData) -> tuple[int, int]:
-    """The lengths of an objective whose labels lie on its input."""
+    """Returns the lengths for an objective whose labels have the positions of its input."""
     return config.sequence_length, config.sequence_length
 
 
 def source_and_target(config: PretrainingData) -> tuple[int, int]:
-    """The lengths of an objective for an encoder-decoder."""
+    """Returns the lengths for an encoder-decoder's objective."""
     return config.sequence_length, config.target_length
 
 
@@ -90,7 +100,7 @@ def objective(*names: str, lengths: Lengths = one_length) -> Callable[[Builder],
 
 
 def find_objective(name: str) -> Objective:
-    """The registered objective of a name. ValueError, with all names, if there is none."""
+    """Returns the objective registered under a name. ValueError lists all names if there is none."""
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         import_module(f".{module.name}", __package__)
     if name not in _OBJECTIVES:
@@ -99,9 +109,9 @@ def find_objective(name: str) -> Objective:
 
 
 def build_dataset(config: PretrainingData, indexed: IndexedDataset, tokenizer: Tokenizer) -> Samples:
-    """The dataset of a configuration: endless, sample n a function of (corpus, configuration, n).
+    """Builds the endless dataset of a configuration; sample n is a function of (corpus, configuration, n).
 
-    Sentinels and other special tokens of the objective are put on the tokenizer if it lacks them, so its
+    Adds the objective's sentinels and other special tokens to the tokenizer if it lacks them, so that its
     `vocab_size` afterwards is the model's.
     """
     return find_objective(config.objective).build(config, indexed, tokenizer)
@@ -117,7 +127,7 @@ def build_loader(
     consumed: int = 0,
     num_workers: int = 0,
 ) -> ResumableLoader:
-    """Batches of a configuration for one data-parallel rank, from `consumed` samples (of all ranks) on."""
+    """Builds a loader of batches for one data-parallel rank, from `consumed` samples (of all ranks) on."""
     dataset = build_dataset(config, indexed, tokenizer)
     pad = tokenizer.special.get("pad_token", tokenizer.special.get("eos_token", 0))
     return ResumableLoader(

@@ -1,4 +1,4 @@
-"""RoBERTa's objective: masked words in full sentences (Liu et al., "RoBERTa", 2019, section 4.2)."""
+"""Makes RoBERTa samples: masked words in full sentences (Liu et al., "RoBERTa", 2019, section 4.2)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def masked_dataset(
     sep_token_id: int,
     seed: int = 1234,
 ) -> ObjectiveDataset:
-    """RoBERTa's FULL-SENTENCES form: `[CLS] packed text [SEP]`, masked, every sample `length` long."""
+    """Returns samples in RoBERTa's FULL-SENTENCES format: `[CLS] packed text [SEP]`, masked, `length` tokens each."""
     special = (*masking.special_ids, cls_token_id, sep_token_id)
     masking = replace(masking, special_ids=tuple(dict.fromkeys(special)))
     return ObjectiveDataset(indexed, length, masking, seed=seed, prefix=(cls_token_id,), suffix=(sep_token_id,))
@@ -28,7 +28,7 @@ def masked_dataset(
 
 @objective("roberta")
 def build_roberta(config: PretrainingData, indexed: IndexedDataset, tokenizer: Tokenizer) -> ObjectiveDataset:
-    """Samples for an encoder."""
+    """Builds samples for an encoder."""
     return masked_dataset(
         indexed,
         masking_with(

@@ -1,4 +1,4 @@
-"""T5's objective: span corruption.
+"""Makes T5 samples by span corruption.
 
 Raffel et al., "Exploring the limits of transfer learning with a unified text-to-text transformer", 2020,
 section 3.1.4; the segmentation is that of `random_spans_noise_mask` in the published T5 code.
@@ -21,14 +21,14 @@ Sample = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class SpanCorruption:
-    """Replace random spans by sentinels; the target spells out the spans, each behind its sentinel.
+    """Replaces random spans by sentinels; the target has the spans, each after its sentinel.
 
-    `corruption(tokens [n], generator)` returns `input_ids` and `labels`, int64, both closed by one
+    `corruption(tokens [n], generator)` returns `input_ids` and `labels`, int64, both ending with one
     end-of-sequence token. Their lengths depend on n alone; see `lengths`.
 
     Args:
-        sentinels: ids of the sentinels, the first one first (see `sentinel_ids`).
-        eos_token_id: closes input and target.
+        sentinels: ids of the sentinels, in order of use (see `sentinel_ids`).
+        eos_token_id: the last token of input and target.
         noise_density: share of tokens that is corrupted.
         mean_span_length: corrupted tokens per span on average.
     """
@@ -41,7 +41,7 @@ class SpanCorruption:
 
     def __post_init__(self) -> None:
         if not 0 < self.noise_density < 1:
-            raise ValueError(f"noise_density is {self.noise_density}; it must lie between 0 and 1")
+            raise ValueError(f"noise_density is {self.noise_density}; it must be between 0 and 1")
         if self.mean_span_length < 1:
             raise ValueError(f"mean_span_length is {self.mean_span_length}; a span has at least 1 token")
         object.__setattr__(self, "_sentinel_array", np.array(self.sentinels, np.int64))
@@ -54,7 +54,7 @@ class SpanCorruption:
         return self.corrupt(tokens, ends[0::2], ends[1::2])
 
     def corrupt(self, tokens: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Sample:
-        """The sample for given spans [starts, stops), in order and not touching."""
+        """Makes the sample of given spans [starts, stops), which are in order and do not touch."""
         lengths = stops - starts
         sentinels = self._sentinel_array[: len(starts)]
         border = np.zeros(len(tokens) + 1, np.int64)
@@ -66,7 +66,7 @@ class SpanCorruption:
         keep = ~noise
         keep[starts] = True
         labels = np.empty(int(lengths.sum()) + len(starts) + 1, np.int64)
-        at = np.cumsum(lengths + 1) - lengths - 1  # where each sentinel stands in the target
+        at = np.cumsum(lengths + 1) - lengths - 1  # position of each sentinel in the target
         content = np.ones(len(labels), bool)
         content[at] = content[-1] = False
         labels[at] = sentinels
@@ -75,26 +75,25 @@ class SpanCorruption:
         return {"input_ids": np.append(inputs[keep], self.eos_token_id), "labels": labels}
 
     def counts(self, length: int) -> tuple[int, int]:
-        """(corrupted tokens, spans) for a text of `length` tokens; ValueError if it is too short or too long."""
+        """Returns (corrupted tokens, spans) for a text of `length` tokens. ValueError if it is too short or long."""
         if length < 2:
             raise ValueError(f"span corruption needs at least 2 tokens, not {length}")
         noise = min(max(round(length * self.noise_density), 1), length - 1)
         spans = min(max(round(noise / self.mean_span_length), 1), noise, length - noise)
         if spans > len(self.sentinels):
             raise ValueError(
-                f"{length} tokens at noise density {self.noise_density} make {spans} spans, but there are "
-                "only "
+                f"{length} tokens at noise density {self.noise_density} make {spans} spans, but there are only "
                 f"{len(self.sentinels)} sentinels; use shorter texts, longer spans or more sentinels"
             )
         return noise, spans
 
     def lengths(self, length: int) -> tuple[int, int]:
-        """(input, target) lengths for a text of `length` tokens, end-of-sequence tokens included."""
+        """Returns the (input, target) lengths for a text of `length` tokens, including end-of-sequence tokens."""
         noise, spans = self.counts(length)
         return length - noise + spans + 1, noise + spans + 1
 
     def raw_length(self, input_length: int, target_length: int | None = None) -> int:
-        """The longest text whose input fits `input_length` and whose target fits `target_length`."""
+        """Returns the longest text whose input fits `input_length` and whose target fits `target_length`."""
         length = 1
         while True:
             try:
@@ -112,7 +111,7 @@ class SpanCorruption:
 
 
 def random_segments(total: int, parts: int, generator: np.random.Generator) -> np.ndarray:
-    """Cut `total` into `parts` positive lengths, every way equally likely: int64 [parts]."""
+    """Divides `total` into `parts` positive lengths, every division equally likely: int64 [parts]."""
     cuts = np.sort(generator.permutation(total - 1)[: parts - 1]) + 1
     return np.diff(np.concatenate([[0], cuts, [total]]).astype(np.int64))
 
@@ -125,10 +124,10 @@ def span_corruption_dataset(
     *,
     seed: int = 1234,
 ) -> ObjectiveDataset:
-    """T5 samples whose inputs have exactly the longest possible length up to `input_length` (and the targets
-    theirs).
+    """Returns T5 samples, all with the same input and target length.
 
-    The raw length is chosen so, as in the published T5 code; every sample has the same lengths.
+    As in the published T5 code, the raw text is as long as possible for inputs up to `input_length` and targets up to
+    `target_length`.
     """
     raw = corruption.raw_length(input_length, target_length)
     return ObjectiveDataset(indexed, raw, corruption, seed=seed)
@@ -136,12 +135,12 @@ def span_corruption_dataset(
 
 @objective("t5", lengths=source_and_target)
 def build_t5(config: PretrainingData, indexed: IndexedDataset, tokenizer: Tokenizer) -> ObjectiveDataset:
-    """Samples for an encoder-decoder; the sentinels are put on a tokenizer that lacks them."""
+    """Builds samples for an encoder-decoder, and adds the sentinels to a tokenizer that lacks them."""
     corruption = SpanCorruption(
         add_sentinels(tokenizer), tokenizer.eos_token_id, config.mask_probability, config.mean_span_length
     )
     return span_corruption_dataset(indexed, corruption, config.sequence_length, config.target_length, seed=config.seed)
 
 
-# The published benchmark of LiBai's mT5: encoder 512, decoder 128, always padded, 15 % masked, 16 per rank.
+# LiBai's published mT5 benchmark: encoder 512 tokens, decoder 128, always padded, 15 % masked, 16 samples per rank.
 LIBAI_MT5 = PretrainingData("t5", 512, 128, True, 16, 0.15, 3.0)

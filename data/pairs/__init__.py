@@ -1,1 +1,1 @@
-"""Fine-tuning data: pairs of texts and blocks of plain text."""
+"""Reads fine-tuning data: pairs of texts and blocks of plain text."""

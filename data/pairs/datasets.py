@@ -1,4 +1,4 @@
-"""Fine-tuning samples: pairs for encoder-decoders and decoders, and plain text in blocks."""
+"""Makes fine-tuning samples: pairs for encoder-decoders and decoders, and blocks of plain text."""
 
 from __future__ import annotations
 
@@ -12,18 +12,24 @@ from .pairs import Pair
 
 
 def closed(ids: list[int], length: int, end: int) -> np.ndarray:
-    """`ids` cut to `length - 1` and closed by exactly one `end`: int64."""
+    """Returns `ids` cut to `length - 1` tokens and followed by one `end`: int64."""
     return np.array([*ids[: length - 1], end], np.int64)
 
 
 def opened(ids: list[int], length: int, begin: Sequence[int]) -> np.ndarray:
-    """`begin`, then the last of `ids` that leave room for it in `length`: int64."""
+    """Returns `begin` followed by as many of the last `ids` as fit `length`: int64."""
     return np.array([*begin, *ids[-max(1, length - len(begin)) :]], np.int64)
 
 
 class Seq2SeqDataset:
-    """`{"input_ids": [s], "labels": [t]}` per pair, each closed by one end-of-sequence token, lengths
-    independent. begin: ids before both, within their lengths.
+    """Makes `{"input_ids": [s], "labels": [t]}` of a pair, each ending with one end-of-sequence token.
+
+    Args:
+        pairs: (source, target) texts.
+        tokenizer: must have an end-of-sequence token.
+        max_source_length: maximum length of `input_ids`, all tokens included.
+        max_target_length: maximum length of `labels`, all tokens included.
+        begin: ids before both.
     """
 
     def __init__(
@@ -53,11 +59,18 @@ class Seq2SeqDataset:
 
 
 class PromptDataset:
-    """Pairs for a decoder: source and target in one sequence, labels −100 on the source, one end behind the
-    target.
+    """Makes a decoder's sample of a pair: source and target in one sequence, ending with one end-of-sequence token.
 
-    A source that is too long loses its beginning, because its end says what to do. begin: ids before the
-    source, within its length.
+    Labels are −100 on the source. A source that is too long loses its beginning, because its end holds the
+    instruction.
+
+    Args:
+        pairs: (source, target) texts.
+        tokenizer: must have an end-of-sequence token.
+        max_source_length: maximum number of tokens of the source, `begin` and separator included.
+        max_target_length: maximum number of tokens of the target, the end included.
+        separator: text after the source.
+        begin: ids before the source.
     """
 
     def __init__(
@@ -91,8 +104,9 @@ class PromptDataset:
 
 
 class BlockDataset:
-    """Plain text for a decoder: all documents joined by the end token and cut into blocks; a rest is left
-    out.
+    """Makes a decoder's samples of plain text: documents, each followed by the end token, cut into equal blocks.
+
+    The remainder after the last block is left out.
     """
 
     def __init__(self, documents: Iterable[str], tokenizer: Tokenizer, block_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Pairs of source and target text for fine-tuning, from the files that people have."""
+"""Loads pairs of source and target text for fine-tuning from common file formats."""
 
 from __future__ import annotations
 
@@ -15,17 +15,26 @@ Pair = tuple[str, str]
 def load_pairs(
     path: str | Path, *, source_id: str = "s", target_id: str = "t", prefix: str = "", labels: bool = False
 ) -> Sequence[Pair]:
-    """(source, target) texts; `prefix` is put before every source. labels: a target may be a whole number too, which
-    becomes its digits.
+    """Loads (source, target) texts.
 
-    Read are: JSON lines `{"translation": {"s": …, "t": …}}` (t2t and Hugging Face's translation format) or
-    with the two keys at the top; a pair of files `NAME.source` and `NAME.target`, line by line (give either,
-    or NAME); parquet and folders of `datasets.Dataset.save_to_disk` with a `translation` column or two
-    columns of those names.
+    The formats are:
+
+    - JSON lines `{"translation": {"s": …, "t": …}}` (t2t and Hugging Face's translation format), or with the two keys
+      at the top level;
+    - a pair of files `NAME.source` and `NAME.target`, line by line (`path` is either of them, or NAME);
+    - parquet files and folders of `datasets.Dataset.save_to_disk` with a `translation` column, or with two columns of
+      those names.
+
+    Args:
+        path: the file or folder.
+        source_id: key of the source texts.
+        target_id: key of the target texts.
+        prefix: text to put before every source.
+        labels: whether a target may also be an integer, which becomes its digits.
 
     Raises:
-        ValueError: nothing there, files of unequal length, or a record without the keys; names file and
-            record.
+        ValueError: the file does not exist or holds no pairs, the files have different numbers of lines, or a record
+            lacks a key; the message names file and record.
     """
     path = Path(path)
     sides = _side_files(path)
@@ -43,7 +52,7 @@ def load_pairs(
 
 
 def pair_of(record: Any, source_id: str, target_id: str, labels: bool = False) -> Pair:
-    """The two texts of a record; ValueError says which key is missing."""
+    """Returns the two texts of a record. ValueError names a missing key."""
     values = record.get("translation", record) if isinstance(record, dict) else record
     if not isinstance(values, dict):
         raise ValueError(f"a {type(values).__name__} instead of an object with {source_id!r} and {target_id!r}")
@@ -60,7 +69,7 @@ def pair_of(record: Any, source_id: str, target_id: str, labels: bool = False) -
 
 
 class ColumnPairs(Sequence[Pair]):
-    """Pairs of a parquet file or a Hugging Face dataset folder, read from disk when asked for."""
+    """Pairs of a parquet file or a Hugging Face dataset folder, read from disk at each access."""
 
     def __init__(self, path: Path, source_id: str, target_id: str, labels: bool = False) -> None:
         from datasets import Dataset, load_from_disk
@@ -127,7 +136,7 @@ def _plain(raw: bytes) -> str:
 
 
 def _lines(path: Path, parse: Callable[[bytes], Any], *, skip_blank: bool = False) -> list[Any]:
-    """Every line through `parse`; its errors are repeated with file and line."""
+    """Returns every line parsed; errors of `parse` are raised with file and record."""
     values = []
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):

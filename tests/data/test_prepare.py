@@ -147,7 +147,7 @@ def test_a_source_without_documents_writes_nothing(tokenizer_dir, tmp_path):
 
 def test_mistakes_are_named_before_work_begins(jsonl, tokenizer_dir, tmp_path):
     for change, reason in [
-        ({"workers": 0}, "at least 1 process"),
+        ({"workers": 0}, "workers is 0; it must be at least 1"),
         ({"options": PrepareOptions(tmp_path / "nothing")}, "does not exist"),
         ({"options": PrepareOptions(tokenizer_dir, eos_token="[SEP]")}, "no token '\\[SEP\\]'"),
     ]:

@@ -158,7 +158,7 @@ def test_glm_tokens_are_put_on_a_tokenizer_once(tokenizer_dir, wordpiece_dir, sp
     tokens = glm_tokenizer(wordpiece, "bert")
     assert (tokens.eos, tokens.cls, tokens.mask, tokens.sop) == (0, 2, 4, 9)
     assert glm_tokenizer(wordpiece, "bert") == tokens
-    with pytest.raises(ValueError, match=r"no bert vocabulary: it has no \[PAD\]"):
+    with pytest.raises(ValueError, match=r"not a bert vocabulary: it has no \[PAD\]"):
         glm_tokenizer(load_tokenizer(tokenizer_dir), "bert")
     with pytest.raises(ValueError, match="unknown GLM vocabulary"):
         glm_token_ids(10, "xlnet")
