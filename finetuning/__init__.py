@@ -1,4 +1,4 @@
-"""Fine-tuning models of the zoo and of transformers on texts, with the calls of t2t-tuner.
+"""Fine-tunes models of the zoo and of transformers on texts, with the API of t2t-tuner.
 
     from shardzoo import finetuning as t2t
 
@@ -6,7 +6,7 @@
     trainer = t2t.Trainer(arguments=trainer_arguments)
     trainer.train(valid=False)
 
-Names are loaded when they are first used.
+Each name is imported at its first use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .freezing import ModelSummary
     from .recipe import Finetuning as Trainer
 
-# t2t-tuner's name -> the module, and the name there.
+# t2t-tuner's name -> (module, name in it).
 _NAMES = {
     "ModelSummary": ("freezing", "ModelSummary"),
     "Trainer": ("recipe", "Finetuning"),

@@ -1,4 +1,4 @@
-"""What fine-tuning is told: the trainer's arguments, and t2t's for model, files, lengths and evaluation."""
+"""Defines the arguments of fine-tuning: the trainer's, and t2t-tuner's for model, files, lengths and evaluation."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ MetricName = Literal["sacrebleu", "rouge", "accuracy"]
 @with_argument_aliases
 @dataclass(frozen=True)
 class FinetuningArguments(TrainingArguments):
-    """How a model is fine-tuned. Takes FlagAI's and transformers' names of the training arguments too.
+    """Arguments of fine-tuning. Also accepts FlagAI's and transformers' names of the training arguments.
 
-    All values are checked when it is made: `ValueError` says what would work.
+    All values are checked on construction; a `ValueError` names the values that would work.
     """
 
     env_type: EnvType | None = None  # type: ignore[assignment]
-    """By default pytorch in one process, and deepspeed+mpu in several."""
+    """By default pytorch for one process and deepspeed+mpu for several."""
     pytorch_device: str = "auto"
-    """Where one process computes; by default on a GPU if there is one."""
+    """Device of a single process; by default a GPU if one is available."""
     epochs: int = 3
     micro_batch_size: int = 8
     lr: float = 5e-5
@@ -37,10 +37,10 @@ class FinetuningArguments(TrainingArguments):
     model_name_or_path: str = ""
     """A Hugging Face folder or a shardzoo folder with its tokenizer, or a name on the Hugging Face Hub."""
     task: Task | None = None
-    """By default what the model's kind and the training file suggest: pairs teach text2text-generation, or an encoder
-    text-classification; plain text teaches text-generation."""
+    """By default it follows from the model and the training file: text2text-generation for pairs, text-classification
+    for pairs with an encoder, text-generation for plain text."""
     native: bool | None = None
-    """Train the zoo's model, whose layers can be split, or transformers'; by default the zoo's where it has one."""
+    """Train the zoo's model, whose layers can be split, or transformers'; by default the zoo's if it has one."""
 
     train_file: str | None = None
     """JSON lines {"translation": {"s": source, "t": target}} or with the two keys at the top, NAME.source beside
@@ -48,37 +48,37 @@ class FinetuningArguments(TrainingArguments):
     validation_file: str | None = None
     test_file: str | None = None
     validation_split: int = 5
-    """Percent of the training data that validates, where there is no validation_file."""
+    """Percent of the training data to use for validation if there is no validation_file."""
     source_id: str = "s"
     """Key of the source texts."""
     target_id: str = "t"
     """Key of the target texts, or of the labels."""
     prefix: str = ""
-    """Put before every source."""
+    """Text to put before every source."""
     separator: str = "\n"
-    """Between source and target, where a decoder learns pairs."""
+    """Text between source and target when a decoder learns pairs."""
     max_source_length: int = 128
-    """Tokens, the end included; longer sources are cut."""
+    """Maximum tokens of a source, including the end token; longer sources are cut."""
     max_target_length: int = 128
     block_size: int | None = None
-    """Tokens of a sample of plain text; by default what the model reads, up to 1024."""
+    """Tokens of a sample of plain text; by default the model's maximum, up to 1024."""
     max_train_samples: int | None = None
-    """The first so many; by default all."""
+    """Train on only the first samples of the file; by default on all."""
     max_eval_samples: int | None = None
     ignore_pad_token_for_loss: bool = True
-    """Off: an encoder-decoder also learns to predict the padding behind a target."""
+    """If False, an encoder-decoder also learns to predict the padding after a target."""
 
     predict_with_generate: bool = False
-    """Generate in evaluations, and compare with the targets by `metric`."""
+    """Generate texts in evaluations and compare them with the targets by `metric`."""
     generation_num_beams: int = 4
     generation_max_length: int | None = None
-    """New tokens in evaluations and answers; by default max_target_length."""
+    """Maximum new tokens of generated texts; by default max_target_length."""
     metric: MetricName = "sacrebleu"
-    """Of generated texts (accuracy: equal to the target). Of plain text, accuracy adds that of the next token; a
-    classifier is always measured by its accuracy."""
+    """Metric of generated texts; accuracy is the share equal to the target. For plain text, accuracy also reports that
+    of the next token. A classifier is always measured by its accuracy."""
 
     gradient_checkpointing: bool = False
-    """The same as recompute="full"."""
+    """Equivalent to recompute="full"."""
     torch_compile: bool = False
     """Compile the model with torch.compile."""
     torch_compile_backend: str = "inductor"
@@ -89,7 +89,7 @@ class FinetuningArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         chosen = self.env_type
-        object.__setattr__(self, "env_type", self._environment())  # what the checks are about
+        object.__setattr__(self, "env_type", self._environment())  # the checks need the resolved value
         super().__post_init__()
         object.__setattr__(self, "env_type", chosen)
         for name, least in (("max_source_length", 2), ("max_target_length", 2), ("block_size", 2),
@@ -99,20 +99,20 @@ class FinetuningArguments(TrainingArguments):
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
         if not 0 <= self.validation_split < 100:
-            raise ValueError(f"validation_split is a percentage from 0 to 99, and not {self.validation_split}")
+            raise ValueError(f"validation_split must be a percentage from 0 to 99, not {self.validation_split}")
         if self.native is False and self.model_parallel_size > 1:
             raise ValueError(
-                f"model_parallel_size={self.model_parallel_size} splits layers, which only the zoo's models do; use "
-                "native=True, or model_parallel_size=1"
+                f"model_parallel_size={self.model_parallel_size} splits layers, which only the zoo's models support; "
+                "use native=True, or model_parallel_size=1"
             )
         if self.resume and self.output_dir is None:
-            raise ValueError("resume goes on with the run in output_dir: name that folder too")
+            raise ValueError("resume needs output_dir, the folder of the run to resume")
         if self.resume and self.overwrite:
-            raise ValueError("resume goes on with a run and overwrite deletes it: use one of them")
+            raise ValueError("resume continues a run and overwrite deletes it: use only one of them")
         for name in ("save_dir", "experiment_name"):
             if getattr(self, name) != getattr(type(self), name):
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r}: a fine-tuning run lies in --output-dir; use that one"
+                    f"{name}={getattr(self, name)!r} is not supported in fine-tuning; set --output-dir instead"
                 )
         self._check_compiler()
         if self.predict_with_generate and self.zero_stage == 3:
@@ -125,7 +125,7 @@ class FinetuningArguments(TrainingArguments):
 
         if self.torch_compile_backend not in list_backends(()):
             raise ValueError(
-                f"torch_compile_backend {self.torch_compile_backend!r} is none of {', '.join(list_backends())}"
+                f"torch_compile_backend must be one of {', '.join(list_backends())}, not {self.torch_compile_backend!r}"
             )
 
     def _environment(self) -> EnvType:
@@ -140,7 +140,7 @@ class FinetuningArguments(TrainingArguments):
         return "deepspeed+mpu" if several or zero else "pytorch"
 
     def resolved(self) -> FinetuningArguments:
-        """With what is left open decided for this machine and these processes."""
+        """Returns the arguments with defaults resolved for this machine and the number of processes."""
         import torch
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -152,7 +152,7 @@ class FinetuningArguments(TrainingArguments):
         )
 
     def check_files(self) -> None:
-        """ValueError for a file that is named and not there. NAME stands for NAME.source with NAME.target."""
+        """Raises ValueError if a named file does not exist. NAME stands for NAME.source with NAME.target."""
         for name in ("train_file", "validation_file", "test_file"):
             path = getattr(self, name)
             if path is not None and not Path(path).exists() and not Path(f"{path}.source").exists():

@@ -1,4 +1,4 @@
-"""The files of a fine-tuning run: their records, and the samples that a model learns from them."""
+"""Reads the records of a fine-tuning run's files, and makes samples of them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from .tasks import Labels, label_names, stored_labels
 
 
 class FinetuningData:
-    """The records and samples of the run's files. Reads each file once.
+    """Gives the records and samples of the run's files. Reads each file once.
 
     Attributes:
-        prompt: Tokens that are put before every source.
+        prompt: The soft prompt's tokens, which are put before every source.
+        positions: The maximum number of tokens that the model reads; None if it is unlimited.
         labels: A classifier's labels; None for other tasks.
         new_labels: The names of the labels, if the stored model has no classifier for them.
     """
@@ -52,11 +53,11 @@ class FinetuningData:
         self.labels = Labels(self.new_labels or stored or [])
         if len(self.labels.names) < 2:
             raise ValueError(
-                f"all labels of {self.arguments.train_file} are {self.labels.names[0]!r}: nothing to learn"
+                f"all labels of {self.arguments.train_file} are {self.labels.names[0]!r}; at least 2 are needed"
             )
 
     def check_lengths(self, positions: int | None) -> None:
-        """ValueError if samples may be longer than what the model reads at most."""
+        """Raises ValueError if samples may be longer than the model's positions."""
         self.positions = positions
         if positions is None:
             return
@@ -70,16 +71,16 @@ class FinetuningData:
         )
         if sum(asked.values()) > positions:
             named = " + ".join(f"{name}={value}" for name, value in asked.items())
-            raise ValueError(f"{named} is more than the {positions} positions of the model; use less")
+            raise ValueError(f"{named} is more than the model's {positions} positions; use less")
 
     def train(self, valid: bool) -> Any:
-        """Records to train on. valid: whether some of them validate where there is no validation_file."""
+        """Returns the records to train on, without those for validation if `valid` and there is no validation_file."""
         if not valid or self.arguments.validation_file is not None:
             return self._train_records()
         return self._split_records().train
 
     def validation(self) -> Any:
-        """Records that validate; None if there are none."""
+        """Returns the records for validation; None if there are none."""
         if self._validation is None:
             if self.arguments.validation_file is not None:
                 found = self.read(self.arguments.validation_file, self.arguments.max_eval_samples)
@@ -111,7 +112,7 @@ class FinetuningData:
         )
 
     def prepare_source(self, text: str) -> str:
-        """With the soft prompt before it, unless it has a place of its own in the text."""
+        """Returns the text with the soft prompt before it, unless the text has one of its tokens."""
         if any(token in text for token in self.prompt):
             return text
         return "".join(self.prompt) + text
@@ -136,10 +137,10 @@ LONGEST_BLOCK = 1024
 
 
 class TextTokenizer(TransformersTokenizer):
-    """transformers' tokenizer with the interface of `shardzoo.data`. It recognizes special tokens in text.
+    """Gives transformers' tokenizer the interface of `shardzoo.data`. It recognizes special tokens in text.
 
     Attributes:
-        begin: Ids that the tokenizer puts before every text, such as a start token.
+        begin: Ids that the tokenizer puts before every text, such as a beginning-of-sequence token.
     """
 
     def __init__(self, backend: Any) -> None:
@@ -155,7 +156,7 @@ class TextTokenizer(TransformersTokenizer):
 
 
 class Chosen(Sequence[Any]):
-    """Some records of others, in a given order."""
+    """A selection of records, in a given order."""
 
     def __init__(self, records: Sequence[Any], numbers: Sequence[int]) -> None:
         self.records, self.numbers = records, numbers
@@ -182,7 +183,7 @@ class SourcesChanged(Sequence[tuple[str, str]]):
 
 
 class ClassifiedTexts:
-    """`{"input_ids": [s], "labels": class}` for each pair of text and label; a text may end at `max_length` tokens."""
+    """Makes `{"input_ids": [s], "labels": class}` of a text and its label; texts are cut at `max_length` tokens."""
 
     def __init__(self, pairs: Sequence[tuple[str, str]], tokenizer: Any, labels: Labels, max_length: int) -> None:
         self.pairs, self.tokenizer, self.labels, self.max_length = pairs, tokenizer, labels, max_length
@@ -203,7 +204,7 @@ class HeldOutSplit:
 
 
 def read_records(path: str, task: str, arguments: FinetuningArguments, tokenizer: TextTokenizer, longest: int | None):
-    """Pairs of texts, or of text and label; of plain text, its blocks. ValueError for what is wrong in the file."""
+    """Reads pairs of texts, pairs of text and label, or blocks of plain text. ValueError for a bad file."""
     if task == "text-generation":
         size = arguments.block_size or min(longest or LONGEST_BLOCK, LONGEST_BLOCK)
         return BlockDataset(iter_documents(path), tokenizer, size)
@@ -217,7 +218,11 @@ def read_records(path: str, task: str, arguments: FinetuningArguments, tokenizer
 
 
 def held_out(records: Any, percent: int, seed: int) -> HeldOutSplit:
-    """Draws `percent` of the records, at least one, for validation; 0 draws none. ValueError for a single record."""
+    """Chooses `percent` of the records at random for validation, at least one; 0 chooses none.
+
+    Raises:
+        ValueError: no record would be left to train on.
+    """
     if percent == 0:
         return HeldOutSplit(records, None)
     count = max(1, round(len(records) * percent / 100))
@@ -241,7 +246,7 @@ def make_samples(
     prepare_source: Callable[[str], str],
     labels: Labels | None,
 ) -> Any:
-    """The samples that the model is trained on, dicts of arrays, each made when it is read."""
+    """Returns the samples that the model is trained on: dicts of arrays, each made when it is accessed."""
     if task == "text-generation":
         return records
     pairs = SourcesChanged(records, prepare_source)
@@ -261,7 +266,8 @@ class Collate:
     """Makes a padded batch of samples.
 
     Args:
-        learn_padding: Pad labels with pad_token_id, which is then predicted, instead of -100.
+        pad_token_id: Padding of input_ids.
+        learn_padding: Whether to pad labels with pad_token_id, which is then predicted, instead of -100.
     """
 
     def __init__(self, pad_token_id: int, *, learn_padding: bool = False) -> None:

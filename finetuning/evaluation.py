@@ -1,4 +1,4 @@
-"""How good a model's predictions and generated texts are, and the trainer that measures them."""
+"""Measures a model's predictions and generated texts, and extends the trainer to report the measurements."""
 
 from __future__ import annotations
 
@@ -20,16 +20,21 @@ ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
 def text_value_names(metric: str) -> tuple[str, ...]:
-    """The names of what `text_values` gives."""
+    """Returns the names of the values that `text_values` returns."""
     return ROUGE if metric == "rouge" else (metric,)
 
 
 def text_values(metric: str, predictions: Sequence[str], targets: Sequence[str]) -> dict[str, float]:
-    """Compares generated texts with their targets, without the white space around them.
+    """Compares generated texts with their targets; leading and trailing white space is ignored.
 
     Args:
-        metric: sacrebleu: BLEU of the corpus, 0 to 100 (Post 2018). rouge: mean F-measures of ROUGE-1, -2 and -L with
-            stemming, 0 to 100 (Lin 2004). accuracy: the share of texts equal to their target, 0 to 1.
+        metric: "sacrebleu" is corpus BLEU, 0 to 100 (Post 2018). "rouge" gives mean F-measures of ROUGE-1, -2 and -L
+            with stemming, 0 to 100 (Lin 2004). "accuracy" is the share of texts equal to their target, 0 to 1.
+        predictions: the generated texts.
+        targets: the target of each.
+
+    Returns:
+        The values by name.
     """
     predictions, targets = [text.strip() for text in predictions], [text.strip() for text in targets]
     if metric == "accuracy":
@@ -48,8 +53,10 @@ def text_values(metric: str, predictions: Sequence[str], targets: Sequence[str])
 def generated_values(
     metric: str, generator: TextGenerator, model: Any, sources: Sequence[str], targets: Sequence[str], ranks: Ranks
 ) -> dict[str, float]:
-    """`text_values` of what a model generates for sources. Each data-parallel rank generates a part of the texts; all
-    ranks return the values."""
+    """Generates texts for the sources and returns their `text_values`.
+
+    Each data-parallel rank generates a part of the texts; all ranks return the same values.
+    """
     mine = range(ranks.dp_rank, len(sources), ranks.dp_size)
     texts = generator(model, [sources[number] for number in mine])
     every = ranks.gather(list(zip(mine, texts, strict=True)) if ranks.tp_rank == 0 else [])
@@ -58,27 +65,29 @@ def generated_values(
 
 
 def class_accuracy(logits: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Hits and rows: logits [B, C], labels int64 [B]."""
+    """Returns (correct rows, rows) for logits [B, C] and labels int64 [B]."""
     return float((logits.argmax(-1) == labels).sum()), float(len(labels))
 
 
 def next_token_accuracy(logits: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Hits and targets: logits [B, S, V] at a position are for the label at the next; labels int64 [B, S]."""
+    """Returns (correct tokens, tokens); logits [B, S, V] at a position predict labels int64 [B, S] at the next."""
     predicted, wanted = logits[:, :-1].argmax(-1), labels[:, 1:]
     kept = wanted != IGNORED
     return float((predicted[kept] == wanted[kept]).sum()), float(kept.sum())
 
 
 def perplexity(loss: float) -> float:
-    """exp of the mean loss, which is in nats per token."""
+    """Returns exp(loss) for a mean loss in nats per token."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
 class FinetuningTrainer(Trainer):
-    """The trainer underneath: it also measures perplexity, and what the model generates.
+    """Extends the trainer by validation values: perplexity, and metrics of generated texts.
 
     Attributes:
-        measure: Gives further validation values of the bare model, called `measured`. Collective over all ranks.
+        is_language_model: Whether to report perplexity.
+        measure: Returns further validation values of the unwrapped model. Collective over all ranks.
+        measured: The names of these values.
     """
 
     def __init__(self, arguments: FinetuningArguments, mesh: ParallelMesh | None = None) -> None:
@@ -88,12 +97,12 @@ class FinetuningTrainer(Trainer):
         self.measured: tuple[str, ...] = ()
 
     def check(self, validates: bool, metrics: Mapping[str, Metric]) -> None:
-        """Raises the ValueError of `train` for these arguments, before the run has a folder."""
+        """Raises the ValueError that `train` would raise for these arguments, before the run's folder is created."""
         best = self.arguments.save_best
         if best is not None and not validates:
             raise ValueError(
-                f"save_best={best!r} is a value of validation, and nothing validates: it takes a "
-                "validation_file or a validation_split above 0, and train(valid=True)"
+                f"save_best={best!r} is a validation value, but nothing validates: set a validation_file or a "
+                "validation_split above 0, and call train(valid=True)"
             )
         of_texts = ["perplexity"] if self.is_language_model else []
         self.check_arguments(["loss", *of_texts, *metrics, *self.measured])

@@ -1,4 +1,4 @@
-"""The parts of a model that can be frozen (encoder, decoder, embeddings), and how many parameters each trains."""
+"""Finds the parts of a model that can be frozen (encoder, decoder, embeddings), and counts their parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EMBEDDINGS = (nn.Embedding, VocabParallelEmbedding, PromptedEmbedding)
 
 
 def embedding_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The tables of tokens, positions and segments, by name: embeddings whose rows are as wide as the model.
+    """Returns the tables of tokens, positions and segments by name: embeddings with rows as wide as the model.
 
     A head that is tied to the token table is the same parameter.
     """
@@ -32,7 +32,7 @@ def embedding_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def part_parameters(model: nn.Module, source: ModelSource, part: str) -> dict[str, nn.Parameter]:
-    """The parameters of "encoder", "decoder" or "embeddings", by name.
+    """Returns the parameters of "encoder", "decoder" or "embeddings" by name.
 
     Encoder and decoder are their blocks and norms, without embeddings, poolers and heads.
 
@@ -44,8 +44,7 @@ def part_parameters(model: nn.Module, source: ModelSource, part: str) -> dict[st
         return embeddings
     if source.shape != "encoder-decoder" and source.shape != part:
         raise ValueError(
-            f"a {type(model).__name__} is a {source.shape} and has no {part}: freeze its {source.shape} or "
-            "its embeddings"
+            f"{type(model).__name__} is a {source.shape} and has no {part}: freeze its {source.shape} or its embeddings"
         )
     apart = {id(parameter) for parameter in embeddings.values()}
     modules = _native_part(model, part) if source.native else _transformers_part(model, source, part)
@@ -58,7 +57,7 @@ def part_parameters(model: nn.Module, source: ModelSource, part: str) -> dict[st
 
 
 def _native_part(model: Any, part: str) -> list[nn.Module]:
-    if hasattr(model, part):  # also the body of a BERT
+    if hasattr(model, part):  # BERT also has an `encoder`
         return [getattr(model, part)]
     return [model.blocks, model.final_norm]
 
@@ -66,12 +65,12 @@ def _native_part(model: Any, part: str) -> list[nn.Module]:
 def _transformers_part(model: Any, source: ModelSource, part: str) -> list[nn.Module]:
     if source.shape == "encoder-decoder":
         return [model.get_encoder() if part == "encoder" else model.get_decoder()]
-    # The body without what only its head uses.
+    # The pooler belongs to the head.
     return [child for name, child in model.base_model.named_children() if name != "pooler"]
 
 
 def head_parameters(model: nn.Module, source: ModelSource) -> dict[str, nn.Parameter]:
-    """The parameters that are in no other part."""
+    """Returns the parameters that are in no other part."""
     parts = ("encoder", "decoder") if source.shape == "encoder-decoder" else (source.shape,)
     others = {id(p) for part in (*parts, "embeddings") for p in part_parameters(model, source, part).values()}
     return {name: p for name, p in model.named_parameters() if id(p) not in others}
@@ -79,10 +78,13 @@ def head_parameters(model: nn.Module, source: ModelSource) -> dict[str, nn.Param
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """Numbers of parameters of the whole model, however it is split. A shared parameter counts once.
+    """Numbers of parameters of the whole model, independent of how it is split. A shared parameter counts once.
 
     Attributes:
-        parts: Name of a part -> (all parameters, trainable parameters).
+        name: The model's class.
+        total: Number of parameters.
+        trainable: Number of trainable parameters.
+        parts: Name of a part -> (parameters, trainable parameters).
     """
 
     name: str

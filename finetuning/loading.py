@@ -1,4 +1,4 @@
-"""Finds a model's folder and kind, and loads it with the head that a task needs: the zoo's, or transformers'."""
+"""Finds a model's folder and kind, and loads the zoo's or transformers' model with the head that the task needs."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ class ModelSource:
     """A model on disk.
 
     Attributes:
+        folder: The model's folder.
         values: The contents of its config.json.
         shape: "encoder-decoder", "encoder" or "decoder".
-        native: Whether the zoo's model is trained, and not transformers'.
+        native: Whether to train the zoo's model rather than transformers'.
         adapter: The folder of its LoRA weights, if it has any.
     """
 
@@ -48,13 +49,17 @@ class ModelSource:
 
 
 def locate(name: str) -> Path:
-    """The folder of a model, fetched from the Hugging Face Hub where `name` is no folder. ValueError without one."""
+    """Returns the folder of a model, downloaded from the Hugging Face Hub if `name` is not a folder.
+
+    Raises:
+        ValueError: neither a folder nor a model on the Hub has this name.
+    """
     if not name:
         raise ValueError("model_name_or_path is missing: name the folder of a model, or one on the Hugging Face Hub")
     if Path(name).is_dir():
         return Path(name)
     if Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ValueError(f"model_name_or_path: {name} is no folder")
+        raise ValueError(f"model_name_or_path: {name} is not a folder")
 
     def fetch() -> Path:
         from huggingface_hub import snapshot_download
@@ -64,38 +69,44 @@ def locate(name: str) -> Path:
         except (OSError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(
-                f"model_name_or_path: {name} is no folder, nor could it be fetched from the Hugging Face Hub: {reason}"
+                f"model_name_or_path: {name} is not a folder, and downloading it from the Hugging Face Hub failed: "
+                f"{reason}"
             ) from None
 
     return on_first_rank(fetch)
 
 
 def find_source(arguments: FinetuningArguments) -> ModelSource:
-    """Which model the arguments name, and whether the zoo's is taken. ValueError where they ask for what it cannot."""
+    """Finds the model named by the arguments, and decides between the zoo's and transformers' model.
+
+    Raises:
+        ValueError: the model does not support what the arguments need.
+    """
     folder, adapter = locate(arguments.model_name_or_path), None
     if (folder / ADAPTER).exists():
         base = (read_folder_json(folder, ADAPTER) or {}).get("base_model_name_or_path")
         adapter, folder = folder, locate(base if isinstance(base, str) else "")
     values = read_folder_json(folder, CONFIG)
     if values is None:
-        raise ValueError(f"{folder} has no {CONFIG}: it holds no model")
+        raise ValueError(f"{folder} holds no model: it has no {CONFIG}")
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
         raise ValueError(f"{folder / CONFIG} has no model_type, so its kind of model is unknown")
     native = arguments.native
     if adapter is not None and native:
-        raise ValueError(f"{adapter} holds LoRA weights, which only transformers' models take; use native=False")
+        raise ValueError(f"{adapter} holds LoRA weights, which only transformers' models support; use native=False")
     if native is None:
         native = model_type in FAMILIES and adapter is None
         shape = _shape(folder, values)
         native = native and not (arguments.task == "text-classification" and shape != "encoder")
     elif native and model_type not in FAMILIES:
         raise ValueError(
-            f"{folder} is a {model_type}, which the zoo has not; use native=False, or a model of {', '.join(FAMILIES)}"
+            f"{folder} is a {model_type}, which is not in the zoo; use native=False, or a model of "
+            f"{', '.join(FAMILIES)}"
         )
     elif not native and (folder / MANIFEST).exists():
         raise ValueError(
-            f"{folder} holds shards, which only the zoo's models read; merge it by `shardzoo convert merge`"
+            f"{folder} holds shards, which only the zoo's models load; merge them with `shardzoo convert merge`"
         )
     if native and not family(model_type).tasks:
         able = ", ".join(name for name in FAMILIES if family(name).tasks)
@@ -103,7 +114,7 @@ def find_source(arguments: FinetuningArguments) -> ModelSource:
     if arguments.model_parallel_size > 1 and not native:
         raise ValueError(
             f"model_parallel_size={arguments.model_parallel_size} splits layers, which transformers' {model_type} does "
-            f"not; use model_parallel_size=1, or a model of {', '.join(FAMILIES)}"
+            f"not support; use model_parallel_size=1, or a model of {', '.join(FAMILIES)}"
         )
     return ModelSource(folder, values, _shape(folder, values), native, adapter)
 
@@ -131,7 +142,16 @@ def load_model(
     device: torch.device,
     labels: Sequence[str] | None,
 ) -> nn.Module:
-    """The model with the head of the task, in training mode. labels: a new classifier's, by class; None: as stored."""
+    """Loads the model with the head of the task, in training mode.
+
+    Args:
+        source: The model.
+        task: The task.
+        arguments: The arguments of the run.
+        mesh: The mesh over which the zoo's model is split.
+        device: Device of the zoo's model.
+        labels: The labels of a new classifier by class; None to load the stored one.
+    """
     if source.native:
         return _native(source, task, arguments, mesh, device, labels).train()
     return _transformers(source, task, arguments, labels).train()
@@ -160,11 +180,11 @@ def _native(
             source.folder, mesh, config=config, new=_new_modules(source), seed=arguments.seed, **made
         )
     except ValueError as error:
-        raise ValueError(f"{error}; native=False loads it by transformers") from None
+        raise ValueError(f"{error}; native=False loads it with transformers") from None
 
 
 def _new_modules(source: ModelSource) -> list[str]:
-    """The classifier, and what else of a classifier's modules the folder was stored without."""
+    """Returns the modules to initialize: the classifier, and modules of a classifier that the folder does not have."""
     stored = open_checkpoint(source.folder).ranks[0]
     facts = family(source.model_type)
 
@@ -207,7 +227,7 @@ def _transformers(
 
 
 def positions_of(model: nn.Module, source: ModelSource) -> int | None:
-    """How many tokens the model reads at most; None where positions are relative."""
+    """Returns the maximum number of tokens that the model reads; None if positions are relative."""
     config: Any = model.config
     if source.shape == "encoder-decoder":
         return None
@@ -218,7 +238,7 @@ def positions_of(model: nn.Module, source: ModelSource) -> int | None:
 
 
 def _positions_of_padding(model: nn.Module) -> int:
-    """How many rows of a transformers model's position table serve no token, such as RoBERTa's up to its padding."""
+    """Returns the rows of a transformers model's position table that no token uses, such as RoBERTa's padding rows."""
     tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
     padding = next((getattr(table, "padding_idx", None) for table in tables), None)
     return 0 if padding is None else padding + 1

@@ -1,4 +1,4 @@
-"""LoRA (Hu et al., 2021, arXiv:2106.09685) by the library peft."""
+"""Adds LoRA weights (Hu et al., 2021, arXiv:2106.09685) with the library peft."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def import_peft() -> Any:
-    """ValueError if peft is not installed."""
+    """Returns the module peft. ValueError if it is not installed."""
     try:
         import peft
     except ImportError:
@@ -21,15 +21,17 @@ def add_lora(model: Any, folder: Path, seed: int, settings: dict[str, Any]) -> N
     """Adds LoRA weights to a model of transformers, in place, and freezes all others.
 
     Args:
-        folder: The model's, which the adapter's file names as what it belongs to.
-        settings: Of peft's LoraConfig.
+        model: The model.
+        folder: The model's folder, which the adapter's file records as its base model.
+        seed: Seed of the new weights.
+        settings: Arguments of peft's LoraConfig.
 
     Raises:
         ValueError: peft refuses the settings, or is not installed.
     """
     peft = import_peft()
     try:
-        with torch.random.fork_rng():  # the same on every rank
+        with torch.random.fork_rng():  # the same weights on every rank
             torch.manual_seed(seed)
             config = peft.LoraConfig(**settings)
             model.add_adapter(config)

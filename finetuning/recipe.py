@@ -1,4 +1,4 @@
-"""One fine-tuning run: a model, its texts, and what is done with them, by t2t-tuner's names."""
+"""Runs one fine-tuning: loads a model and its texts, trains, evaluates, generates and saves, with t2t-tuner's API."""
 
 from __future__ import annotations
 
@@ -25,16 +25,26 @@ from .text_generator import TextGenerator
 
 
 class Finetuning:
-    """Fine-tunes the model that the arguments name, of the zoo or of transformers.
+    """Fine-tunes the model named by the arguments, of the zoo or of transformers.
 
         trainer = Finetuning(FinetuningArguments(model_name_or_path=folder, train_file="pairs.json"))
         trainer.train(valid=False)
 
-    `shardzoo.finetuning` calls it `Trainer`, and its arguments `TrainerArguments`, as t2t-tuner does. It takes
-    `FinetuningArguments`, or their names as keywords; `ValueError` for what does not fit together. Where processes are
-    missing it starts them and ends this one, as `shardzoo.trainer.Trainer` does. Every rank makes the same calls.
+    `shardzoo.finetuning` exports this class as `Trainer` and its arguments as `TrainerArguments`, t2t-tuner's names.
+    Pass `FinetuningArguments`, or their fields as keywords. If the run needs more processes, it starts them and ends
+    this one, as `shardzoo.trainer.Trainer` does. Every rank must make the same calls.
 
-    model, tokenizer: the model, this rank's part of it, and transformers' tokenizer. mesh: one that was made before.
+    Args:
+        arguments: the arguments of the run.
+        mesh: a mesh that exists already; by default one is created.
+        keywords: fields of `FinetuningArguments`, instead of `arguments`.
+
+    Attributes:
+        model: this rank's part of the model.
+        tokenizer: transformers' tokenizer.
+
+    Raises:
+        ValueError: the arguments, the model and the files do not fit together.
     """
 
     def __init__(
@@ -81,10 +91,10 @@ class Finetuning:
     # What is trained
 
     def freeze(self, encoder: bool | None = None, decoder: bool | None = None, embeddings: bool | None = None) -> None:
-        """True freezes a part, False lets it be trained again, None leaves it as it is.
+        """Freezes a part (True), makes it trainable again (False), or leaves it unchanged (None).
 
         Embeddings are the tables of tokens, positions and segments; a head that is tied to the token table is frozen
-        with it. ValueError for a part that the model has not.
+        with it. ValueError for a part that the model does not have.
         """
         for part, frozen in (("encoder", encoder), ("decoder", decoder), ("embeddings", embeddings)):
             if frozen is None:
@@ -93,10 +103,10 @@ class Finetuning:
                 parameter.requires_grad = not frozen
 
     def convert_to_prompt_tuning(self, prompt_list: Sequence[str]) -> None:
-        """Freezes the model, and learns an input vector for each of these new tokens, such as ["<p0>", "<p1>"].
+        """Freezes the model and makes an input vector for each new token trainable, such as ["<p0>", "<p1>"].
 
-        They are put before every source that has none of them, so that `prefix` or the data may place them instead.
-        ValueError for tokens that the tokenizer has, and for plain text, which has no sources.
+        The tokens are put before every source that has none of them; `prefix` or the data may place them elsewhere.
+        ValueError for tokens that the tokenizer has already, and for plain text, which has no sources.
         """
         tokens = [prompt_list] if isinstance(prompt_list, str) else list(dict.fromkeys(prompt_list))
         known = self.tokenizer.get_vocab()
@@ -105,7 +115,7 @@ class Finetuning:
         if old := [token for token in tokens if token in known]:
             raise ValueError(f"the tokenizer has the token {old[0]!r} already; name new ones in prompt_list")
         if self.task == "text-generation":
-            raise ValueError("prompt tuning puts tokens before sources, which plain text has not; use pairs")
+            raise ValueError("prompt tuning puts tokens before sources, and plain text has no sources; use pairs")
         if self._prompt is not None:
             raise ValueError(f"the model has a soft prompt already: {', '.join(self._data.prompt)}")
         embedding = input_embedding(self.model)
@@ -114,9 +124,13 @@ class Finetuning:
         self._add_prompt(tokens, first_id, initial_rows(embedding, len(tokens), vocab_size, self.arguments.seed))
 
     def convert_to_lora(self, **settings: Any) -> None:
-        """Freezes the model and adds LoRA weights. settings: of peft's LoraConfig (r, lora_alpha, target_modules, …).
+        """Freezes the model and adds LoRA weights.
 
-        ValueError for a model of the zoo; take transformers' by native=False.
+        Args:
+            settings: arguments of peft's LoraConfig (r, lora_alpha, target_modules, …).
+
+        Raises:
+            ValueError: the model is one of the zoo; use transformers' with native=False.
         """
         if self.source.native:
             raise ValueError(
@@ -126,7 +140,7 @@ class Finetuning:
         add_lora(self.model, self.source.folder, self.arguments.seed, settings)
 
     def model_summary(self) -> ModelSummary:
-        """How many parameters the whole model has and trains; printed too."""
+        """Prints and returns the number of parameters and of trainable parameters of the whole model."""
         summary = summarize(self.model, self.source)
         self.console.print(summary.table())
         return summary
@@ -134,7 +148,7 @@ class Finetuning:
     # Training and evaluation
 
     def load_data(self, valid: bool = True) -> None:
-        """Reads the files that `train` needs and makes its checks, so that mistakes show before it. Collective."""
+        """Reads the files that `train` needs and runs its checks, to find errors before training. Collective."""
         if self.arguments.train_file is None:
             raise ValueError("train_file is missing: name a file to train on")
         train = self._data.train(valid)
@@ -146,8 +160,9 @@ class Finetuning:
     def train(self, valid: bool = True) -> dict[str, float]:
         """Trains the model in place and returns the last validation values, with `step`.
 
-        valid: whether to evaluate every `eval_interval` steps and at the end, on validation_file, or on
-        validation_split percent of the training file, which are then not trained on.
+        Args:
+            valid: whether to evaluate every `eval_interval` steps and at the end, on validation_file, or on
+                validation_split percent of the training file, which are then not used for training.
         """
         self.load_data(valid)
         arguments, trainer, collate = self.arguments, self._trainer, self._collate()
@@ -166,16 +181,20 @@ class Finetuning:
         )
 
     def evaluate(self, file: str | None = None) -> dict[str, float]:
-        """Loss, perplexity or accuracy, and with predict_with_generate the metric; by default of what validates."""
+        """Returns loss, perplexity or accuracy, and with predict_with_generate the metric.
+
+        Args:
+            file: the file to evaluate on; by default the validation data.
+        """
         records = self._data.read(file, self.arguments.max_eval_samples) if file else self._data.validation()
         if records is None:
-            raise ValueError("nothing validates: name a validation_file, or a validation_split above 0")
+            raise ValueError("there is no validation data: set a validation_file, or a validation_split above 0")
         trainer = self._trainer
         trainer.measure = lambda module: self._generated_values(module, records)
         return trainer.evaluate(self.model, self._data.samples(records), self._metrics(), self._collate())
 
     def test(self) -> dict[str, float]:
-        """`evaluate` of the test_file."""
+        """Evaluates on the test_file; see `evaluate`."""
         if self.arguments.test_file is None:
             raise ValueError("test_file is missing: name a file to test on")
         return self.evaluate(self.arguments.test_file)
@@ -183,9 +202,12 @@ class Finetuning:
     # Texts
 
     def generate_single(self, text: str, **settings: Any) -> str:
-        """The answer to a text, or its continuation; prefix and soft prompt are put before it, as in training.
+        """Returns the answer to a text, or its continuation. Prefix and soft prompt are put before it, as in training.
 
-        settings: of `generate`, by transformers' names; by default beam search with generation_num_beams.
+        Args:
+            text: the source.
+            settings: arguments of `generate`, by transformers' names; by default beam search with
+                generation_num_beams.
         """
         return self._generate(text, settings)[0]
 
@@ -198,8 +220,10 @@ class Finetuning:
         diversity_penalty: float = 0.5,
         **settings: Any,
     ) -> list[str]:
-        """`output_count` answers by diverse beam search, of beam_width · output_count beams in groups that avoid each
-        other's tokens."""
+        """Returns `output_count` answers by diverse beam search with beam_width · output_count beams.
+
+        The groups of beams avoid each other's tokens.
+        """
         chosen = {
             "num_return_sequences": output_count,
             "num_beams": beam_width * output_count,
@@ -209,17 +233,17 @@ class Finetuning:
         return self._generate(text, {**chosen, **settings})
 
     def save_model(self, folder: str | Path | None = None) -> Path:
-        """Writes a Hugging Face folder with the tokenizer, by default `hf` in the run's folder, and returns it.
+        """Writes a Hugging Face folder with the tokenizer, by default `hf` in the run's folder, and returns its path.
 
-        Of LoRA only the added weights are written; a soft prompt lies beside the unchanged weights. This class reads
-        both again as model_name_or_path.
+        With LoRA only the added weights are written; a soft prompt is written beside the unchanged weights. This class
+        loads both as model_name_or_path.
         """
         if folder is not None:
             path = Path(folder)
         elif self.run_folder is not None:
             path = self.run_folder.hf
         else:
-            raise ValueError("nothing is trained yet: name the folder to save the model in")
+            raise ValueError("there is no run yet: name the folder to save the model in")
         scratch = path.with_name(f".{path.name}.tokenizer")
         on_first_rank(lambda: self._write_companions(scratch))
         with without_prompt(self.model):
@@ -238,14 +262,14 @@ class Finetuning:
         self.tokenizer.add_tokens(tokens, special_tokens=True)
         ids = self.tokenizer.convert_tokens_to_ids(tokens)
         if ids != list(range(first_id, first_id + len(tokens))):
-            raise ValueError(f"the soft prompt's tokens have the ids {ids}, not those from {first_id} on")
+            raise ValueError(f"the soft prompt's tokens have the ids {ids}, but must be numbered from {first_id}")
         embedding: Any = input_embedding(self.model)
         rows = rows.to(embedding.weight.device, embedding.weight.dtype)
         self._prompt = add_prompt(self.model, embedding, first_id, rows)
         self._data.prompt = tokens
 
     def _complete_padding(self) -> None:
-        """A transformers decoder that classifies finds a row's end by its padding."""
+        """Sets a missing pad_token_id, with which a transformers decoder that classifies finds the end of a row."""
         config = self.model.config
         if self.source.native or getattr(config, "pad_token_id", None) is not None:
             return
@@ -278,7 +302,7 @@ class Finetuning:
         return self.arguments.predict_with_generate and self.task == "text2text-generation"
 
     def _generated_values(self, module: Any, records: Any) -> dict[str, float]:
-        """The metric of what is generated for the records, each by one data-parallel rank."""
+        """Returns the metric of texts generated for the records; the data-parallel ranks share the records."""
         if not self._measures_texts():
             return {}
         end = self.arguments.separator if self._learns_continuations() else ""

@@ -1,4 +1,4 @@
-"""The folder of a fine-tuning run, and the folders that it writes for transformers and the zoo."""
+"""Makes the folder of a fine-tuning run, and writes folders that transformers and the zoo load."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ..trainer.run_folder import RunFolder, make_run_folder
 from .arguments import FinetuningArguments
 from .loading import ModelSource
 
-# What describes one invocation, and not the run.
+# Arguments that describe one invocation and not the run.
 INVOCATION = ("resume", "overwrite", "config", "local_rank", "dry_run")
 
 
 def check_run(arguments: FinetuningArguments) -> None:
-    """ValueError if output_dir cannot be this run's, or if load_dir has nothing to begin with. Changes nothing."""
+    """Raises ValueError if output_dir cannot be used for this run, or if load_dir has no checkpoint. Writes nothing."""
     if arguments.output_dir:
         folder = RunFolder(Path(arguments.output_dir))
         folder.first_step(resume=arguments.resume, overwrite=arguments.overwrite)
@@ -35,10 +35,10 @@ def check_run(arguments: FinetuningArguments) -> None:
 
 
 def open_run(arguments: FinetuningArguments, write_companions: Callable[[Path], None]) -> RunFolder:
-    """Makes the run's folder, which the arguments name or which is new. Called by the first rank.
+    """Makes the run's folder, either output_dir or a new one. Called by the first rank.
 
     Raises:
-        ValueError: as `check_run`, or the folder cannot be made.
+        ValueError: as for `check_run`, or the folder cannot be made.
     """
     check_run(arguments)
     if not arguments.output_dir:
@@ -62,7 +62,7 @@ def tokenizer_folder(run: RunFolder) -> Path:
 
 
 def write_companions(tokenizer: Any, source: ModelSource, folder: Path) -> None:
-    """The tokenizer, and the settings of generation that belong to the weights."""
+    """Writes the files that belong to the weights: the tokenizer and the generation settings."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     tokenizer.save_pretrained(folder)
@@ -75,10 +75,14 @@ def save_whole(model: Any, source: ModelSource, companions: Path, folder: Path, 
     """Writes a Hugging Face folder of the whole model, or of its LoRA weights. Collective.
 
     Args:
-        companions: A folder whose files, such as the tokenizer's, are put beside the weights.
+        model: This rank's part of the model.
+        source: Where the model came from.
+        companions: A folder whose files, such as the tokenizer's, are copied beside the weights.
+        folder: The folder to write.
+        ranks: The ranks of the run.
 
     Raises:
-        ValueError: `folder` holds something else than a model that was saved there before.
+        ValueError: `folder` holds files other than a model that was saved there before.
     """
     on_first_rank(lambda: check_destination(folder))
     if not source.native:
@@ -106,7 +110,7 @@ def check_destination(folder: Path) -> None:
         and any(folder.iterdir())
         and not any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
     ):
-        raise ValueError(f"{folder} holds files that are no model's; choose another folder")
+        raise ValueError(f"{folder} holds files other than a model; choose another folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
 
 

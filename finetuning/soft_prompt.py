@@ -1,4 +1,4 @@
-"""Soft prompts (Lester et al., 2021, arXiv:2104.08691): learned input vectors beside a model that stays as it is."""
+"""Implements soft prompts (Lester et al., 2021, arXiv:2104.08691): learned input vectors for a frozen model."""
 
 from __future__ import annotations
 
@@ -19,19 +19,22 @@ from ..mpu import VocabParallelEmbedding
 
 PROMPT_FILE = "soft_prompt.safetensors"
 TOKENS_FILE = "soft_prompt.json"
-COMMON_TOKENS = 5000  # new rows begin as those of frequent tokens, which vocabularies number first
+COMMON_TOKENS = 5000  # new rows are initialized from frequent tokens, which have the lowest ids
 
 
 class PromptedEmbedding(nn.Module):
-    """A model's input embedding, and beside it the rows of new tokens, whose ids begin at `first_id`.
+    """Extends a model's input embedding by the rows of new tokens, whose ids begin at `first_id`.
 
-    Parameters: `weight`, which is the embedding's, under its old name, and `prompt` [P, H], whole on every rank. The
-    output head does not have the new tokens, so they are never predicted.
+    The output head does not have the new tokens, so they are never predicted.
+
+    Attributes:
+        weight: The weight of the embedding, under its old name.
+        prompt: [P, H], the new rows, complete on every rank.
     """
 
     def __init__(self, base: nn.Module, first_id: int, prompt: nn.Parameter) -> None:
         super().__init__()
-        self._base = (base,)  # no submodule: its weight is registered here, under the name it had
+        self._base = (base,)  # in a tuple, so that it is not a submodule and its weight keeps its name
         self.weight: Any = base.weight
         self.first_id = first_id
         self.prompt = prompt
@@ -41,12 +44,12 @@ class PromptedEmbedding(nn.Module):
         return self._base[0]
 
     def forward(self, ids: Tensor) -> Tensor:
-        """int64 [B, S] -> [B, S, H]"""
+        """Returns the embeddings [B, S, H] of int64 [B, S]."""
         new = ids >= self.first_id
         return self._insert(self.base(ids.masked_fill(new, 0)), ids, new)
 
     def embed(self, ids: Tensor, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """As the zoo's embedding: the output, and the table for the next look-up or a tied head."""
+        """Returns the embeddings, and the table for the next lookup or a tied head, as the zoo's embedding does."""
         new = ids >= self.first_id
         x, shared = self.base.embed(ids.masked_fill(new, 0), table)
         return self._insert(x, ids, new), shared
@@ -56,7 +59,7 @@ class PromptedEmbedding(nn.Module):
 
 
 def input_embedding(model: Any) -> Any:
-    """The module from token ids to vectors."""
+    """Returns the model's token embedding."""
     if hasattr(model, "get_input_embeddings"):
         return model.get_input_embeddings()
     return next(module for module in model.modules() if isinstance(module, (VocabParallelEmbedding, PromptedEmbedding)))
@@ -64,20 +67,22 @@ def input_embedding(model: Any) -> Any:
 
 @torch.no_grad()
 def initial_rows(embedding: Any, count: int, vocab_size: int, seed: int) -> Tensor:
-    """Copies of the rows of common tokens, the same on every rank: [P, H]."""
+    """Returns copies of the rows of random common tokens, the same on every rank: [P, H]."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(min(COMMON_TOKENS, vocab_size), (1, count), generator=generator)
     return embedding(ids.to(embedding.weight.device))[0].detach().clone()
 
 
 def add_prompt(model: Any, embedding: Any, first_id: int, rows: Tensor) -> nn.Parameter:
-    """Gives the model new input tokens and freezes everything else. Returns their rows, [P, H].
+    """Adds new input tokens to the model and freezes everything else. Returns their rows, [P, H].
 
-    Every module that looks up the embedding's weight gets them: stacks of transformers' have their own. ValueError
-    where sequences are split.
+    Every module with the embedding's weight is replaced, because encoder and decoder of transformers have their own.
+
+    Raises:
+        ValueError: the model uses sequence parallelism.
     """
     if getattr(embedding, "sequence_parallel", False):
-        raise ValueError("soft prompts need whole sequences on a rank: use sequence_parallel=False")
+        raise ValueError("soft prompts need complete sequences on each rank: use sequence_parallel=False")
     for parameter in model.parameters():
         parameter.requires_grad = False
     prompt = nn.Parameter(rows)
@@ -93,7 +98,7 @@ def _looks_up(module: Any, embedding: Any) -> bool:
 
 
 def _replace(model: nn.Module, choose: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Puts what `choose` gives, if anything, in the place of each submodule; one that is used twice stays one."""
+    """Replaces each submodule by what `choose` returns for it, unless that is None; shared modules stay shared."""
     chosen: dict[int, nn.Module | None] = {}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -105,7 +110,7 @@ def _replace(model: nn.Module, choose: Callable[[nn.Module], nn.Module | None]) 
 
 @contextmanager
 def without_prompt(model: nn.Module) -> Iterator[None]:
-    """The model as it was before its soft prompt, if it has one, for as long as it lasts."""
+    """Removes the model's soft prompt, if it has one, for the duration of the context."""
     prompted = {id(m.base): m for m in model.modules() if isinstance(m, PromptedEmbedding)}
     _replace(model, lambda module: module.base if isinstance(module, PromptedEmbedding) else None)
     try:
@@ -115,14 +120,14 @@ def without_prompt(model: nn.Module) -> Iterator[None]:
 
 
 def save_prompt(prompt: Tensor, tokens: Sequence[str], first_id: int, folder: Path) -> None:
-    """prompt: [P, H], the rows of the tokens, whose ids begin at `first_id`."""
+    """Writes the rows of a soft prompt [P, H], its tokens and their first id."""
     save_file({"prompt": prompt.detach().cpu().contiguous()}, folder / PROMPT_FILE)
     content = {"tokens": list(tokens), "first_id": first_id}
     (folder / TOKENS_FILE).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def load_prompt(folder: Path) -> tuple[list[str], int, Tensor] | None:
-    """Tokens, first id and rows of a folder that `save_prompt` wrote into; None if there are none."""
+    """Returns tokens, first id and rows that `save_prompt` wrote into a folder; None if there are none."""
     if not (folder / PROMPT_FILE).exists():
         return None
     try:
@@ -130,7 +135,7 @@ def load_prompt(folder: Path) -> tuple[list[str], int, Tensor] | None:
         tokens, first_id = [str(token) for token in content["tokens"]], int(content["first_id"])
         rows = read_tensors(checked_file(folder, PROMPT_FILE))["prompt"]
     except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{folder} has a soft prompt that is not readable: {error}") from None
+        raise ValueError(f"{folder} has an unreadable soft prompt: {error}") from None
     if rows.dim() != 2 or len(rows) != len(tokens):
         raise ValueError(f"{folder / PROMPT_FILE} has shape {list(rows.shape)} for {len(tokens)} tokens")
     return tokens, first_id, rows

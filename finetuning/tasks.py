@@ -1,4 +1,4 @@
-"""Which task a model learns from which file, and the names of a classifier's labels."""
+"""Chooses the task that a model learns from a file, and finds the names of a classifier's labels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ TRANSFORMERS_TASKS: dict[str, tuple[str, ...]] = {
 
 
 def choose_task(arguments: FinetuningArguments, source: ModelSource) -> Task:
-    """The task that the arguments name, or that model and training file suggest. ValueError if the model cannot."""
+    """Returns the task given by the arguments, or implied by model and training file.
+
+    Raises:
+        ValueError: the model cannot learn the task.
+    """
     fitting = tuple(family(source.model_type).tasks) if source.native else TRANSFORMERS_TASKS[source.shape]
     if arguments.task is None:
         if source.shape != "decoder" or arguments.train_file is None:
@@ -36,7 +40,7 @@ def choose_task(arguments: FinetuningArguments, source: ModelSource) -> Task:
 
 
 def holds_pairs(path: Path, arguments: FinetuningArguments) -> bool:
-    """Whether a file holds sources with targets, and not plain text (of which JSON lines have `text`)."""
+    """Returns whether a file holds sources with targets rather than plain text (JSON lines with the key `text`)."""
     if path.suffix in PAIR_SUFFIXES or Path(f"{path}.source").exists():
         return True
     if path.suffix == ".parquet" or (path.is_dir() and (path / "dataset_info.json").exists()):
@@ -51,20 +55,20 @@ def holds_pairs(path: Path, arguments: FinetuningArguments) -> bool:
     try:
         record = json.loads(first)
     except ValueError:
-        return True  # whose reader names what is wrong
+        return True  # the reader of pairs reports the error
     has_ids = isinstance(record, dict) and {arguments.source_id, arguments.target_id} <= record.keys()
     return has_ids or not (isinstance(record, dict) and "text" in record)
 
 
 def label_names(labels: Iterable[str]) -> list[str]:
-    """All labels by class: numbers by their value, names by the alphabet."""
+    """Returns the distinct labels in the order of their classes: numbers by value, names alphabetically."""
     distinct = set(labels)
     numbers = all(label.isdecimal() for label in distinct)
     return sorted(distinct, key=int) if numbers else sorted(distinct)
 
 
 def stored_labels(source: ModelSource) -> list[str] | None:
-    """The labels of a stored classifier, by class; None if the model has no classifier."""
+    """Returns the labels of a stored classifier by class; None if the model has no classifier."""
     names = source.values.get("id2label")
     architecture = str((source.values.get("architectures") or [""])[0])
     if not architecture.endswith("ForSequenceClassification"):
@@ -75,12 +79,18 @@ def stored_labels(source: ModelSource) -> list[str] | None:
 
 
 class Labels:
-    """A classifier's labels: `names` by class."""
+    """A classifier's labels.
+
+    Attributes:
+        names: The label of each class.
+    """
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = list(names)
         self._classes = {name: number for number, name in enumerate(self.names)}
-        if self.names == [f"LABEL_{number}" for number in range(len(self.names))]:  # of a model that has no names
+        if self.names == [
+            f"LABEL_{number}" for number in range(len(self.names))
+        ]:  # the default names of a model without label names
             self._classes |= {str(number): number for number in range(len(self.names))}
 
     def covers(self, labels: Iterable[str]) -> bool:
@@ -89,5 +99,5 @@ class Labels:
     def class_of(self, label: str) -> int:
         if label not in self._classes:
             few = ", ".join(self.names[:10]) + (", …" if len(self.names) > 10 else "")
-            raise ValueError(f"the label {label!r} is none of the model's: {few}")
+            raise ValueError(f"the label {label!r} is not one of the model's: {few}")
         return self._classes[label]

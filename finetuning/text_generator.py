@@ -1,4 +1,4 @@
-"""Generates texts from texts, by one call for models of the zoo and of transformers."""
+"""Generates texts from texts, with one call for models of the zoo and of transformers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import generation  # noqa: F401 - gives the zoo's models their `generate`
+from .. import generation  # noqa: F401 - attaches `generate` to the zoo's models
 from ..data.files import read_folder_json
 from ..data.pairs.datasets import closed, opened
 from ..generation.api import Extras, device_of, evaluating, search
@@ -25,8 +25,13 @@ class TextGenerator:
     """Generates the answers of an encoder-decoder, or a decoder's continuations of its prompts.
 
     Args:
-        positions: The most tokens that the model reads; None for any number.
-        max_source_length: As in training.
+        source: The model.
+        tokenizer: Its tokenizer.
+        positions: The maximum number of tokens that the model reads; None if it is unlimited.
+        max_source_length: Maximum tokens of a source, as in training.
+        max_new_tokens: Default of the setting.
+        num_beams: Default of the setting.
+        batch_size: Sources that are decoded together.
     """
 
     def __init__(
@@ -46,7 +51,7 @@ class TextGenerator:
         self._stored = read_folder_json(source.folder, "generation_config.json") if source.native else None
 
     def __call__(self, model: Any, sources: Sequence[str], **settings: Any) -> list[str]:
-        """`num_return_sequences` texts for each source. settings: of `generate`, by transformers' names."""
+        """Returns `num_return_sequences` texts for each source. `settings` are those of `generate`."""
         texts: list[str] = []
         for start in range(0, len(sources), self.batch_size):
             texts += self._generate(model, sources[start : start + self.batch_size], settings)
@@ -58,7 +63,9 @@ class TextGenerator:
         if empty := [text for text, row in zip(sources, rows, strict=True) if not row]:
             raise ValueError(f"the text {empty[0]!r} has no tokens")
         pad = self._pad_token_id(model)
-        ids, mask = (pad_right if answers else pad_left)(rows, pad)  # an encoder's as in training
+        ids, mask = (pad_right if answers else pad_left)(
+            rows, pad
+        )  # an encoder's input is padded on the right, as in training
         settings = {**self.defaults, "pad_token_id": pad, **given}
         if "max_length" in given and "max_new_tokens" not in given:
             del settings["max_new_tokens"]
@@ -77,7 +84,7 @@ class TextGenerator:
         return self.tokenizer.backend.batch_decode(found.tolist(), skip_special_tokens=True)
 
     def _encode(self, sources: Sequence[str], answers: bool) -> list[list[int]]:
-        """As the samples of training are made."""
+        """Encodes sources as the samples of training are encoded."""
         begin, rows, length = self.tokenizer.begin, self.tokenizer.encode_batch(list(sources)), self.max_source_length
         if answers:
             return [closed(begin + row, length, self.tokenizer.eos_token_id).tolist() for row in rows]
@@ -93,7 +100,7 @@ class TextGenerator:
 
 
 def pad_right(rows: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids of several prompts and their mask, int64 [B, T] each."""
+    """Returns right-padded token ids of several prompts and their mask, int64 [B, T] each."""
     width = max(map(len, rows))
     ids = torch.tensor([list(row) + [pad] * (width - len(row)) for row in rows])
     mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
@@ -104,8 +111,10 @@ class TransformersDecoder(Decoder):
     """Decodes with a transformers model and its own cache.
 
     Args:
-        mask: int64 [B, S] of the prompts.
+        model: The model.
+        mask: int64 [B, S], the attention mask of the prompts.
         encoded: The encoder's output for the prompts; None for a decoder, whose prompts are padded on the left.
+        copies: Sequences for each prompt.
     """
 
     def __init__(self, model: Any, mask: Tensor, encoded: Any, copies: int) -> None:
@@ -137,13 +146,13 @@ class TransformersDecoder(Decoder):
 
 
 def unsplit(model: Any) -> Any:
-    """What a search needs to know of a model: the size of its vocabulary, and that it is not split."""
+    """Returns the attributes of a model that a search needs: the vocabulary size, and that it is not split."""
     width = model.get_output_embeddings().weight.shape[0]
     return SimpleNamespace(config=SimpleNamespace(vocab_size=width), mesh=None)
 
 
 def generate_in_groups(model: Any, ids: Tensor, mask: Tensor, settings: dict[str, Any]) -> Tensor:
-    """Sequences int64 [B · num_return_sequences, T] as `generate` of the zoo's models gives them."""
+    """Decodes by diverse beam search; returns int64 [B · num_return_sequences, T], as the zoo's `generate` does."""
     made: GenerationSettings = make_settings(model.config, model.generation_config, settings)
     with evaluating(model), torch.inference_mode():
         ids, mask = ids.to(device_of(model)), mask.to(device_of(model))

@@ -1,1 +1,1 @@
-"""Pretraining: from arguments and text to a trained, exported, checked model."""
+"""Pretrains a model: from arguments and text to a trained, exported and checked model."""

@@ -1,4 +1,4 @@
-"""What a pretraining run is told, and what is checked of it before its processes meet."""
+"""Defines the arguments of a pretraining run, and the checks before its processes are joined."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..trainer.launch.rank_info import RankInfo
 
 @dataclass(frozen=True)
 class PretrainingArguments(TrainingArguments):
-    """How a model is pretrained: the trainer's arguments, the model, the corpus and the run's folder."""
+    """Arguments of pretraining: the trainer's arguments, the model, the corpus and the run's folder."""
 
     env_type: EnvType = "deepspeed+mpu"
     train_steps: int | None = 1600
@@ -24,7 +24,7 @@ class PretrainingArguments(TrainingArguments):
     micro_batch_size: int = 4
     """Sequences in one forward pass of one data-parallel rank."""
     lr: float = 3e-3
-    """Peak learning rate; warm-up is linear, then a cosine down to a tenth."""
+    """Peak learning rate; linear warm-up, then cosine decay to a tenth."""
     warmup_steps: int | None = 100
     beta2: float = 0.95
     save_interval: int = 500
@@ -32,20 +32,20 @@ class PretrainingArguments(TrainingArguments):
     log_interval: int = 1
     """Steps between points in the logs."""
     sequence_length: int | None = None
-    """Tokens in a sequence; by default the model's longest."""
+    """Tokens in a sequence; by default the model's maximum."""
     eval_sequences: int = 64
-    """Held-out sequences of an evaluation during training."""
+    """Held-out sequences for each evaluation during training."""
     final_eval_sequences: int | None = None
-    """Held-out sequences of the evaluation at the end, which the exported model is compared on; by default all."""
+    """Held-out sequences for the final evaluation and the comparison with the exported model; by default all."""
 
     model: str = "gpt2-quickstart"
-    """A preset, or a folder or file with a Hugging Face config.json. The vocabulary follows the tokenizer."""
+    """A preset, or a folder or file with a Hugging Face config.json. The tokenizer determines the vocabulary size."""
     hidden_size: int | None = None
-    """Instead of the model's own."""
+    """Overrides the model's."""
     num_hidden_layers: int | None = None
-    """Instead of the model's own."""
+    """Overrides the model's."""
     num_attention_heads: int | None = None
-    """Instead of the model's own."""
+    """Overrides the model's."""
 
     data: str | None = None
     """A text file, a folder of text, JSON lines with a `text` key, or the prefix of a prepared .bin/.idx pair; by
@@ -53,32 +53,32 @@ class PretrainingArguments(TrainingArguments):
     vocab_size: int = 2048
     """Size of the byte-level BPE vocabulary that is trained on the corpus."""
     held_out_fraction: float = 0.05
-    """Share of the documents that is never trained on."""
+    """Share of the documents that is not used for training."""
 
     output_dir: str | None = None
     """Folder of the run; by default a new one under runs/."""
     resume: bool = False
-    """Go on with the run in output_dir, with its arguments unless given anew."""
+    """Resume the run in output_dir, with its arguments except those given now."""
     overwrite: bool = False
     """Delete the run in output_dir first."""
     sample_prompt: str = "def __init__(self"
-    """What the sample at the end continues."""
+    """Prompt of the text sample at the end."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.eval_sequences < 1:
             raise ValueError(f"eval_sequences must be at least 1, not {self.eval_sequences}")
         if self.train_steps is None:
-            raise ValueError("the corpus has no end: say how long to train by train_steps")
+            raise ValueError("the corpus is repeated endlessly: set train_steps to the number of steps")
 
     def of_the_run(self) -> dict[str, object]:
-        """Without what describes one invocation and not the run; in the form `--config` reads."""
+        """Returns the arguments that describe the run, without those of one invocation, as `--config` reads them."""
         return {name: value for name, value in asdict(self).items() if name not in INVOCATION}
 
 
 OBJECTIVE = "gpt"
 INVOCATION = ("resume", "overwrite", "config", "local_rank")
-# What a run keeps for its whole life.
+# Arguments that cannot change when a run is resumed.
 FIXED = (
     "model",
     "hidden_size",
@@ -93,7 +93,7 @@ FIXED = (
 
 
 def check_run(arguments: PretrainingArguments, launch: RankInfo) -> ModelConfig:
-    """The model's configuration, if everything that can be known before the processes meet is in order."""
+    """Checks everything that can be checked before the processes are joined, and returns the model's configuration."""
     config = find_config(arguments.model)
     if family(config.model_type).objective != OBJECTIVE:
         able = [name for name, other in presets() if family(other.model_type).objective == OBJECTIVE]

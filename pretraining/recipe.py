@@ -1,4 +1,4 @@
-"""One pretraining run, from the corpus to the Hugging Face folder."""
+"""Runs one pretraining, from the corpus to the Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .tables import corpus_progress, run_results, run_summary
 
 
 class HeldOut:
-    """The samples of one pass over the held-out text, shuffled, so that the first few stand for all."""
+    """The samples of one pass over the held-out text, shuffled, so that the first few are representative."""
 
     def __init__(self, dataset: GPTDataset) -> None:
         self._dataset = dataset
@@ -50,7 +50,7 @@ class HeldOut:
 
 
 class FirstOf:
-    """The first samples of a dataset, or all."""
+    """The first `count` samples of a dataset; all if `count` is None."""
 
     def __init__(self, samples: HeldOut, count: int | None) -> None:
         self._samples, self._size = samples, len(range(len(samples))[:count])
@@ -63,9 +63,10 @@ class FirstOf:
 
 
 class Pretraining:
-    """A checked run on this rank. Making it joins the processes and prepares folder, corpus and model.
+    """A checked run on this rank. The constructor joins the processes and prepares folder, corpus and model.
 
-    Raises `ValueError` on every rank for what is wrong with the output folder or the data.
+    Raises:
+        ValueError: on every rank, if the output folder or the data is unusable.
     """
 
     def __init__(self, arguments: PretrainingArguments, config: ModelConfig, launch: RankInfo) -> None:
@@ -88,7 +89,7 @@ class Pretraining:
         self.console.print(self._summary())
 
     def run(self) -> None:
-        """Trains, evaluates, exports, and shows the results."""
+        """Trains and evaluates the model, exports it, and prints the results."""
         started = time.monotonic()
         arguments, trainer = self.arguments, self.trainer
         with trainer.make_reporter(self.first_step, arguments.train_steps) as reporter:
@@ -100,13 +101,13 @@ class Pretraining:
                 reporter=reporter,
             )["step"]
             if arguments.precision != "fp32":
-                self.model.float()  # the exported weights are compared in fp32, whatever they were trained in
+                self.model.float()  # the exported model is evaluated in fp32
             values = trainer.evaluate(self.model, FirstOf(self.held_out, arguments.final_eval_sequences))
             reporter.evaluation(int(step), values)
         on_first_rank(lambda: self._finish(int(step), values["loss"], (time.monotonic() - started) / 60))
 
     def _prepare_folder(self) -> tuple[RunFolder, int, Corpus]:
-        """The run's folder with its corpus. A mistake in either leaves what was in the folder as it was."""
+        """Returns the run's folder, its first step and its corpus. An error leaves the folder's contents unchanged."""
         arguments = self.arguments
         folder = RunFolder(Path(arguments.output_dir)) if arguments.output_dir else None
         first_step = folder.first_step(resume=arguments.resume, overwrite=arguments.overwrite) if folder else 0
@@ -197,23 +198,23 @@ class Pretraining:
 
 
 def load_with_transformers(folder: Path) -> Any:
-    """The folder's model in fp32. ValueError if a key is missing or unexpected, which transformers only warns of."""
+    """Loads the folder's model in fp32. ValueError for missing or unexpected keys, of which transformers only warns."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    logging.set_verbosity_error()  # what it would warn of, missing keys, is an error here
+    logging.set_verbosity_error()  # missing keys, of which it would warn, are an error here
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     model, report = loaded
     problems = {kind: sorted(keys) for kind, keys in report.items() if keys}
     if problems:
-        raise ValueError(f"transformers does not load {folder} as it is: {problems}")
+        raise ValueError(f"transformers does not load {folder} completely: {problems}")
     return model.eval()
 
 
 @torch.no_grad()
 def held_out_loss(folder: Path, samples: Sequence[dict[str, Tensor]], batch_size: int = 8) -> float:
-    """transformers' mean loss in nats per token over samples of equal length, on this CPU."""
+    """Returns transformers' mean loss in nats per token over samples of equal length, computed on the CPU."""
     model = load_with_transformers(folder)
     total = 0.0
     with all_cores():
@@ -224,7 +225,7 @@ def held_out_loss(folder: Path, samples: Sequence[dict[str, Tensor]], batch_size
 
 
 def sample_continuation(folder: Path, prompt: str, *, new_tokens: int = 120) -> str:
-    """`prompt` and what the exported model writes after it; the same text at every call."""
+    """Returns `prompt` and its continuation by the exported model, the same at every call."""
     from transformers import AutoTokenizer
 
     model, tokenizer = load_with_transformers(folder), AutoTokenizer.from_pretrained(folder)
@@ -244,7 +245,7 @@ def sample_continuation(folder: Path, prompt: str, *, new_tokens: int = 120) -> 
 
 
 class all_cores:
-    """For work that one rank does while the others wait."""
+    """Lets torch use all cores for work that one rank does while the others wait."""
 
     def __enter__(self) -> None:
         self._threads = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""The tables around a training run."""
+"""Makes the tables and progress bars shown before and after a pretraining run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..trainer.launch.ranks import Ranks
 
 
 def facts_table(title: str, facts: dict[str, str]) -> Table:
-    """Two columns: what, and its value."""
+    """Returns a table with two columns: name and value."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -40,14 +40,14 @@ def run_summary(
     unigram_entropy: float,
     first_step: int,
 ) -> Table:
-    """What is about to be trained, on what, and how it is split."""
+    """Returns a table of the model, how it is split, the corpus and the planned steps."""
     full = sum(full_size(parameter) for parameter in model.parameters())
     on_rank = sum(parameter.numel() for parameter in model.parameters())
     stage = zero_stage(arguments) if arguments.env_type.startswith("deepspeed") else 0
     accumulation = arguments.accumulation_steps(ranks.dp_size)
     sequences = arguments.micro_batch_size * accumulation * ranks.dp_size
     train_steps = arguments.train_steps or 0
-    steps = f"{train_steps:,}" + (f", going on from step {first_step:,}" if first_step else "")
+    steps = f"{train_steps:,}" + (f", resuming from step {first_step:,}" if first_step else "")
     return facts_table(
         "Run",
         {
@@ -73,7 +73,7 @@ def run_results(
     tensor_parallel_size: int,
     minutes: float,
 ) -> Table:
-    """What came out of a run and where it lies."""
+    """Returns a table of a run's results and the paths of its files."""
     return facts_table(
         "Result",
         {
@@ -92,7 +92,7 @@ def run_results(
 
 @contextmanager
 def corpus_progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar for each stage of preparing a corpus; a line for each where there is no terminal."""
+    """Shows a progress bar for each stage of preparing a corpus, or a line for each without a terminal."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),

@@ -150,7 +150,7 @@ def test_mistakes_in_training_are_one_message_too(ranks, workplace, run_ranks):
         (("--metric", "blue"), "sacrebleu"),
         (("--prompt-list", "a", "--lora-rank", "2"), "use one"),
         (("--trainfile", "pairs.json"), "--train-file"),
-        (("--save-dir", "x"), "lies in --output-dir"),
+        (("--save-dir", "x"), "set --output-dir instead"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused_with_those_that_can(arguments, message, workplace, monkeypatch, capsys):

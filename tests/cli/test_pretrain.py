@@ -123,7 +123,7 @@ def test_a_killed_run_resumes_from_the_saved_step(workspace):
     saved = max(int(p.name.split("-")[1]) for p in checkpoint.parent.iterdir() if not p.name.startswith("."))
     resumed = run(*command, "--resume", "--train-steps", str(saved + 2), cwd=workspace)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert f"going on from step {saved}" in resumed.stdout
+    assert f"resuming from step {saved}" in resumed.stdout
     assert len(metrics(workspace / "killed", "train/loss")) == saved + 2
 
 

@@ -16,19 +16,19 @@ ARGUMENTS = [
     ({"task": "translation"}, "task must be one of text2text-generation, text-generation"),
     ({"max_source_length": 1}, "max_source_length must be at least 2"),
     ({"validation_split": 100}, "a percentage from 0 to 99"),
-    ({"native": False, "model_parallel_size": 2}, "only the zoo's models do; use native=True"),
-    ({"resume": True}, "name that folder too"),
+    ({"native": False, "model_parallel_size": 2}, "only the zoo's models support; use native=True"),
+    ({"resume": True}, "resume needs output_dir"),
     ({"model_name_or_pth": "x"}, "did you mean 'model_name_or_path'"),
     ({"learning_rate": 1e-3, "lr": 1e-3}, "learning_rate and lr both set lr|lr and learning_rate both set lr"),
     ({"predict_with_generate": True, "zero_stage": 3}, "use stage 2"),
-    ({"save_dir": "runs"}, "save_dir='runs': a fine-tuning run lies in --output-dir"),
-    ({"experiment_name": "a"}, "experiment_name='a': a fine-tuning run lies in --output-dir"),
-    ({"torch_compile_backend": "zzz"}, "torch_compile_backend 'zzz' is none of .*inductor"),
+    ({"save_dir": "runs"}, "save_dir='runs' is not supported in fine-tuning; set --output-dir"),
+    ({"experiment_name": "a"}, "experiment_name='a' is not supported in fine-tuning; set --output-dir"),
+    ({"torch_compile_backend": "zzz"}, "torch_compile_backend must be one of .*inductor.*, not 'zzz'"),
     ({"arguments": {"a": 1}}, "pass TrainerArguments, or keywords as in .*, not a dict"),
     ({"arguments": TrainingArguments()}, "pass TrainerArguments, .* not a TrainingArguments"),
     ({"train_file": "nowhere.json"}, "train_file nowhere.json does not exist"),
     ({"model_name_or_path": ""}, "model_name_or_path is missing"),
-    ({"model_name_or_path": "/nowhere/at/all"}, "/nowhere/at/all is no folder"),
+    ({"model_name_or_path": "/nowhere/at/all"}, "/nowhere/at/all is not a folder"),
 ]
 
 
@@ -43,7 +43,9 @@ def test_a_name_that_cannot_be_fetched(monkeypatch):
         raise OSError(f"cannot reach the hub for {name}\nand so on")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-    with pytest.raises(ValueError, match=r"t5-small is no folder, nor could it be fetched .*: cannot reach the hub"):
+    with pytest.raises(
+        ValueError, match=r"t5-small is not a folder, and downloading it .* failed: cannot reach the hub"
+    ):
         t2t.Trainer(model_name_or_path="t5-small")
 
 
@@ -61,13 +63,13 @@ FILES = [
     ("gpt2", "empty.txt", {}, "fewer than one block of 8|holds no text"),
     ("t5", "broken.json", {}, "bad record in .*broken.json, record 1"),
     ("t5", "one.json", {}, "has 1 sample.* leaves none to train on; name a validation_file"),
-    ("bert", "one.json", {}, "all labels of .* are 'a': nothing to learn"),
+    ("bert", "one.json", {}, "all labels of .* are 'a'; at least 2 are needed"),
     ("t5", "pairs.json", {"micro_batch_size": 64}, "fewer than the 64 of one optimizer step"),
     (
         "bert",
         "names.json",
         {"validation_file": "labels.json"},
-        "the label '[01]' is none of the model's: colour, none",
+        "the label '[01]' is not one of the model's: colour, none",
     ),
     ("gpt2", "pairs.json", {"max_source_length": 60}, "max_source_length=60 . max_target_length=8 is more than the 64"),
     ("gpt2", "text.txt", {"block_size": 65}, "block_size=65 is more than the 64 positions"),
@@ -114,7 +116,9 @@ def test_models(tmp_path, values, message):
 
 def test_a_family_that_the_zoo_has_not(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "opt"}))
-    with pytest.raises(ValueError, match="is a opt, which the zoo has not; use native=False, or a model of bert, glm"):
+    with pytest.raises(
+        ValueError, match="is a opt, which is not in the zoo; use native=False, or a model of bert, glm"
+    ):
         t2t.Trainer(model_name_or_path=str(tmp_path), native=True)
 
 
@@ -122,9 +126,9 @@ def test_nothing_to_train_evaluate_test_or_save(checkpoints):
     trainer = t2t.Trainer(model_name_or_path=checkpoints("t5"))
     for call, message in (
         (trainer.train, "train_file is missing"),
-        (trainer.evaluate, "nothing validates"),
+        (trainer.evaluate, "there is no validation data"),
         (trainer.test, "test_file is missing"),
-        (trainer.save_model, "nothing is trained yet"),
+        (trainer.save_model, "there is no run yet"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
@@ -133,7 +137,7 @@ def test_nothing_to_train_evaluate_test_or_save(checkpoints):
 def test_a_folder_with_other_files_is_not_replaced(checkpoints, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     for native in (True, False):
-        with pytest.raises(ValueError, match="holds files that are no model's"):
+        with pytest.raises(ValueError, match="holds files other than a model"):
             t2t.Trainer(model_name_or_path=checkpoints("t5"), native=native).save_model(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
@@ -145,7 +149,7 @@ BEFORE_THE_FOLDER = [
         {"save_best": "sacrebleu", "predict_with_generate": True, "metric": "rouge"},
         "loss, perplexity, rouge1, rouge2, rougeL$",
     ),
-    ({"save_best": "loss", "validation_split": 0}, "nothing validates: it takes a validation_file"),
+    ({"save_best": "loss", "validation_split": 0}, "nothing validates: set a validation_file"),
     ({"load_dir": "nowhere"}, "load_dir nowhere holds no checkpoint"),
     ({"ignore_pad_token_for_loss": False, "task": "text-classification"}, "for the targets of encoder-decoders"),
 ]

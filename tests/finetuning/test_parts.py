@@ -219,5 +219,5 @@ def test_what_cannot_be_converted_is_refused(checkpoints, files, tmp_path):
     with pytest.raises(ValueError, match=r"LoRA: .*no_such_layer"):
         theirs.convert_to_lora(r=2, target_modules=["no_such_layer"])
     text = t2t.Trainer(model_name_or_path=checkpoints("gpt2"), train_file=str(files / "text.txt"), block_size=8)
-    with pytest.raises(ValueError, match="which plain text has not; use pairs"):
+    with pytest.raises(ValueError, match="plain text has no sources; use pairs"):
         text.convert_to_prompt_tuning(["<p0>"])
