@@ -1,6 +1,6 @@
-"""BERT sorts texts: which package of the standard library does a docstring belong to?
+"""Trains BERT to classify texts: which package of the standard library does a docstring belong to?
 
-Without arguments a small random BERT is trained from nothing; `--model` takes a real one, `--data` any labelled texts.
+Without arguments a small random BERT is trained; `--model` takes a real one, `--data` any labeled texts.
 """
 
 import json
@@ -43,7 +43,7 @@ def main(
 ) -> None:
     """
     Args:
-        model: a BERT's Hugging Face folder; the classifier is drawn anew.
+        model: a BERT's Hugging Face folder; the classifier is newly initialized.
         data: JSON lines with `text` and `label`.
     """
     trainer = Trainer(
@@ -79,7 +79,7 @@ def main(
     )
     net = shardzoo.from_pretrained(folder, trainer.mesh, config=config, new=["classifier"])
     values = trainer.train(net, train_dataset=train, valid_dataset=held_out, metric_methods={"accuracy": accuracy})
-    trainer.console.print(f"{values['accuracy']:.0%} of {len(held_out)} held-out texts are in the right one of {names}")
+    trainer.console.print(f"accuracy on {len(held_out)} held-out texts, {len(names)} classes: {values['accuracy']:.0%}")
 
 
 if __name__ == "__main__":

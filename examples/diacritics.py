@@ -1,7 +1,7 @@
-"""mT5 puts Romanian diacritics back: a stream that need not fit in memory, and Adafactor, which keeps little state.
+"""Trains mT5 to restore Romanian diacritics, on a stream that need not fit in memory, with Adafactor.
 
-Every text goes to one rank and one worker. Stop it (Ctrl-C, SIGTERM, a crash) and give the same command again: it
-goes on behind the last text of its last checkpoint. Without arguments a small random mT5 reads sentences made here.
+Every text is read by one rank and one worker. After a stop (Ctrl-C, SIGTERM, a crash) the same command resumes after
+the last text of its last checkpoint. Without arguments a small random mT5 learns sentences that this script makes.
 """
 
 import unicodedata
@@ -38,7 +38,7 @@ def main(
     Args:
         model: an mT5's Hugging Face folder.
         data: JSON lines with `text`, a parquet file, or a folder of them.
-        num_workers: processes that read and tokenise, for each rank.
+        num_workers: processes that read and tokenize, for each rank.
     """
     trainer = Trainer(
         env_type=env_type,
@@ -46,7 +46,7 @@ def main(
         epochs=epochs,
         batch_size=batch_size,
         optimizer="adafactor",  # eps (1e-30, 1e-3), clip threshold 1, decay -0.8, no first moment
-        relative_step=False,  # nor parameter scaling
+        relative_step=False,  # also turns parameter scaling off
         lr=lr,
         lr_schedule="constant",
         weight_decay=0.0,
@@ -65,7 +65,7 @@ def main(
     def sample(text, generator):
         pair = tokenizer.encode_batch([strip_diacritics(text), text])
         source, target = (closed(ids, max_length, tokenizer.eos_token_id) for ids in pair)
-        return {"input_ids": source, "labels": target}  # padded with the padding token, and with -100
+        return {"input_ids": source, "labels": target}  # input_ids are padded with the padding token, labels with -100
 
     records, share = DocumentRecords(source), trainer.share
     stream = ResumableStream(records, sample, share, shuffle_buffer=1000, epochs=epochs, num_workers=num_workers)

@@ -1,7 +1,7 @@
-"""FlagAI's T5 tutorial: titles for texts, by a Trainer with a forward step of one's own.
+"""FlagAI's T5 tutorial: trains T5 to write titles for texts, with a custom forward step.
 
-One script for all four environments; it starts the processes that it needs. Without arguments a small random T5
-learns the first lines of docstrings from the rest of them.
+The script works in all four environments and starts the processes that it needs. Without arguments a small random T5
+learns to write the first line of a docstring from the rest.
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ class MyTrainer(Trainer):
 
 
 class TitleDataset(Dataset):
-    """What the default collate_fn pads: token ids with the padding token, labels with -100."""
+    """Gives samples that the default collate_fn pads: token ids with the padding token, labels with -100."""
 
     def __init__(self, pairs, tokenizer, max_length):
         self.pairs, self.tokenizer, self.max_length = pairs, tokenizer, max_length
@@ -57,7 +57,7 @@ def main(
     Args:
         model: a T5's Hugging Face folder.
         data: NAME of two files, NAME.source with texts and NAME.target with their titles, line by line.
-        num_gpus: processes, also without GPUs.
+        num_gpus: number of processes, also without GPUs.
     """
     trainer = MyTrainer(
         env_type=env_type,
@@ -79,7 +79,7 @@ def main(
     pairs = load_pairs(data) if data else [(doc.text, doc.title) for doc in tiny.docstrings()]
     folder = model or tiny.checkpoint("t5", [" ".join(pair) for pair in pairs], save_dir / "tiny-t5")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    if env_type == "deepspeed+mpu":  # splits the layers, which the zoo's own models can
+    if env_type == "deepspeed+mpu":  # splits the layers, which only the zoo's models support
         net = shardzoo.from_pretrained(folder, mesh=trainer.mesh)
     else:
         net = T5ForConditionalGeneration.from_pretrained(folder)

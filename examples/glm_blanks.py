@@ -1,4 +1,4 @@
-"""GLM learns to fill in blanks, of some tokens, of sentences, and of the rest of a document; then it fills one in.
+"""Trains GLM to fill blanks (tokens, sentences, or the rest of a document), and then fills a blank.
 
 Without arguments a small random GLM is trained on docstrings; `--model` takes a real one with its tokenizer.
 """
@@ -48,8 +48,8 @@ def main(
     Args:
         model: a GLM's folder.
         data: texts: a file, a folder, or JSON lines with `text`.
-        text: what is completed at the end: [MASK] stands for words, [sMASK] for sentences, [gMASK] for the rest.
-        glm_vocabulary: which vocabulary the model extends.
+        text: the text to complete at the end: [MASK] stands for words, [sMASK] for sentences, [gMASK] for the rest.
+        glm_vocabulary: the base vocabulary of the model.
         token: share of samples whose blanks are some tokens.
         sentence: share of samples whose blanks are sentences; the others continue a document.
     """
@@ -90,7 +90,7 @@ def main(
         net = shardzoo.from_config({"model_type": "glm", "vocab_size": vocabulary, **SIZES}, trainer.mesh)
     values = trainer.train(net, train_dataset=loader, extra_files=folder)
 
-    trained = trainer.run_folder.checkpoint(int(values["step"]))  # a folder like any other: with its tokenizer
+    trained = trainer.run_folder.checkpoint(int(values["step"]))  # a checkpoint also has its tokenizer
     fill = TextGenerationPipeline(trained, trainer.mesh, device=trainer.device, glm_vocabulary=glm_vocabulary)
     trainer.console.print(fill(text, max_new_tokens=8)[0], markup=False)
 

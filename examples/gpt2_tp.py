@@ -1,4 +1,4 @@
-"""GPT-2 split over two processes: trained on text, continued, and given back to transformers as one folder.
+"""Trains GPT-2 split over two processes, generates text, and exports one folder for transformers.
 
 Without arguments a small random GPT-2 is trained on docstrings; `--model` takes a real one, `--data` any text.
 """
@@ -34,7 +34,7 @@ def main(
     Args:
         model: a GPT-2's Hugging Face folder.
         data: texts: a file, a folder, or JSON lines with `text`.
-        num_gpus: processes; more than model_parallel_size are data-parallel ranks.
+        num_gpus: number of processes; a multiple of model_parallel_size gives data-parallel ranks.
     """
     trainer = Trainer(
         env_type="deepspeed+mpu",

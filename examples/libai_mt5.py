@@ -1,8 +1,8 @@
-"""LiBai's mT5: pre-training by span corruption from one configuration, which is its published benchmark.
+"""LiBai's mT5 benchmark: pretrains mT5 by span corruption from one configuration file.
 
     python examples/libai_mt5.py train.num_gpus=8 train.lr=2e-4 corpus=data/loss_compara --resume
 
-Reports seconds per iteration and samples per second. Without a corpus it reads the Python standard library.
+It reports seconds per iteration and samples per second. Without a corpus it uses the Python standard library.
 """
 
 import sys
@@ -33,19 +33,19 @@ class Benchmark:
     corpus: str | None = None
     """Prefix of a .bin/.idx pair with its tokenizer beside it, or any text; by default Python's standard library."""
     pretrained_model_path: str | None = None
-    """A folder to go on from; `model` is then unused."""
+    """Folder of a model to start from; `model` is then unused."""
     eval_samples: int = 64
-    """Held-out samples of an evaluation."""
+    """Held-out samples for each evaluation."""
     tf32: FlagConversionOff[bool] = True
-    """Multiply fp32 matrices as TensorFloat-32 on a GPU that can."""
+    """Multiply fp32 matrices as TensorFloat-32 on a GPU that supports it."""
     fast_dev_run: bool = False
-    """Twenty iterations, and an evaluation after every tenth."""
+    """Run twenty iterations, with an evaluation after every tenth."""
     resume: bool = False
-    """Go on with the run in train.save_dir."""
+    """Resume the run in train.save_dir."""
     eval_only: bool = False
     """Evaluate the run's last checkpoint, or the pretrained model."""
     config: Path | None = None
-    """By default libai_mt5.yaml."""
+    """Configuration file; by default libai_mt5.yaml."""
 
 
 def main() -> int:

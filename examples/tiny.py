@@ -1,4 +1,4 @@
-"""What an example runs on that was given nothing: text that every machine has, and the smallest models."""
+"""Makes the default data and models of the examples: text that every machine has, and very small models."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Docstring(NamedTuple):
 
 @cache
 def docstrings() -> list[Docstring]:
-    """The docstrings of several paragraphs in a few packages of the standard library, the same order on every call."""
+    """Returns docstrings of several paragraphs from a few standard library packages, always in the same order."""
     found = []
     for path in python_stdlib():
         package = next((name for name in PACKAGES if name in path.parts), None)
@@ -53,14 +53,14 @@ def docstrings() -> list[Docstring]:
 
 
 def sentences(count: int) -> list[str]:
-    """Romanian words in a random order, the same on every call."""
+    """Returns sentences of random Romanian words, the same on every call."""
     generator = random.Random(0)
     drawn = (generator.choices(ROMANIAN.split(), k=generator.randint(4, 12)) for _ in range(count))
     return [" ".join(words).capitalize() + "." for words in drawn]
 
 
 def json_lines(records: Sequence[object], path: Path) -> Path:
-    """A file with a record in each line. Every rank may call it; the first one writes."""
+    """Writes a file with one record per line and returns its path. Every rank may call it; the first one writes."""
 
     def write() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,9 +71,9 @@ def json_lines(records: Sequence[object], path: Path) -> Path:
 
 
 def checkpoint(model_type: str, texts: Sequence[str], folder: Path, *, vocab_size: int = 600) -> Path:
-    """A Hugging Face folder: a small model with random weights, and a tokenizer that was trained on the texts.
+    """Makes a Hugging Face folder of a small random model and a tokenizer trained on the texts, and returns its path.
 
-    Every rank may call it; the first one makes the folder, unless it is there.
+    Every rank may call it; only the first one makes the folder, unless it exists.
     """
 
     def make() -> None:

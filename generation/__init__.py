@@ -1,6 +1,6 @@
-"""Decoding under tensor parallelism.
+"""Generates text under tensor parallelism.
 
-Names are loaded when they are first used. Importing the package gives every language model a `generate` method.
+Each name is imported at its first use. Importing the package adds a `generate` method to every language model.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _generate(self: LanguageModel, *args: Any, **kwargs: Any) -> Any:
-    """See `shardzoo.generation.generate`."""
+    """Generates sequences; see `shardzoo.generation.generate`."""
     from .api import generate
 
     return generate(self, *args, **kwargs)

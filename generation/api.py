@@ -1,4 +1,4 @@
-"""`generate`: from prompts to sequences, for models that continue text or answer it."""
+"""Implements `generate`, which decodes sequences from prompts, for every kind of generative model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ from .strategies import beam_search, decode, group_beam_search
 
 @dataclass
 class GenerateOutput(ModelOutput):
-    """sequences: int64 [B · num_return_sequences, T]. sequences_scores: fp32 of each from beam search, else None."""
+    """The result of `generate`.
+
+    Attributes:
+        sequences: int64 [B · num_return_sequences, T].
+        sequences_scores: fp32 [B · num_return_sequences], the scores of beam search; None for other strategies.
+    """
 
     sequences: Tensor
     sequences_scores: Tensor | None = None
@@ -28,8 +33,15 @@ class GenerateOutput(ModelOutput):
 
 @dataclass(frozen=True)
 class Extras:
-    """What a call may bring beside settings: the caller's own processors and stopping criteria (transformers'
-    interfaces), a function that names the tokens allowed next, a streamer, and the tokenizer for stop_strings."""
+    """Objects that a call of `generate` passes beside the settings, with transformers' interfaces.
+
+    Attributes:
+        logits_processor: The caller's logits processors.
+        stopping_criteria: The caller's stopping criteria.
+        prefix_allowed_tokens_fn: Returns the tokens that are allowed next.
+        streamer: Receives tokens as they are chosen.
+        tokenizer: The tokenizer that stop_strings needs.
+    """
 
     logits_processor: Sequence[Any] = ()
     stopping_criteria: Sequence[Any] = ()
@@ -57,31 +69,32 @@ def generate(
     return_dict_in_generate: bool = False,
     **settings: Any,
 ) -> Tensor | GenerateOutput:
-    """Generates what the model's class says in `generates`: the continuation of prompts (GPT-2), the answer to them
-    (T5, mT5), or the contents of their first blank (GLM).
+    """Generates sequences. The model's class attribute `generates` determines what they are.
 
-    Args that are not listed mean what they mean in transformers.
+    These are continuations of the prompts (GPT-2), answers to them (T5, mT5), or the contents of their first blank
+    (GLM). Arguments that are not listed have transformers' meaning.
 
     Args:
         input_ids: int64 [B, S], the same on every tensor-parallel rank; None starts from the bos token.
         attention_mask: [B, S], 0 for padding, which is on the left of prompts to be continued.
-        position_ids, generation_attention_mask: of a GLM, as its tokenizer's `build_inputs_for_generation` makes them;
+        position_ids, generation_attention_mask: for a GLM, as its tokenizer's `build_inputs_for_generation` makes them;
             `fill_blanks` needs neither.
         generation_config: transformers' object, the contents of its file, or `GenerationSettings`. It overrides the
             model's configuration.
-        settings: the fields of `GenerationSettings`, by transformers' names. They override generation_config.
+        settings: fields of `GenerationSettings`, with transformers' names. They override generation_config.
 
     Returns:
-        int64 [B * num_return_sequences, T] on every rank: prompt and continuation, or the decoder's sequence; or a
-        `GenerateOutput`. With max_new_tokens=0 that is the prompt.
+        int64 [B * num_return_sequences, T] on every rank: prompt and continuation, or the decoder's sequence. A
+        `GenerateOutput` with return_dict_in_generate. With max_new_tokens=0 the result is the prompt.
 
     Raises:
-        ValueError: unknown arguments, tokens outside the vocabulary, lengths that the model's positions do not cover.
+        ValueError: an argument is unknown, a token is outside the vocabulary, or a sequence would be longer than the
+            model's positions.
     """
     check_model(model)
     made = make_settings(model.config, generation_config, settings)
     extras = Extras(logits_processor or (), stopping_criteria or (), prefix_allowed_tokens_fn, streamer, tokenizer)
-    # Inference mode saves a few percent of a step; what leaves it is copied into ordinary tensors.
+    # Inference mode saves a few percent of a step; the results are copied into ordinary tensors afterwards.
     with evaluating(model), torch.inference_mode():
         kind = getattr(model, "generates", None)
         if kind == "answer":
@@ -103,7 +116,7 @@ def _continue(
 ) -> GenerateOutput:
     if ids is None or ids.shape[-1] == 0:
         if settings.bos_token_id is None:
-            raise ValueError("the prompt is empty and the model has no bos_token_id to start from: pass one")
+            raise ValueError("the prompt is empty and the model has no bos_token_id to start with: pass bos_token_id=…")
         rows = 1 if ids is None else len(ids)
         ids, mask = torch.full((rows, 1), settings.bos_token_id, device=device_of(model)), None
     ids = ids.to(device_of(model))
@@ -132,7 +145,9 @@ def _answer(
         raise ValueError("an encoder-decoder answers input_ids: pass them, or encoder_outputs")
     if ids is not None:
         if ids.shape[-1] == 0:
-            raise ValueError("the prompt is empty; an encoder needs at least one token, such as the end of sequence")
+            raise ValueError(
+                "the prompt is empty; an encoder needs at least one token, such as the end-of-sequence token"
+            )
         ids = ids.to(device)
         check_ids(ids, model.config.vocab_size + model.extra_input_ids)
         if mask is None and settings.pad_token_id is not None and settings.pad_token_id not in settings.eos_token_ids:
@@ -163,8 +178,8 @@ def _fill(
 ) -> GenerateOutput:
     if ids is None or positions is None or visible is None:
         raise ValueError(
-            "a GLM needs input_ids, position_ids and generation_attention_mask, as build_inputs_for_generation of its "
-            "tokenizer makes them; shardzoo.generation.fill_blanks fills all blanks of a text from its tokens alone"
+            "a GLM needs input_ids, position_ids and generation_attention_mask, which its tokenizer's "
+            "build_inputs_for_generation makes; shardzoo.generation.fill_blanks needs only the tokens of a text"
         )
     device, length = device_of(model), ids.shape[1]
     ids = ids.to(device)
@@ -186,13 +201,25 @@ def fill(
     settings: GenerationSettings,
     extras: Extras,
 ) -> GenerateOutput:
-    """Fills one blank of each row; arguments as for `BlankDecoder`. ValueError where the positions end."""
+    """Fills one blank of each row.
+
+    Args:
+        model: A GLM.
+        ids: int64 [B, T0]; see `BlankDecoder`.
+        positions: int64 [B, 2, T0]; see `BlankDecoder`.
+        visible: bool [B, T0, T0]; see `BlankDecoder`.
+        settings: The settings.
+        extras: The other arguments of the call.
+
+    Raises:
+        ValueError: the sequences would be longer than the model's positions.
+    """
     limit, most = settings.length_limit(ids.shape[1]), model.config.max_sequence_length + 1
     last = int(positions[:, 1, -1].max()) + limit - ids.shape[1] - 1
     if int(positions.max()) >= most or last >= most:
         raise ValueError(
-            f"the text has {int(positions[:, 0].max()) + 1} positions and its span up to {last}, but the model has "
-            f"{most}; shorten the text or max_new_tokens"
+            f"the text needs {int(positions[:, 0].max()) + 1} positions and its span up to {last}, but the model has "
+            f"{most}; use a shorter text or a smaller max_new_tokens"
         )
     capacity = limit - 1 if settings.use_cache else None
     decoder = BlankDecoder(model, positions, visible, copies=sequences_per_prompt(settings), capacity=capacity)
@@ -209,13 +236,22 @@ def search(
     encoder_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
 ) -> GenerateOutput:
-    """Decodes from prompts int64 [B, T] in the way that the settings ask for. attention_mask: of prompts that are
-    continued, [B, T]; encoder_ids: [B, S] of prompts that are answered."""
+    """Decodes with the strategy that the settings select.
+
+    Args:
+        decoder: Computes the logits.
+        prompt: int64 [B, T], the beginning of the decoded sequences.
+        limit: Maximum length of a sequence.
+        settings: The settings.
+        extras: The other arguments of the call.
+        encoder_ids: [B, S], the encoder's input.
+        attention_mask: [B, T] of prompts that are continued.
+    """
     ids = prompt.repeat_interleave(decoder.copies, 0)
     model = decoder.model
     if limit == prompt.shape[1]:
         return GenerateOutput(ids[:: max(1, decoder.copies // settings.num_return_sequences)])
-    together = decoder.copies // settings.num_beam_groups  # rows of a prompt that are processed in one call
+    together = decoder.copies // settings.num_beam_groups  # rows of a prompt that one call processes
 
     def for_each(rows: Tensor | None) -> Tensor | None:
         return None if rows is None else rows.repeat_interleave(together, 0)
@@ -236,7 +272,7 @@ def search(
     if settings.num_beams == 1:
         return GenerateOutput(decode(decoder, ids, limit, settings, processors, extras.streamer))
     if extras.streamer is not None:
-        raise ValueError("a streamer shows tokens as they are chosen, and beam search chooses at the end: num_beams=1")
+        raise ValueError("a streamer needs num_beams=1, because beam search chooses its tokens only at the end")
     method = beam_search if settings.num_beam_groups == 1 else group_beam_search
     return GenerateOutput(*method(decoder, ids, limit, settings, processors))
 
@@ -246,26 +282,30 @@ def sequences_per_prompt(settings: GenerationSettings) -> int:
 
 
 def fit_positions(prompt: int, limit: int, positions: int, settings: GenerationSettings) -> int:
-    """`limit`, or where nobody asked for it what the positions leave. ValueError for more than that."""
+    """Returns `limit`; if it is only the default, at most the length that the positions allow.
+
+    Raises:
+        ValueError: the prompt or the requested length exceeds the positions.
+    """
     if prompt > positions:
-        raise ValueError(f"the prompt has {prompt} tokens, but the model only {positions} positions; shorten it")
+        raise ValueError(f"the prompt has {prompt} tokens, but the model has only {positions} positions; shorten it")
     most = positions + 1  # the last token needs no position, because nothing follows it
     if limit > most:
         if settings.max_new_tokens is None and settings.max_length is None:
             return most
         raise ValueError(
-            f"{prompt} tokens of prompt and {limit - prompt} new ones need {limit - 1} positions, but the model has "
+            f"{prompt} prompt tokens and {limit - prompt} new tokens need {limit - 1} positions, but the model has "
             f"{positions}; use max_new_tokens up to {most - prompt}"
         )
     return limit
 
 
 def check_model(model: nn.Module) -> None:
-    """ValueError for models whose ranks hold parts of sequences."""
+    """Raises ValueError for models with sequence parallelism, and for models that are not of the zoo."""
     if getattr(getattr(model, "parallel_config", None), "sequence_parallel", False):
-        raise ValueError("decoding needs whole sequences on a rank: load the model without sequence parallelism")
+        raise ValueError("decoding needs complete sequences on each rank: load the model without sequence parallelism")
     if getattr(model, "config", None) is None:
-        raise ValueError(f"a {type(model).__name__} is no model of the zoo; load one with shardzoo.from_pretrained")
+        raise ValueError(f"a {type(model).__name__} is not a model of the zoo; load one with shardzoo.from_pretrained")
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -274,7 +314,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout, for as long as it lasts."""
+    """Puts the model in evaluation mode for the duration of the context."""
     was_training = model.training
     model.eval()
     try:

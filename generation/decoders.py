@@ -1,4 +1,4 @@
-"""Decoders: the next token's logits of each kind of model, with or without a cache."""
+"""Computes the next token's logits for each kind of model, with or without a cache."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ class Decoder(ABC):
     """Computes the logits of the next token, for sequences that grow from call to call.
 
     Args:
-        layers: How many blocks of the model see the generated tokens.
-        copies: Sequences for each prompt, one after another. The prompt itself is read once.
-        capacity: Positions to keep in the cache; None keeps nothing.
+        model: The model.
+        layers: Number of the model's blocks that read the generated tokens.
+        copies: Sequences for each prompt, in consecutive rows. The prompt itself is processed once.
+        capacity: Number of positions in the cache; None for no cache.
+        source_length: Number of positions of the encoder's output.
     """
 
     def __init__(
@@ -35,7 +37,7 @@ class Decoder(ABC):
         """Returns fp32 [R, Vp], this rank's columns; -inf in the padding of the vocabulary.
 
         Args:
-            ids: int64 [R, T], all tokens so far. Between calls the order of rows changes only by `select`.
+            ids: int64 [R, T], all tokens so far. Only `select` may change the order of rows between calls.
         """
         if self.is_first and self.copies > 1:
             logits = self.next_logits(ids[:: self.copies], 0).repeat_interleave(self.copies, 0)
@@ -47,15 +49,15 @@ class Decoder(ABC):
 
     @abstractmethod
     def next_logits(self, ids: Tensor, cached: int) -> Tensor:
-        """[R, T] -> [R, Vp]; the first `cached` tokens are in the cache."""
+        """Returns logits [R, Vp] for ids [R, T], of which the first `cached` tokens are in the cache."""
 
     def repeat_rows(self) -> None:
-        """Makes `copies` rows of each prompt, after the prompts were read."""
+        """Repeats each row of the state `copies` times, after the prompts were processed."""
         if self.cache is not None:
             self.cache.repeat(self.copies)
 
     def select(self, rows: Tensor) -> None:
-        """Row i becomes a continuation of the former row rows[i], which has the same prompt."""
+        """Makes row i a continuation of the former row rows[i], which has the same prompt."""
         if self.cache is not None:
             self.cache.select(rows)
 
@@ -64,7 +66,10 @@ class CausalDecoder(Decoder):
     """Decodes with a causal language model.
 
     Args:
+        model: The model.
         attention_mask: int64 [B, T0] of the prompts, which are padded on the left; None without padding.
+        copies: See `Decoder`.
+        capacity: See `Decoder`.
     """
 
     def __init__(
@@ -93,9 +98,12 @@ class Seq2SeqDecoder(Decoder):
     """Decodes with an encoder-decoder.
 
     Args:
+        model: The model.
         encoded: The encoder's output for B prompts.
-        attention_mask: int64 [B, S] of the prompts, or None.
-        decoder_mask: [B, T0] of what the decoder's output starts with, or None.
+        attention_mask: int64 [B, S] of the encoder's input, or None.
+        decoder_mask: [B, T0] of the beginning of the decoder's sequence, or None.
+        copies: See `Decoder`.
+        capacity: See `Decoder`.
     """
 
     def __init__(
@@ -132,10 +140,15 @@ class Seq2SeqDecoder(Decoder):
 
 
 class BlankDecoder(Decoder):
-    """Fills one blank of each row of a GLM, whose prompts end with the token that starts a piece.
+    """Fills one blank of each row with a GLM. The prompts end with the token that starts a piece.
 
-    positions: int64 [B, 2, T0] of the prompts, in the text and within the span; what follows stays at the last one's
-    place in the text and counts on within the span. visible: bool [B, T0, T0], which keys a query of the prompt sees.
+    Args:
+        model: The model.
+        positions: int64 [B, 2, T0] of the prompts: position in the text, and within the span. For new tokens the
+            first stays that of the prompt's last token, and the second counts up.
+        visible: bool [B, T0, T0], the keys that each query of the prompt attends to.
+        copies: See `Decoder`.
+        capacity: See `Decoder`.
     """
 
     def __init__(
@@ -150,7 +163,8 @@ class BlankDecoder(Decoder):
         last = self.positions[:, :, -1:]
         later = torch.stack([last[:, 0].expand(-1, len(steps)), last[:, 1] + steps], 1)  # [B, 2, T - T0]
         positions = torch.cat([self.positions, later], 2)[:, :, cached:]
-        # A prompt's last token sees all of it but padding, and what follows sees the same and what precedes.
+        # A prompt's last token attends to all of the prompt except padding. New tokens attend to the same, and causally
+        # to new tokens.
         keys = F.pad(self.visible[:, -1], (0, length - prompt), value=True)  # [B, T]
         new = lower_triangular_mask(length - prompt, length, ids.device) & keys[:, None]  # [B, T - T0, T]
         mask = torch.cat([F.pad(self.visible, (0, length - prompt)), new], 1)[:, None, cached:]  # [B, 1, S, T]
@@ -164,6 +178,6 @@ class BlankDecoder(Decoder):
 
 
 def block_list(model: Any) -> nn.ModuleList:
-    """The blocks that see the generated tokens."""
+    """Returns the blocks that read the generated tokens."""
     stack: Any = model.decoder if isinstance(model, Seq2SeqLM) else model
     return stack.blocks

@@ -1,8 +1,8 @@
-"""Fills what a text leaves open: masked tokens of an encoder, and the blanks of a GLM.
+"""Fills the masked tokens of a text with an encoder, and the blanks of a text with a GLM.
 
 A GLM fills the blanks of a text one after another from left to right (Du et al., 2021, section 2.1). Every blank is
-decoded after the text and the pieces that were filled before it, with positions in two dimensions: where the blank
-stands, and the place within the piece. `[gMASK]` at the end continues the text.
+decoded after the text and the pieces that were filled before it, with positions in two dimensions: the position of the
+blank, and the position within the piece. `[gMASK]` at the end continues the text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .vocabulary import best, log_probabilities, without_padding
 
 @dataclass(frozen=True)
 class MaskFills:
-    """The best tokens at M masked places.
+    """The best tokens at M masked positions.
 
     Attributes:
         places: int64 [M, 2], row and column of each mask, in reading order.
@@ -38,7 +38,7 @@ class MaskFills:
 
 
 def fills_masks(model_class: type) -> bool:
-    """Whether models of a class predict the tokens at masked places."""
+    """Returns whether models of a class predict the tokens at masked positions."""
     return getattr(model_class, "generates", None) == "masks"
 
 
@@ -52,14 +52,15 @@ def fill_mask(
     mask_token_id: int,
     top_k: int = 5,
 ) -> MaskFills:
-    """Predicts the tokens at the masked places.
+    """Predicts the tokens at the masked positions.
 
-    Only the masked places go through the output head, and only the best tokens of each rank are exchanged.
+    Only the masked positions go through the output head, and only the best tokens of each rank are exchanged.
 
     Args:
+        model: A masked language model.
         input_ids, attention_mask, token_type_ids: [B, S], as the model takes them.
-        mask_token_id: Marks the masked places in input_ids.
-        top_k: How many tokens to return for each place.
+        mask_token_id: The id of masked positions in input_ids.
+        top_k: Number of tokens to return for each position.
 
     Raises:
         ValueError: no token is masked, or the model does not predict masked tokens.
@@ -67,7 +68,7 @@ def fill_mask(
     check_model(model)
     if not fills_masks(type(model)):
         able = [n for name in FAMILIES for n, model in family(name).architectures.items() if fills_masks(model)]
-        raise ValueError(f"a {type(model).__name__} fills no masks; load one of {', '.join(able)}")
+        raise ValueError(f"a {type(model).__name__} cannot fill masks; load one of {', '.join(able)}")
     vocab_size = model.config.vocab_size
     if not 1 <= top_k <= vocab_size:
         raise ValueError(f"top_k must be from 1 to the vocabulary's {vocab_size}, not {top_k}")
@@ -75,7 +76,7 @@ def fill_mask(
     check_ids(ids, vocab_size)
     places = (ids == mask_token_id).nonzero()  # [M, 2]
     if not len(places):
-        raise ValueError(f"no token of input_ids is the mask, {mask_token_id}")
+        raise ValueError(f"input_ids has no mask token ({mask_token_id}) to fill")
     with evaluating(model):
         hidden = model.encoder(ids, attention_mask, token_type_ids)[0][-1]  # [B, S, H]
         logits = model.head(hidden[places[:, 0], places[:, 1]])  # [M, Vp]
@@ -114,17 +115,21 @@ def fill_blanks(
     A piece ends before the end-of-piece or end-of-text token.
 
     Args:
-        input_ids: int64 [B, S], starting with [CLS].
+        model: A GLM.
+        input_ids: int64 [B, S], starting with [CLS]. For glm-10b-chinese, in which [gMASK] has the id of the end of a
+            piece, transformers' id 50009 for [gMASK] is accepted too. It is never generated, because its row of the
+            vocabulary is a copy.
         tokens: Ids of the special tokens.
         attention_mask: [B, S], 0 for padding, on any side.
+        generation_config, logits_processor, stopping_criteria: As for `generate`.
         settings: As for `generate`; max_new_tokens is for each blank.
 
-    glm-10b-chinese, where [gMASK] has the end of piece's id: transformers' id 50009 for it is understood too, and is
-    never generated, for its row of the vocabulary is a copy. ValueError if no row has a blank.
+    Raises:
+        ValueError: no row has a blank, or the model cannot fill blanks.
     """
     check_model(model)
     if getattr(model, "generates", None) != "blanks":
-        raise ValueError(f"a {type(model).__name__} fills no blanks; use generate, or fill_mask for masked tokens")
+        raise ValueError(f"a {type(model).__name__} cannot fill blanks; use generate, or fill_mask for masked tokens")
     ids = input_ids.to(device_of(model))
     check_ids(ids, model.config.vocab_size)
     mask = torch.ones_like(ids) if attention_mask is None else attention_mask.to(ids.device)
@@ -133,7 +138,7 @@ def fill_blanks(
     made = make_settings(model.config, generation_config, settings)
     made = replace(made, pad_token_id=tokens.pad, eos_token_id=[tokens.eop, tokens.eos])
     if made.num_return_sequences > 1:
-        raise ValueError("a text is filled once: num_return_sequences must be 1; call again with another seed")
+        raise ValueError("num_return_sequences must be 1, because a text is filled once; call again with another seed")
     if tokens.gmask == tokens.eop:
         copy = tokens.eop + 2
         texts = [[tokens.gmask if token == copy else token for token in text] for text in texts]
@@ -153,7 +158,7 @@ def fill_blanks(
 
 
 def _blanks(text: list[int], tokens: GLMTokens) -> list[int]:
-    """Where the blanks are."""
+    """Returns the positions of the blanks."""
     return [place for place, token in enumerate(text) if token in (tokens.mask, tokens.smask, tokens.gmask)]
 
 
@@ -168,8 +173,8 @@ class _Prompt:
 
     Attributes:
         ids: All tokens.
-        places: The first position of each token: where it, or its blank, stands in the text.
-        steps: The second position of each token: its place within a piece.
+        places: The first position of each token: that of the token or its blank in the text.
+        steps: The second position of each token: that within its piece.
         text: The length of the text alone.
     """
 
@@ -195,7 +200,7 @@ def _fill_next(
     settings: GenerationSettings,
     extras: Extras,
 ) -> list[list[int]]:
-    """The tokens of the next piece of each prompt."""
+    """Returns the tokens of the next piece of each prompt."""
     width, device = max(len(prompt.ids) for prompt in prompts), device_of(model)
     ids = torch.full((len(prompts), width), tokens.pad)
     positions = torch.zeros(len(prompts), 2, width, dtype=torch.int64)

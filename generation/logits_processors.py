@@ -1,6 +1,6 @@
-"""transformers' logits processors and stopping criteria, over a vocabulary that is split over the ranks.
+"""Applies transformers' logits processors and stopping criteria to logits that are split over the ranks.
 
-The order is that of transformers' `generate`. Rows are gathered only for processors that need whole ones.
+The order is that of transformers' `generate`. Rows are gathered only for processors that need complete rows.
 """
 
 from __future__ import annotations
@@ -27,11 +27,20 @@ _FUNCTIONS_OF_TOKENS = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
 
 
 class LogitsProcessors:
-    """What changes the scores of the next token, and what ends a sequence.
+    """Changes the scores of the next token, and decides which sequences end.
 
-    prompt: int64 [R, T], what every sequence starts with; encoder_ids: [R, S], what an encoder-decoder reads.
-    processors, criteria: the caller's own. Where one is of the same class as one that the settings ask for, it takes
-    its place.
+    Args:
+        settings: The settings that select processors and criteria.
+        vocab_size: The size of the vocabulary.
+        mesh: The mesh over which the scores are split.
+        prompt: int64 [R, T], the beginning of every sequence.
+        limit: Maximum length of a sequence.
+        encoder_ids: [R, S], the encoder's input.
+        attention_mask: [R, T] of the prompts.
+        processors: The caller's processors. They replace those of the settings that have the same class.
+        criteria: The caller's stopping criteria, likewise.
+        prefix_allowed_tokens_fn: As in transformers.
+        tokenizer: The tokenizer that stop_strings needs.
     """
 
     def __init__(
@@ -64,8 +73,11 @@ class LogitsProcessors:
         self.may_disagree = any(type(criterion) not in _FUNCTIONS_OF_TOKENS for criterion in self.criteria)
 
     def __call__(self, ids: Any, scores: Any) -> tuple[Tensor, ParallelMesh | None]:
-        """ids: [R, T], the sequences so far; scores: [R, Vp]. The processed scores, with the mesh over which they are
-        still split."""
+        """Processes scores [R, Vp] of the sequences so far, ids [R, T].
+
+        Returns:
+            The processed scores, and the mesh over which they are still split (None if they were gathered).
+        """
         if self.needs_rows:
             return self.processors(ids, whole_rows(scores, self.vocab_size, self.mesh)), None
         for processor in self.processors:
@@ -73,7 +85,7 @@ class LogitsProcessors:
         return scores, self.mesh
 
     def stops(self, ids: Tensor) -> Tensor:
-        """Which sequences [R, T] end with their last token: bool [R], the same on every rank."""
+        """Returns which sequences [R, T] end with their last token: bool [R], the same on every rank."""
         criteria: Any = self.criteria
         stops = criteria(ids, None)
         if self.may_disagree:  # clocks differ, and a caller's criterion may be anything
@@ -86,7 +98,7 @@ def _keep_best(processor: p.TopKLogitsWarper, scores: Tensor, mesh: ParallelMesh
     return scores.masked_fill(scores < lowest, processor.filter_value)
 
 
-# Processors that work on a part of the vocabulary, and how.
+# Processors that can work on a part of the vocabulary, with their implementations.
 _SPLIT: dict[type, Callable[[Any, Tensor, ParallelMesh | None], Tensor]] = {
     p.TemperatureLogitsWarper: lambda processor, scores, mesh: processor(None, scores),
     p.TopKLogitsWarper: _keep_best,
@@ -94,8 +106,8 @@ _SPLIT: dict[type, Callable[[Any, Tensor, ParallelMesh | None], Tensor]] = {
 
 
 def _edits(s: GenerationSettings, prompt: Tensor, encoder_ids: Any, mask: Tensor | None, eos, limit: int) -> list:
-    """The processors that every way of decoding uses."""
-    device: Any = prompt.device  # transformers annotates strings
+    """Returns the processors that every strategy uses."""
+    device: Any = prompt.device  # transformers annotates it as a string
     start, made = prompt.shape[1], []
     if s.sequence_bias is not None:
         bias: Any = s.sequence_bias
@@ -123,7 +135,7 @@ def _edits(s: GenerationSettings, prompt: Tensor, encoder_ids: Any, mask: Tensor
         made.append(p.InfNanRemoveLogitsProcessor())
     if s.exponential_decay_length_penalty is not None:
         if eos is None:
-            raise ValueError("exponential_decay_length_penalty makes the end likelier, so it needs an eos_token_id")
+            raise ValueError("exponential_decay_length_penalty makes the end token likelier, so it needs eos_token_id")
         made.append(p.ExponentialDecayLengthPenalty(s.exponential_decay_length_penalty, eos, start))
     if s.suppress_tokens is not None:
         made.append(p.SuppressTokensLogitsProcessor(s.suppress_tokens, device=device))
@@ -134,7 +146,7 @@ def _edits(s: GenerationSettings, prompt: Tensor, encoder_ids: Any, mask: Tensor
 
 
 def _warpers(s: GenerationSettings, eos: Tensor | None, device: Any) -> list:
-    """The processors of sampling, which leave beam search one token beside the ends of sequences."""
+    """Returns the processors of sampling; for beam search they keep one token besides the end tokens."""
     keep = {"min_tokens_to_keep": 1 if s.num_beams == 1 else 2 if eos is None else len(eos) + 1}
     made: list[Any] = []
     if s.temperature != 1.0:

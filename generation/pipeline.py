@@ -1,4 +1,4 @@
-"""Text from prompts and a model's folder, without handling tensors."""
+"""Generates text from prompts with the model of a folder, without handling tensors."""
 
 from __future__ import annotations
 
@@ -21,14 +21,21 @@ from .text import pad_left
 
 
 class TextGenerationPipeline:
-    """Continues, answers or fills in texts with the model of a folder, split over the ranks of a mesh.
+    """Continues, answers or fills texts with the model of a folder, split over the ranks of a mesh.
 
         pipeline = TextGenerationPipeline("path/to/mt5-small", mesh)
         pipeline(["summarize: she is a student, she is tall, she loves study"], num_beams=4)
 
-    path: a Hugging Face folder or a shardzoo folder with its tokenizer. The settings in its generation_config.json
-    apply unless a call gives others. batch_size: prompts that are decoded together. glm_vocabulary: which vocabulary a
-    GLM extends, where its size does not tell. Every rank makes the same calls and gets the same results.
+    Every rank must make the same calls and gets the same results.
+
+    Args:
+        path: A Hugging Face folder or a shardzoo folder with its tokenizer. The settings in its generation_config.json
+            apply unless a call overrides them.
+        mesh: The mesh over which the model is split.
+        dtype: The model's dtype; by default the stored one.
+        device: The model's device.
+        batch_size: Prompts that are decoded together.
+        glm_vocabulary: The base vocabulary of a GLM, if its size does not determine it.
     """
 
     def __init__(
@@ -53,12 +60,17 @@ class TextGenerationPipeline:
     def __call__(
         self, texts: str | Sequence[str], *, return_full_text: bool = True, streamer: Any = None, **settings: Any
     ) -> list[dict[str, Any]]:
-        """One entry for each sequence, in the order of the texts.
+        """Returns one entry for each sequence, in the order of the texts.
 
-        `generated_text` is the answer of an encoder-decoder; the text and its continuation, or without
-        `return_full_text` the continuation alone; a GLM's text with its blanks filled, with the `pieces`; for BERT and
-        RoBERTa there are `masks` instead, each with its best `top_k` tokens and their probabilities. settings and
-        streamer: as for `generate`.
+        `generated_text` is the answer of an encoder-decoder, or a text with its continuation (without
+        `return_full_text` the continuation alone), or a text with its blanks filled by a GLM, whose contents are in
+        `pieces`. BERT and RoBERTa give `masks` instead: for each mask the best `top_k` tokens and their probabilities.
+
+        Args:
+            texts: One text or several.
+            return_full_text: Whether a continuation includes its prompt.
+            streamer: As for `generate`.
+            settings: As for `generate`.
         """
         texts = [texts] if isinstance(texts, str) else list(texts)
         entries: list[dict[str, Any]] = []
@@ -74,7 +86,7 @@ class TextGenerationPipeline:
 
     @property
     def streams(self) -> bool:
-        """Whether a streamer can show the tokens as they come."""
+        """Whether a streamer can show tokens as they are generated."""
         return self.blank_text is None and not fills_masks(type(self.model))
 
     def _generate(self, texts: list[str], full: bool, streamer: Any, given: dict[str, Any]) -> list[dict[str, Any]]:
@@ -84,10 +96,12 @@ class TextGenerationPipeline:
         if any(not row for row in rows):
             first = tokenizer.bos_token_id if settings.bos_token_id is None else settings.bos_token_id
             if first is None:
-                raise ValueError("a prompt is empty, and neither the tokenizer nor the model has a token to start from")
+                raise ValueError(
+                    "a prompt is empty, and neither the tokenizer nor the model has a bos token to start with"
+                )
             rows = [row or [first] for row in rows]
         pad = settings.pad_token_id
-        # What fills masked places is never seen, but must be a token.
+        # The model ignores masked positions, but their ids must be in the vocabulary.
         ids, mask = pad_left(rows, pad if pad is not None and pad < self.model.config.vocab_size else 0)
         found: Any = generate(
             self.model, ids, mask, generation_config=settings, tokenizer=tokenizer, streamer=streamer,
@@ -114,7 +128,9 @@ class TextGenerationPipeline:
 
     def _fill_masks(self, text: str, settings: dict[str, Any]) -> dict[str, Any]:
         if others := settings.keys() - {"top_k"}:
-            raise ValueError(f"{', '.join(sorted(others))} is for text that is generated; masks only know top_k")
+            raise ValueError(
+                f"{', '.join(sorted(others))} cannot be used with a model that fills masks; its only setting is top_k"
+            )
         tokenizer: Any = self.tokenizer
         encoded = tokenizer(text, return_tensors="pt")
         found = fill_mask(self.model, encoded["input_ids"], mask_token_id=tokenizer.mask_token_id, **settings)

@@ -1,4 +1,4 @@
-"""Checks of prompts before any of them is decoded. Every rank raises the same errors."""
+"""Checks prompts before any of them is decoded. Every rank raises the same errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .settings import GenerationSettings
 
 
 def check_ids(ids: Tensor, vocab_size: int, name: str = "input_ids") -> None:
-    """ValueError unless ids are int64 [B, T] with at least one row, all in the vocabulary."""
+    """Raises ValueError unless ids are integers [B, T] with at least one row, all in the vocabulary."""
     if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool or not len(ids):
         raise ValueError(f"{name} must be integers [batch, length], not {ids.dtype} {tuple(ids.shape)}")
     outside = (ids < 0) | (ids >= vocab_size)
@@ -22,19 +22,21 @@ def check_ids(ids: Tensor, vocab_size: int, name: str = "input_ids") -> None:
 
 
 def check_mask(mask: Tensor, ids: Tensor, name: str = "attention_mask") -> None:
-    """ValueError unless mask fits ids and every row has a token."""
+    """Raises ValueError unless the mask has the shape of the ids and every row has a token."""
     if mask.shape != ids.shape:
-        raise ValueError(f"{name} is {list(mask.shape)}, but must be as the ids, {list(ids.shape)}")
+        raise ValueError(f"{name} has shape {list(mask.shape)}, but must have that of the ids, {list(ids.shape)}")
     empty = (mask == 0).all(1)
     if empty.any():
-        raise ValueError(f"row {int(empty.nonzero()[0])} of {name} has no token; start it with a bos token")
+        raise ValueError(f"row {int(empty.nonzero()[0])} of {name} has no token; start it with the bos token")
 
 
 def left_padding(ids: Tensor, mask: Tensor | None, settings: GenerationSettings) -> Tensor | None:
-    """The attention mask of prompts to be continued, int64 [B, T]; None if nothing is padded.
+    """Returns the attention mask of prompts to be continued, int64 [B, T]; None if nothing is padded.
 
-    Without a mask, the padding token marks padding unless it also ends sequences, as in transformers. ValueError for
-    padding on the right, after which a continuation would not follow the prompt.
+    Without a mask, the padding token marks padding unless it also ends sequences, as in transformers.
+
+    Raises:
+        ValueError: prompts are padded on the right, so that a continuation would not follow the prompt.
     """
     if mask is None:
         pad = settings.pad_token_id
@@ -53,7 +55,10 @@ def left_padding(ids: Tensor, mask: Tensor | None, settings: GenerationSettings)
 def decoder_prompt(
     given: Tensor | None, mask: Tensor | None, rows: int, settings: GenerationSettings, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """What an encoder-decoder's output starts with, int64 [B, T]: the start token, then what is given."""
+    """Returns the beginning of an encoder-decoder's output, int64 [B, T], and its mask.
+
+    It is the start token, followed by the given tokens, unless they begin with it already.
+    """
     start = settings.decoder_start_token_id
     start = settings.bos_token_id if start is None else start
     if start is None:

@@ -1,4 +1,4 @@
-"""How to decode: transformers' names, meanings and defaults."""
+"""Defines the settings of generation, with transformers' names, meanings and defaults."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ..models.common.config import ModelConfig
 
 DEFAULT_NEW_TOKENS = 20
-# Entries of a generation_config.json that say nothing about the tokens.
+# Entries of a generation_config.json that do not affect the tokens.
 _ASIDE = {"transformers_version", "_from_model_config", "cache_implementation", "output_attentions", "output_scores",
           "output_hidden_states", "output_logits", "num_assistant_tokens", "num_assistant_tokens_schedule",
           "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind", "max_matching_ngram_size",
@@ -19,86 +19,87 @@ _ASIDE = {"transformers_version", "_from_model_config", "cache_implementation", 
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """Arguments of `generate`; those without a comment are as in transformers' `GenerationConfig`."""
+    """Arguments of `generate`; those without a description are as in transformers' `GenerationConfig`."""
 
     max_new_tokens: int | None = None
-    """How many tokens to add at most; by default 20, or what max_length leaves."""
+    """Maximum number of new tokens; by default 20, or what max_length leaves."""
     max_length: int | None = None
-    """The same, the prompt included."""
+    """Maximum number of tokens, including the prompt."""
     min_new_tokens: int | None = None
-    """The end-of-sequence token is not allowed before."""
+    """Minimum number of new tokens, before which no sequence may end."""
     min_length: int = 0
-    """The same, the prompt included."""
+    """Minimum number of tokens, including the prompt."""
     max_time: float | None = None
-    """Seconds after which no further token is begun."""
+    """Seconds after which no further token is started."""
     stop_strings: list[str] | str | None = None
-    """A sequence ends when it has one of these; needs a tokenizer."""
+    """A sequence ends when it contains one of these; needs a tokenizer."""
 
     do_sample: bool = False
-    """Draw tokens by their probability instead of taking the most likely one."""
+    """Sample tokens by their probability instead of taking the most likely one."""
     seed: int | None = None
-    """Of the draws, the same for every tensor-parallel size; by default torch's random state of the first rank."""
+    """Seed of sampling, the same for every tensor-parallel size; by default from the first rank's torch generator."""
     num_beams: int = 1
-    """Beam search with so many beams."""
+    """Number of beams; 1 is greedy decoding or sampling."""
     num_beam_groups: int = 1
-    """Diverse beam search: groups of beams that avoid each other's tokens."""
+    """Number of groups of diverse beam search, which avoid each other's tokens."""
     diversity_penalty: float = 0.0
     """Subtracted from the score of a token for each beam of an earlier group that has just chosen it."""
     early_stopping: bool | Literal["never"] = False
-    """When beam search ends: with num_beams finished (True), when better ones are unlikely, or impossible (never)."""
+    """When beam search ends: once num_beams are finished (True), once better ones are unlikely (False), or once they
+    are impossible (never)."""
     length_penalty: float = 1.0
-    """Beams are compared by their log-probability over their length to this power."""
+    """Beams are compared by their log-probability divided by their length to this power."""
     num_return_sequences: int = 1
-    """Sequences for each prompt."""
+    """Number of sequences for each prompt."""
     use_cache: bool = True
-    """Keep keys and values between steps; without, every step starts from the beginning."""
+    """Keep keys and values between steps; otherwise every step computes the whole sequence."""
 
     temperature: float = 1.0
-    """Divides the logits before drawing."""
+    """Divides the logits before sampling."""
     top_k: int = 50
-    """Draw from the k most likely tokens; 0 for all."""
+    """Sample from the k most likely tokens; 0 for all."""
     top_p: float = 1.0
-    """Draw from the most likely tokens that have this probability together."""
+    """Sample from the most likely tokens whose probabilities sum to this."""
     top_h: float | None = None
-    """Draw from the most likely tokens that have this share of the entropy."""
+    """Sample from the most likely tokens that have this share of the entropy."""
     min_p: float | None = None
-    """Draw from tokens with this fraction of the most likely one's probability."""
+    """Sample from tokens with at least this fraction of the highest probability."""
     typical_p: float = 1.0
-    """Draw from the tokens of most typical information that have this probability together."""
+    """Sample from the tokens with the most typical information whose probabilities sum to this."""
     epsilon_cutoff: float = 0.0
-    """Draw from tokens with this probability."""
+    """Sample from tokens with at least this probability."""
     eta_cutoff: float = 0.0
-    """The same, depending on the entropy."""
+    """Sample from tokens with at least a probability that depends on this and the entropy."""
 
     repetition_penalty: float = 1.0
     """Divides the scores of tokens that have occurred."""
     encoder_repetition_penalty: float = 1.0
-    """Above 1 favours tokens of the prompt."""
+    """Values above 1 favor tokens of the prompt."""
     no_repeat_ngram_size: int = 0
     """No n-gram of this size occurs twice."""
     encoder_no_repeat_ngram_size: int = 0
     """No n-gram of this size of the prompt occurs."""
     bad_words_ids: list[list[int]] | None = None
-    """Token sequences that do not occur."""
+    """Token sequences that are never generated."""
     sequence_bias: list[tuple[list[int], float]] | None = None
     """Added to the score of the last token of a sequence; pairs, or a mapping from tuples."""
     suppress_tokens: list[int] | None = None
-    """Tokens that do not occur."""
+    """Tokens that are never generated."""
     begin_suppress_tokens: list[int] | None = None
-    """Tokens that do not come first."""
+    """Tokens that are not generated first."""
     forced_bos_token_id: int | None = None
-    """The token after the decoder's first."""
+    """The token after the decoder's start token."""
     forced_eos_token_id: int | list[int] | None = None
-    """The last token, where max_length ends a sequence."""
+    """The last token of a sequence that max_length ends."""
     exponential_decay_length_penalty: tuple[int, float] | None = None
-    """After so many tokens, the end becomes likelier by this factor to the power of their number."""
+    """(start, factor): after `start` new tokens, the end token becomes likelier exponentially with this factor."""
     remove_invalid_values: bool = False
     """Replace infinities and NaN in the scores."""
     renormalize_logits: bool = False
-    """Make probabilities of the processed scores."""
+    """Normalize the processed scores to log-probabilities."""
 
     pad_token_id: int | None = None
-    """Fills what follows a sequence's end; by default the model's, or its first end-of-sequence token."""
+    """Fills sequences after their end; by default the model's, or its first end-of-sequence token."""
     bos_token_id: int | None = None
     """Starts an empty prompt; by default the model's."""
     eos_token_id: int | list[int] | None = None
@@ -129,7 +130,7 @@ class GenerationSettings:
         if groups > 1 and (self.do_sample or self.diversity_penalty <= 0):
             raise ValueError(
                 "num_beam_groups > 1 needs do_sample=False and a diversity_penalty above 0, without which all groups "
-                "would choose the same"
+                "would choose the same tokens"
             )
         if groups == 1 and self.diversity_penalty:
             raise ValueError(f"diversity_penalty={self.diversity_penalty} needs num_beam_groups > 1")
@@ -141,7 +142,7 @@ class GenerationSettings:
         return [self.eos_token_id] if isinstance(self.eos_token_id, int) else list(self.eos_token_id)
 
     def length_limit(self, prompt: int) -> int:
-        """The greatest length of a sequence whose prompt has this one. ValueError if the prompt exceeds it."""
+        """Returns the maximum length of a sequence with this prompt length. ValueError if it leaves no new token."""
         if self.max_new_tokens is not None:
             return prompt + self.max_new_tokens
         if self.max_length is None:
@@ -155,10 +156,15 @@ class GenerationSettings:
 
 
 def make_settings(config: ModelConfig, given: Any, arguments: Mapping[str, Any]) -> GenerationSettings:
-    """Settings from `arguments`, else from `given`, else from the model's configuration.
+    """Makes settings from `arguments`, then `given`, then the model's configuration, the first having precedence.
 
-    given: None, settings, or transformers' GenerationConfig (as object or as the contents of its file). ValueError
-    for what is not supported, with the name that may be meant.
+    Args:
+        config: The model's configuration.
+        given: None, settings, or transformers' GenerationConfig (as object or as the contents of its file).
+        arguments: Settings by name.
+
+    Raises:
+        ValueError: a name is not supported; the message suggests a similar one.
     """
     model_tokens = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
     values: dict[str, Any] = {name: getattr(config, name, None) for name in model_tokens}

@@ -1,10 +1,10 @@
-"""The decoding strategies: greedy, sampling, beam search and diverse beam search.
+"""Implements the decoding strategies: greedy, sampling, beam search and diverse beam search.
 
 Beam search has the scores, the order of hypotheses and the stopping rules of transformers 5. Diverse beam search
-(Vijayakumar et al. 2016, arXiv:1610.02424) keeps groups of beams that avoid each other's tokens; transformers removed
-it in release 4.57, and its scores, order and stopping are those of the last releases that had it.
+(Vijayakumar et al. 2016, arXiv:1610.02424) keeps groups of beams that avoid each other's tokens. transformers removed
+it in release 4.57; scores, order and stopping rules here are those of the last releases that had it.
 
-A step needs only the best candidates of each row, which the ranks exchange; sampled beams need whole rows.
+In a step the ranks exchange only the best candidates of each row; sampled beams need complete rows.
 """
 
 from __future__ import annotations
@@ -30,9 +30,18 @@ def decode(
     processors: LogitsProcessors,
     streamer: Any = None,
 ) -> Tensor:
-    """Continues int64 [R, T] to at most [R, limit]. A sequence that has ended is filled with the padding token.
+    """Decodes greedily or by sampling; sequences that have ended are filled with the padding token.
 
-    streamer: gets the prompt and each step's tokens, on the first tensor-parallel rank.
+    Args:
+        decoder: Computes the logits.
+        ids: int64 [R, T], the prompts.
+        limit: Maximum length of a sequence.
+        settings: The settings.
+        processors: Change the logits and end sequences.
+        streamer: Receives the prompt and each step's tokens, on the first tensor-parallel rank.
+
+    Returns:
+        int64 [R, at most limit].
     """
     (rows, length), mesh = ids.shape, decoder.model.mesh
     sequences = ids.new_full((rows, limit), settings.pad_token_id or 0)
@@ -58,15 +67,24 @@ def decode(
     return sequences[:, :length]
 
 
-NEVER = -1e9  # the score of what must not be chosen
+NEVER = -1e9  # the score of candidates that must not be chosen
 
 
 def beam_search(
     decoder: Decoder, ids: Tensor, limit: int, settings: GenerationSettings, processors: LogitsProcessors
 ) -> tuple[Tensor, Tensor]:
-    """The best sequences for each prompt, best first: ([B · num_return_sequences, T], their scores fp32).
+    """Decodes by beam search.
 
-    ids: int64 [B · n, T], each prompt n = num_beams times. Shorter sequences are filled with the padding token.
+    Args:
+        decoder: Computes the logits.
+        ids: int64 [B · n, T], each prompt n = num_beams times.
+        limit: Maximum length of a sequence.
+        settings: The settings.
+        processors: Change the scores and end sequences.
+
+    Returns:
+        The best sequences for each prompt, best first: int64 [B · num_return_sequences, T], filled with the padding
+        token, and their scores, fp32 [B · num_return_sequences].
     """
     n, prompt = settings.num_beams, ids.shape[1]
     search = _Search(ids.unflatten(0, (-1, n)), limit, settings, decoder.model.mesh)
@@ -74,7 +92,7 @@ def beam_search(
         running = search.running.flatten(0, 1)[:, : search.length]
         scores, over = processors(running, log_probabilities(decoder(running), decoder.model.mesh))
         origins = search.step(*search.candidates(scores, over, decoder.model.config.vocab_size), processors)
-        if not search.goes_on():
+        if not search.may_continue():
             break
         decoder.select(origins)
     kept = settings.num_return_sequences
@@ -89,11 +107,13 @@ class _Search:
         self.settings, self.limit = settings, limit
         (rows, n, self.length), device = ids.shape, ids.device
         self.prompt = self.length
-        self.keep = max(2, 1 + len(settings.eos_token_ids)) * n  # enough that n go on if all ends are among the best
+        self.keep = (
+            max(2, 1 + len(settings.eos_token_ids)) * n
+        )  # leaves n that continue even if all ends are among the best
         self.running = ids.new_full((rows, n, limit), settings.pad_token_id or 0)
         self.running[:, :, : self.length] = ids
         self.finished = self.running.clone()
-        # All beams start equal: only the first counts at first.
+        # All beams of a prompt start equal, so only the first may be continued in the first step.
         self.running_scores = torch.full((rows, n), NEVER, device=device)
         self.running_scores[:, 0] = 0
         self.finished_scores = torch.full((rows, n), NEVER, device=device)
@@ -104,9 +124,12 @@ class _Search:
         self.draws = Draws(settings.seed, mesh, device) if settings.do_sample else None
 
     def candidates(self, scores: Tensor, mesh: ParallelMesh | None, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The `keep` best continuations of each prompt, or as many drawn ones: their scores, tokens and beams [B, K].
+        """Returns scores, tokens and beams [B, K] of the `keep` best, or sampled, continuations of each prompt.
 
-        scores: [B · n, Vp] of the next tokens.
+        Args:
+            scores: [B · n, Vp] of the next tokens.
+            mesh: The mesh over which `scores` are split.
+            vocab_size: The size of the vocabulary.
         """
         n = self.settings.num_beams
         if self.draws is not None:
@@ -120,8 +143,11 @@ class _Search:
         return values, tokens.view(len(values), -1).gather(1, order), order // tokens.shape[1]
 
     def step(self, values: Tensor, tokens: Tensor, beams: Tensor, processors: LogitsProcessors) -> Tensor:
-        """Goes on with the best candidates that do not end here, keeps those that do; returns of which rows
-        [B · n] the running sequences are continuations."""
+        """Continues with the best candidates that do not end with this token, and keeps the finished ones.
+
+        Returns:
+            int64 [B · n], the row that each running sequence continues.
+        """
         sequences = _take(self.running, beams)  # [B, K, limit]
         sequences[:, :, self.length] = tokens
         self.length += 1
@@ -136,7 +162,7 @@ class _Search:
     def _finish(self, sequences: Tensor, values: Tensor) -> None:
         n, settings = self.settings.num_beams, self.settings
         ends = self.ends.clone()
-        ends[:, n:] = False  # worse candidates are only there so that n go on
+        ends[:, n:] = False  # the others exist only so that n sequences continue
         full = self.is_finished.all(-1, keepdim=True) & (settings.early_stopping is True)
         scores = values / (self.length - self.prompt) ** settings.length_penalty
         scores = scores + (full | ~self.may_improve) * NEVER + ~ends * NEVER
@@ -148,8 +174,8 @@ class _Search:
         self.finished_lengths = torch.cat([self.finished_lengths, lengths], 1).gather(1, chosen)
         self.is_finished = torch.cat([self.is_finished, ends], 1).gather(1, chosen)
 
-    def goes_on(self) -> bool:
-        """Whether a running sequence may still become better than a finished one."""
+    def may_continue(self) -> bool:
+        """Returns whether a running sequence may still become better than a finished one."""
         settings = self.settings
         latest = self.limit if settings.early_stopping == "never" and settings.length_penalty > 0 else self.length
         possible = self.running_scores[:, :1] / (latest - self.prompt) ** settings.length_penalty
@@ -160,7 +186,7 @@ class _Search:
 
 
 def _take(sequences: Tensor, beams: Tensor) -> Tensor:
-    """[B, n, T] by int64 [B, k] -> [B, k, T]"""
+    """Selects beams int64 [B, k] of sequences [B, n, T]; returns [B, k, T]."""
     return sequences.gather(1, beams[..., None].expand(-1, -1, sequences.shape[2]))
 
 
@@ -185,7 +211,7 @@ class _Hypotheses:
         self.kept.append((score, sequence))
 
     def check(self, best_running: float, length: int, longest: int) -> None:
-        """length, longest: of a hypothesis now and at the end, without the prompt."""
+        """Updates `is_done`. `length` and `longest` are the current and the maximum length, without the prompt."""
         if len(self.kept) < self.size:
             return
         penalty = self.settings.length_penalty
@@ -196,7 +222,7 @@ class _Hypotheses:
 def group_beam_search(
     decoder: Decoder, ids: Tensor, limit: int, settings: GenerationSettings, processors: LogitsProcessors
 ) -> tuple[Tensor, Tensor]:
-    """As `beam_search`, for settings with `num_beam_groups` > 1."""
+    """Decodes by diverse beam search; arguments and results are those of `beam_search`."""
     n, groups = settings.num_beams, settings.num_beam_groups
     size, prompt, batch = n // groups, ids.shape[1], len(ids) // n
     hypotheses = [[_Hypotheses(size, settings) for _ in range(groups)] for _ in range(batch)]
@@ -225,7 +251,10 @@ def group_beam_search(
 
 
 def _subtract_chosen(logs: Tensor, chosen: Tensor, settings: GenerationSettings, mesh: ParallelMesh | None) -> Tensor:
-    """Scores [B, n/G, Vp] less `diversity_penalty` for each time that an earlier group chose the token ([B, k])."""
+    """Subtracts `diversity_penalty` from scores [B, n/G, Vp] for each time that an earlier group chose the token.
+
+    `chosen` [B, k] are the tokens that earlier groups chose in this step.
+    """
     column = chosen - tp_rank(mesh) * logs.shape[-1]
     here = (column >= 0) & (column < logs.shape[-1])
     counts = logs.new_zeros(logs.shape[0], logs.shape[-1])
@@ -236,7 +265,7 @@ def _subtract_chosen(logs: Tensor, chosen: Tensor, settings: GenerationSettings,
 def _candidates(
     processed: Tensor, running: Tensor, settings: GenerationSettings, mesh: ParallelMesh | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The best continuations of a group: scores, tokens and beams, [B, k] each."""
+    """Returns the best continuations of a group: scores, tokens and beams, [B, k] each."""
     size = running.shape[1]
     keep = max(2, 1 + len(settings.eos_token_ids)) * size
     values, tokens = best(processed, keep, mesh)  # [B · n/G, k]
@@ -255,7 +284,7 @@ def _advance(
     tokens: Tensor,
     origins: Tensor,
 ) -> None:
-    """One step of one group of one prompt; fills scores, tokens and origins [n/G]. beams: [n/G, T]"""
+    """Advances one group of one prompt, with beams [n/G, T], by a step; fills scores, tokens and origins [n/G]."""
     settings, size = hypotheses.settings, hypotheses.size
     if hypotheses.is_done:
         scores.zero_()

@@ -1,4 +1,4 @@
-"""Prompts of several lengths in one batch."""
+"""Makes a batch of prompts of several lengths."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """Token ids of several prompts and their mask, int64 [B, T] each."""
+    """Returns left-padded token ids of several prompts and their mask, int64 [B, T] each."""
     width = max(map(len, rows))
     ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])

@@ -1,7 +1,7 @@
-"""Choices among the tokens of a vocabulary that is split over the ranks, by exchanging a few numbers for each row.
+"""Chooses tokens from a vocabulary that is split over the ranks, which exchange a few numbers for each row.
 
-Scores are [R, Vp], this rank's columns; without a mesh they are whole rows. Every rank gets the same result, because
-it is calculated from what all ranks have gathered.
+Scores are [R, Vp], this rank's columns; without a mesh they are complete rows. Every rank gets the same result,
+because it is computed from gathered values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..mpu import ParallelMesh, gather_from_tp, tp_rank, tp_size
 
 
 def without_padding(logits: Tensor, vocab_size: int, mesh: ParallelMesh | None) -> Tensor:
-    """fp32 logits [R, Vp] in which the columns behind the vocabulary are -inf."""
+    """Returns fp32 logits [R, Vp] in which the columns after the vocabulary are -inf."""
     scores = logits.float()
     width = max(0, min(vocab_size - tp_rank(mesh) * scores.shape[1], scores.shape[1]))
     if width < scores.shape[1]:
@@ -25,12 +25,12 @@ def without_padding(logits: Tensor, vocab_size: int, mesh: ParallelMesh | None) 
 
 
 def whole_rows(scores: Tensor, vocab_size: int, mesh: ParallelMesh | None) -> Tensor:
-    """[R, Vp] -> [R, V]"""
+    """Gathers scores [R, Vp] of all ranks into complete rows [R, V]."""
     return gather_from_tp(scores, mesh)[:, :vocab_size]
 
 
 def log_probabilities(scores: Tensor, mesh: ParallelMesh | None) -> Tensor:
-    """log softmax over the whole vocabulary, of this rank's columns: [R, Vp]"""
+    """Returns this rank's columns of the log softmax over the whole vocabulary: [R, Vp]."""
     if tp_size(mesh) == 1:
         return scores.log_softmax(-1)
     parts = gather_from_tp(scores.logsumexp(-1, keepdim=True), mesh)  # [R, tp]
@@ -38,7 +38,7 @@ def log_probabilities(scores: Tensor, mesh: ParallelMesh | None) -> Tensor:
 
 
 def best(scores: Tensor, k: int, mesh: ParallelMesh | None) -> tuple[Tensor, Tensor]:
-    """The k highest scores of each row, descending, and their tokens: [R, k] each, fp32 and int64."""
+    """Returns the k highest scores of each row, descending, and their tokens: [R, k] each, fp32 and int64."""
     values, tokens = scores.topk(min(k, scores.shape[1]))
     if tp_size(mesh) == 1:
         return values, tokens
@@ -51,7 +51,7 @@ def best(scores: Tensor, k: int, mesh: ParallelMesh | None) -> tuple[Tensor, Ten
 
 
 def most_likely(scores: Tensor, mesh: ParallelMesh | None) -> Tensor:
-    """The token with the highest score of each row, the first of equal ones: int64 [R]"""
+    """Returns the token with the highest score of each row, the first of equal ones: int64 [R]."""
     if tp_size(mesh) == 1:
         return scores.argmax(-1)
     values, tokens = scores.max(-1, keepdim=True)
@@ -62,20 +62,28 @@ def most_likely(scores: Tensor, mesh: ParallelMesh | None) -> Tensor:
 
 
 def drawn(scores: Tensor, draws: Tensor, mesh: ParallelMesh | None) -> Tensor:
-    """A token of each row with the probabilities softmax(scores), by inversion of their sum: int64 [R].
+    """Samples a token of each row with the probabilities softmax(scores), by inverse transform sampling: int64 [R].
 
-    draws: fp64 [R], uniform in [0, 1), the same on every rank. Tokens are summed up in their order, so the result
-    does not depend on how the vocabulary is split. ValueError if a row has no finite probabilities.
+    The probabilities are summed in the order of the tokens, so the result does not depend on how the vocabulary is
+    split.
+
+    Args:
+        scores: [R, Vp].
+        draws: fp64 [R], uniform in [0, 1), the same on every rank.
+        mesh: The mesh over which `scores` are split.
+
+    Raises:
+        ValueError: a row has no finite probabilities.
     """
     highest = scores.max(-1, keepdim=True).values.clamp(min=torch.finfo(scores.dtype).min)  # [R, 1]
     mass = (scores - highest).double().exp().cumsum(-1)  # [R, Vp]
     parts = gather_from_tp(torch.cat([highest.double(), mass[:, -1:]], -1), mesh)  # [R, tp * 2]
     highs, totals = parts.unflatten(-1, (-1, 2)).unbind(-1)  # [R, tp]
     scales = (highs - highs.amax(-1, keepdim=True)).exp()
-    # One sum after the other, so that a rank's last column ends exactly where the next rank's columns start.
+    # Sequential sums, so that a rank's last column ends exactly where the next rank's columns start.
     ends = list(accumulate((scales * totals).unbind(-1)))
     if not (torch.isfinite(ends[-1]) & (ends[-1] > 0)).all():
-        raise ValueError("the model's scores are not finite, so no token can be drawn")
+        raise ValueError("the model's scores are not finite, so no token can be sampled")
     target = draws * ends[-1]  # [R]
     rank = tp_rank(mesh)
     start = ends[rank - 1] if rank else torch.zeros_like(target)
@@ -84,14 +92,17 @@ def drawn(scores: Tensor, draws: Tensor, mesh: ParallelMesh | None) -> Tensor:
 
 
 def of_first_rank(tensor: Tensor, mesh: ParallelMesh | None) -> Tensor:
-    """What the first tensor-parallel rank has; tensors of the same shape on every rank."""
+    """Returns the tensor of the first tensor-parallel rank; it has the same shape on every rank."""
     return tensor if tp_size(mesh) == 1 else gather_from_tp(tensor[None], mesh, dim=0)[0]
 
 
 class Draws:
-    """Uniform numbers that are the same on every rank.
+    """Generates uniform numbers that are the same on every rank.
 
-    seed: None draws one from torch's random state of the first rank.
+    Args:
+        seed: The seed; None takes one from torch's random state of the first rank.
+        mesh: The mesh of the ranks.
+        device: Device of the numbers.
     """
 
     def __init__(self, seed: int | None, mesh: ParallelMesh | None, device: torch.device) -> None:
@@ -102,5 +113,5 @@ class Draws:
         self.device = device
 
     def next(self, rows: int) -> Tensor:
-        """fp64 [R] in [0, 1)"""
+        """Returns the next numbers: fp64 [R] in [0, 1)."""
         return torch.rand(rows, dtype=torch.float64, generator=self.generator).to(self.device)

@@ -138,7 +138,7 @@ def test_mistakes(folders, capsys, monkeypatch, tmp_path):
         ([*model, "--prompt", "a", "--tp", "3"], "use a model-parallel size of 1, 2, 4"),
         ([*model, "--prompt", "a", "--max-new-tokens", "900"], "use max_new_tokens up to"),
         (["--model", str(folders["bert"]), "--prompt", "[MASK]", "--stream"], "this model fills blanks"),
-        (["--model", str(folders["bert"]), "--prompt", "[MASK]", "--num-beams", "2"], "masks only know top_k"),
+        (["--model", str(folders["bert"]), "--prompt", "[MASK]", "--num-beams", "2"], "its only setting is top_k"),
     ):
         assert cli.main(["generate", *arguments]) == 2, arguments
         assert message in capsys.readouterr().err.replace("\n", " "), arguments

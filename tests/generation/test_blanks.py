@@ -166,9 +166,9 @@ def test_mistakes():
         model.generate(torch.tensor([[1, 3]]))
     long = torch.full((1, model.config.max_sequence_length + 2), 5)
     long[0, 0] = TOKENS.mask
-    with pytest.raises(ValueError, match="shorten the text or max_new_tokens"):
+    with pytest.raises(ValueError, match="use a shorter text or a smaller max_new_tokens"):
         fill_blanks(model, long, TOKENS, max_new_tokens=1)
-    with pytest.raises(ValueError, match="shorten the text or max_new_tokens"):
+    with pytest.raises(ValueError, match="use a shorter text or a smaller max_new_tokens"):
         fill_blanks(model, torch.tensor([[1, 3]]), TOKENS, max_new_tokens=1000)
     with pytest.raises(ValueError, match="filled once"):
         fill_blanks(model, torch.tensor([[1, 3]]), TOKENS, num_beams=2, num_return_sequences=2)

@@ -29,9 +29,9 @@ def ids_of(*shape: int) -> torch.Tensor:
 
 
 def test_the_position_table_ends(gpt2, saved):
-    with pytest.raises(ValueError, match="the prompt has 49 tokens, but the model only 48 positions"):
+    with pytest.raises(ValueError, match="the prompt has 49 tokens, but the model has only 48 positions"):
         gpt2.generate(ids_of(1, 49))
-    with pytest.raises(ValueError, match=r"40 tokens of prompt and 10 new ones need 49 .* use max_new_tokens up to 9"):
+    with pytest.raises(ValueError, match=r"40 prompt tokens and 10 new tokens need 49 .* use max_new_tokens up to 9"):
         gpt2.generate(ids_of(1, 40), max_new_tokens=10)
     assert gpt2.generate(ids_of(1, 40), max_new_tokens=9, min_new_tokens=9).shape == (1, 49)
     # Nobody asked for a length: as many as fit.
@@ -89,7 +89,7 @@ def test_an_end_that_comes_first(gpt2, saved, options):
 def test_padding_on_the_wrong_side(gpt2):
     with pytest.raises(ValueError, match="padding_side='left'"):
         gpt2.generate(ids_of(2, 3), torch.tensor([[1, 1, 1], [1, 1, 0]]))
-    with pytest.raises(ValueError, match=r"attention_mask is \[2, 4\], but must be as the ids, \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"attention_mask has shape \[2, 4\], but must have that of the ids, \[2, 3\]"):
         gpt2.generate(ids_of(2, 3), torch.ones(2, 4))
 
 
@@ -176,7 +176,7 @@ def test_a_streamer_gets_every_token(gpt2):
     found = gpt2.generate(ids, streamer=kept, max_new_tokens=4)
     assert torch.equal(torch.cat([part.flatten() for part in kept.parts]), found[0])
     assert kept.ended
-    with pytest.raises(ValueError, match="beam search chooses at the end"):
+    with pytest.raises(ValueError, match="beam search chooses its tokens only at the end"):
         gpt2.generate(ids, streamer=kept, num_beams=2)
 
 
