@@ -79,7 +79,8 @@ def main(
     )
     net = shardzoo.from_pretrained(folder, trainer.mesh, config=config, new=["classifier"])
     values = trainer.train(net, train_dataset=train, valid_dataset=held_out, metric_methods={"accuracy": accuracy})
-    trainer.console.print(f"accuracy on {len(held_out)} held-out texts, {len(names)} classes: {values['accuracy']:.0%}")
+    share = f"{values['accuracy']:.0%} of {len(held_out)} held-out texts"
+    trainer.console.print(f"{share} are classified correctly; the classes are {names}")
 
 
 if __name__ == "__main__":
