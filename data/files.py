@@ -18,7 +18,6 @@ def parse_json(text: bytes, what: str, *, finite: bool = True) -> Any:
     """Parses one strict JSON value.
 
     Args:
-        text: UTF-8 bytes.
         what: name of the text in error messages.
         finite: whether to refuse NaN and infinities, which are not JSON but which Python writes.
 
@@ -34,12 +33,7 @@ def parse_json(text: bytes, what: str, *, finite: bool = True) -> Any:
 
 
 def read_json_object(path: Path, *, finite: bool = True, largest: int = LARGEST_JSON) -> dict[str, Any]:
-    """Returns the JSON object in a file.
-
-    Args:
-        path: the file.
-        finite: see `parse_json`.
-        largest: maximum size of the file in bytes.
+    """Returns the JSON object in a file of at most `largest` bytes; `finite` is that of `parse_json`.
 
     Raises:
         ValueError: the file is missing, unreadable, too large, or not a JSON object.

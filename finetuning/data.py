@@ -218,11 +218,7 @@ def read_records(path: str, task: str, arguments: FinetuningArguments, tokenizer
 
 
 def held_out(records: Any, percent: int, seed: int) -> HeldOutSplit:
-    """Chooses `percent` of the records at random for validation, at least one; 0 chooses none.
-
-    Raises:
-        ValueError: no record would be left to train on.
-    """
+    """Holds out `percent` of the records for validation, at least one unless 0. ValueError if none remains to train."""
     if percent == 0:
         return HeldOutSplit(records, None)
     count = max(1, round(len(records) * percent / 100))
@@ -266,7 +262,6 @@ class Collate:
     """Makes a padded batch of samples.
 
     Args:
-        pad_token_id: Padding of input_ids.
         learn_padding: Whether to pad labels with pad_token_id, which is then predicted, instead of -100.
     """
 

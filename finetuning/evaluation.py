@@ -30,11 +30,6 @@ def text_values(metric: str, predictions: Sequence[str], targets: Sequence[str])
     Args:
         metric: "sacrebleu" is corpus BLEU, 0 to 100 (Post 2018). "rouge" gives mean F-measures of ROUGE-1, -2 and -L
             with stemming, 0 to 100 (Lin 2004). "accuracy" is the share of texts equal to their target, 0 to 1.
-        predictions: the generated texts.
-        targets: the target of each.
-
-    Returns:
-        The values by name.
     """
     predictions, targets = [text.strip() for text in predictions], [text.strip() for text in targets]
     if metric == "accuracy":

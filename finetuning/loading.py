@@ -30,7 +30,6 @@ class ModelSource:
     """A model on disk.
 
     Attributes:
-        folder: The model's folder.
         values: The contents of its config.json.
         shape: "encoder-decoder", "encoder" or "decoder".
         native: Whether to train the zoo's model rather than transformers'.
@@ -49,11 +48,7 @@ class ModelSource:
 
 
 def locate(name: str) -> Path:
-    """Returns the folder of a model, downloaded from the Hugging Face Hub if `name` is not a folder.
-
-    Raises:
-        ValueError: neither a folder nor a model on the Hub has this name.
-    """
+    """Returns the folder of a model, downloaded from the Hugging Face Hub if needed. ValueError if there is none."""
     if not name:
         raise ValueError("model_name_or_path is missing: name the folder of a model, or one on the Hugging Face Hub")
     if Path(name).is_dir():
@@ -77,11 +72,7 @@ def locate(name: str) -> Path:
 
 
 def find_source(arguments: FinetuningArguments) -> ModelSource:
-    """Finds the model named by the arguments, and decides between the zoo's and transformers' model.
-
-    Raises:
-        ValueError: the model does not support what the arguments need.
-    """
+    """Finds the model and decides between the zoo's and transformers'. ValueError if it does not fit the arguments."""
     folder, adapter = locate(arguments.model_name_or_path), None
     if (folder / ADAPTER).exists():
         base = (read_folder_json(folder, ADAPTER) or {}).get("base_model_name_or_path")
@@ -144,13 +135,7 @@ def load_model(
 ) -> nn.Module:
     """Loads the model with the head of the task, in training mode.
 
-    Args:
-        source: The model.
-        task: The task.
-        arguments: The arguments of the run.
-        mesh: The mesh over which the zoo's model is split.
-        device: Device of the zoo's model.
-        labels: The labels of a new classifier by class; None to load the stored one.
+    `labels` are those of a new classifier, by class; None loads the stored one.
     """
     if source.native:
         return _native(source, task, arguments, mesh, device, labels).train()

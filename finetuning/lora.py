@@ -21,9 +21,7 @@ def add_lora(model: Any, folder: Path, seed: int, settings: dict[str, Any]) -> N
     """Adds LoRA weights to a model of transformers, in place, and freezes all others.
 
     Args:
-        model: The model.
         folder: The model's folder, which the adapter's file records as its base model.
-        seed: Seed of the new weights.
         settings: Arguments of peft's LoraConfig.
 
     Raises:

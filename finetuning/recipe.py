@@ -34,17 +34,11 @@ class Finetuning:
     Pass `FinetuningArguments`, or their fields as keywords. If the run needs more processes, it starts them and ends
     this one, as `shardzoo.trainer.Trainer` does. Every rank must make the same calls.
 
-    Args:
-        arguments: the arguments of the run.
-        mesh: a mesh that exists already; by default one is created.
-        keywords: fields of `FinetuningArguments`, instead of `arguments`.
+    `ValueError` if the arguments, the model and the files do not fit together.
 
     Attributes:
         model: this rank's part of the model.
         tokenizer: transformers' tokenizer.
-
-    Raises:
-        ValueError: the arguments, the model and the files do not fit together.
     """
 
     def __init__(
@@ -124,13 +118,9 @@ class Finetuning:
         self._add_prompt(tokens, first_id, initial_rows(embedding, len(tokens), vocab_size, self.arguments.seed))
 
     def convert_to_lora(self, **settings: Any) -> None:
-        """Freezes the model and adds LoRA weights.
+        """Freezes the model and adds LoRA weights. `settings` are those of peft's LoraConfig (r, target_modules, …).
 
-        Args:
-            settings: arguments of peft's LoraConfig (r, lora_alpha, target_modules, …).
-
-        Raises:
-            ValueError: the model is one of the zoo; use transformers' with native=False.
+        ValueError for a model of the zoo; use transformers' with native=False.
         """
         if self.source.native:
             raise ValueError(
@@ -160,9 +150,8 @@ class Finetuning:
     def train(self, valid: bool = True) -> dict[str, float]:
         """Trains the model in place and returns the last validation values, with `step`.
 
-        Args:
-            valid: whether to evaluate every `eval_interval` steps and at the end, on validation_file, or on
-                validation_split percent of the training file, which are then not used for training.
+        If `valid`, it evaluates every `eval_interval` steps and at the end, on validation_file or on validation_split
+        percent of the training file, which are then not used for training.
         """
         self.load_data(valid)
         arguments, trainer, collate = self.arguments, self._trainer, self._collate()
@@ -181,11 +170,7 @@ class Finetuning:
         )
 
     def evaluate(self, file: str | None = None) -> dict[str, float]:
-        """Returns loss, perplexity or accuracy, and with predict_with_generate the metric.
-
-        Args:
-            file: the file to evaluate on; by default the validation data.
-        """
+        """Returns the validation values of a file, by default of the validation data."""
         records = self._data.read(file, self.arguments.max_eval_samples) if file else self._data.validation()
         if records is None:
             raise ValueError("there is no validation data: set a validation_file, or a validation_split above 0")
@@ -204,10 +189,7 @@ class Finetuning:
     def generate_single(self, text: str, **settings: Any) -> str:
         """Returns the answer to a text, or its continuation. Prefix and soft prompt are put before it, as in training.
 
-        Args:
-            text: the source.
-            settings: arguments of `generate`, by transformers' names; by default beam search with
-                generation_num_beams.
+        `settings` are the arguments of `generate`; by default beam search with generation_num_beams.
         """
         return self._generate(text, settings)[0]
 
@@ -220,10 +202,7 @@ class Finetuning:
         diversity_penalty: float = 0.5,
         **settings: Any,
     ) -> list[str]:
-        """Returns `output_count` answers by diverse beam search with beam_width · output_count beams.
-
-        The groups of beams avoid each other's tokens.
-        """
+        """Returns `output_count` answers by diverse beam search with beam_width · output_count beams."""
         chosen = {
             "num_return_sequences": output_count,
             "num_beams": beam_width * output_count,

@@ -75,11 +75,7 @@ def save_whole(model: Any, source: ModelSource, companions: Path, folder: Path, 
     """Writes a Hugging Face folder of the whole model, or of its LoRA weights. Collective.
 
     Args:
-        model: This rank's part of the model.
-        source: Where the model came from.
         companions: A folder whose files, such as the tokenizer's, are copied beside the weights.
-        folder: The folder to write.
-        ranks: The ranks of the run.
 
     Raises:
         ValueError: `folder` holds files other than a model that was saved there before.

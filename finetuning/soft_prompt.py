@@ -77,9 +77,7 @@ def add_prompt(model: Any, embedding: Any, first_id: int, rows: Tensor) -> nn.Pa
     """Adds new input tokens to the model and freezes everything else. Returns their rows, [P, H].
 
     Every module with the embedding's weight is replaced, because encoder and decoder of transformers have their own.
-
-    Raises:
-        ValueError: the model uses sequence parallelism.
+    ValueError with sequence parallelism.
     """
     if getattr(embedding, "sequence_parallel", False):
         raise ValueError("soft prompts need complete sequences on each rank: use sequence_parallel=False")

@@ -20,11 +20,7 @@ TRANSFORMERS_TASKS: dict[str, tuple[str, ...]] = {
 
 
 def choose_task(arguments: FinetuningArguments, source: ModelSource) -> Task:
-    """Returns the task given by the arguments, or implied by model and training file.
-
-    Raises:
-        ValueError: the model cannot learn the task.
-    """
+    """Returns the task given by the arguments, or implied by model and file. ValueError if the model does not fit."""
     fitting = tuple(family(source.model_type).tasks) if source.native else TRANSFORMERS_TASKS[source.shape]
     if arguments.task is None:
         if source.shape != "decoder" or arguments.train_file is None:
@@ -79,11 +75,7 @@ def stored_labels(source: ModelSource) -> list[str] | None:
 
 
 class Labels:
-    """A classifier's labels.
-
-    Attributes:
-        names: The label of each class.
-    """
+    """A classifier's labels; `names` are in the order of the classes."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = list(names)

@@ -25,12 +25,8 @@ class TextGenerator:
     """Generates the answers of an encoder-decoder, or a decoder's continuations of its prompts.
 
     Args:
-        source: The model.
-        tokenizer: Its tokenizer.
         positions: The maximum number of tokens that the model reads; None if it is unlimited.
         max_source_length: Maximum tokens of a source, as in training.
-        max_new_tokens: Default of the setting.
-        num_beams: Default of the setting.
         batch_size: Sources that are decoded together.
     """
 
@@ -111,10 +107,8 @@ class TransformersDecoder(Decoder):
     """Decodes with a transformers model and its own cache.
 
     Args:
-        model: The model.
         mask: int64 [B, S], the attention mask of the prompts.
         encoded: The encoder's output for the prompts; None for a decoder, whose prompts are padded on the left.
-        copies: Sequences for each prompt.
     """
 
     def __init__(self, model: Any, mask: Tensor, encoded: Any, copies: int) -> None:

@@ -33,15 +33,7 @@ class GenerateOutput(ModelOutput):
 
 @dataclass(frozen=True)
 class Extras:
-    """Objects that a call of `generate` passes beside the settings, with transformers' interfaces.
-
-    Attributes:
-        logits_processor: The caller's logits processors.
-        stopping_criteria: The caller's stopping criteria.
-        prefix_allowed_tokens_fn: Returns the tokens that are allowed next.
-        streamer: Receives tokens as they are chosen.
-        tokenizer: The tokenizer that stop_strings needs.
-    """
+    """The arguments of `generate` that are objects with transformers' interfaces. stop_strings needs the tokenizer."""
 
     logits_processor: Sequence[Any] = ()
     stopping_criteria: Sequence[Any] = ()
@@ -201,15 +193,7 @@ def fill(
     settings: GenerationSettings,
     extras: Extras,
 ) -> GenerateOutput:
-    """Fills one blank of each row.
-
-    Args:
-        model: A GLM.
-        ids: int64 [B, T0]; see `BlankDecoder`.
-        positions: int64 [B, 2, T0]; see `BlankDecoder`.
-        visible: bool [B, T0, T0]; see `BlankDecoder`.
-        settings: The settings.
-        extras: The other arguments of the call.
+    """Fills one blank of each row of ids [B, T0]; positions and visible are as for `BlankDecoder`.
 
     Raises:
         ValueError: the sequences would be longer than the model's positions.
@@ -239,11 +223,8 @@ def search(
     """Decodes with the strategy that the settings select.
 
     Args:
-        decoder: Computes the logits.
         prompt: int64 [B, T], the beginning of the decoded sequences.
         limit: Maximum length of a sequence.
-        settings: The settings.
-        extras: The other arguments of the call.
         encoder_ids: [B, S], the encoder's input.
         attention_mask: [B, T] of prompts that are continued.
     """
@@ -282,11 +263,7 @@ def sequences_per_prompt(settings: GenerationSettings) -> int:
 
 
 def fit_positions(prompt: int, limit: int, positions: int, settings: GenerationSettings) -> int:
-    """Returns `limit`; if it is only the default, at most the length that the positions allow.
-
-    Raises:
-        ValueError: the prompt or the requested length exceeds the positions.
-    """
+    """Returns `limit`, reduced to the positions if it is the default. ValueError if the positions do not suffice."""
     if prompt > positions:
         raise ValueError(f"the prompt has {prompt} tokens, but the model has only {positions} positions; shorten it")
     most = positions + 1  # the last token needs no position, because nothing follows it

@@ -19,7 +19,6 @@ class Decoder(ABC):
     """Computes the logits of the next token, for sequences that grow from call to call.
 
     Args:
-        model: The model.
         layers: Number of the model's blocks that read the generated tokens.
         copies: Sequences for each prompt, in consecutive rows. The prompt itself is processed once.
         capacity: Number of positions in the cache; None for no cache.
@@ -66,10 +65,7 @@ class CausalDecoder(Decoder):
     """Decodes with a causal language model.
 
     Args:
-        model: The model.
         attention_mask: int64 [B, T0] of the prompts, which are padded on the left; None without padding.
-        copies: See `Decoder`.
-        capacity: See `Decoder`.
     """
 
     def __init__(
@@ -98,12 +94,9 @@ class Seq2SeqDecoder(Decoder):
     """Decodes with an encoder-decoder.
 
     Args:
-        model: The model.
         encoded: The encoder's output for B prompts.
         attention_mask: int64 [B, S] of the encoder's input, or None.
         decoder_mask: [B, T0] of the beginning of the decoder's sequence, or None.
-        copies: See `Decoder`.
-        capacity: See `Decoder`.
     """
 
     def __init__(
@@ -143,12 +136,9 @@ class BlankDecoder(Decoder):
     """Fills one blank of each row with a GLM. The prompts end with the token that starts a piece.
 
     Args:
-        model: The model.
         positions: int64 [B, 2, T0] of the prompts: position in the text, and within the span. For new tokens the
             first stays that of the prompt's last token, and the second counts up.
         visible: bool [B, T0, T0], the keys that each query of the prompt attends to.
-        copies: See `Decoder`.
-        capacity: See `Decoder`.
     """
 
     def __init__(

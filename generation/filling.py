@@ -57,7 +57,6 @@ def fill_mask(
     Only the masked positions go through the output head, and only the best tokens of each rank are exchanged.
 
     Args:
-        model: A masked language model.
         input_ids, attention_mask, token_type_ids: [B, S], as the model takes them.
         mask_token_id: The id of masked positions in input_ids.
         top_k: Number of tokens to return for each position.
@@ -115,7 +114,6 @@ def fill_blanks(
     A piece ends before the end-of-piece or end-of-text token.
 
     Args:
-        model: A GLM.
         input_ids: int64 [B, S], starting with [CLS]. For glm-10b-chinese, in which [gMASK] has the id of the end of a
             piece, transformers' id 50009 for [gMASK] is accepted too. It is never generated, because its row of the
             vocabulary is a copy.

@@ -30,17 +30,11 @@ class LogitsProcessors:
     """Changes the scores of the next token, and decides which sequences end.
 
     Args:
-        settings: The settings that select processors and criteria.
-        vocab_size: The size of the vocabulary.
-        mesh: The mesh over which the scores are split.
         prompt: int64 [R, T], the beginning of every sequence.
-        limit: Maximum length of a sequence.
         encoder_ids: [R, S], the encoder's input.
         attention_mask: [R, T] of the prompts.
         processors: The caller's processors. They replace those of the settings that have the same class.
         criteria: The caller's stopping criteria, likewise.
-        prefix_allowed_tokens_fn: As in transformers.
-        tokenizer: The tokenizer that stop_strings needs.
     """
 
     def __init__(
@@ -75,8 +69,7 @@ class LogitsProcessors:
     def __call__(self, ids: Any, scores: Any) -> tuple[Tensor, ParallelMesh | None]:
         """Processes scores [R, Vp] of the sequences so far, ids [R, T].
 
-        Returns:
-            The processed scores, and the mesh over which they are still split (None if they were gathered).
+        Returns them with the mesh over which they are still split (None if they were gathered).
         """
         if self.needs_rows:
             return self.processors(ids, whole_rows(scores, self.vocab_size, self.mesh)), None

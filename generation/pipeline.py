@@ -31,9 +31,7 @@ class TextGenerationPipeline:
     Args:
         path: A Hugging Face folder or a shardzoo folder with its tokenizer. The settings in its generation_config.json
             apply unless a call overrides them.
-        mesh: The mesh over which the model is split.
         dtype: The model's dtype; by default the stored one.
-        device: The model's device.
         batch_size: Prompts that are decoded together.
         glm_vocabulary: The base vocabulary of a GLM, if its size does not determine it.
     """
@@ -65,12 +63,7 @@ class TextGenerationPipeline:
         `generated_text` is the answer of an encoder-decoder, or a text with its continuation (without
         `return_full_text` the continuation alone), or a text with its blanks filled by a GLM, whose contents are in
         `pieces`. BERT and RoBERTa give `masks` instead: for each mask the best `top_k` tokens and their probabilities.
-
-        Args:
-            texts: One text or several.
-            return_full_text: Whether a continuation includes its prompt.
-            streamer: As for `generate`.
-            settings: As for `generate`.
+        `streamer` and `settings` are as for `generate`.
         """
         texts = [texts] if isinstance(texts, str) else list(texts)
         entries: list[dict[str, Any]] = []

@@ -33,10 +33,8 @@ def check_mask(mask: Tensor, ids: Tensor, name: str = "attention_mask") -> None:
 def left_padding(ids: Tensor, mask: Tensor | None, settings: GenerationSettings) -> Tensor | None:
     """Returns the attention mask of prompts to be continued, int64 [B, T]; None if nothing is padded.
 
-    Without a mask, the padding token marks padding unless it also ends sequences, as in transformers.
-
-    Raises:
-        ValueError: prompts are padded on the right, so that a continuation would not follow the prompt.
+    Without a mask, the padding token marks padding unless it also ends sequences, as in transformers. ValueError for
+    padding on the right, because a continuation would not follow the prompt.
     """
     if mask is None:
         pad = settings.pad_token_id

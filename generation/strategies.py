@@ -33,11 +33,8 @@ def decode(
     """Decodes greedily or by sampling; sequences that have ended are filled with the padding token.
 
     Args:
-        decoder: Computes the logits.
         ids: int64 [R, T], the prompts.
         limit: Maximum length of a sequence.
-        settings: The settings.
-        processors: Change the logits and end sequences.
         streamer: Receives the prompt and each step's tokens, on the first tensor-parallel rank.
 
     Returns:
@@ -76,11 +73,8 @@ def beam_search(
     """Decodes by beam search.
 
     Args:
-        decoder: Computes the logits.
         ids: int64 [B · n, T], each prompt n = num_beams times.
         limit: Maximum length of a sequence.
-        settings: The settings.
-        processors: Change the scores and end sequences.
 
     Returns:
         The best sequences for each prompt, best first: int64 [B · num_return_sequences, T], filled with the padding
@@ -126,10 +120,7 @@ class _Search:
     def candidates(self, scores: Tensor, mesh: ParallelMesh | None, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
         """Returns scores, tokens and beams [B, K] of the `keep` best, or sampled, continuations of each prompt.
 
-        Args:
-            scores: [B · n, Vp] of the next tokens.
-            mesh: The mesh over which `scores` are split.
-            vocab_size: The size of the vocabulary.
+        `scores` [B · n, Vp] of the next tokens are split over `mesh`.
         """
         n = self.settings.num_beams
         if self.draws is not None:
@@ -145,8 +136,7 @@ class _Search:
     def step(self, values: Tensor, tokens: Tensor, beams: Tensor, processors: LogitsProcessors) -> Tensor:
         """Continues with the best candidates that do not end with this token, and keeps the finished ones.
 
-        Returns:
-            int64 [B · n], the row that each running sequence continues.
+        Returns int64 [B · n], the row that each running sequence continues.
         """
         sequences = _take(self.running, beams)  # [B, K, limit]
         sequences[:, :, self.length] = tokens
@@ -251,10 +241,7 @@ def group_beam_search(
 
 
 def _subtract_chosen(logs: Tensor, chosen: Tensor, settings: GenerationSettings, mesh: ParallelMesh | None) -> Tensor:
-    """Subtracts `diversity_penalty` from scores [B, n/G, Vp] for each time that an earlier group chose the token.
-
-    `chosen` [B, k] are the tokens that earlier groups chose in this step.
-    """
+    """Subtracts `diversity_penalty` from scores [B, n/G, Vp] for each time that the token is in `chosen` [B, k]."""
     column = chosen - tp_rank(mesh) * logs.shape[-1]
     here = (column >= 0) & (column < logs.shape[-1])
     counts = logs.new_zeros(logs.shape[0], logs.shape[-1])

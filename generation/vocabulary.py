@@ -67,13 +67,7 @@ def drawn(scores: Tensor, draws: Tensor, mesh: ParallelMesh | None) -> Tensor:
     The probabilities are summed in the order of the tokens, so the result does not depend on how the vocabulary is
     split.
 
-    Args:
-        scores: [R, Vp].
-        draws: fp64 [R], uniform in [0, 1), the same on every rank.
-        mesh: The mesh over which `scores` are split.
-
-    Raises:
-        ValueError: a row has no finite probabilities.
+    `draws` are fp64 [R], uniform in [0, 1), the same on every rank. ValueError if a row has no finite probabilities.
     """
     highest = scores.max(-1, keepdim=True).values.clamp(min=torch.finfo(scores.dtype).min)  # [R, 1]
     mass = (scores - highest).double().exp().cumsum(-1)  # [R, Vp]
@@ -97,13 +91,7 @@ def of_first_rank(tensor: Tensor, mesh: ParallelMesh | None) -> Tensor:
 
 
 class Draws:
-    """Generates uniform numbers that are the same on every rank.
-
-    Args:
-        seed: The seed; None takes one from torch's random state of the first rank.
-        mesh: The mesh of the ranks.
-        device: Device of the numbers.
-    """
+    """Generates uniform numbers, the same on every rank; without a seed, one comes from the first rank's generator."""
 
     def __init__(self, seed: int | None, mesh: ParallelMesh | None, device: torch.device) -> None:
         if seed is None:

@@ -23,8 +23,6 @@ def reference_sample_index(lengths: np.ndarray, first: int, stride: int, count: 
 
     Args:
         lengths: int64 [documents], tokens of the documents in reading order.
-        first: token at which sample 0 begins.
-        stride: tokens between the beginnings of two samples.
         count: number of samples.
 
     Returns:

@@ -170,11 +170,7 @@ class SizedSamples(Protocol):
 class EpochShuffle:
     """Maps position n of an endless run to a sample number; every epoch is shuffled on its own.
 
-    Pass it to `ResumableLoader(order=…)`.
-
-    Args:
-        size: number of samples in an epoch.
-        seed: seed of the shuffles.
+    Pass it to `ResumableLoader(order=…)`. An epoch has `size` samples.
     """
 
     def __init__(self, size: int, seed: int = 1234) -> None:
@@ -204,7 +200,6 @@ class LengthBuckets(EpochShuffle):
     Args:
         lengths: tokens of each sample.
         global_batch: samples that all ranks take at once.
-        seed: seed of the shuffles.
         window: global batches that are sorted together.
     """
 

@@ -134,9 +134,7 @@ class ResumableStream:
     depend on the epoch alone.
 
     Args:
-        records: the stream.
         transform: turns (record, generator) into a sample; the generator depends on (seed, sample number) alone.
-        share: micro-batch size, rank and number of data-parallel ranks.
         shuffle_buffer: records that are permuted together; 0 keeps the order.
         epochs: passes over the stream; None is endless.
         last: what to do with an incomplete last global batch: "drop" it, or "pad" it on every rank with

@@ -80,9 +80,6 @@ class SentencePairDataset:
     again.
 
     Args:
-        indexed: the corpus.
-        pairs: makes a sample of sentences.
-        seed: seed of everything random.
         short_probability: share of samples with a random, shorter length.
     """
 

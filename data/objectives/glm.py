@@ -51,11 +51,7 @@ class GLMDataset:
     corpus must end with GLM's eos.
 
     Args:
-        indexed: the corpus.
         length: maximum number of tokens of a text, before blanks are made.
-        infilling: makes a sample of a text.
-        mixture: shares of the modes.
-        seed: seed of everything random.
         mode_block: number of consecutive samples with the same mode. The published code has batches of one mode; for
             these, set it to the batch size.
         anywhere: probability of a window that need not begin after a sentence.

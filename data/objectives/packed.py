@@ -112,10 +112,7 @@ class ObjectiveDataset:
     """Endless samples `objective(tokens, generator)` of packed runs; sample i depends on (corpus, settings, seed, i).
 
     Args:
-        indexed: the corpus.
         length: tokens of a sample, including `prefix` and `suffix`.
-        objective: makes a sample of tokens.
-        seed: seed of everything random.
         prefix: ids put before the run, such as [CLS].
         suffix: ids put after the run, such as [SEP].
     """

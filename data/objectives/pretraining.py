@@ -68,7 +68,6 @@ class Objective:
     """A registered objective.
 
     Attributes:
-        build: builds the samples of a corpus.
         lengths: returns the maximum number of tokens of an input, and of its labels.
     """
 

@@ -24,12 +24,7 @@ def opened(ids: list[int], length: int, begin: Sequence[int]) -> np.ndarray:
 class Seq2SeqDataset:
     """Makes `{"input_ids": [s], "labels": [t]}` of a pair, each ending with one end-of-sequence token.
 
-    Args:
-        pairs: (source, target) texts.
-        tokenizer: must have an end-of-sequence token.
-        max_source_length: maximum length of `input_ids`, all tokens included.
-        max_target_length: maximum length of `labels`, all tokens included.
-        begin: ids before both.
+    The maximum lengths include all tokens. `begin` are ids before both.
     """
 
     def __init__(
@@ -65,10 +60,8 @@ class PromptDataset:
     instruction.
 
     Args:
-        pairs: (source, target) texts.
-        tokenizer: must have an end-of-sequence token.
-        max_source_length: maximum number of tokens of the source, `begin` and separator included.
-        max_target_length: maximum number of tokens of the target, the end included.
+        max_source_length: maximum number of tokens of the source, including `begin` and separator.
+        max_target_length: maximum number of tokens of the target, including the end.
         separator: text after the source.
         begin: ids before the source.
     """

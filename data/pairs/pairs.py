@@ -26,7 +26,6 @@ def load_pairs(
       those names.
 
     Args:
-        path: the file or folder.
         source_id: key of the source texts.
         target_id: key of the target texts.
         prefix: text to put before every source.

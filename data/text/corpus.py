@@ -31,9 +31,7 @@ Progress = Callable[[str, int, int], None]  # (stage, bytes done, bytes in total
 class Corpus:
     """A prepared corpus. The prefixes name `.bin/.idx` pairs; every document ends with `eos_token_id`.
 
-    Attributes:
-        bad_records: number of skipped records that are not text.
-        first_bad: descriptions of the first of them.
+    `bad_records` is the number of skipped records that are not text; `first_bad` describes the first ones.
     """
 
     train_prefix: Path
@@ -68,7 +66,6 @@ def prepare_corpus(
             `.bin/.idx` pair.
         tokenizer: the kind to train: byte-level BPE (as GPT-2's) or SentencePiece unigram (as T5's).
         held_out_fraction: share of the documents that is held out, in (0, 1).
-        seed: seed of the split.
         progress: called with (stage, bytes done, bytes in total).
 
     Raises:

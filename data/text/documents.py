@@ -76,7 +76,7 @@ def iter_documents(
     Documents of white space are left out.
 
     Args:
-        source: a text file, a folder, JSON lines, parquet, or None for the Python standard library.
+        source: see `plan_chunks`.
         text_key: key or column that holds the text.
         on_bad: called for every bad record; it raises, or returns to skip the record.
         report: receives the counts.

@@ -26,11 +26,7 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], dtype: np.dtype) ->
 def encode_documents(
     tokenizer: Tokenizer, texts: Sequence[str], dtype: np.dtype, end: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Encodes one sequence per document, each followed by the token `end` if given.
-
-    Returns:
-        Tokens [total], and lengths, int64 [texts].
-    """
+    """Encodes each document, followed by the token `end` if given; returns tokens [total] and lengths int64 [texts]."""
     tokens, lengths = encode_texts(tokenizer, texts, dtype)
     if end is None:
         return tokens, lengths

@@ -27,11 +27,9 @@ class ChunkText:
     """The contents of a chunk.
 
     Attributes:
-        documents: the texts.
         bad: records without usable text.
         lines: number of lines (or rows), from which a caller can number bad records within the file.
         empty: number of documents of white space, which are left out.
-        bytes: bytes read.
     """
 
     documents: list[str] = field(default_factory=list)
