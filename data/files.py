@@ -15,14 +15,10 @@ LARGEST_JSON = 16 << 20  # bytes; the parsed Python objects take up to 26 times 
 
 
 def parse_json(text: bytes, what: str, *, finite: bool = True) -> Any:
-    """Parses one strict JSON value.
+    """Parses one strict JSON value. ValueError, naming `what`, for anything else.
 
     Args:
-        what: name of the text in error messages.
         finite: whether to refuse NaN and infinities, which are not JSON but which Python writes.
-
-    Raises:
-        ValueError: the text is not valid JSON, repeats a key or is nested too deeply.
     """
     constant = _no_constant if finite else None
     try:
@@ -33,11 +29,7 @@ def parse_json(text: bytes, what: str, *, finite: bool = True) -> Any:
 
 
 def read_json_object(path: Path, *, finite: bool = True, largest: int = LARGEST_JSON) -> dict[str, Any]:
-    """Returns the JSON object in a file of at most `largest` bytes; `finite` is that of `parse_json`.
-
-    Raises:
-        ValueError: the file is missing, unreadable, too large, or not a JSON object.
-    """
+    """Returns the JSON object in a file of at most `largest` bytes. ValueError if there is none; see `parse_json`."""
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
@@ -57,10 +49,7 @@ def checked_file(folder: Path, name: str) -> Path:
     """Returns `folder / name` after checking that it is a regular file of this folder.
 
     A symbolic link may point to a file of the folder itself, or into the `blobs` of a Hugging Face cache, whose
-    snapshots are made of such links.
-
-    Raises:
-        ValueError: the name is a path, or the file is unreadable, not regular, or a link out of the folder.
+    snapshots are made of such links. ValueError for anything else.
     """
     if not name or name != os.path.basename(name) or name in (".", "..") or "\0" in name:
         raise ValueError(f"{folder} names a file {name!r}; a model's files must be in its own folder")

@@ -48,10 +48,7 @@ def text_values(metric: str, predictions: Sequence[str], targets: Sequence[str])
 def generated_values(
     metric: str, generator: TextGenerator, model: Any, sources: Sequence[str], targets: Sequence[str], ranks: Ranks
 ) -> dict[str, float]:
-    """Generates texts for the sources and returns their `text_values`.
-
-    Each data-parallel rank generates a part of the texts; all ranks return the same values.
-    """
+    """Returns the `text_values` of generated texts on all ranks; the data-parallel ranks share the sources."""
     mine = range(ranks.dp_rank, len(sources), ranks.dp_size)
     texts = generator(model, [sources[number] for number in mine])
     every = ranks.gather(list(zip(mine, texts, strict=True)) if ranks.tp_rank == 0 else [])
@@ -80,7 +77,6 @@ class FinetuningTrainer(Trainer):
     """Extends the trainer by validation values: perplexity, and metrics of generated texts.
 
     Attributes:
-        is_language_model: Whether to report perplexity.
         measure: Returns further validation values of the unwrapped model. Collective over all ranks.
         measured: The names of these values.
     """

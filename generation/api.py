@@ -20,12 +20,7 @@ from .strategies import beam_search, decode, group_beam_search
 
 @dataclass
 class GenerateOutput(ModelOutput):
-    """The result of `generate`.
-
-    Attributes:
-        sequences: int64 [B · num_return_sequences, T].
-        sequences_scores: fp32 [B · num_return_sequences], the scores of beam search; None for other strategies.
-    """
+    """sequences: int64 [B · num_return_sequences, T]. sequences_scores: fp32 [B · num_return_sequences] of beams."""
 
     sequences: Tensor
     sequences_scores: Tensor | None = None
@@ -80,8 +75,7 @@ def generate(
         `GenerateOutput` with return_dict_in_generate. With max_new_tokens=0 the result is the prompt.
 
     Raises:
-        ValueError: an argument is unknown, a token is outside the vocabulary, or a sequence would be longer than the
-            model's positions.
+        ValueError: an unknown argument, a token outside the vocabulary, or too few positions for the sequences.
     """
     check_model(model)
     made = make_settings(model.config, generation_config, settings)
@@ -193,11 +187,7 @@ def fill(
     settings: GenerationSettings,
     extras: Extras,
 ) -> GenerateOutput:
-    """Fills one blank of each row of ids [B, T0]; positions and visible are as for `BlankDecoder`.
-
-    Raises:
-        ValueError: the sequences would be longer than the model's positions.
-    """
+    """Fills one blank of each row of ids [B, T0], as `BlankDecoder`. ValueError if the positions do not suffice."""
     limit, most = settings.length_limit(ids.shape[1]), model.config.max_sequence_length + 1
     last = int(positions[:, 1, -1].max()) + limit - ids.shape[1] - 1
     if int(positions.max()) >= most or last >= most:
@@ -220,13 +210,9 @@ def search(
     encoder_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
 ) -> GenerateOutput:
-    """Decodes with the strategy that the settings select.
+    """Decodes from prompts int64 [B, T] to at most `limit` tokens, with the strategy that the settings select.
 
-    Args:
-        prompt: int64 [B, T], the beginning of the decoded sequences.
-        limit: Maximum length of a sequence.
-        encoder_ids: [B, S], the encoder's input.
-        attention_mask: [B, T] of prompts that are continued.
+    `encoder_ids` [B, S] are the encoder's input; `attention_mask` [B, T] is that of prompts that are continued.
     """
     ids = prompt.repeat_interleave(decoder.copies, 0)
     model = decoder.model

@@ -30,15 +30,10 @@ def decode(
     processors: LogitsProcessors,
     streamer: Any = None,
 ) -> Tensor:
-    """Decodes greedily or by sampling; sequences that have ended are filled with the padding token.
+    """Decodes prompts int64 [R, T] to at most [R, limit], greedily or by sampling.
 
-    Args:
-        ids: int64 [R, T], the prompts.
-        limit: Maximum length of a sequence.
-        streamer: Receives the prompt and each step's tokens, on the first tensor-parallel rank.
-
-    Returns:
-        int64 [R, at most limit].
+    Sequences that have ended are filled with the padding token. On the first tensor-parallel rank, the streamer
+    receives the prompt and each step's tokens.
     """
     (rows, length), mesh = ids.shape, decoder.model.mesh
     sequences = ids.new_full((rows, limit), settings.pad_token_id or 0)
@@ -74,7 +69,6 @@ def beam_search(
 
     Args:
         ids: int64 [B · n, T], each prompt n = num_beams times.
-        limit: Maximum length of a sequence.
 
     Returns:
         The best sequences for each prompt, best first: int64 [B · num_return_sequences, T], filled with the padding

@@ -19,11 +19,7 @@ def reference_sample_index(lengths: np.ndarray, first: int, stride: int, count: 
     """Returns where samples begin in the concatenation of documents.
 
     Sample k begins at token `first + k * stride`. With a stride of S - 1 and first 0 this is Megatron-LM's
-    sample index for sequences of S - 1 tokens and one extra token.
-
-    Args:
-        lengths: int64 [documents], tokens of the documents in reading order.
-        count: number of samples.
+    sample index for sequences of S - 1 tokens and one extra token. `lengths` int64 [documents] are in reading order.
 
     Returns:
         int64 [count, 2]: (document, offset in it) of each sample.
@@ -60,10 +56,7 @@ def reference_sentence_index(
     A run grows until it has its target number of tokens and `least_sentences`, unless too few sentences would
     be left for another run. The target is `max_length`, or with `short_probability` uniform in 2..max_length
     (BERT's short sequences). Documents with fewer sentences are left out, as in Megatron-LM's build_mapping.
-
-    Args:
-        sizes: tokens of each sentence.
-        marks: [documents + 1], the first sentence of each document, then the number of sentences.
+    `sizes` are the tokens of each sentence, `marks` [documents + 1] the first sentence of each document and the end.
 
     Returns:
         int64 [samples, 3]: (first sentence, last sentence + 1, target number of tokens).

@@ -32,10 +32,8 @@ def merge_datasets(prefixes: Sequence[str | Path], output: str | Path) -> None:
 def split_dataset(dataset: IndexedDataset, shares: Mapping[Path, float], *, seed: int) -> dict[Path, int]:
     """Assigns every document to one of the outputs at random, in proportion to the shares.
 
-    Documents keep their order within an output. An output with a positive share gets at least one document.
-
-    Returns:
-        The number of documents of each output.
+    Documents keep their order within an output. An output with a positive share gets at least one document. Returns
+    the number of documents of each output.
 
     Raises:
         ValueError: the shares do not sum to 1, or there are fewer documents than outputs.

@@ -168,10 +168,7 @@ class SizedSamples(Protocol):
 
 
 class EpochShuffle:
-    """Maps position n of an endless run to a sample number; every epoch is shuffled on its own.
-
-    Pass it to `ResumableLoader(order=…)`. An epoch has `size` samples.
-    """
+    """Maps positions of an endless run to `size` sample numbers, shuffled per epoch; for `ResumableLoader(order=…)`."""
 
     def __init__(self, size: int, seed: int = 1234) -> None:
         if size < 1:

@@ -129,14 +129,9 @@ class BlankInfilling:
         mask: int,
         generator: np.random.Generator | None = None,
     ) -> dict[str, np.ndarray]:
-        """Makes the sample of given spans.
+        """Makes the sample of given spans [start, stop) in text order, which part B has in the given order.
 
-        Args:
-            tokens: the text [n].
-            spans: [start, stop) of each span, in text order.
-            order: the order of the spans in part B.
-            mask: id of the mask token.
-            generator: if given, B's inputs are replaced by dBLOCK with `block_mask_probability`.
+        With a generator, B's inputs are replaced by dBLOCK with `block_mask_probability`.
         """
         parts: list[np.ndarray] = []
         targets: list[np.ndarray] = []

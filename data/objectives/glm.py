@@ -24,11 +24,8 @@ class GLMMixture:
     Published mixtures (token/sentence/document): GLM-10B .5/.3/.2 at 512 tokens, and .4/.3/.3 at 1024 tokens with
     single spans .05 and short texts .5; Large-Chinese .4/.3/.3.
 
-    Attributes:
-        token: share of the token mode.
-        sentence: share of the sentence mode; the document mode has the rest.
-        single_span: share of samples with a single span, which have none of the other modes.
-        short: share of shortened texts.
+    The document mode has what `token` and `sentence` leave. `single_span` is the share of samples with one span, which
+    have no other mode; `short` is the share of shortened texts.
     """
 
     token: float = 0.5

@@ -57,13 +57,7 @@ class PromptDataset:
     """Makes a decoder's sample of a pair: source and target in one sequence, ending with one end-of-sequence token.
 
     Labels are −100 on the source. A source that is too long loses its beginning, because its end holds the
-    instruction.
-
-    Args:
-        max_source_length: maximum number of tokens of the source, including `begin` and separator.
-        max_target_length: maximum number of tokens of the target, including the end.
-        separator: text after the source.
-        begin: ids before the source.
+    instruction. `separator` is text after the source, and `begin` ids before it; max_source_length includes both.
     """
 
     def __init__(

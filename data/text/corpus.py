@@ -29,10 +29,7 @@ Progress = Callable[[str, int, int], None]  # (stage, bytes done, bytes in total
 
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared corpus. The prefixes name `.bin/.idx` pairs; every document ends with `eos_token_id`.
-
-    `bad_records` is the number of skipped records that are not text; `first_bad` describes the first ones.
-    """
+    """A prepared corpus. The prefixes name `.bin/.idx` pairs; every document ends with `eos_token_id`."""
 
     train_prefix: Path
     valid_prefix: Path

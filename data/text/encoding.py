@@ -38,8 +38,7 @@ def encode_sentences(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Encodes one sequence per sentence; a document's last one is followed by the token `end` if given.
 
-    Returns:
-        Tokens [total], lengths, int64 [sentences], and sentences per document, int64 [texts].
+    Returns tokens [total], lengths, int64 [sentences], and sentences per document, int64 [texts].
     """
     sentences = [split_sentences(text) for text in texts]
     tokens, lengths = encode_texts(tokenizer, [s for document in sentences for s in document], dtype)

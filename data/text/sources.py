@@ -40,14 +40,10 @@ class Chunk:
 
 
 def plan_chunks(source: Source) -> list[Chunk]:
-    """Returns the chunks of a source in reading order.
+    """Returns the chunks of a source in reading order. ValueError if it does not exist or has no text.
 
-    Args:
-        source: a file (text, JSON lines, parquet), a folder of those, a folder written by
-            `datasets.Dataset.save_to_disk`, a list of those, or None for the Python standard library.
-
-    Raises:
-        ValueError: the source does not exist or has no text.
+    `source` is a file (text, JSON lines, parquet), a folder of those, a folder written by
+    `datasets.Dataset.save_to_disk`, a list of those, or None for the Python standard library.
     """
     if source is None:
         return _files_chunks(python_stdlib())

@@ -73,14 +73,8 @@ class GLMTokens:
 def glm_token_ids(base_size: int, family: GLMVocabulary, base_ids: dict[str, int] | None = None) -> GLMTokens:
     """Returns the ids for a base vocabulary of `base_size` entries, by the reference's rule for its family.
 
-    Args:
-        base_size: entries of the base vocabulary.
-        family: the kind of vocabulary. With "chinese-10b", gMASK has eop's id, as in the model's training.
-        base_ids: ids of the roles that tokens of the base vocabulary have (see `glm_tokenizer`); "chinese" and
-            "chinese-10b" have none.
-
-    Raises:
-        ValueError: the family is unknown, or a role is missing.
+    `base_ids` are the ids of the roles that tokens of the base vocabulary have (see `glm_tokenizer`); "chinese" and
+    "chinese-10b" have none. With "chinese-10b", gMASK has eop's id, as in the model's training.
     """
     if family in _CHINESE_TASKS:
         offsets = {**_CHINESE, **_CHINESE_TASKS[family]}
