@@ -20,7 +20,7 @@ from .strategies import beam_search, decode, group_beam_search
 
 @dataclass
 class GenerateOutput(ModelOutput):
-    """sequences: int64 [B · num_return_sequences, T]. sequences_scores: fp32 [B · num_return_sequences] of beams."""
+    """Sequences, int64 [B · num_return_sequences, T], and after beam search their scores, fp32 of each."""
 
     sequences: Tensor
     sequences_scores: Tensor | None = None
