@@ -71,7 +71,7 @@ FILES = [
         {"validation_file": "labels.json"},
         "the label '[01]' is not one of the model's: colour, none",
     ),
-    ("gpt2", "pairs.json", {"max_source_length": 60}, "max_source_length=60 . max_target_length=8 is more than the model's 64"),
+    ("gpt2", "pairs.json", {"max_source_length": 60}, "max_target_length=8 is more than the model's 64"),
     ("gpt2", "text.txt", {"block_size": 65}, "block_size=65 is more than the model's 64 positions"),
     ("bert", "names.json", {"max_source_length": 65}, "max_source_length=65 is more than the model's 64 positions"),
     (
