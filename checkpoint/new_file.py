@@ -1,7 +1,7 @@
-"""Files that will be written: their headers and sizes come first, the bytes of their tensors later.
+"""Lays out new weight files and creates them at full size; the bytes of their tensors are written later.
 
-A torch file is in the zip format of `torch.save`. Its pickle names the same few functions that `torch.save` names, so
-`torch.load(weights_only=True)` and every tool that reads such files load it.
+A torch file has the zip format of `torch.save`. Its pickle refers only to the functions that `torch.save` refers to, so
+`torch.load(weights_only=True)` and all tools that read such files can load it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .stored_tensor import StoredTensor
 
 METADATA = {"format": "pt"}
 ROOT = "archive"
-ALIGNMENT = 64
-STORAGES = {
+ALIGNMENT = 64  # bytes
+STORAGES = {  # safetensors name of a type -> class that a torch file names for it
     "F64": torch.DoubleStorage,
     "F32": torch.FloatStorage,
     "F16": torch.HalfStorage,
@@ -40,23 +40,23 @@ STORAGES = {
 }
 LOCAL = struct.Struct("<4s5H3L2H")
 CENTRAL = struct.Struct("<4s6H3L5H2L")
-WIDE = struct.Struct("<2HQQ")  # zip64 field of a local header: its id and length, two sizes
+WIDE = struct.Struct("<2HQQ")  # zip64 field of a local header: its id, its length and two sizes
 WIDE_CENTRAL = struct.Struct("<2HQQQ")
 END_WIDE = struct.Struct("<4sQ2H2L4Q")
 LOCATOR = struct.Struct("<4sLQL")
 END = struct.Struct("<4s4H2LH")
-FAR = 0xFFFFFFFF  # says that the zip64 field has the number
+FAR = 0xFFFFFFFF  # means that the zip64 field has the number
 
 
 @dataclass(frozen=True)
 class NewFile:
     """A safetensors file that will be written.
 
-    Args:
+    Attributes:
         name: Path within the destination.
-        header: Its first bytes.
-        size: Bytes in all.
-        tensors: Where each tensor's bytes go, by name.
+        header: The first bytes of the file.
+        size: Bytes of the whole file.
+        tensors: Where the bytes of each tensor belong, by name.
     """
 
     name: str
@@ -65,7 +65,7 @@ class NewFile:
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
 
     def create(self, path: Path) -> None:
-        """Makes the file at its full size, so that a full disk shows before any tensor is copied."""
+        """Creates the file at its full size, so that a full disk is noticed before any tensor is copied."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
             os.posix_fallocate(descriptor, 0, self.size)
@@ -74,11 +74,11 @@ class NewFile:
             os.close(descriptor)
 
     def complete(self, path: Path) -> None:
-        """Called when every tensor is written."""
+        """Finishes the file after all its tensors are written."""
 
 
 def new_safetensors_file(name: str, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> NewFile:
-    """A file with these tensors: name -> (dtype, shape)."""
+    """Lays out a safetensors file with these tensors: name -> (type, shape)."""
     header, offsets = make_header(shapes, METADATA)
     path = Path(name)
     tensors = {key: StoredTensor(key, path, dtype, shape, offsets[key]) for key, (dtype, shape) in shapes.items()}
@@ -90,10 +90,10 @@ def new_safetensors_file(name: str, shapes: Mapping[str, tuple[str, tuple[int, .
 class NewTorchFile(NewFile):
     """A file in torch's zip format that will be written.
 
-    Args:
-        pieces: Everything that is not a tensor, by offset.
-        records: (offset of the local header, of the central one, first byte, length) of each record, whose checksum
-            is known only when its bytes are written.
+    Attributes:
+        pieces: (offset, bytes) of everything that is not a tensor.
+        records: (offset of the local header, offset of the central header, first byte, length) of each record; its
+            checksum is known only when its bytes are written.
     """
 
     pieces: tuple[tuple[int, bytes], ...] = ()
@@ -106,7 +106,7 @@ class NewTorchFile(NewFile):
                 os.pwrite(file.fileno(), content, offset)
 
     def complete(self, path: Path) -> None:
-        """Fills in the checksums of the zip format."""
+        """Writes the checksums of all records into their headers."""
         with path.open("r+b") as file:
             for local, central, start, length in self.records:
                 checksum = 0
@@ -121,7 +121,13 @@ class NewTorchFile(NewFile):
 def new_torch_file(
     name: str, shapes: Mapping[str, tuple[str, tuple[int, ...]]], beside: Mapping[str, Any]
 ) -> NewTorchFile:
-    """A file that loads as `{"module": tensors, **beside}`."""
+    """Lays out a torch file that loads as `{"module": tensors, **beside}`.
+
+    Args:
+        name: Path within the destination.
+        shapes: Name of each tensor -> (type, shape).
+        beside: Plain values that are stored next to the tensors.
+    """
     contents: list[tuple[str, bytes | int]] = [("data.pkl", _pickle(shapes, beside)), ("byteorder", b"little")]
     contents += [(f"data/{key}", prod(s) * item_size(d)) for key, (d, s) in enumerate(shapes.values())]
     contents.append(("version", b"3\n"))
@@ -149,12 +155,16 @@ def new_torch_file(
 
 @dataclass(frozen=True)
 class _Storage:
+    """A storage that is pickled by its place in the zip file; `key` is the number of its record."""
+
     key: str
     dtype: str
     count: int
 
 
 class _Tensor:
+    """Is pickled as `torch.save` pickles a contiguous tensor."""
+
     def __init__(self, storage: _Storage, shape: tuple[int, ...]) -> None:
         self._storage, self._shape = storage, shape
 
@@ -181,7 +191,7 @@ def _pickle(shapes: Mapping[str, tuple[str, tuple[int, ...]]], beside: Mapping[s
 
 
 def _local_header(name: bytes, length: int, position: int) -> bytes:
-    """Padded by a field that readers pass over, so that the record starts aligned."""
+    """Returns a record's local header, with an extra field that readers skip, so that the record starts aligned."""
     wide = WIDE.pack(1, 16, length, length)
     unpadded = position + LOCAL.size + len(name) + len(wide) + 4
     padding = struct.pack("<2H", 0x4246, -unpadded % ALIGNMENT) + b"\0" * (-unpadded % ALIGNMENT)
@@ -197,7 +207,7 @@ def _central_header(name: bytes, length: int, local: int) -> bytes:
 
 
 def _end(count: int, length: int, start: int) -> bytes:
-    """The zip64 end of the directory, its locator, and the old end."""
+    """Returns the zip64 end of the directory, its locator, and the end in the original zip format."""
     wide = END_WIDE.pack(b"PK\6\6", END_WIDE.size - 12, 45, 45, 0, 0, count, count, length, start)
     locator = LOCATOR.pack(b"PK\6\7", 0, start + length, 1)
     return wide + locator + END.pack(b"PK\5\6", 0, 0, min(count, 0xFFFF), min(count, 0xFFFF), FAR, FAR, 0)

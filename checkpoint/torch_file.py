@@ -1,7 +1,8 @@
-"""Tensors of a file written by `torch.save`, by their place in it. No code of the file runs.
+"""Finds the tensors in a file written by `torch.save`. No code in the file runs.
 
-Pickled objects are read with `weights_only=True`, and tensors get no storage; each remembers where in the file its
-bytes lie. What training frameworks save beside the weights becomes a `PlaceholderObject`; any other class is refused.
+Pickled objects are read with `weights_only=True`. Tensors get no storage, but each records the position of its bytes in
+the file. Objects that training frameworks save next to the weights become a `PlaceholderObject`; all other classes are
+refused.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 from .dtypes import from_torch_name
 from .stored_tensor import StoredTensor
 
-# Pickled bytes that describe the tensors, about 250 for each. More would only take time and memory.
+# Largest size of the pickles that describe the tensors, about 250 bytes for each. It bounds the time and the memory.
 LARGEST_PICKLE = 4 << 20
-LARGEST_DIRECTORY = 16 << 20  # bytes of the zip format's list of records, about 70 for each
+LARGEST_DIRECTORY = 16 << 20  # bytes of the zip format's list of records, about 70 bytes for each
 
-# Arguments, random states, loss scalers: what lies beside the weights.
+# Classes of objects that are saved next to the weights: arguments, random states, loss scalers.
 PLACEHOLDER_TYPES = (
     "argparse.Namespace",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
@@ -45,15 +46,15 @@ PLACEHOLDER_TYPES = (
     "numpy.ndarray",
 )
 
-_LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip record: lengths of its name and extra field
+_LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip record: the lengths of its name and of its extra field
 _END = struct.Struct("<4s8xL6x")  # of a zip file: signature and bytes of its directory
 _WIDE_END = struct.Struct("<4s36xQ8x")  # the same in the zip64 format
 _LOCATOR = struct.Struct("<4s4xQ4x")  # where the zip64 end is
 
-# Unpickled, it takes as much memory as its argument says. Names are written out in a pickle, followed by this end.
+# Unpickling a bytearray allocates as much memory as its argument says. In a pickle, a newline follows its name.
 _ALLOCATION = b"bytearray\n"
 
-# Whatever a damaged pickle makes torch raise.
+# Errors that torch raises for damaged pickles.
 _DAMAGE = (
     RuntimeError, OSError, EOFError, LookupError, TypeError, AttributeError, ValueError, AssertionError, MemoryError,
     ArithmeticError, struct.error,
@@ -61,20 +62,20 @@ _DAMAGE = (
 
 
 def load_without_storage(path: Path) -> Any:
-    """Returns what the file holds, with every tensor on the meta device.
+    """Returns the object that the file holds, with every tensor on the meta device.
 
     Raises:
-        ValueError: the file is damaged, or loading it needs an unknown class.
+        ValueError: The file is damaged, or loading it needs a class that is not allowed.
     """
     try:
         with _only_placeholder_types():
             if zipfile.is_zipfile(path):
-                Records(path)  # before torch.load, which crashes on tensors of the other byte order
+                Records(path)  # checks the file first, because torch.load crashes on tensors of the other byte order
                 return torch.load(path, map_location="meta", mmap=True, weights_only=True)
             return _load_before_zip(path)
     except pickle.UnpicklingError as error:
         foreign = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"a {foreign[1]}" if foreign else "what only code could build"
+        what = f"a {foreign[1]}" if foreign else "an object that needs code to load"
         raise ValueError(f"{path} is refused: besides tensors and plain values it holds {what}") from None
     except _DAMAGE as error:
         reason = str(error).splitlines()[0] if str(error) else repr(error)
@@ -82,7 +83,12 @@ def load_without_storage(path: Path) -> Any:
 
 
 def locate_tensors(path: Path, state: Mapping[str, Any]) -> dict[str, StoredTensor]:
-    """The tensors of a state dictionary that `load_without_storage` read from `path`."""
+    """Returns the stored tensors of a state dictionary that `load_without_storage` read from `path`.
+
+    Raises:
+        ValueError: The dictionary has other entries than tensors, or a tensor is not contiguous, not dense, or not
+            entirely in the file.
+    """
     records = Records(path) if zipfile.is_zipfile(path) else None
     tensors = {}
     for name, tensor in state.items():
@@ -90,7 +96,7 @@ def locate_tensors(path: Path, state: Mapping[str, Any]) -> dict[str, StoredTens
             raise ValueError(f"{path}: {name!r} is a {type(tensor).__name__}, but weights are named tensors")
         where = f"tensor {name} in {path}"
         if tensor.is_sparse or tensor.is_quantized or tensor.is_nested or tensor.layout != torch.strided:
-            raise ValueError(f"{where} is no plain tensor but {tensor.layout}; save it after .to_dense()")
+            raise ValueError(f"{where} is not a dense tensor but {tensor.layout}; save it after .to_dense()")
         if tensor.numel() and not tensor.is_contiguous():
             raise ValueError(f"{where} is not contiguous; save it after .contiguous()")
         dtype = from_torch_name(str(tensor.dtype))
@@ -109,7 +115,11 @@ def locate_tensors(path: Path, state: Mapping[str, Any]) -> dict[str, StoredTens
 
 
 class Records:
-    """Where the records of a zip file start and stop. ValueError if it is damaged, or not as torch writes it."""
+    """The positions of the records in a zip file.
+
+    Raises:
+        ValueError: The file is damaged, or differs from what `torch.save` writes.
+    """
 
     def __init__(self, path: Path) -> None:
         self._stops: dict[int, int] = {}
@@ -122,7 +132,9 @@ class Records:
                     if info.filename.endswith("/byteorder") and archive.read(info) != b"little":
                         raise ValueError(f"{path} was written on a big-endian machine")
                     if info.filename.endswith("/data.pkl") and info.file_size > LARGEST_PICKLE:
-                        raise ValueError(f"{path} has {info.file_size:,} pickled bytes, more than a list of tensors")
+                        raise ValueError(
+                            f"{path} has {info.file_size:,} pickled bytes, but at most {LARGEST_PICKLE:,} are read"
+                        )
                     if info.filename.endswith("/data.pkl") and _ALLOCATION in archive.read(info):
                         raise ValueError(f"{path} is refused: besides tensors and plain values it holds a bytearray")
                     file.seek(info.header_offset)
@@ -135,12 +147,13 @@ class Records:
         self._starts = sorted(self._stops)
 
     def contain(self, start: int, stop: int) -> bool:
+        """Returns whether a record starts at byte `start` and reaches at least to byte `stop`."""
         position = bisect.bisect_right(self._starts, start) - 1
         return position >= 0 and self._starts[position] == start and stop <= min(self._stops[start], self._size)
 
 
 def _check_directory(path: Path) -> None:
-    """ValueError if listing the records would take much memory."""
+    """Raises ValueError if listing the records would take too much memory."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _END.size))
@@ -153,12 +166,13 @@ def _check_directory(path: Path) -> None:
             file.seek(min(offset, size))
             _, length = _WIDE_END.unpack(file.read(_WIDE_END.size))
     if length > min(LARGEST_DIRECTORY, size):
-        raise ValueError(f"{path} lists its records in {length:,} bytes, more than any checkpoint")
+        limit = min(LARGEST_DIRECTORY, size)
+        raise ValueError(f"{path} lists its records in {length:,} bytes, but at most {limit:,} are allowed")
 
 
 @contextmanager
 def _only_placeholder_types() -> Iterator[None]:
-    """Lets `torch.load` take those types as `PlaceholderObject` and no others, whatever libraries have allowed."""
+    """Makes `torch.load` replace these types by `PlaceholderObject`, and refuse types that other libraries allowed."""
     allowed_by_others = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     torch.serialization.add_safe_globals([(PlaceholderObject, name) for name in PLACEHOLDER_TYPES])
@@ -170,7 +184,7 @@ def _only_placeholder_types() -> Iterator[None]:
 
 
 class PlaceholderObject:
-    """Stands for an object that is of no interest here; takes and forgets what the original takes."""
+    """Replaces an object whose contents are not needed. It accepts and ignores all arguments and state."""
 
     def __new__(cls, *args: object, **kwargs: object) -> PlaceholderObject:
         return super().__new__(cls)
@@ -183,9 +197,9 @@ class PlaceholderObject:
 
 
 def _load_before_zip(path: Path) -> Any:
-    """The format from before torch 1.6: five pickles, then each storage as its length and its bytes.
+    """Loads the format from before torch 1.6: five pickles, then the length and the bytes of each storage.
 
-    The pickles are a magic number, a version, facts about the machine, the objects, and the storages' order.
+    The pickles are a magic number, a version, facts about the machine, the objects, and the order of the storages.
     """
     with path.open("rb") as file:
         pickled = _PickledPart(file)
@@ -210,14 +224,14 @@ def _load_before_zip(path: Path) -> Any:
 
 
 class _PickledPart:
-    """The beginning of a file. ValueError if more is read than the pickles of a checkpoint have."""
+    """Reads the pickles at the start of a file. Raises ValueError if they are larger than `LARGEST_PICKLE`."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
 
     def read(self, count: int) -> bytes:
         if self._file.tell() + count > LARGEST_PICKLE:
-            raise ValueError(f"it has more than {LARGEST_PICKLE:,} pickled bytes")
+            raise ValueError(f"it has more than the {LARGEST_PICKLE:,} pickled bytes that are allowed")
         return self._file.read(count)
 
     def readline(self) -> bytes:
@@ -228,10 +242,10 @@ class _PickledPart:
 
 
 def _meta_storage(saved: Any, storages: dict[str, torch.TypedStorage]) -> torch.TypedStorage:
-    """The storage that a persistent id of the old format names, without memory."""
+    """Returns the storage that a persistent id of the old format names, on the meta device."""
     kind, storage_type, key, _, count, view = saved
     if kind not in ("storage", b"storage") or view is not None:
-        raise ValueError("it holds views of storages, which only torch before 0.4 wrote")
+        raise ValueError("it contains views of storages, which only torch before 0.4 wrote")
     dtype = storage_type.dtype
     if str(key) not in storages:
         storage = torch.UntypedStorage(count * dtype.itemsize, device="meta")
@@ -240,7 +254,11 @@ def _meta_storage(saved: Any, storages: dict[str, torch.TypedStorage]) -> torch.
 
 
 def _place_storages(path: Path, file: BinaryIO, storages: list[torch.TypedStorage]) -> None:
-    """Notes where each storage's bytes lie. ValueError if one is longer or shorter than its tensors were told."""
+    """Records the position of each storage's bytes.
+
+    Raises:
+        ValueError: A storage has another length than its pickle claims, or the file has another size.
+    """
     size = os.fstat(file.fileno()).st_size
     position = file.tell()
     for typed in storages:
@@ -248,7 +266,9 @@ def _place_storages(path: Path, file: BinaryIO, storages: list[torch.TypedStorag
         file.seek(position)
         (count,) = struct.unpack("<q", file.read(8))
         if count * typed.dtype.itemsize != storage.nbytes():
-            raise ValueError(f"{path} has a storage of {count:,} elements where {storage.nbytes():,} bytes are claimed")
+            raise ValueError(
+                f"{path} has a storage of {count:,} elements, but its pickle claims {storage.nbytes():,} bytes"
+            )
         storage._checkpoint_offset = position + 8
         position += 8 + storage.nbytes()
     if position != size:

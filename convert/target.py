@@ -1,4 +1,4 @@
-"""What a destination will look like: its weight files, and where in them each parameter goes."""
+"""Lays out a destination: its weight files, and where each parameter is stored in them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,21 @@ from ..checkpoint.new_file import STORAGES, NewFile, new_safetensors_file, new_t
 from ..checkpoint.stored_tensor import StoredTensor
 from ..models.mapping import MappedCheckpoint, stacked_ranges, stored_shape
 
-LEGACY_FOLDER = "release"  # which `latest` names
-LARGEST_FILE = 5 * 10**9  # of a Hugging Face folder, before it is divided into several
+LEGACY_FOLDER = "release"  # the file `latest` names this folder
+LARGEST_FILE = 5 * 10**9  # bytes of one file in a Hugging Face folder
 
 
 @dataclass(frozen=True)
 class Target:
-    """layout: files by name within the destination. texts: small files written with it, by name."""
+    """The layout of a destination.
+
+    Attributes:
+        kind: "huggingface", "shards" or "legacy", as in `Checkpoint`.
+        size: The number of tensor-parallel ranks.
+        layout: Where each parameter is stored; file names are relative to the destination.
+        files: The weight files.
+        texts: The contents of additional small files by name.
+    """
 
     kind: str
     size: int
@@ -34,7 +42,11 @@ class Target:
 
 
 def shards_target(mapped: MappedCheckpoint, size: int, dtype: str | None = None) -> Target:
-    """A shardzoo folder of `size` ranks. ValueError, naming the sizes that work, if the model cannot be split so."""
+    """Lays out a shardzoo folder of `size` ranks.
+
+    Raises:
+        ValueError: The model cannot be split over `size` ranks; the message names the sizes that work.
+    """
     mapped.model.check_size(size)
     dtypes = new_dtypes(mapped, dtype)
     shapes = {name: (dtypes[name], p.local_shape(size)) for name, p in mapped.model.parameters.items()}
@@ -54,7 +66,10 @@ def shards_target(mapped: MappedCheckpoint, size: int, dtype: str | None = None)
 
 
 def huggingface_target(mapped: MappedCheckpoint, dtype: str | None = None, largest_file: int = LARGEST_FILE) -> Target:
-    """A Hugging Face folder with the names that the weights had in the one they came from, else today's."""
+    """Lays out a Hugging Face folder.
+
+    The tensors have the names of the Hugging Face folder that they came from, or the current names if there was none.
+    """
     dtypes = new_dtypes(mapped, dtype)
     known = mapped.model.entries()
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -63,13 +78,13 @@ def huggingface_target(mapped: MappedCheckpoint, dtype: str | None = None, large
         copies = mapped.names.copies(name)
         for stored in {stored for copy in copies for stored in copy}:
             if stored in shapes:
-                raise ValueError(f"two tensors would be called {stored}")
+                raise ValueError(f"two tensors would have the name {stored}")
         for copy in copies:
             for stored, span in zip(copy, spans, strict=True):
                 shapes[stored] = (dtypes[name], stored_shape(parameter, span, known[name]))
     for name, tensor in mapped.layout.extras.items():
         if name in shapes:
-            raise ValueError(f"{tensor} has the name of a parameter's tensor")
+            raise ValueError(f"{tensor} is not a parameter, but has the name of one")
         shapes[name] = (tensor.dtype, tensor.shape)
     files, tensors, texts = _divide(shapes, largest_file)
     placements = {}
@@ -90,7 +105,11 @@ def huggingface_target(mapped: MappedCheckpoint, dtype: str | None = None, large
 def _divide(
     shapes: Mapping[str, tuple[str, tuple[int, ...]]], largest_file: int
 ) -> tuple[tuple[NewFile, ...], Mapping[str, StoredTensor], dict[str, str]]:
-    """Tensors over files of at most `largest_file` bytes, in order; an index where that takes more than one."""
+    """Divides tensors in order among files of at most `largest_file` bytes; a larger tensor has its own file.
+
+    Returns:
+        The files, the tensors by name, and the index, by its file name, if there are several files.
+    """
     groups: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
     filled = 0
     for name, (dtype, shape) in shapes.items():
@@ -116,10 +135,14 @@ def _divide(
 
 
 def legacy_target(mapped: MappedCheckpoint, size: int, dtype: str | None = None) -> Target:
-    """`size` files under the names of the original GLM, or under shardzoo's own where a family has no such files.
+    """Lays out `size` mp_rank files.
 
-    The vocabulary is not padded under the original names. ValueError if a size does not divide, or a type has no
-    storage class in such files.
+    The tensors have their Hugging Face names, which for GLM are the original ones, and the vocabulary is not padded. If
+    the family stacks or transposes tensors, they have shardzoo's native names, and the vocabulary is padded.
+
+    Raises:
+        ValueError: The model cannot be split over `size` ranks, the source has tensors that are not parameters, or
+            these files cannot store a parameter's type.
     """
     model, dtypes = mapped.model, new_dtypes(mapped, dtype)
     known = model.entries()
@@ -127,10 +150,11 @@ def legacy_target(mapped: MappedCheckpoint, size: int, dtype: str | None = None)
     parameters = {name: p.without_padding() if original else p for name, p in model.parameters.items()}
     names = {name: known[name].stored_names()[0] if original else name for name in parameters}
     if mapped.layout.extras:
-        raise ValueError(f"mp_rank files hold parameters only, not {next(iter(mapped.layout.extras))}")
+        extra = next(iter(mapped.layout.extras))
+        raise ValueError(f"mp_rank files can hold only parameters of the model, and {extra} is not one")
     for name, kind in dtypes.items():
         if kind not in STORAGES:
-            raise ValueError(f"mp_rank files cannot hold {kind}, which {name} is; choose another --dtype")
+            raise ValueError(f"mp_rank files cannot hold {kind}, the type of {name}; choose another one with --dtype")
     shapes = {names[name]: (dtypes[name], p.local_shape(size)) for name, p in parameters.items()}
     files, ranks = [], []
     for rank in range(size):
@@ -147,7 +171,7 @@ def legacy_target(mapped: MappedCheckpoint, size: int, dtype: str | None = None)
 
 
 def new_dtypes(mapped: MappedCheckpoint, dtype: str | None) -> dict[str, str]:
-    """Each parameter's type in the destination: its own, or for floats the one that was asked for."""
+    """Returns each parameter's type in the destination: `dtype` for floating-point parameters, else the stored one."""
     if dtype is not None and dtype not in FLOATS:
         raise ValueError(f"cannot convert to {dtype}; use one of {', '.join(FLOATS)}")
     own = {name: placement.dtype for name, placement in mapped.layout.placements.items()}

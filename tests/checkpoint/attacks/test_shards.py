@@ -131,7 +131,7 @@ FORGERIES = {
     "tie to nothing": (lambda m: dataclasses.replace(m, ties={"a": "b"}), "ties a tensor to b"),
     "tie onto a tensor": (
         lambda m: dataclasses.replace(m, ties={"transformer.wpe.weight": "transformer.wte.weight"}),
-        "would be called",
+        "would have the name",
     ),
     "unknown extras": (
         lambda m: dataclasses.replace(m, extras={"a": {"shape": (1,), "dtype": "float32", "sha256": "0"}}),
@@ -151,7 +151,10 @@ def forged_tensor(**changes):
 FORGERIES |= {
     "another shape": (forged_tensor(shape=(24, 17)), "blocks.0.mlp.up.weight"),
     "another split": (forged_tensor(shard=None), "blocks.0.mlp.up.weight"),
-    "name of another": (forged_tensor(stored=("transformer.wte.weight",)), "would be called transformer.wte.weight"),
+    "name of another": (
+        forged_tensor(stored=("transformer.wte.weight",)),
+        "have the name transformer.wte.weight",
+    ),
     "two names for one": (forged_tensor(stored=("a", "b")), "blocks.0.mlp.up.weight"),
     "hashes exchanged": (lambda m: swap_hashes(m), "damaged"),
 }
