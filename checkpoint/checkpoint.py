@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from ..data.files import checked_file, read_folder_json, read_json_object
+from ..data.files import checked_file, maps_to_text, read_folder_json, read_json_object
 from .folder_files import CONFIG
 from .manifest import MANIFEST, Manifest
 from .safetensors_header import read_header
@@ -46,7 +46,7 @@ class Checkpoint:
     folder: Path
     config: Mapping[str, Any] | None
     ranks: tuple[Mapping[str, StoredTensor], ...]
-    extras: Mapping[str, StoredTensor] = field(default_factory=dict)
+    extras: Mapping[str, StoredTensor] = field(default_factory=dict[str, StoredTensor])
     manifest: Manifest | None = None
 
     def tensors(self) -> Iterator[StoredTensor]:
@@ -122,21 +122,22 @@ def _read_weights(path: Path, ranks: int | None = None) -> list[StoredTensor]:
     from .torch_file import load_without_storage, locate_tensors  # torch takes seconds to import
 
     state = load_without_storage(path)
-    if isinstance(state, dict) and isinstance(state.get("module"), dict):
-        written = state.get("mp_world_size")
+    whole = cast(dict[Any, Any], state) if isinstance(state, dict) else {}
+    if isinstance(whole.get("module"), dict):
+        written = whole.get("mp_world_size")
         if ranks is not None and type(written) is int and written != ranks:
             raise ValueError(
                 f"{path} was written by {written} tensor-parallel ranks, but the number of rank files is {ranks}"
             )
-        state = state["module"]
+        state = whole["module"]
     if not isinstance(state, dict):
         raise ValueError(f"{path} holds a {type(state).__name__}, not named tensors")
-    return list(locate_tensors(path, state).values())
+    return list(locate_tensors(path, cast(dict[Any, Any], state)).values())
 
 
 def _read_indexed(folder: Path, index: Path) -> dict[str, StoredTensor]:
     weight_map = read_json_object(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+    if not maps_to_text(weight_map):
         raise ValueError(f"{index} must have a weight_map of tensor names to file names")
     suffix = ".bin" if index.name.startswith("pytorch") else ".safetensors"
     tensors: list[StoredTensor] = []
@@ -157,7 +158,7 @@ def _read_indexed(folder: Path, index: Path) -> dict[str, StoredTensor]:
 
 def _open_shards(folder: Path, config_file: Path | None) -> Checkpoint:
     manifest = Manifest.read(folder)
-    ranks = []
+    ranks: list[dict[str, StoredTensor]] = []
     for rank in range(manifest.tensor_parallel_size):
         path = checked_file(folder, f"rank_{rank:02d}.safetensors")
         tensors = index_by_name(read_header(path)[0])
@@ -197,7 +198,7 @@ def _open_legacy(folder: Path, files_in: Path, config_file: Path | None) -> Chec
     found = (
         {int(match[1]): match.string for match in map(pattern.fullmatch, names) if match} for pattern in LEGACY_FILES
     )
-    by_rank = next(filter(None, found), {})
+    by_rank = next(filter(None, found), dict[int, str]())
     size = len(by_rank)
     if sorted(by_rank) != list(range(size)) or not by_rank:
         raise ValueError(

@@ -6,9 +6,10 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .stored_tensor import StoredTensor
 
@@ -43,12 +44,16 @@ def open_for_reading(path: Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
-def bytes_of(array: np.ndarray) -> memoryview:
+def bytes_of(array: NDArray[Any]) -> memoryview:
     """Returns the bytes of a contiguous array without copying them."""
-    return array.reshape(-1).view(np.uint8).data
+    return _flat_bytes(array).data
 
 
-def read_into(tensor: StoredTensor, descriptor: int, start: int, buffer: np.ndarray) -> None:
+def _flat_bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
+    return cast(Any, array).reshape(-1).view(np.uint8)  # numpy leaves the type of `view` open
+
+
+def read_into(tensor: StoredTensor, descriptor: int, start: int, buffer: NDArray[Any]) -> None:
     """Fills a contiguous buffer with the tensor's bytes from byte `start` on.
 
     Raises:
@@ -109,7 +114,7 @@ class Input:
         self._digest = hashlib.sha256() if expected else None
         self._position = 0
 
-    def read(self, start: int, buffer: np.ndarray) -> None:
+    def read(self, start: int, buffer: NDArray[Any]) -> None:
         """Fills a contiguous buffer of any type with the bytes from byte `start` on."""
         if self._digest is not None:
             self._pass_over(start)
@@ -149,7 +154,7 @@ class Output(Protocol):
 
     tensors: Sequence[StoredTensor]
 
-    def write(self, start: int, data: np.ndarray) -> None:
+    def write(self, start: int, data: NDArray[Any]) -> None:
         """Receives a contiguous array of any type at byte `start`. Skipped bytes are padding, which is zero."""
         ...
 
@@ -167,7 +172,7 @@ class Writer:
         self._digest = hashlib.sha256()
         self._position = 0
 
-    def write(self, start: int, data: np.ndarray) -> None:
+    def write(self, start: int, data: NDArray[Any]) -> None:
         self._pad(start)
         if data.nbytes:
             self._put(bytes_of(data))
@@ -200,11 +205,11 @@ class Comparer:
         self.differing: dict[str, int] = {}
         self._targets = [(tensor, files[tensor.file]) for tensor in tensors]
 
-    def write(self, start: int, data: np.ndarray) -> None:
+    def write(self, start: int, data: NDArray[Any]) -> None:
         for tensor, descriptor in self._targets:
             found = np.empty(data.nbytes, np.uint8)
             read_into(tensor, descriptor, start, found)
-            mine = data.reshape(-1).view(np.uint8)
+            mine = _flat_bytes(data)
             if str(tensor) not in self.differing and not np.array_equal(found, mine):
                 self.differing[str(tensor)] = start + int(np.argmax(found != mine))
 

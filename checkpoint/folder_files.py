@@ -16,7 +16,7 @@ LARGEST_COMPANION = 1 << 30  # bytes
 
 def companion_files(folder: Path) -> list[Path]:
     """Returns the files to copy with the weights: config.json, tokenizer and generation files, other small files."""
-    files = []
+    files: list[Path] = []
     for entry in sorted(folder.iterdir()):
         is_weight = entry.suffix in WEIGHT_SUFFIXES or entry.name.endswith(
             (".safetensors.index.json", ".bin.index.json")

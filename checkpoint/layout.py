@@ -156,7 +156,7 @@ class CheckpointLayout:
     """
 
     placements: Mapping[str, ParameterPlacement]
-    extras: Mapping[str, StoredTensor] = field(default_factory=dict)
+    extras: Mapping[str, StoredTensor] = field(default_factory=dict[str, StoredTensor])
 
     def check(self) -> None:
         """Raises ValueError if a parameter is not stored exactly once per copy, or with a wrong shape."""
@@ -178,7 +178,8 @@ def place_by_rank(
         parameters: The parameters by native name.
         ranks: For each rank, its tensors by native name.
     """
-    size, placements = len(ranks), {}
+    size = len(ranks)
+    placements: dict[str, ParameterPlacement] = {}
     for name, parameter in parameters.items():
         parts = [TensorSlice(ranks[rank][name].at_least_1d(), parameter.ranges(rank, size)) for rank in range(size)]
         copies = (tuple(parts),) if parameter.shard else tuple((part,) for part in parts)

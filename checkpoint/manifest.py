@@ -9,9 +9,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, cast
 
-from ..data.files import read_folder_json
+from ..data.files import maps_to_text, read_folder_json
 from .json_digest import add_digest, remove_digest, write_durably
 
 FORMAT_VERSION = 1
@@ -66,8 +67,8 @@ class Manifest:
     vocab_size: int
     padded_vocab_size: int
     tensors: dict[str, TensorRecord]
-    ties: dict[str, str] = field(default_factory=dict)
-    extras: dict[str, ExtraRecord] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict[str, str])
+    extras: dict[str, ExtraRecord] = field(default_factory=dict[str, ExtraRecord])
 
     def to_json(self) -> str:
         return json.dumps(add_digest({"format_version": FORMAT_VERSION, **asdict(self)}), indent=1)
@@ -108,24 +109,26 @@ class Manifest:
         if type(self.vocab_size) is not int or type(self.padded_vocab_size) is not int:
             sizes = f"{self.vocab_size!r} and {self.padded_vocab_size!r}"
             raise ValueError(f"{path} must have integers as vocab_size and padded_vocab_size, not {sizes}")
-        if not isinstance(self.ties, dict) or not all(isinstance(kept, str) for kept in self.ties.values()):
+        if not maps_to_text(self.ties):
             raise ValueError(f"the ties of {path} must map names of tensors to names of tensors")
         for name, record in self.tensors.items():
             digests, stored = record.sha256, record.stored
-            if not _are(str, digests) or not _are(str, stored) or not isinstance(record.shard, dict | None):
+            if not _are(str, digests) or not _are(str, stored) or type(record.shard) not in (dict, NoneType):
                 raise ValueError(f"{path}: the record of tensor {name} is invalid: {record}")
             if len(digests) != size:
                 raise ValueError(f"{path}: tensor {name} has {len(digests)} hashes for {size} ranks")
             if record.shard is None and len(set(digests)) > 1:
                 raise ValueError(f"{path}: tensor {name} is the same on all ranks, but has {len(set(digests))} hashes")
         for name, record in (*self.tensors.items(), *self.extras.items()):
-            if not _are(int, record.shape) or not isinstance(record.dtype, str):
+            if not _are(int, record.shape) or type(record.dtype) is not str:
                 raise ValueError(f"{path}: the record of tensor {name} is invalid: {record}")
 
 
-def _are(kind: type, values: Any) -> bool:
-    return isinstance(values, tuple) and all(type(value) is kind for value in values)
+def _are(kind: type, values: object) -> bool:
+    return isinstance(values, tuple) and all(type(value) is kind for value in cast(tuple[Any, ...], values))
 
 
 def _record(kind: type, values: Mapping[str, Any]) -> Any:
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    return kind(
+        **{name: tuple(cast(list[Any], value)) if isinstance(value, list) else value for name, value in values.items()}
+    )

@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch._utils import _rebuild_tensor_v2
+from torch import _utils
 
 from .dtypes import item_size
 from .safetensors_header import make_header
@@ -38,6 +38,7 @@ STORAGES = {  # safetensors name of a type -> class that a torch file names for 
     "U8": torch.ByteStorage,
     "BOOL": torch.BoolStorage,
 }
+REBUILD_TENSOR = cast(Any, _utils)._rebuild_tensor_v2  # the function that torch.save names
 LOCAL = struct.Struct("<4s5H3L2H")
 CENTRAL = struct.Struct("<4s6H3L5H2L")
 WIDE = struct.Struct("<2HQQ")  # zip64 field of a local header: its id, its length and two sizes
@@ -62,7 +63,7 @@ class NewFile:
     name: str
     header: bytes
     size: int
-    tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
+    tensors: Mapping[str, StoredTensor] = field(default_factory=dict[str, StoredTensor])
 
     def create(self, path: Path) -> None:
         """Creates the file at its full size, so that a full disk is noticed before any tensor is copied."""
@@ -131,17 +132,20 @@ def new_torch_file(
     contents: list[tuple[str, bytes | int]] = [("data.pkl", _pickle(shapes, beside)), ("byteorder", b"little")]
     contents += [(f"data/{key}", prod(s) * item_size(d)) for key, (d, s) in enumerate(shapes.values())]
     contents.append(("version", b"3\n"))
-    position, placed, pieces = 0, [], []
+    position = 0
+    placed: list[tuple[bytes, int, int, int]] = []
+    pieces: list[tuple[int, bytes]] = []
     for record, content in contents:
         length = content if isinstance(content, int) else len(content)
         local = _local_header(f"{ROOT}/{record}".encode(), length, position)
         pieces.append((position, local if isinstance(content, int) else local + content))
         placed.append((f"{ROOT}/{record}".encode(), position, position + len(local), length))
         position += len(local) + length
-    directory, central = b"", []
-    for record, local, _, length in placed:
+    directory = b""
+    central: list[int] = []
+    for path, start, _, length in placed:
         central.append(position + len(directory))
-        directory += _central_header(record, length, local)
+        directory += _central_header(path, length, start)
     pieces.append((position, directory + _end(len(placed), len(directory), position)))
     file, starts = Path(name), {record: start for record, _, start, _ in placed}
     tensors = {
@@ -168,13 +172,13 @@ class _Tensor:
     def __init__(self, storage: _Storage, shape: tuple[int, ...]) -> None:
         self._storage, self._shape = storage, shape
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         strides = tuple(prod(self._shape[i + 1 :]) for i in range(len(self._shape)))
-        return _rebuild_tensor_v2, (self._storage, 0, self._shape, strides, False, OrderedDict())
+        return REBUILD_TENSOR, (self._storage, 0, self._shape, strides, False, OrderedDict())
 
 
 class _Pickler(pickle.Pickler):
-    def persistent_id(self, obj: Any) -> tuple | None:
+    def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
         if isinstance(obj, _Storage):
             return "storage", STORAGES[obj.dtype], obj.key, "cpu", obj.count
         return None

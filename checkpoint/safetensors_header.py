@@ -10,9 +10,9 @@ import json
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard, cast
 
-from ..data.files import LARGEST_JSON, parse_json
+from ..data.files import LARGEST_JSON, is_object, maps_to_text, parse_json
 from .dtypes import DTYPES, item_size
 from .stored_tensor import StoredTensor
 
@@ -42,7 +42,7 @@ def read_header(path: Path) -> tuple[list[StoredTensor], dict[str, str]]:
         raise ValueError(f"the header of {path} does not start with '{{': it is not a safetensors file")
     header = parse_json(text, f"the header of {path}")
     metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    if not maps_to_text(metadata):
         raise ValueError(f"the __metadata__ of {path} must map names to text")
     start, data_size = 8 + length, size - 8 - length
     spans = sorted((_span(path, name, entry, data_size), name) for name, entry in header.items())
@@ -54,10 +54,10 @@ def read_header(path: Path) -> tuple[list[StoredTensor], dict[str, str]]:
     return tensors, metadata
 
 
-def _span(path: Path, name: str, entry: Any, data_size: int) -> tuple[int, int]:
+def _span(path: Path, name: str, entry: object, data_size: int) -> tuple[int, int]:
     """Checks the header entry of one tensor and returns the tensor's [begin, end) within the data."""
     where = f"tensor {name!r} in {path}"
-    if not name or not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+    if not name or not is_object(entry) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{where} must have a name and exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
@@ -75,8 +75,10 @@ def _span(path: Path, name: str, entry: Any, data_size: int) -> tuple[int, int]:
     return begin, end
 
 
-def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
+def _are_counts(values: object) -> TypeGuard[list[int]]:
+    if not isinstance(values, list):
+        return False
+    return all(type(value) is int and 0 <= value < 1 << 63 for value in cast(list[Any], values))
 
 
 def _check_gapless(path: Path, spans: list[tuple[tuple[int, int], str]], data_size: int) -> None:
@@ -90,7 +92,9 @@ def _check_gapless(path: Path, spans: list[tuple[tuple[int, int], str]], data_si
         raise ValueError(f"{path} has {data_size - position:,} bytes after its last tensor")
 
 
-def make_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> tuple[bytes, dict]:
+def make_header(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, int]]:
     """Makes the header of a new file.
 
     Tensors are stored by descending element size and otherwise in the given order, so that each one starts aligned.

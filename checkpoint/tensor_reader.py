@@ -131,7 +131,8 @@ def check_digests(
         ValueError: A tensor does not match its digest.
     """
     recorded = [tensor for tensor in tensors if (tensor.file, tensor.name) in digests and tensor.nbytes]
-    total, position, mine = sum(tensor.nbytes for tensor in recorded), 0, []
+    mine: list[StoredTensor] = []
+    total, position = sum(tensor.nbytes for tensor in recorded), 0
     for tensor in recorded:
         if (position + tensor.nbytes // 2) * size // total == rank:
             mine.append(tensor)
@@ -139,6 +140,9 @@ def check_digests(
     threads = max(1, min(4, (os.cpu_count() or 1) // size))
     with OpenFiles(open_for_reading) as files, ThreadPoolExecutor(threads) as pool:
         files.open([tensor.file for tensor in mine])
-        found = pool.map(lambda tensor: hash_stored(tensor, files[tensor.file], CHUNK_BYTES // 8), mine)
-        for tensor, digest in zip(mine, found, strict=True):
+
+        def digest_of(tensor: StoredTensor) -> str:
+            return hash_stored(tensor, files[tensor.file], CHUNK_BYTES // 8)
+
+        for tensor, digest in zip(mine, pool.map(digest_of, mine), strict=True):
             check_hash(tensor, digest, digests[tensor.file, tensor.name])

@@ -5,6 +5,8 @@ the file. Objects that training frameworks save next to the weights become a `Pl
 refused.
 """
 
+# (torch leaves the types of its unpickler and of its safe globals open)
+# pyright: reportUnknownMemberType=false
 from __future__ import annotations
 
 import bisect
@@ -13,10 +15,11 @@ import pickle
 import re
 import struct
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import _weights_only_unpickler
@@ -82,7 +85,7 @@ def load_without_storage(path: Path) -> Any:
         raise ValueError(reason if reason.startswith(str(path)) else f"{path} is damaged: {reason}") from None
 
 
-def locate_tensors(path: Path, state: Mapping[str, Any]) -> dict[str, StoredTensor]:
+def locate_tensors(path: Path, state: Mapping[Any, Any]) -> dict[str, StoredTensor]:
     """Returns the stored tensors of a state dictionary that `load_without_storage` read from `path`.
 
     Raises:
@@ -90,7 +93,7 @@ def locate_tensors(path: Path, state: Mapping[str, Any]) -> dict[str, StoredTens
             entirely in the file.
     """
     records = Records(path) if zipfile.is_zipfile(path) else None
-    tensors = {}
+    tensors: dict[str, StoredTensor] = {}
     for name, tensor in state.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{path}: {name!r} is a {type(tensor).__name__}, but weights are named tensors")
@@ -171,9 +174,9 @@ def _check_directory(path: Path) -> None:
 
 
 @contextmanager
-def _only_placeholder_types() -> Iterator[None]:
+def _only_placeholder_types() -> Generator[None]:
     """Makes `torch.load` replace these types by `PlaceholderObject`, and refuse types that other libraries allowed."""
-    allowed_by_others = torch.serialization.get_safe_globals()
+    allowed_by_others = cast(list[Any], torch.serialization.get_safe_globals())
     torch.serialization.clear_safe_globals()
     torch.serialization.add_safe_globals([(PlaceholderObject, name) for name in PLACEHOLDER_TYPES])
     try:
@@ -210,16 +213,17 @@ def _load_before_zip(path: Path) -> Any:
         if magic != MAGIC_NUMBER or _weights_only_unpickler.load(pickled, encoding="utf-8") != PROTOCOL_VERSION:
             raise ValueError(f"{path} is not in a format of torch.save, or it is truncated")
         machine = _weights_only_unpickler.load(pickled, encoding="utf-8")
-        if isinstance(machine, dict) and machine.get("little_endian") is False:
+        if isinstance(machine, dict) and cast(dict[Any, Any], machine).get("little_endian") is False:
             raise ValueError(f"{path} was written on a big-endian machine")
         storages: dict[str, torch.TypedStorage] = {}
         unpickler: Any = _weights_only_unpickler.Unpickler(pickled, encoding="utf-8")
-        unpickler.persistent_load = lambda saved: _meta_storage(saved, storages)
+        unpickler.persistent_load = partial(_meta_storage, storages=storages)
         state = unpickler.load()
         order = _weights_only_unpickler.load(pickled, encoding="utf-8")
-        if not isinstance(order, list) or sorted(map(str, order)) != sorted(storages):
+        keys = [str(key) for key in cast(list[Any], order)] if isinstance(order, list) else None
+        if keys is None or sorted(keys) != sorted(storages):
             raise ValueError(f"{path} does not list the storages that its tensors use")
-        _place_storages(path, file, [storages[str(key)] for key in order])
+        _place_storages(path, file, [storages[key] for key in keys])
     return state
 
 
@@ -262,7 +266,7 @@ def _place_storages(path: Path, file: BinaryIO, storages: list[torch.TypedStorag
     size = os.fstat(file.fileno()).st_size
     position = file.tell()
     for typed in storages:
-        storage: Any = typed._untyped_storage
+        storage: Any = cast(Any, typed)._untyped_storage
         file.seek(position)
         (count,) = struct.unpack("<q", file.read(8))
         if count * typed.dtype.itemsize != storage.nbytes():

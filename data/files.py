@@ -9,7 +9,7 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 LARGEST_JSON = 16 << 20  # bytes; the parsed Python objects take up to 26 times as much memory
 
@@ -40,9 +40,19 @@ def read_json_object(path: Path, *, finite: bool = True, largest: int = LARGEST_
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     value = parse_json(text, str(path), finite=finite)
-    if not isinstance(value, dict):
+    if not is_object(value):
         raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}")
     return value
+
+
+def is_object(value: object) -> TypeGuard[dict[str, Any]]:
+    """Returns whether a parsed JSON value is an object."""
+    return isinstance(value, dict)
+
+
+def maps_to_text(value: object) -> TypeGuard[dict[str, str]]:
+    """Returns whether a parsed JSON value is an object whose values are all strings."""
+    return is_object(value) and all(isinstance(entry, str) for entry in value.values())
 
 
 def checked_file(folder: Path, name: str) -> Path:

@@ -5,8 +5,6 @@ reproduces it. `ops.dropout` has the function. A site is a `Dropout` of the mode
 one key, so a module that runs twice in a forward pass draws two masks.
 """
 
-# pyright: reportUnknownMemberType=false
-# (torch leaves the types of many of its methods open)
 from __future__ import annotations
 
 import hashlib
@@ -159,13 +157,10 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     is full recomputation, around the attention core alone selective recomputation (arXiv:2205.05198, section 5).
     """
     key = dropout_state.capture()
-    return cast(
-        Any,
-        torch_checkpoint.checkpoint(
-            function,
-            *args,
-            use_reentrant=False,
-            context_fn=lambda: (nullcontext(), dropout_state.replay(key)),
-            **kwargs,
-        ),
+    return cast(Any, torch_checkpoint).checkpoint(
+        function,
+        *args,
+        use_reentrant=False,
+        context_fn=lambda: (nullcontext(), dropout_state.replay(key)),
+        **kwargs,
     )

@@ -5,8 +5,6 @@ parallelism (Korthikanti et al. 2022, arXiv:2205.05198). With one rank each laye
 torch's.
 """
 
-# pyright: reportUnknownMemberType=false
-# (torch leaves the types of many of its methods open)
 from __future__ import annotations
 
 from typing import Any, cast
@@ -384,7 +382,7 @@ def add_rows(total: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
     """total[ids[i]] += rows[i], in place; the sum for an id is rounded once. total: [V, H]; rows: [T, H]"""
     if rows.dtype.itemsize >= 4:
         return total.index_add_(0, ids, rows)
-    distinct, place = cast(tuple[Tensor, Tensor], ids.unique(return_inverse=True))
+    distinct, place = cast(tuple[Tensor, Tensor], cast(Any, ids).unique(return_inverse=True))
     sums = total[distinct].float().index_add_(0, place, rows.float())
     return total.index_copy_(0, distinct, sums.to(total.dtype))
 

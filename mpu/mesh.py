@@ -1,12 +1,10 @@
 """The process mesh: pipeline × data × tensor, and the questions DeepSpeed asks of an `mpu` object."""
 
-# pyright: reportUnknownMemberType=false
-# (torch leaves the types of many of its methods open)
 from __future__ import annotations
 
 import atexit
 import os
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -111,8 +109,8 @@ class ParallelMesh:
     def _build_model_group(self, device_mesh: DeviceMesh) -> dist.ProcessGroup:
         if self.pp_size == 1:
             return self._groups["tensor"]
-        ranks = cast(list[list[int]], device_mesh.mesh.movedim(1, 0).flatten(1).tolist())  # [dp, pp * tp]
-        group, _ = dist.new_subgroups_by_enumeration(ranks)
+        ranks = device_mesh.mesh.movedim(1, 0).flatten(1)  # [dp, pp * tp]
+        group, _ = cast(Any, dist).new_subgroups_by_enumeration(cast(Any, ranks).tolist())
         assert isinstance(group, dist.ProcessGroup)
         return group
 

@@ -1,7 +1,5 @@
 """Parameters of a split model: how they are made, materialized and initialized, and the norm of their gradients."""
 
-# pyright: reportUnknownMemberType=false
-# (torch leaves the types of many of its methods open)
 from __future__ import annotations
 
 import hashlib
@@ -39,7 +37,7 @@ class SplitParameter(nn.Parameter):
     tensor_model_parallel: bool
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SplitParameter:
-        copy = cast(SplitParameter, super().__deepcopy__(memo))
+        copy = cast(SplitParameter, cast(Any, super()).__deepcopy__(memo))
         vars(copy).update(vars(self))
         return copy
 
@@ -144,7 +142,7 @@ def grad_norm(parameters: Iterable[Tensor], mesh: ParallelMesh | None = None) ->
         norms = torch.ops.aten._foreach_norm(split, 2, dtype=wide)
         squares = torch.stack([norm.to(device) for norm in norms]).square().sum().float()
     if mesh is not None and mesh.get_model_parallel_world_size() > 1:
-        dist.all_reduce(squares, group=mesh.get_model_parallel_group())
+        cast(Any, dist).all_reduce(squares, group=mesh.get_model_parallel_group())
     return squares.sqrt()
 
 

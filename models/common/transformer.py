@@ -4,8 +4,6 @@ Attention splits its heads, the feed-forward its inner width. An attention mask 
 broadcastable to [B, N, Sq, Sk]; None where all see all.
 """
 
-# pyright: reportUnknownMemberType=false
-# (torch leaves the types of many of its methods open)
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -20,7 +20,7 @@ class RobertaConfig(BertConfig):
     pad_token_id: TokenId | None = 1
     bos_token_id: TokenId | None = 0
     eos_token_id: TokenId | list[TokenId] | None = 2
-    architecture: str = "RobertaForMaskedLM"  # type: ignore[misc] - as in BertConfig
+    architecture: str = "RobertaForMaskedLM"
 
     def __post_init__(self) -> None:
         super().__post_init__()
