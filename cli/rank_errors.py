@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -35,6 +36,8 @@ def _report_once(error: ValueError, launch: RankInfo) -> None:
         # Ranks of one machine have read the same command line and the same files.
         if launch.is_first or (launch.local_rank == 0 and launch.rank >= launch.local_world_size):
             _report(error)
+        else:  # a launcher stops all ranks as soon as one has failed, which must not be before the report
+            time.sleep(REPORT_TIMEOUT.total_seconds())
         return
     # This uses the group's store instead of a collective, because another rank may be inside a different collective.
     store = dist.distributed_c10d._get_default_store()

@@ -232,9 +232,12 @@ def test_a_mistake_of_any_rank_is_told_once(run_ranks, makers):
 
 
 @pytest.mark.parametrize(("rank", "told"), [(0, True), (1, False), (2, True), (3, False)])
-def test_before_the_ranks_meet_each_machine_tells_its_mistakes(rank, told, capsys):
+def test_before_the_ranks_meet_each_machine_tells_its_mistakes(rank, told, capsys, monkeypatch):
+    waits: list[float] = []
+    monkeypatch.setattr("time.sleep", waits.append)
     assert exit_code_of_rank(lambda: Share(0), RankInfo(rank, 4, rank % 2, 2)) == 2
     assert (capsys.readouterr().err.strip() == f"error: {MISTAKE}") is told
+    assert bool(waits) is not told  # a launcher stops the rank that reports when a silent one ends before it
 
 
 def test_what_others_call_a_value_error_is_told_with_its_place(capsys):
