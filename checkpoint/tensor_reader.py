@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from math import prod
 from pathlib import Path
 
@@ -131,8 +132,7 @@ def check_digests(
         ValueError: A tensor does not match its digest.
     """
     recorded = [tensor for tensor in tensors if (tensor.file, tensor.name) in digests and tensor.nbytes]
-    mine: list[StoredTensor] = []
-    total, position = sum(tensor.nbytes for tensor in recorded), 0
+    total, position, mine = sum(tensor.nbytes for tensor in recorded), 0, list[StoredTensor]()
     for tensor in recorded:
         if (position + tensor.nbytes // 2) * size // total == rank:
             mine.append(tensor)
@@ -140,9 +140,6 @@ def check_digests(
     threads = max(1, min(4, (os.cpu_count() or 1) // size))
     with OpenFiles(open_for_reading) as files, ThreadPoolExecutor(threads) as pool:
         files.open([tensor.file for tensor in mine])
-
-        def digest_of(tensor: StoredTensor) -> str:
-            return hash_stored(tensor, files[tensor.file], CHUNK_BYTES // 8)
-
-        for tensor, digest in zip(mine, pool.map(digest_of, mine), strict=True):
+        found = pool.map(hash_stored, mine, [files[tensor.file] for tensor in mine], repeat(CHUNK_BYTES // 8))
+        for tensor, digest in zip(mine, found, strict=True):
             check_hash(tensor, digest, digests[tensor.file, tensor.name])
