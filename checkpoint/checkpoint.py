@@ -35,8 +35,7 @@ class Checkpoint:
     Attributes:
         kind: "huggingface"; "shards" for shardzoo's folders and training checkpoints; "legacy" for files of
             tensor-parallel ranks by the original GLM, DeepSpeed or FlagAI.
-        folder: The checkpoint folder.
-        config: The contents of `config.json`, or None if there is no such file.
+        config: The contents of `config.json`, or None without such a file.
         ranks: For each tensor-parallel rank, its tensors by name. A Hugging Face folder has one rank.
         extras: Tensors that are not parameters of the model; only for "shards".
         manifest: The contents of `manifest.json`; only for "shards".
@@ -75,12 +74,11 @@ class Checkpoint:
 def open_checkpoint(folder: Path, config_file: Path | None = None) -> Checkpoint:
     """Detects the format of a checkpoint folder and reads the headers of its files.
 
+    Raises ValueError, naming file and tensor, if a file is missing, damaged or inconsistent.
+
     Args:
         folder: The checkpoint folder.
         config_file: A `config.json`, or its folder, to use instead of the one in `folder`.
-
-    Raises:
-        ValueError: A file is missing, damaged or inconsistent. The message names the file and the tensor.
     """
     if not folder.is_dir():
         raise ValueError(f"the folder {folder} does not exist")

@@ -42,11 +42,7 @@ def torch_name(dtype: str) -> str:
 
 
 def from_torch_name(name: str) -> str:
-    """Returns the safetensors name of a PyTorch type: `bfloat16` or `torch.bfloat16` -> `BF16`.
-
-    Raises:
-        ValueError: safetensors has no such type.
-    """
+    """Returns safetensors' name of a PyTorch type: `bfloat16` or `torch.bfloat16` -> `BF16`, else raises ValueError."""
     name = name.removeprefix("torch.")
     if name not in _BY_TORCH_NAME:
         raise ValueError(f"element type {name} cannot be stored; use one of {', '.join(_BY_TORCH_NAME)}")

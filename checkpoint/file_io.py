@@ -54,11 +54,7 @@ def _flat_bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def read_into(tensor: StoredTensor, descriptor: int, start: int, buffer: NDArray[Any]) -> None:
-    """Fills a contiguous buffer with the tensor's bytes from byte `start` on.
-
-    Raises:
-        ValueError: The file cannot be read, or ends too early.
-    """
+    """Fills a contiguous buffer with the tensor's bytes from byte `start` on. ValueError if the file ends too early."""
     view = bytes_of(buffer)
     done = 0
     while done < len(view):
@@ -101,12 +97,8 @@ def hash_stored(tensor: StoredTensor, descriptor: int, chunk: int) -> str:
 class Input:
     """Reads a stored tensor in the order of its bytes and verifies its sha256.
 
-    Bytes that the caller skips are still read, because the hash covers them.
-
-    Args:
-        tensor: The stored tensor.
-        descriptor: The open file of the tensor.
-        expected: The recorded sha256, which `finish` compares; None to skip the check.
+    Bytes that the caller skips are still read, because the hash covers them. `expected` is the recorded sha256, or None
+    to skip the check.
     """
 
     def __init__(self, tensor: StoredTensor, descriptor: int, expected: str | None) -> None:
@@ -146,11 +138,7 @@ def check_hash(tensor: StoredTensor, found: str, expected: str | None) -> None:
 
 
 class Output(Protocol):
-    """Receives the bytes of a stored tensor in order.
-
-    Attributes:
-        tensors: The stored tensor, or several with equal contents in different files.
-    """
+    """Receives the bytes of a stored tensor in order, or of several with equal contents in different files."""
 
     tensors: Sequence[StoredTensor]
 
@@ -194,15 +182,11 @@ class Writer:
 
 
 class Comparer:
-    """An `Output` that compares the bytes with existing files instead of writing them. Padding is not compared.
-
-    Attributes:
-        differing: Description of each tensor that differs -> position of its first byte that differs.
-    """
+    """An `Output` that compares the bytes with existing files instead of writing them. Padding is not compared."""
 
     def __init__(self, tensors: Sequence[StoredTensor], files: OpenFiles) -> None:
         self.tensors = tensors
-        self.differing: dict[str, int] = {}
+        self.differing: dict[str, int] = {}  # tensor -> position of the first byte that differs
         self._targets = [(tensor, files[tensor.file]) for tensor in tensors]
 
     def write(self, start: int, data: NDArray[Any]) -> None:

@@ -17,13 +17,7 @@ from .stored_tensor import StoredTensor
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A parameter as the model declares it.
-
-    Attributes:
-        name: The native name.
-        shape: The full shape without padding.
-        shard: How the parameter is split, or None if it is replicated.
-    """
+    """A parameter as the model declares it: full shape without padding; `shard` is None if it is replicated."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,11 +32,7 @@ class ParameterSpec:
         return tuple(self.shard.ranges(rank, size)) if self.shard else ((0, (self.shape or (1,))[0]),)
 
     def local_shape(self, size: int) -> tuple[int, ...]:
-        """Returns the shape of one rank's part.
-
-        Raises:
-            ValueError: The parameter cannot be split over `size` ranks. The message names the sizes that work.
-        """
+        """Returns the shape of a rank's part. ValueError, naming the sizes that work, if `size` is not one of them."""
         try:
             return self.shard.local_shape(size) if self.shard else self.shape
         except ValueError as error:
@@ -58,7 +48,6 @@ class TensorSlice:
     """The part of a parameter that one stored tensor holds.
 
     Attributes:
-        tensor: The stored tensor.
         ranges: Ascending ranges [start, stop) along the parameter's `dim`, in the order in which `tensor` holds them.
         transposed: Whether the tensor is stored with its two dimensions swapped.
     """
@@ -83,14 +72,7 @@ class TensorSlice:
 
 @dataclass(frozen=True)
 class ParameterPlacement:
-    """Where one parameter is stored.
-
-    Attributes:
-        name: The native name.
-        shape: The full shape without padding.
-        dim: The dimension along which the slices divide the parameter.
-        copies: Each copy holds the whole parameter, in one or more slices.
-    """
+    """Where one parameter is stored: each copy holds all of it, in one or more slices along `dim`."""
 
     name: str
     shape: tuple[int, ...]
@@ -106,11 +88,9 @@ class ParameterPlacement:
         return self.copies[0][0].tensor.dtype
 
     def wanted(self, ranges: Iterable[tuple[int, int]], copy: int = 0) -> Iterator[tuple[TensorSlice, int, int, int]]:
-        """Yields what a rank that holds `ranges` along `dim` must read from one copy.
+        """Yields what a rank that holds `ranges` along `dim` must read from one copy: (slice, start, stop, position).
 
-        Yields:
-            (slice, start, stop, position): [start, stop) along the tensor's dimension belongs at `position` of the
-            rank's part.
+        [start, stop) along the tensor's dimension belongs at `position` of the rank's part.
         """
         local = 0
         for start, stop in ranges:
@@ -148,12 +128,7 @@ class ParameterPlacement:
 
 @dataclass(frozen=True)
 class CheckpointLayout:
-    """Where one folder stores all parameters.
-
-    Attributes:
-        placements: The placement of each parameter by native name.
-        extras: Tensors that are not parameters, by name; they are kept unchanged.
-    """
+    """Where one folder stores all parameters, by native name; `extras` are tensors that are not parameters."""
 
     placements: Mapping[str, ParameterPlacement]
     extras: Mapping[str, StoredTensor] = field(default_factory=dict[str, StoredTensor])
@@ -172,12 +147,7 @@ class CheckpointLayout:
 def place_by_rank(
     parameters: Mapping[str, ParameterSpec], ranks: Sequence[Mapping[str, StoredTensor]]
 ) -> dict[str, ParameterPlacement]:
-    """Returns the placements of parameters that tensor-parallel ranks stored.
-
-    Args:
-        parameters: The parameters by native name.
-        ranks: For each rank, its tensors by native name.
-    """
+    """Returns the placements of parameters that several ranks stored, from each rank's tensors by native name."""
     size = len(ranks)
     placements: dict[str, ParameterPlacement] = {}
     for name, parameter in parameters.items():

@@ -25,11 +25,10 @@ class TensorRecord:
 
     Attributes:
         shape: The full shape without padding.
-        dtype: PyTorch's name of the element type.
+        dtype: PyTorch's name of the type.
         shard: The fields of its `Shard`, or None if it is replicated.
         sha256: One digest for each rank.
-        stored: The names that the tensor, or the tensors stacked in it, had in the Hugging Face folder it came from;
-            empty if they were the current names.
+        stored: The names in the Hugging Face folder that it came from; empty if they were the current names.
     """
 
     shape: tuple[int, ...]
@@ -53,13 +52,10 @@ class Manifest:
     """The contents of a folder of shards.
 
     Attributes:
-        model_type: The model family.
-        tensor_parallel_size: The number of ranks.
-        vocab_size: The vocabulary size without padding.
         padded_vocab_size: The vocabulary size as stored, over all ranks.
         tensors: The parameters by native name.
         ties: Name of a tensor of the Hugging Face folder that repeats another one -> name of that other tensor.
-        extras: The tensors in `extras.safetensors` by name.
+        extras: The tensors in `extras.safetensors`.
     """
 
     model_type: str
@@ -79,11 +75,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Reads the manifest of a folder.
-
-        Raises:
-            ValueError: The folder has no manifest, or it is damaged, or it has an unsupported format version.
-        """
+        """Reads the manifest of a folder. ValueError if it is missing, damaged, or of an unsupported format version."""
         path = folder / MANIFEST
         content = read_folder_json(folder, MANIFEST)
         if content is None:

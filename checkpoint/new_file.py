@@ -55,9 +55,8 @@ class NewFile:
 
     Attributes:
         name: Path within the destination.
-        header: The first bytes of the file.
         size: Bytes of the whole file.
-        tensors: Where the bytes of each tensor belong, by name.
+        tensors: Where the bytes of each tensor belong.
     """
 
     name: str
@@ -122,13 +121,7 @@ class NewTorchFile(NewFile):
 def new_torch_file(
     name: str, shapes: Mapping[str, tuple[str, tuple[int, ...]]], beside: Mapping[str, Any]
 ) -> NewTorchFile:
-    """Lays out a torch file that loads as `{"module": tensors, **beside}`.
-
-    Args:
-        name: Path within the destination.
-        shapes: Name of each tensor -> (type, shape).
-        beside: Plain values that are stored next to the tensors.
-    """
+    """Lays out a torch file that loads as `{"module": tensors, **beside}`; `shapes` is name -> (type, shape)."""
     contents: list[tuple[str, bytes | int]] = [("data.pkl", _pickle(shapes, beside)), ("byteorder", b"little")]
     contents += [(f"data/{key}", prod(s) * item_size(d)) for key, (d, s) in enumerate(shapes.values())]
     contents.append(("version", b"3\n"))

@@ -48,11 +48,7 @@ def _write_all(file: IO[bytes], data: memoryview) -> None:
 
 
 def open_rank_files(folder: Path, stem: str) -> list[dict[str, StoredTensor]]:
-    """Returns each rank's tensors by name. The number of ranks is the number of files.
-
-    Raises:
-        ValueError: A rank's file is missing or damaged.
-    """
+    """Returns each rank's tensors by name, for as many ranks as there are files. ValueError if one is damaged."""
     size = len(list(folder.glob(f"{stem}_*.safetensors")))
     paths = [checked_file(folder, rank_file(Path(), stem, rank).name) for rank in range(size)]
     return [index_by_name(read_header(path)[0]) for path in paths]
@@ -61,9 +57,7 @@ def open_rank_files(folder: Path, stem: str) -> list[dict[str, StoredTensor]]:
 class ShardedReader:
     """Reads tensors that several ranks wrote, resharded for any other number of ranks.
 
-    Args:
-        ranks: For each rank that wrote, its stored tensors by name.
-        shards: How each tensor is split. A tensor that is missing here, or None, is replicated.
+    `ranks` has the stored tensors of each rank, and `shards` their split: a tensor without one is replicated.
     """
 
     def __init__(self, ranks: Sequence[Mapping[str, StoredTensor]], shards: Mapping[str, Shard | None]) -> None:
@@ -77,11 +71,7 @@ class ShardedReader:
         self._reader.__exit__(*exception)
 
     def local(self, name: str, rank: int, size: int) -> Tensor:
-        """Returns the part of a tensor that rank `rank` of `size` holds.
-
-        Raises:
-            ValueError: The tensor is missing, or the stored parts have another shape.
-        """
+        """Returns the part of a tensor that rank `rank` of `size` holds. ValueError if the files do not have it."""
         shard, written = self._shards.get(name), len(self._ranks)
         tensors = [self._tensor(name, number) for number in range(written)]
         if shard is None or size == written:

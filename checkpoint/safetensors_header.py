@@ -95,16 +95,9 @@ def _check_gapless(path: Path, spans: list[tuple[tuple[int, int], str]], data_si
 def make_header(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, int]]:
-    """Makes the header of a new file.
+    """Returns the first bytes of a new file with tensors name -> (type, shape), and name -> offset within the file.
 
     Tensors are stored by descending element size and otherwise in the given order, so that each one starts aligned.
-
-    Args:
-        tensors: Name -> (type, shape).
-        metadata: The `__metadata__` of the file.
-
-    Returns:
-        The first bytes of the file, and name -> offset of the tensor within the file.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0

@@ -14,9 +14,7 @@ class StoredTensor:
     """A tensor in a file, without its values.
 
     Attributes:
-        name: Its name in the file.
-        file: The file.
-        dtype: The safetensors name of the element type.
+        dtype: The safetensors name of the type.
         shape: The shape as stored, in row-major order.
         offset: Byte of the file at which its values start.
     """

@@ -22,10 +22,7 @@ CHUNK_BYTES = 8 << 20
 
 
 class TensorReader:
-    """Opens each file once and keeps it open until the context ends.
-
-    The chunks that it returns share one buffer: they are valid until the next read.
-    """
+    """Opens each file once, until its context ends. The chunks that it returns are valid only until the next read."""
 
     def __init__(self) -> None:
         self._files = OpenFiles(open_for_reading)
@@ -38,10 +35,9 @@ class TensorReader:
         self._files.__exit__(*exception)
 
     def chunks(self, tensor: StoredTensor, dim: int, start: int, stop: int) -> Iterator[tuple[slice, Tensor]]:
-        """Reads [start, stop) along `dim` (0 or 1) of a tensor of one or two dimensions.
+        """Yields [start, stop) along `dim` (0 or 1) of a tensor of one or two dimensions, in pieces along dimension 0.
 
-        Yields:
-            Pieces along dimension 0: their rows in the result, and their values in the stored type.
+        Each piece comes with its rows in the result, and has the stored type.
         """
         itemsize = item_size(tensor.dtype)
         if dim == 0:
@@ -119,17 +115,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def check_digests(
     tensors: Sequence[StoredTensor], digests: Mapping[tuple[Path, str], str], rank: int = 0, size: int = 1
 ) -> None:
-    """Checks this rank's share of the stored tensors against their recorded sha256.
+    """Checks a rank's share of the tensors against their recorded digests. Raises ValueError if one does not match.
 
-    Args:
-        tensors: All stored tensors, in the order of their bytes. Each rank checks a contiguous share of about equal
-            bytes. Tensors without a recorded digest are skipped.
-        digests: (file, tensor name) -> recorded sha256.
-        rank: This rank.
-        size: The number of ranks.
-
-    Raises:
-        ValueError: A tensor does not match its digest.
+    `tensors` are in the order of their bytes. Each rank checks a contiguous share of about equal size. Tensors without
+    a recorded digest are skipped.
     """
     recorded = [tensor for tensor in tensors if (tensor.file, tensor.name) in digests and tensor.nbytes]
     total, position, mine = sum(tensor.nbytes for tensor in recorded), 0, list[StoredTensor]()

@@ -65,11 +65,7 @@ _DAMAGE = (
 
 
 def load_without_storage(path: Path) -> Any:
-    """Returns the object that the file holds, with every tensor on the meta device.
-
-    Raises:
-        ValueError: The file is damaged, or loading it needs a class that is not allowed.
-    """
+    """Returns the object in the file, with tensors on the meta device. ValueError if it is damaged or needs code."""
     try:
         with _only_placeholder_types():
             if zipfile.is_zipfile(path):
@@ -88,9 +84,7 @@ def load_without_storage(path: Path) -> Any:
 def locate_tensors(path: Path, state: Mapping[Any, Any]) -> dict[str, StoredTensor]:
     """Returns the stored tensors of a state dictionary that `load_without_storage` read from `path`.
 
-    Raises:
-        ValueError: The dictionary has other entries than tensors, or a tensor is not contiguous, not dense, or not
-            entirely in the file.
+    Raises ValueError for other entries than tensors, and for tensors that are not contiguous, dense and complete.
     """
     records = Records(path) if zipfile.is_zipfile(path) else None
     tensors: dict[str, StoredTensor] = {}
@@ -118,11 +112,7 @@ def locate_tensors(path: Path, state: Mapping[Any, Any]) -> dict[str, StoredTens
 
 
 class Records:
-    """The positions of the records in a zip file.
-
-    Raises:
-        ValueError: The file is damaged, or differs from what `torch.save` writes.
-    """
+    """The positions of the records in a zip file. ValueError if `torch.save` would not write such a file."""
 
     def __init__(self, path: Path) -> None:
         self._stops: dict[int, int] = {}
@@ -258,11 +248,7 @@ def _meta_storage(saved: Any, storages: dict[str, torch.TypedStorage]) -> torch.
 
 
 def _place_storages(path: Path, file: BinaryIO, storages: list[torch.TypedStorage]) -> None:
-    """Records the position of each storage's bytes.
-
-    Raises:
-        ValueError: A storage has another length than its pickle claims, or the file has another size.
-    """
+    """Records the position of each storage's bytes. ValueError if the file and its pickle claim different lengths."""
     size = os.fstat(file.fileno()).st_size
     position = file.tell()
     for typed in storages:

@@ -25,13 +25,7 @@ OutputFactory = Callable[[Sequence[StoredTensor]], Output]
 
 @dataclass(frozen=True)
 class Copy:
-    """One full tensor, where it is stored, and where it is to be stored.
-
-    Attributes:
-        name: The native name of the parameter, or the name of an extra tensor.
-        source: Where it is stored.
-        target: Where it is written.
-    """
+    """One full tensor to copy. `name` is the native name of a parameter, or the name of an extra tensor."""
 
     name: str
     source: ParameterPlacement
@@ -48,15 +42,14 @@ def run_copy(
 ) -> dict[tuple[Path, str], str]:
     """Copies one parameter and returns the sha256 of every target tensor.
 
+    Raises ValueError if a source tensor does not match its hash, or copies of the parameter differ.
+
     Args:
         copy: What to copy.
         files: The open source files.
         hashes: (file, tensor name) -> recorded sha256 of the source tensors.
         make_output: Makes the output for target tensors with equal contents.
         chunk: Bytes of the largest block.
-
-    Raises:
-        ValueError: A source tensor does not match its hash, or copies of the parameter differ.
     """
     source, target = copy.source, copy.target
     if all(part.transposed for part in target.slices()):
@@ -84,17 +77,11 @@ def _transposed(placement: ParameterPlacement) -> ParameterPlacement:
 
 @dataclass(frozen=True)
 class _Rows:
-    """A parameter as rows of elements; each stored tensor holds the same ranges of every row.
-
-    Attributes:
-        count: The number of rows.
-        length: Elements of a row.
-        inner: Elements for each index along the parameter's `dim`.
-    """
+    """A parameter as `count` rows of `length` elements; each stored tensor holds the same ranges of every row."""
 
     count: int
     length: int
-    inner: int
+    inner: int  # elements for each index along the parameter's dim
 
     @classmethod
     def of(cls, placement: ParameterPlacement) -> _Rows:
@@ -102,11 +89,7 @@ class _Rows:
         return cls(prod(before), placement.shape[placement.dim] * prod(behind), prod(behind))
 
     def blocks(self, itemsize: int, chunk: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yields blocks of several whole rows, or of a piece of one row, in order.
-
-        Yields:
-            (first row, end row, first element, end element); the ends are exclusive.
-        """
+        """Yields (first row, end row, first element, end element) of several whole rows, or of a piece of one row."""
         if self.length == 0:
             return
         band = chunk // (self.length * itemsize)
@@ -122,16 +105,10 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Slots:
-    """Which elements of each row of a parameter one stored tensor holds.
+    """Which elements of each row of a parameter one stored tensor holds."""
 
-    Attributes:
-        pieces: (start, stop, position): elements [start, stop) of the parameter's row are at `position` of the
-            tensor's row.
-        width: Elements of a row of the tensor.
-    """
-
-    pieces: tuple[tuple[int, int, int], ...]
-    width: int
+    pieces: tuple[tuple[int, int, int], ...]  # start, stop, position in the tensor's row
+    width: int  # elements of a row of the tensor
 
     @classmethod
     def of(cls, part: TensorSlice, rows: _Rows, dim: int) -> _Slots:
@@ -225,19 +202,10 @@ def _scatter(
 
 
 def cast(block: np.ndarray, source: str, target: str, name: str) -> np.ndarray:
-    """Converts elements from one floating-point type to another. Rounds to nearest, ties to even, as torch does.
+    """Converts elements, as unsigned integers of their size, from one floating-point type to another.
 
-    Args:
-        block: The elements, as unsigned integers of the same size.
-        source: The safetensors name of their type.
-        target: The safetensors name of the new type.
-        name: The parameter, for the error message.
-
-    Returns:
-        The converted elements, as unsigned integers of their new size.
-
-    Raises:
-        ValueError: A finite value would become infinite or NaN.
+    Rounds to nearest, ties to even, as torch does. Raises ValueError, naming the parameter, if a finite value would
+    become infinite or NaN.
     """
     import torch
 
@@ -271,10 +239,7 @@ def run_copies(
     make_output: OutputFactory,
     jobs: int,
 ) -> Iterator[tuple[int, Digests]]:
-    """Copies in `jobs` threads. Yields the index and the target hashes of each finished copy; the first error ends all.
-
-    Args and errors are those of `run_copy`.
-    """
+    """Copies in `jobs` threads; the first error stops all. Yields each finished copy's index and target hashes."""
     chunk = block_size(jobs)
     with ThreadPoolExecutor(jobs) as pool:
         todo = iter(enumerate(copies))

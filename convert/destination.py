@@ -21,12 +21,7 @@ PARTIAL = ".partial"
 
 
 class Destination:
-    """A folder to be written.
-
-    Attributes:
-        folder: The folder under its final name.
-        work: The folder in which its files are written.
-    """
+    """A folder to be written: `folder` is its final name, `work` the folder in which its files are written."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -64,13 +59,8 @@ class Destination:
     def begin(self, files: Sequence[NewFile], fingerprint: str, *, overwrite: bool) -> Journal:
         """Makes or reopens the work folder with its files at full size.
 
-        Args:
-            files: The weight files to write.
-            fingerprint: Identifies the conversion; an interrupted one is resumed only if it had the same.
-            overwrite: Whether to remove what an interrupted conversion wrote.
-
-        Raises:
-            ValueError: The disk is too full, or another process or another conversion uses the work folder.
+        Raises ValueError if the disk is too full, or if another process or a conversion with another fingerprint uses
+        the work folder. `overwrite` removes what an interrupted conversion wrote.
         """
         if overwrite and self.work.exists():
             check_unused(self.work)
@@ -108,10 +98,8 @@ class Destination:
     ) -> None:
         """Flushes all files to the disk and gives them and the folder their final names.
 
-        Args:
-            files: The weight files.
-            texts: Small files by name: their contents, or a file to copy.
-            manifest: Written last; without one, `config.json` is written last.
+        `texts` are small files by name: their contents, or a file to copy. The manifest, or else `config.json`, is
+        written last.
         """
         try:
             for file in files:

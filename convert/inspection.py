@@ -21,9 +21,8 @@ from ..checkpoint.stored_tensor import StoredTensor
 class Inspection:
     """What a checkpoint folder contains.
 
-    Attributes:
-        facts: Short descriptions of the folder by what they describe.
-        tensors: Name, type, shape and bytes of each tensor of the first rank and of each extra tensor.
+    `facts` are short descriptions of the folder. `tensors` has name, type, shape and bytes of each tensor of the first
+    rank and of each extra tensor.
     """
 
     facts: Mapping[str, Any]
@@ -70,19 +69,12 @@ _NUMPY_FLOATS = {"F64": "f8", "F32": "f4", "F16": "f2"}
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that differs between two folders.
-
-    Attributes:
-        name: The tensor.
-        what: What differs, in words.
-        elements: How many elements differ; None if the shapes or types differ.
-        largest: The largest absolute difference, if it is known.
-    """
+    """A tensor that differs between two folders."""
 
     name: str
     what: str
-    elements: int | None = None
-    largest: float | None = None
+    elements: int | None = None  # how many differ; None if the shapes or types differ
+    largest: float | None = None  # absolute difference, if it is known
 
 
 @dataclass(frozen=True)

@@ -19,20 +19,11 @@ SYNC_SECONDS = 1.0
 class Journal:
     """The journal of a conversion. It is flushed to the disk once a second and locked against other processes.
 
-    Attributes:
-        finished: The hashes of the target tensors of each finished copy, by the copy's index.
+    `finished` has the hashes of the target tensors of each finished copy, by the copy's index.
     """
 
     def __init__(self, folder: Path, fingerprint: str) -> None:
-        """Opens or creates the journal in a folder.
-
-        Args:
-            folder: The work folder of the conversion.
-            fingerprint: Identifies the conversion.
-
-        Raises:
-            ValueError: Another process writes the journal, or it belongs to another conversion.
-        """
+        """Opens or creates the journal. ValueError if another process writes it, or the fingerprint differs."""
         path = folder / JOURNAL
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - closed by close()
         _lock(self._file, folder)

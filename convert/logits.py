@@ -27,19 +27,12 @@ BATCH, LENGTH, SEED = 2, 24, 0
 
 @dataclass(frozen=True)
 class LogitsDifference:
-    """The result of `compare_logits`.
+    """The result of `compare_logits`."""
 
-    Attributes:
-        size: The number of tensor-parallel ranks.
-        reference: What the split model was compared with.
-        largest: The largest absolute difference of a logit.
-        scale: The largest absolute logit of the reference.
-    """
-
-    size: int
-    reference: str
-    largest: float
-    scale: float
+    size: int  # tensor-parallel ranks
+    reference: str  # what the split model was compared with
+    largest: float  # absolute difference of a logit
+    scale: float  # largest absolute logit of the reference
 
     @property
     def relative(self) -> float:
@@ -54,12 +47,8 @@ def compare_logits(folder: Path, size: int | None, config_file: Path | None = No
     """Compares the fp32 logits of random tokens: those of `size` processes that load shards, and transformers'.
 
     If `folder` has another format, shards or a Hugging Face folder are written to a temporary folder. A family that
-    transformers does not have is compared with the unsplit model.
-
-    Args:
-        folder: A checkpoint folder of any format.
-        size: The number of processes; by default that of a folder of shards, else the smallest one above 1.
-        config_file: A `config.json` to use instead of the folder's own.
+    transformers does not have is compared with the unsplit model. By default `size` is the number of rank files, or for
+    a Hugging Face folder the smallest one above 1.
     """
     source = open_checkpoint(folder, config_file)
     mapped = map_checkpoint(source)

@@ -55,13 +55,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a conversion did.
-
-    Attributes:
-        tensors: The number of parameters and extra tensors.
-        nbytes: Bytes of the written tensors.
-        kept: Of these, bytes that an interrupted run had written and that were still intact.
-    """
+    """What a conversion did; `kept` are bytes that an interrupted run had written and that were still intact."""
 
     tensors: int
     nbytes: int
@@ -99,14 +93,7 @@ def merge(
 ) -> Outcome:
     """Writes a Hugging Face folder, which `transformers.AutoModel…from_pretrained(destination)` loads.
 
-    Args:
-        source: A checkpoint folder of any format, training checkpoints included.
-        destination: The folder to write.
-        options: How to convert.
-        report: Receives the progress.
-
-    Raises:
-        ValueError: As in `split`.
+    The source is a folder of any format, training checkpoints included. Arguments and errors are those of `split`.
     """
     largest = (options or Options()).largest_file
     return _convert(
@@ -197,10 +184,7 @@ def _intact(todo: ConversionPlan, finished: Mapping[int, Digests], outputs: Open
 
 
 def _companions(todo: ConversionPlan, options: Options) -> dict[str, bytes | Path]:
-    """Returns the small files to write, by name: their contents, or the source's file to copy.
-
-    They are the source's small files, `config.json`, and what the target adds.
-    """
+    """Returns the small files of source and target and `config.json` by name: contents, or the file to copy."""
     texts: dict[str, bytes | Path] = {path.name: path for path in companion_files(todo.mapped.checkpoint.folder)}
     config = dict(todo.mapped.checkpoint.config or todo.mapped.model.config.to_dict())
     if options.dtype is not None:

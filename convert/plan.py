@@ -21,13 +21,7 @@ from .target import Target, huggingface_target, shards_target
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """A checked conversion.
-
-    Attributes:
-        mapped: The source.
-        target: The files to write.
-        copies: One for each parameter and extra tensor, in the order of the source's bytes.
-    """
+    """A checked conversion, with a copy for each parameter and extra tensor, in the order of the source's bytes."""
 
     mapped: MappedCheckpoint
     target: Target
@@ -51,14 +45,8 @@ def plan_conversion(
 ) -> ConversionPlan:
     """Plans a conversion and makes all checks that need no tensor's bytes.
 
-    Args:
-        source: A checkpoint folder of any format.
-        make_target: Makes the layout of the destination from the source.
-        config_file: A `config.json` to use instead of the source's own.
-
-    Raises:
-        ValueError: The source is damaged or incomplete, or source and target do not hold the same tensors, each of
-            them exactly once.
+    Raises ValueError if the source is damaged or incomplete, or if source and target do not hold the same tensors, each
+    of them exactly once.
     """
     mapped = map_checkpoint(open_checkpoint(source, config_file))
     target = make_target(mapped)
@@ -106,10 +94,9 @@ SAMPLE = 4 << 20  # bytes that are read and hashed to measure how fast this mach
 
 
 def dry_run(source: Path, size: int | None, config_file: Path | None = None) -> dict[str, Any]:
-    """Describes a split over `size` ranks, or a merge if `size` is None: every tensor, and totals. Writes nothing.
+    """Describes a split over `size` ranks, or a merge if it is None: every tensor, and totals. Writes nothing.
 
-    Raises:
-        ValueError: The conversion would fail before it copies.
+    Raises ValueError if the conversion would fail before it copies.
     """
     todo = plan_conversion(
         source, lambda m: huggingface_target(m) if size is None else shards_target(m, size), config_file

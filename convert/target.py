@@ -22,12 +22,8 @@ LARGEST_FILE = 5 * 10**9  # bytes of one file in a Hugging Face folder
 class Target:
     """The layout of a destination.
 
-    Attributes:
-        kind: "huggingface", "shards" or "legacy", as in `Checkpoint`.
-        size: The number of tensor-parallel ranks.
-        layout: Where each parameter is stored; file names are relative to the destination.
-        files: The weight files.
-        texts: The contents of additional small files by name.
+    `kind` is that of `Checkpoint`, `size` the number of ranks. Files are named relative to the destination; `texts` has
+    the contents of additional small files.
     """
 
     kind: str
@@ -42,11 +38,7 @@ class Target:
 
 
 def shards_target(mapped: MappedCheckpoint, size: int, dtype: str | None = None) -> Target:
-    """Lays out a shardzoo folder of `size` ranks.
-
-    Raises:
-        ValueError: The model cannot be split over `size` ranks; the message names the sizes that work.
-    """
+    """Lays out a shardzoo folder of `size` ranks. ValueError, naming the sizes that work, if it is not one of them."""
     mapped.model.check_size(size)
     dtypes = new_dtypes(mapped, dtype)
     shapes = {name: (dtypes[name], p.local_shape(size)) for name, p in mapped.model.parameters.items()}
@@ -105,11 +97,7 @@ def huggingface_target(mapped: MappedCheckpoint, dtype: str | None = None, large
 def _divide(
     shapes: Mapping[str, tuple[str, tuple[int, ...]]], largest_file: int
 ) -> tuple[tuple[NewFile, ...], Mapping[str, StoredTensor], dict[str, str]]:
-    """Divides tensors in order among files of at most `largest_file` bytes; a larger tensor has its own file.
-
-    Returns:
-        The files, the tensors by name, and the index, by its file name, if there are several files.
-    """
+    """Divides tensors among files of at most `largest_file` bytes; several files get an index as additional file."""
     groups: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
     filled = 0
     for name, (dtype, shape) in shapes.items():
@@ -138,11 +126,8 @@ def legacy_target(mapped: MappedCheckpoint, size: int, dtype: str | None = None)
     """Lays out `size` mp_rank files.
 
     The tensors have their Hugging Face names, which for GLM are the original ones, and the vocabulary is not padded. If
-    the family stacks or transposes tensors, they have shardzoo's native names, and the vocabulary is padded.
-
-    Raises:
-        ValueError: The model cannot be split over `size` ranks, the source has tensors that are not parameters, or
-            these files cannot store a parameter's type.
+    the family stacks or transposes tensors, they have shardzoo's native names, and the vocabulary is padded. Raises
+    ValueError if the model cannot be split so, or if these files cannot store a tensor or its type.
     """
     model, dtypes = mapped.model, new_dtypes(mapped, dtype)
     known = model.entries()

@@ -20,13 +20,7 @@ from .target import huggingface_target
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a verification.
-
-    Attributes:
-        differences: What differs, with tensor and file; empty if everything is equal.
-        tensors: The number of verified tensors.
-        nbytes: Their bytes.
-    """
+    """The result of a verification; `differences` describes what differs, and is empty if everything is equal."""
 
     differences: tuple[str, ...]
     tensors: int
@@ -36,9 +30,7 @@ class Verdict:
 def verify_folder(folder: Path, options: Options) -> Verdict:
     """Verifies that every tensor of a folder has its recorded hash, and that stored copies are equal.
 
-    Raises:
-        ValueError: The folder's structure is wrong: for example, a tensor is missing or has a wrong shape. Wrong
-            contents do not raise; the verdict lists them.
+    The verdict lists wrong contents. A wrong structure, such as a missing tensor, raises ValueError.
     """
     mapped = map_checkpoint(open_checkpoint(folder, options.config_file))
     tensors = mapped.layout.tensors()
@@ -117,11 +109,7 @@ def verify_round_trip(folder: Path, size: int | None, options: Options, report: 
 
 
 def smallest_size(mapped: MappedCheckpoint) -> int:
-    """Returns the smallest number of ranks above one that the model can be split over.
-
-    Raises:
-        ValueError: No number from 2 to 64 divides it.
-    """
+    """Returns the smallest number of ranks above one that the model can be split over. ValueError without one."""
     for size in range(2, 65):
         if all(p.shard is None or size in p.shard.legal_sizes(size) for p in mapped.model.parameters.values()):
             return size

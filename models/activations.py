@@ -19,36 +19,22 @@ NOTHING_SPECIAL = ParallelConfig()
 
 @dataclass(frozen=True)
 class Batch:
-    """The sizes of a micro-batch.
+    """The sizes of a micro-batch."""
 
-    Attributes:
-        size: The number of sequences.
-        length: Tokens in a sequence; in an encoder-decoder's source.
-        target_length: Tokens in an encoder-decoder's target.
-        padded: Whether the batch has an attention mask.
-    """
-
-    size: int
-    length: int
-    target_length: int = 0
-    padded: bool = False
+    size: int  # sequences
+    length: int  # tokens in a sequence; in an encoder-decoder's source
+    target_length: int = 0  # tokens in an encoder-decoder's target
+    padded: bool = False  # whether there is an attention mask
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the model runs.
+    """How the model runs."""
 
-    Attributes:
-        itemsize: Bytes of an element of the activations.
-        tensor_parallel_size: The number of tensor-parallel ranks.
-        parallel_config: Sequence parallelism and recomputation.
-        device: PyTorch's device type.
-    """
-
-    itemsize: int
+    itemsize: int  # bytes of an element of the activations
     tensor_parallel_size: int = 1
     parallel_config: ParallelConfig = NOTHING_SPECIAL
-    device: str = "cpu"
+    device: str = "cpu"  # PyTorch's device type
 
     @property
     def sequence_split(self) -> int:
@@ -61,15 +47,10 @@ class Block:
     """The parts of a transformer block that determine what it keeps.
 
     Attributes:
-        hidden: The hidden size.
-        heads: The number of attention heads.
-        head_size: Features of a head.
         feed_forward: Features inside the feed-forward block.
         mlp_kept: The number of tensors as wide as the feed-forward block that are kept.
-        attention_dropout: Whether dropout is applied to the attention weights.
         dropouts: The number of dropouts on the residual stream; each keeps a key.
         statistics: Numbers that a norm keeps per token: 2 for a LayerNorm, 1 for an RMSNorm.
-        causal: Whether self-attention is causal.
         bias: Whether a trained bias is added to the scores.
         cross: Whether the block also attends to a source.
         gated: Whether the feed-forward block has a gate.
@@ -100,29 +81,20 @@ class Block:
 
 @dataclass(frozen=True)
 class Stack:
-    """A stack of equal blocks.
+    """A stack of equal blocks."""
 
-    Attributes:
-        path: The prefix of the names of the blocks' modules.
-        layers: The number of blocks.
-        block: Describes each block.
-        is_decoder: Whether the stack works on the target's tokens.
-    """
-
-    path: str
+    path: str  # prefix of the names of the blocks' modules
     layers: int
     block: Block
-    is_decoder: bool = False
+    is_decoder: bool = False  # whether the stack works on the target's tokens
 
 
 @dataclass(frozen=True)
 class Activations:
-    """What determines the activations of a model.
+    """The stacks of a model, in the order of the forward pass.
 
-    Attributes:
-        stacks: The stacks of blocks, in the order of the forward pass.
-        ends: The number of tensors as large as the residual stream that are kept outside the blocks, for each of
-            source and target; by default the input and the output of the last norm.
+    `ends` is the number of tensors as large as the residual stream that are kept outside the blocks, for each of source
+    and target; by default the input and the output of the last norm.
     """
 
     stacks: tuple[Stack, ...]
@@ -131,15 +103,10 @@ class Activations:
 
 @dataclass(frozen=True)
 class BlockBytes:
-    """The memory of one block.
+    """The memory of one block in bytes."""
 
-    Attributes:
-        kept: Bytes kept between the forward and the backward pass.
-        working: Additional bytes during the block's backward pass, for recomputed tensors and inner gradients.
-    """
-
-    kept: int
-    working: int
+    kept: int  # between the forward and the backward pass
+    working: int  # in addition during the block's backward pass: recomputed tensors, inner gradients
 
 
 def block_bytes(stack: Stack, batch: Batch, layout: Layout) -> BlockBytes:
@@ -245,13 +212,8 @@ def _working(stack: Stack, batch: Batch, layout: Layout, recomputed: int = 0) ->
     """Returns the bytes that a block's backward pass needs beyond what the block kept.
 
     These are two gradients of the residual stream, and the larger of the gradients inside the feed-forward block and
-    those inside attention, which exist after the feed-forward block's tensors are freed.
-
-    Args:
-        stack: The stack of the block.
-        batch: The sizes of the micro-batch.
-        layout: How the model runs.
-        recomputed: Bytes that recomputing the core of attention adds.
+    those inside attention, which exist after the feed-forward block's tensors are freed. Recomputing the core of
+    attention adds `recomputed` bytes to the latter.
     """
     block, e, t = stack.block, layout.itemsize, layout.tensor_parallel_size
     tokens = _tokens(stack, batch)

@@ -19,11 +19,7 @@ from .registry import FAMILIES, family, family_of, presets
 
 
 def find_config(name: str) -> ModelConfig:
-    """Returns the configuration of a preset, of a folder with a `config.json`, or of such a file.
-
-    Raises:
-        ValueError: There is neither such a preset nor such a file, or the file's contents are invalid.
-    """
+    """Returns the configuration of a preset, a folder with a `config.json`, or such a file. ValueError if none fits."""
     for preset, config in presets():
         if preset == name:
             return config
@@ -42,11 +38,7 @@ def config_from_dict(values: dict[str, Any]) -> ModelConfig:
 
 
 def infer_config(ranks: Sequence[Mapping[str, StoredTensor]]) -> ModelConfig:
-    """Infers the configuration of a model without a `config.json` from each rank's tensors.
-
-    Raises:
-        ValueError: No family can infer it; the message has their reasons.
-    """
+    """Infers the configuration of a model without a `config.json` from each rank's tensors, or raises ValueError."""
     reasons: list[str] = []
     for infer in filter(None, (family(name).infer_config for name in FAMILIES)):
         try:
@@ -57,12 +49,8 @@ def infer_config(ranks: Sequence[Mapping[str, StoredTensor]]) -> ModelConfig:
 
 
 def as_config(config: ModelConfig | dict[str, Any] | str | Any) -> ModelConfig:
-    """Returns a family's configuration.
-
-    Args:
-        config: A family's configuration, the contents of a `config.json`, the name of a preset, a path, or a
-            configuration object of transformers.
-    """
+    """Returns a family's configuration from itself, the contents of a `config.json`, a preset's name, a path, or a
+    configuration object of transformers."""
     if isinstance(config, ModelConfig):
         return config
     if isinstance(config, (str, Path)):

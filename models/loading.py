@@ -78,12 +78,9 @@ def from_pretrained(
 
 
 def _absent_names(model: nn.Module, new: Sequence[str]) -> set[str]:
-    """Returns the names of parameters that are not read from the files.
+    """Returns the names of parameters that are not read: those of `new` modules, and of heads that the model lacks.
 
-    They are the parameters of newly initialized modules, and those of heads that the model does not have.
-
-    Raises:
-        ValueError: `new` names a module that the model does not have.
+    Raises ValueError if `new` names a module that the model does not have.
     """
     modules: dict[str, nn.Module] = dict(cast(Any, model).named_modules())
     for name in new:

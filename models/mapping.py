@@ -63,15 +63,10 @@ class NativeModel:
 
 @dataclass(frozen=True)
 class StoredNames:
-    """The names of the tensors in a Hugging Face folder, which a merge restores.
+    """The names of the tensors in a Hugging Face folder, which a merge restores."""
 
-    Attributes:
-        by_parameter: Native name -> name of the stored tensor, or of the tensors that are stacked in the parameter.
-        ties: Name of a tensor that repeats another one -> name of that other tensor.
-    """
-
-    by_parameter: Mapping[str, tuple[str, ...]]
-    ties: Mapping[str, str]
+    by_parameter: Mapping[str, tuple[str, ...]]  # native name -> names of the tensors that are stacked in the parameter
+    ties: Mapping[str, str]  # name of a tensor that repeats another one -> name of that other tensor
 
     def copies(self, parameter: str) -> list[tuple[str, ...]]:
         """Returns the names of the parameter's tensors, and once more for each tensor that repeats one of them."""
@@ -84,12 +79,7 @@ class StoredNames:
 class MappedCheckpoint:
     """A checkpoint, its model, and where the checkpoint stores the model's parameters.
 
-    Attributes:
-        checkpoint: The opened folder.
-        model: The parameters of the model.
-        layout: Where each parameter is stored.
-        names: The names of the tensors in a Hugging Face folder.
-        digests: (file, tensor name) -> sha256, for the tensors whose digest the checkpoint records.
+    `digests` is (file, tensor name) -> sha256, for the tensors whose digest the checkpoint records.
     """
 
     checkpoint: Checkpoint
@@ -237,10 +227,8 @@ def _is_tied(
 
     The files decide, not the flag in config.json, which some programs always set (see `models.t5.config`). A head that
     is stored next to the embedding is a copy of a tied one if both have the same bytes. If the embedding is not stored,
-    the configuration decides, because the file of a tied model may use either name.
-
-    Returns:
-        None for families whose models are always tied, or never.
+    the configuration decides, because the file of a tied model may use either name. Returns None for families whose
+    models are always tied, or never.
     """
     name_map = family(config.model_type).name_map
     untied = set(name_map.untied_names())
@@ -395,10 +383,7 @@ def _map_legacy(checkpoint: Checkpoint, model: NativeModel, absent: Collection[s
 
 
 def _check_ranks_differ(checkpoint: Checkpoint, model: NativeModel, names: Mapping[str, str]) -> None:
-    """Raises ValueError if the first bytes of every split matrix are the same in two rank files.
-
-    These files record no digests.
-    """
+    """Raises ValueError if two rank files, which record no digests, have the same first bytes in every split matrix."""
     split = [names[p.name] for p in model.parameters.values() if p.shard is not None and len(p.shape) > 1]
     seen: dict[tuple[bytes, ...], int] = {}
     for rank, tensors in enumerate(checkpoint.ranks):

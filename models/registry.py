@@ -28,13 +28,9 @@ Kind = Literal["decoder", "encoder", "encoder-decoder"]
 
 
 class BlankText(Protocol):
-    """Encodes texts with blanks, for a family that fills blanks.
+    """Encodes texts with blanks, for a family that fills blanks."""
 
-    Attributes:
-        tokens: The ids of the special tokens.
-    """
-
-    tokens: Any
+    tokens: Any  # ids of the special tokens
 
     def encode(self, text: str) -> list[int]:
         """Returns the token ids of a text whose blanks are written as `[MASK]`, `[sMASK]` or `[gMASK]`."""
@@ -94,11 +90,7 @@ def family(model_type: str) -> Family:
 
 
 def family_of(values: Mapping[str, Any]) -> Family:
-    """Returns the family of the contents of a `config.json`.
-
-    Raises:
-        ValueError: The contents name no family, or one that the zoo does not have.
-    """
+    """Returns the family of the contents of a `config.json`. ValueError if they name none, or one not in the zoo."""
     if "model_type" in values:
         return family(values["model_type"])
     for known in map(family, FAMILIES):

@@ -17,18 +17,11 @@ LARGEST_SIZE = 64  # tensor-parallel ranks
 
 @dataclass(frozen=True)
 class ParameterSize:
-    """The size of a parameter.
-
-    Attributes:
-        name: The native name.
-        shape: The shape of the whole parameter, without padding.
-        local_shape: The shape of the largest part that a rank holds, with padding.
-        is_embedding: Whether it is an embedding of tokens, positions or segments.
-    """
+    """The size of a parameter."""
 
     name: str
-    shape: tuple[int, ...]
-    local_shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole parameter, without padding
+    local_shape: tuple[int, ...]  # of the largest part that a rank holds, with padding
     is_embedding: bool
 
     @property
@@ -41,11 +34,7 @@ class ParameterSize:
 
 
 def parameter_sizes(config: ModelConfig, tensor_parallel_size: int = 1) -> list[ParameterSize]:
-    """Returns the size of each parameter of a configuration's model.
-
-    Raises:
-        ValueError: The model cannot be split over so many ranks; the message names the numbers that work.
-    """
+    """Returns the size of each parameter. ValueError, naming the sizes that work, if the model cannot be split so."""
     return sizes_of(build_on_meta(config, None), tensor_parallel_size)
 
 
