@@ -15,8 +15,8 @@ from ..data.files import read_folder_json
 from ..data.pairs.datasets import closed, opened
 from ..generation.api import Extras, device_of, evaluating, search
 from ..generation.decoders import Decoder
+from ..generation.prompts import pad_prompts
 from ..generation.settings import GenerationSettings, make_settings
-from ..generation.text import pad_left
 from .data import TextTokenizer
 from .loading import ModelSource
 
@@ -59,9 +59,7 @@ class TextGenerator:
         if empty := [text for text, row in zip(sources, rows, strict=True) if not row]:
             raise ValueError(f"the text {empty[0]!r} has no tokens")
         pad = self._pad_token_id(model)
-        ids, mask = (pad_right if answers else pad_left)(
-            rows, pad
-        )  # an encoder's input is padded on the right, as in training
+        ids, mask = pad_prompts(rows, pad, left=not answers)  # an encoder's input is padded as in training
         settings = {**self.defaults, "pad_token_id": pad, **given}
         if "max_length" in given and "max_new_tokens" not in given:
             del settings["max_new_tokens"]
@@ -93,14 +91,6 @@ class TextGenerator:
             if isinstance(known, int) and 0 <= known < model.config.vocab_size:
                 return known
         return 0
-
-
-def pad_right(rows: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns right-padded token ids of several prompts and their mask, int64 [B, T] each."""
-    width = max(map(len, rows))
-    ids = torch.tensor([list(row) + [pad] * (width - len(row)) for row in rows])
-    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
-    return ids, mask
 
 
 class TransformersDecoder(Decoder):

@@ -16,8 +16,8 @@ from ..models.registry import BlankText, family
 from ..mpu import ParallelMesh
 from .api import generate
 from .filling import fill_blanks, fill_mask, fills_masks
+from .prompts import pad_prompts
 from .settings import make_settings
-from .text import pad_left
 
 
 class TextGenerationPipeline:
@@ -95,7 +95,7 @@ class TextGenerationPipeline:
             rows = [row or [first] for row in rows]
         pad = settings.pad_token_id
         # The model ignores masked positions, but their ids must be in the vocabulary.
-        ids, mask = pad_left(rows, pad if pad is not None and pad < self.model.config.vocab_size else 0)
+        ids, mask = pad_prompts(rows, pad if pad is not None and pad < self.model.config.vocab_size else 0)
         found: Any = generate(
             self.model, ids, mask, generation_config=settings, tokenizer=tokenizer, streamer=streamer,
             return_dict_in_generate=True,
@@ -112,7 +112,7 @@ class TextGenerationPipeline:
         return entries
 
     def _fill_blanks(self, texts: list[str], blanks: BlankText, settings: dict[str, Any]) -> list[dict[str, Any]]:
-        ids, mask = pad_left([blanks.encode(text) for text in texts], blanks.tokens.pad)
+        ids, mask = pad_prompts([blanks.encode(text) for text in texts], blanks.tokens.pad)
         found = fill_blanks(self.model, ids, blanks.tokens, mask, generation_config=self.generation_config, **settings)
         return [
             {"prompt": text, "generated_text": blanks.decode(one.ids), "pieces": [blanks.decode(p) for p in one.pieces]}

@@ -1,11 +1,23 @@
-"""Checks prompts before any of them is decoded. Every rank raises the same errors."""
+"""Pads prompts to one length, and checks them before any is decoded. Every rank raises the same errors."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .settings import GenerationSettings
+
+
+def pad_prompts(rows: Sequence[Sequence[int]], pad: int, *, left: bool = True) -> tuple[Tensor, Tensor]:
+    """Returns the token ids of several prompts, padded on one side, and their mask, int64 [B, T] each."""
+    width = max(map(len, rows))
+    ids, mask = torch.full((len(rows), width), pad), torch.zeros(len(rows), width, dtype=torch.int64)
+    for number, row in enumerate(rows):
+        place = slice(width - len(row), None) if left else slice(len(row))
+        ids[number, place], mask[number, place] = torch.tensor(row, dtype=torch.int64), 1
+    return ids, mask
 
 
 def check_ids(ids: Tensor, vocab_size: int, name: str = "input_ids") -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
+from torch.utils.data import Subset
 
 from ..convert import merge
 from ..data import Corpus, GPTDataset, IndexedDataset, prepare_corpus, unigram_entropy
@@ -34,32 +35,11 @@ from .arguments import PretrainingArguments
 from .tables import corpus_progress, run_results, run_summary
 
 
-class HeldOut:
-    """The samples of one pass over the held-out text, shuffled, so that the first few are representative."""
-
-    def __init__(self, dataset: GPTDataset) -> None:
-        self._dataset = dataset
-        samples = max(1, int(dataset.samples_per_epoch))
-        self._order = np.random.default_rng(0).permutation(samples).tolist()
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return self._dataset[self._order[index]]
-
-
-class FirstOf:
-    """The first `count` samples of a dataset; all if `count` is None."""
-
-    def __init__(self, samples: HeldOut, count: int | None) -> None:
-        self._samples, self._size = samples, len(range(len(samples))[:count])
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return self._samples[index]
+def held_out_samples(dataset: GPTDataset, count: int | None = None) -> Subset[dict[str, Tensor]]:
+    """The samples of one pass over the held-out text, shuffled, so that the first `count` are representative."""
+    samples = max(1, int(dataset.samples_per_epoch))
+    order = np.random.default_rng(0).permutation(samples).tolist()
+    return Subset(cast(Any, dataset), order[:count])
 
 
 class Pretraining:
@@ -83,7 +63,7 @@ class Pretraining:
         self.sequence_length = arguments.sequence_length or config.max_sequence_length
         self.valid = IndexedDataset(self.corpus.valid_prefix)
         self.train = GPTDataset(IndexedDataset(self.corpus.train_prefix), self.sequence_length, arguments.seed)
-        self.held_out = HeldOut(GPTDataset(self.valid, self.sequence_length, seed=0))
+        self.held_out = GPTDataset(self.valid, self.sequence_length, seed=0)
         self.model = self._build_model()
         self.unigram_entropy = unigram_entropy(self.valid)
         self.console.print(self._summary())
@@ -96,13 +76,13 @@ class Pretraining:
             step = trainer.train(
                 self.model,
                 train_dataset=self.train,
-                valid_dataset=FirstOf(self.held_out, arguments.eval_sequences),
+                valid_dataset=held_out_samples(self.held_out, arguments.eval_sequences),
                 extra_files=self.corpus.tokenizer_dir,
                 reporter=reporter,
             )["step"]
             if arguments.precision != "fp32":
                 self.model.float()  # the exported model is evaluated in fp32
-            values = trainer.evaluate(self.model, FirstOf(self.held_out, arguments.final_eval_sequences))
+            values = trainer.evaluate(self.model, held_out_samples(self.held_out, arguments.final_eval_sequences))
             reporter.evaluation(int(step), values)
         on_first_rank(lambda: self._finish(int(step), values["loss"], (time.monotonic() - started) / 60))
 
@@ -181,8 +161,7 @@ class Pretraining:
         shutil.rmtree(folder.hf, ignore_errors=True)
         merge(folder.checkpoint(step), folder.hf)
         self.console.print("loading the exported folder with transformers …")
-        evaluated = range(len(self.held_out))[: arguments.final_eval_sequences]
-        hf_loss = held_out_loss(folder.hf, [self.held_out[i] for i in evaluated])
+        hf_loss = held_out_loss(folder.hf, list(held_out_samples(self.held_out, arguments.final_eval_sequences)))
         self.console.print(
             run_results(
                 folder=folder.path,

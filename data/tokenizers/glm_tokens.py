@@ -129,14 +129,12 @@ def _base_size(tokenizer: Tokenizer, appended: set[str]) -> int:
     return size
 
 
-def gmask_from_hf(ids, to: Literal["reference", "hf"] = "reference"):
+def gmask_from_hf(ids):
     """Maps glm-10b-chinese ids (an int array) from transformers' vocabulary to the reference's.
 
-    In transformers' copy gMASK is 50009, whose vector equals eop's (50007); the reference uses 50007 for
-    both. The inverse is ambiguous (50007 is also eop), so "hf" raises ValueError.
+    In transformers' copy gMASK is 50009, whose vector equals eop's (50007); the reference uses 50007 for both. There is
+    no inverse: 50007 may be either.
     """
-    if to != "reference":
-        raise ValueError("50007 is both gMASK and eop in the reference, so it cannot be mapped back to 50009")
     mapped = ids.copy()
     mapped[mapped == HF_CHINESE_10B_GMASK] = HF_CHINESE_10B_GMASK - 2
     return mapped

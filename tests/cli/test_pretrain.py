@@ -95,9 +95,9 @@ def test_transformers_loads_the_export_and_agrees(finished, workspace):
     assert model(ids).logits.shape == (1, ids.shape[1], len(tokenizer))
 
     from shardzoo.data import GPTDataset, IndexedDataset
-    from shardzoo.pretraining.recipe import HeldOut, held_out_loss
+    from shardzoo.pretraining.recipe import held_out_loss, held_out_samples
 
-    samples = HeldOut(GPTDataset(IndexedDataset(workspace / QUICKSTART / "data" / "valid"), 32, seed=0))
+    samples = held_out_samples(GPTDataset(IndexedDataset(workspace / QUICKSTART / "data" / "valid"), 32, seed=0))
     native = metrics(workspace / QUICKSTART, "valid/loss")[-1]
     assert held_out_loss(folder, [samples[i] for i in range(8)]) == pytest.approx(native, abs=1e-5)
 
