@@ -161,7 +161,8 @@ class Pretraining:
         shutil.rmtree(folder.hf, ignore_errors=True)
         merge(folder.checkpoint(step), folder.hf)
         self.console.print("loading the exported folder with transformers …")
-        hf_loss = held_out_loss(folder.hf, list(held_out_samples(self.held_out, arguments.final_eval_sequences)))
+        evaluated = held_out_samples(self.held_out, arguments.final_eval_sequences)
+        hf_loss = held_out_loss(folder.hf, [evaluated[i] for i in range(len(evaluated))])
         self.console.print(
             run_results(
                 folder=folder.path,
