@@ -1,4 +1,4 @@
-"""Tensor parallelism: the mesh, collectives, the split declaration, parallel layers, loss, random state."""
+"""Tensor parallelism: process mesh, collectives, parameter shards, parallel layers, loss, and dropout state."""
 
 from .collectives import (
     copy_to_tp,

@@ -1,27 +1,31 @@
-"""Tensor-parallel collectives that autograd understands. Without a mesh, or with one rank, each returns its input.
+"""Provides the tensor-parallel collectives, with and without autograd.
 
-| function                  | forward            | backward                                         |
-|---------------------------|--------------------|--------------------------------------------------|
-| `copy_to_tp`              | identity           | all-reduce                                       |
-| `reduce_from_tp`          | all-reduce         | identity                                         |
-| `gather_from_tp`          | all-gather         | own share                                        |
-| `scatter_to_tp`           | own share          | all-gather                                       |
-| `gather_sequence`         | all-gather (dim 1) | reduce-scatter, or own share (`partial_grad`)    |
-| `scatter_sequence`        | own share (dim 1)  | all-gather                                       |
-| `reduce_scatter_sequence` | reduce-scatter     | all-gather                                       |
+These functions are differentiable. Without a mesh, or with one rank, each returns its input:
+
+| function                  | forward             | backward                                       |
+|---------------------------|---------------------|------------------------------------------------|
+| `copy_to_tp`              | identity            | all-reduce                                     |
+| `reduce_from_tp`          | all-reduce          | identity                                       |
+| `gather_from_tp`          | all-gather          | local slice                                    |
+| `scatter_to_tp`           | local slice         | all-gather                                     |
+| `gather_sequence`         | all-gather (dim 1)  | reduce-scatter (`partial_grad`) or local slice |
+| `scatter_sequence`        | local slice (dim 1) | all-gather                                     |
+| `reduce_scatter_sequence` | reduce-scatter      | all-gather                                     |
 
 Each keeps the dtype, accepts non-contiguous tensors, and leaves its input and its incoming gradient unchanged.
 
-Below them are the collectives on tensors, outside autograd, that they are made of. Each can be started early and
-finished after other work. A reduce-scatter is an all-to-all of the unsummed pieces and a local sum in fp32: it sends as
-much as a ring, but the result is rounded once however many ranks there are, where a ring or a tree rounds after every
-hop. So is the all-reduce of 16-bit tensors over more than two ranks, with an all-gather of the sums; otherwise the
-library's all-reduce is as exact. Small CPU tensors are exchanged whole and summed: gloo's ring takes several times the
-messages.
+They are built from the `start_*` functions below, which autograd does not record. A `start_*` function starts a
+collective and returns a function that waits for its result, so that other work can run in between.
+
+A reduce-scatter is an all-to-all of the unsummed pieces followed by a local sum in fp32. It sends as much data as a
+ring, but rounds the result once for any number of ranks; a ring or a tree rounds after every hop. The all-reduce of
+16-bit tensors over more than two ranks works the same way and then gathers the sums. In the other cases the
+library's all-reduce is as exact. Small CPU tensors are exchanged whole and summed locally, because gloo's ring sends
+several times as many messages.
 """
 
 # pyright: reportUnknownMemberType=false
-# (torch leaves the types of many of its methods open)
+# (torch does not annotate many of its methods)
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -38,8 +42,8 @@ from .shard import divide
 SEQUENCE_DIM = 1
 Finish = Callable[[], Tensor]
 _HALF = (torch.bfloat16, torch.float16)
-_SMALL = 1 << 19  # bytes, of all ranks
-# torch 2.13 renamed it and warns at the old name.
+_SMALL = 1 << 19  # bytes, summed over the ranks
+# torch 2.13 renamed this function and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor")
 
 
@@ -93,33 +97,38 @@ class _Scatter(Function):
 
 
 def copy_to_tp(tensor: Tensor, mesh: ParallelMesh | None) -> Tensor:
-    """Enter a tensor-parallel region with a replicated tensor: its gradient is the sum of the ranks' gradients.
+    """Returns a replicated tensor for use in a tensor-parallel region. Its gradient is the sum over the ranks.
 
-    Also right for a replicated parameter that each rank applies to its own part of the sequence.
+    This also suits a replicated parameter that each rank applies to its own part of the sequence.
     """
     return tensor if mesh is None or tp_size(mesh) == 1 else _Copy.apply(tensor, mesh.tp_group)
 
 
 def reduce_from_tp(tensor: Tensor, mesh: ParallelMesh | None) -> Tensor:
-    """Leave a tensor-parallel region: the sum of the ranks' partial results, replicated."""
+    """Returns the sum of the ranks' partial results on every rank, to leave a tensor-parallel region."""
     return tensor if mesh is None or tp_size(mesh) == 1 else _Reduce.apply(tensor, mesh.tp_group)
 
 
 def gather_from_tp(tensor: Tensor, mesh: ParallelMesh | None, dim: int = -1) -> Tensor:
-    """Concatenate the ranks' tensors along `dim`; what follows must be the same computation on every rank."""
+    """Returns the ranks' tensors concatenated along `dim`. Every rank must then run the same computation on it."""
     return tensor if mesh is None or tp_size(mesh) == 1 else _Gather.apply(tensor, dim, mesh.tp_group, False)
 
 
 def scatter_to_tp(tensor: Tensor, mesh: ParallelMesh | None, dim: int = -1) -> Tensor:
-    """This rank's share of a replicated tensor along `dim`. Raises `ValueError` if that does not divide."""
+    """Returns this rank's slice of a replicated tensor along `dim`.
+
+    Raises:
+        ValueError: The number of ranks does not divide the size of `dim`.
+    """
     return tensor if mesh is None or tp_size(mesh) == 1 else _Scatter.apply(tensor, dim, mesh.tp_group, False)
 
 
 def gather_sequence(tensor: Tensor, mesh: ParallelMesh | None, *, partial_grad: bool = True) -> Tensor:
-    """[B, S/tp, ...] -> [B, S, ...].
+    """Gathers the sequence dimension: [B, S/tp, ...] -> [B, S, ...].
 
-    partial_grad: True when tensor-parallel layers follow, so that each rank holds a part of the gradient and the
-    parts are summed; False when every rank goes on with the same computation.
+    Args:
+        partial_grad: True when tensor-parallel layers follow: each rank then has a partial gradient, and the partial
+            gradients are summed. False when every rank then runs the same computation.
     """
     if mesh is None or tp_size(mesh) == 1:
         return tensor
@@ -127,22 +136,30 @@ def gather_sequence(tensor: Tensor, mesh: ParallelMesh | None, *, partial_grad: 
 
 
 def scatter_sequence(tensor: Tensor, mesh: ParallelMesh | None) -> Tensor:
-    """[B, S, ...] replicated -> this rank's [B, S/tp, ...]. Raises `ValueError` if S does not divide."""
+    """Returns this rank's slice [B, S/tp, ...] of a replicated tensor [B, S, ...].
+
+    Raises:
+        ValueError: The number of ranks does not divide S.
+    """
     return scatter_to_tp(tensor, mesh, SEQUENCE_DIM)
 
 
 def reduce_scatter_sequence(tensor: Tensor, mesh: ParallelMesh | None) -> Tensor:
-    """Partial [B, S, ...] -> the sum's [B, S/tp, ...] of this rank. Raises `ValueError` if S does not divide."""
+    """Sums the ranks' partial results [B, S, ...] and returns this rank's slice [B, S/tp, ...] of the sum.
+
+    Raises:
+        ValueError: The number of ranks does not divide S.
+    """
     if mesh is None or tp_size(mesh) == 1:
         return tensor
     return _Scatter.apply(tensor, SEQUENCE_DIM, mesh.tp_group, True)
 
 
-# Outside autograd.
+# Collectives that autograd does not record.
 
 
 def _after(work: Any, tensor: Tensor) -> Finish:
-    """`tensor`, once `work` is done."""
+    """Returns a function that waits for `work` and then returns `tensor`."""
 
     def finish() -> Tensor:
         work.wait()
@@ -152,7 +169,7 @@ def _after(work: Any, tensor: Tensor) -> Finish:
 
 
 def _start_exchange_and_sum(pieces: Tensor, group: dist.ProcessGroup) -> Finish:
-    """`pieces[r]` goes to rank r; the sum of what all ranks sent here, added in fp32 or wider. pieces: [size, ...]"""
+    """Sends `pieces[r]` to rank r, and sums the pieces that this rank receives in fp32 or wider. pieces: [size, ...]"""
     received = torch.empty_like(pieces)
     arrived = _after(dist.all_to_all_single(received, pieces, group=group, async_op=True), received)
     wide = torch.promote_types(pieces.dtype, torch.float32)
@@ -160,7 +177,7 @@ def _start_exchange_and_sum(pieces: Tensor, group: dist.ProcessGroup) -> Finish:
 
 
 def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Finish:
-    """Sum over the group. The caller gives up `tensor`: it may be overwritten."""
+    """Starts a sum over the group. It may overwrite `tensor`, so the caller must not use `tensor` again."""
     size = group.size()
     if size == 1 or tensor.numel() == 0:
         return lambda: tensor
@@ -176,7 +193,7 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Finish:
 
 
 def start_all_gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Finish:
-    """Concatenate the ranks' tensors along `dim`, in rank order."""
+    """Starts a concatenation of the ranks' tensors along `dim`, in rank order."""
     size, dim = group.size(), dim % tensor.dim()
     if size == 1:
         return lambda: tensor
@@ -188,7 +205,7 @@ def start_all_gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Fini
 
 
 def start_reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Finish:
-    """Sum over the group and keep this rank's equal share of `dim`."""
+    """Starts a sum over the group, of which this rank keeps its equal slice of `dim`."""
     size, dim = group.size(), dim % tensor.dim()
     if size == 1:
         return lambda: tensor
@@ -198,6 +215,6 @@ def start_reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> 
 
 
 def local_slice(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's equal share of `dim`, as a copy so that the whole can be freed."""
+    """Returns this rank's equal slice of `dim`, as a copy, so that the whole tensor can be freed."""
     share = divide(tensor.shape[dim], group.size(), f"positions of dim {dim % tensor.dim()}")
     return tensor.narrow(dim, group.rank() * share, share).clone(memory_format=torch.contiguous_format)

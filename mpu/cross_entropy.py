@@ -1,7 +1,7 @@
-"""Cross-entropy of logits that are split along the vocabulary, without gathering them.
+"""Computes the cross-entropy of logits that are split along the vocabulary, without gathering the logits.
 
-Each rank reduces its columns to two or three numbers per token (`ops.cross_entropy` has the arithmetic); those are
-gathered ([T, 3] in fp32), and the loss of every token follows. Nothing of the size of the vocabulary is exchanged.
+Each rank reduces its columns to two or three numbers per token (`ops.cross_entropy` describes the arithmetic). The
+ranks exchange only these numbers ([T, 3] in fp32) and compute the loss of every token from them.
 """
 
 from __future__ import annotations
@@ -28,14 +28,24 @@ def vocab_parallel_cross_entropy(
     reduction: Literal["mean", "sum", "none"] = "mean",
     mesh: ParallelMesh | None = None,
 ) -> Tensor:
-    """`torch.nn.functional.cross_entropy` over a vocabulary that is split over the tensor-parallel ranks.
+    """Computes `torch.nn.functional.cross_entropy` over a vocabulary that is split over the tensor-parallel ranks.
 
-    logits: [..., Vp], this rank's columns; labels: [...] integers, the same on every rank.
-    num_classes: the true vocabulary; columns from there on are padding and never enter the softmax. Default: all tp *
-    Vp columns. label_smoothing and z_loss: see `ops.cross_entropy`. Returns fp32 (fp64 for fp64 logits), the same on
-    every rank: the mean over the labels that are not ignored (NaN if there is none, as torch does), their sum, or one
-    loss per label. The gradient has the logits' dtype. Raises `ValueError` for shapes that do not match, more classes
-    than columns, and labels outside [0, num_classes).
+    The gradient has the dtype of the logits.
+
+    Args:
+        logits: [..., Vp], this rank's columns.
+        labels: [...] integers, the same on every rank.
+        num_classes: The vocabulary size without padding; later columns are padding and never enter the softmax. By
+            default all tp * Vp columns.
+        label_smoothing, z_loss: See `ops.cross_entropy`.
+
+    Returns:
+        fp32 (fp64 for fp64 logits), the same on every rank: the mean over the labels that are not ignored (NaN if all
+        labels are ignored, as in PyTorch), their sum, or one loss per label.
+
+    Raises:
+        ValueError: The shapes do not match, `num_classes` exceeds the number of columns, or a label is outside
+            [0, num_classes).
     """
     columns = logits.shape[-1] * (1 if mesh is None else mesh.tp_size)
     classes = columns if num_classes is None else num_classes
@@ -73,10 +83,16 @@ def head_losses(
     partial_grad: bool = True,
     mesh: ParallelMesh | None = None,
 ) -> Tensor:
-    """Losses [T] of the logits hidden · weightᵀ + bias, which only this function ever has.
+    """Returns the losses [T] of the logits hidden · weightᵀ + bias. The caller never holds the logits.
 
-    hidden: [T, H], replicated; weight, bias: this rank's [Vp, H] and [Vp]; target: int64 [T]; the rest as in
-    `vocab_parallel_cross_entropy`. partial_grad: False where the caller sums the gradient of `hidden` over the ranks.
+    The other arguments are those of `vocab_parallel_cross_entropy`.
+
+    Args:
+        hidden: [T, H], replicated.
+        weight: [Vp, H], this rank's rows.
+        bias: [Vp], this rank's part.
+        target: int64 [T].
+        partial_grad: False if the caller sums the gradient of `hidden` over the ranks.
     """
     check_ids(target.masked_fill(target == ignore_index, 0), num_classes, "label")
     sum_grad = None
@@ -95,7 +111,7 @@ def head_losses(
 
 
 def _split(mesh: ParallelMesh | None, columns: int) -> dict[str, Any]:
-    """What `ops` has to know of this rank's columns of the vocabulary."""
+    """Returns the arguments that describe this rank's columns of the vocabulary to `ops`."""
     if mesh is None or mesh.tp_size == 1:
         return {}
 

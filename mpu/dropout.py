@@ -1,8 +1,8 @@
-"""Dropout whose mask is a function of (seed, sample, site, element) and of nothing else; recomputation that replays it.
+"""Applies dropout whose mask depends only on (seed, sample, site, element), and recomputes layers with the same masks.
 
-No generator is advanced, so the mask does not depend on how the model is laid out over processes, and recomputation
-reproduces it. `ops.dropout` has the function. A site is a `Dropout` of the model; `visit` counts its uses under
-one key, so a module that runs twice in a forward pass draws two masks.
+No random generator is advanced, so the mask does not depend on how the model is split over processes, and
+recomputation reproduces it. `ops.dropout` implements the mask function. A site is one `Dropout` module of the model.
+`visit` counts the uses of each site under one key, so a module that runs twice in a forward pass uses two masks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ from .mesh import ParallelMesh
 
 
 class DropoutKey(NamedTuple):
-    """What a mask depends on besides its site. visits: uses so far of each site under this key."""
+    """The values that a mask depends on besides its site.
+
+    Attributes:
+        seed: The seed of the run.
+        first_sample: The global index of the first sample of the micro-batch.
+        visits: The number of uses of each site so far under this key.
+    """
 
     seed: int
     first_sample: int
@@ -29,26 +35,28 @@ class DropoutKey(NamedTuple):
 
 
 class DropoutState:
-    """The key of the forward pass that is running. One per process: `dropout_state`."""
+    """Holds the key of the current forward pass. Each process has one instance, `dropout_state`."""
 
     def __init__(self) -> None:
         self._key: DropoutKey | None = None
 
     def set(self, seed: int, first_sample: int) -> None:
-        """Call before every training forward pass.
+        """Sets the key. Call this before every training forward pass.
 
-        first_sample: global index of the first sample of this micro-batch, of which row b is sample first_sample + b.
-        It must never repeat during a run (epochs included), or masks would.
+        Args:
+            seed: The seed of the run.
+            first_sample: The global index of the first sample of this micro-batch; row b is sample first_sample + b.
+                It must never repeat during a run, across epochs either, because masks would repeat with it.
         """
         self._key = DropoutKey(int(seed), int(first_sample), {})
 
     def capture(self) -> DropoutKey | None:
-        """The current key, to be replayed later."""
+        """Returns a copy of the current key for a later `replay`."""
         return self._key and self._key._replace(visits=dict(self._key.visits))
 
     @contextmanager
     def replay(self, key: DropoutKey | None) -> Generator[None]:
-        """Run with a captured key; the key that was current comes back afterwards."""
+        """Uses a captured key within the context, then restores the current one."""
         current, self._key = self._key, key and key._replace(visits=dict(key.visits))
         try:
             yield
@@ -56,7 +64,11 @@ class DropoutState:
             self._key = current
 
     def visit(self, site: int) -> tuple[int, int]:
-        """(64-bit key of this use of the site, first sample). Raises `RuntimeError` before any `set`."""
+        """Returns the 64-bit key of this use of the site, and the first sample.
+
+        Raises:
+            RuntimeError: `set` was not called.
+        """
         if self._key is None:
             raise RuntimeError("call dropout_state.set(seed, first_sample) before a forward pass with dropout")
         seed, first_sample, visits = self._key
@@ -69,14 +81,16 @@ dropout_state = DropoutState()
 
 
 class Dropout(nn.Module):
-    """Dropout that every tensor-parallel layout of a model performs on the same elements.
+    """Dropout that zeroes the same elements in every tensor-parallel layout of a model.
 
-    p: probability of zeroing an element; survivors are scaled by 1 / (1 - p).
-    split_dim: the dimension of the input that is split over the tensor-parallel ranks (1 for a split sequence or for
-        heads in [B, N, S, S], -1 for split features), or None where the input is replicated.
+    The input is [B, ..., C], with at least two dimensions; the batch is dimension 0. Before the forward pass,
+    `assign_dropout_sites` must set the site (`materialize` and `initialize` call it), and `dropout_state.set` must
+    name the samples.
 
-    Input [B, ..., C], at least two dimensions; the batch is dimension 0. `assign_dropout_sites` must have named the
-    site (`materialize` and `initialize` do), and `dropout_state.set` the samples.
+    Args:
+        p: The probability of zeroing an element; the other elements are scaled by 1 / (1 - p).
+        split_dim: The dimension of the input that is split over the tensor-parallel ranks (1 for a split sequence or
+            for heads in [B, N, S, S], -1 for split features), or None if the input is replicated.
     """
 
     def __init__(self, p: float, *, split_dim: int | None = None, mesh: ParallelMesh | None = None):
@@ -90,14 +104,15 @@ class Dropout(nn.Module):
 
     @property
     def drops(self) -> bool:
-        """Whether a forward pass now would drop anything."""
+        """Whether the next forward pass drops elements."""
         return self.training and self.p > 0
 
     def forward(self, tensor: Tensor) -> Tensor:
         return dropout(tensor, self.p, **self.mask_arguments(tensor)) if self.drops else tensor
 
     def mask_arguments(self, tensor: Tensor) -> dict[str, Any]:
-        """Where this use lies in the unsplit model: the arguments `keys`, `first_row` and `first_column` of `ops`."""
+        """Returns the arguments `keys`, `first_row` and `first_column` of `ops`: where this rank's part begins in the
+        unsplit tensor."""
         if self.site is None:
             raise RuntimeError("call assign_dropout_sites(model) once after building the model")
         key, first_sample = dropout_state.visit(self.site)
@@ -110,7 +125,8 @@ class Dropout(nn.Module):
             arguments["first_row"] = self.mesh.tp_rank * math.prod(tensor.shape[1:-1])
         return arguments
 
-    # What torch.compiler.disable sets; calling that would import dynamo. A key is a new constant in every step.
+    # torch.compiler.disable sets this attribute too, but imports dynamo. The method must not be compiled, because
+    # each step has a new key, which would be a new constant.
     vars(mask_arguments)["_torchdynamo_disable"] = True
 
     def extra_repr(self) -> str:
@@ -118,9 +134,10 @@ class Dropout(nn.Module):
 
 
 def assign_dropout_sites(model: nn.Module, prefix: str = "") -> None:
-    """Give every `Dropout` of the model a site derived from its qualified name.
+    """Gives every `Dropout` of the model a site derived from its qualified name.
 
-    A pipeline stage passes the `prefix` that its modules have in the whole model.
+    Args:
+        prefix: For a pipeline stage, the prefix that its modules have in the whole model.
     """
     modules = cast(Iterable[tuple[str, nn.Module]], model.named_modules(prefix=prefix))
     for name, module in modules:
@@ -137,12 +154,18 @@ def scaled_masked_softmax(
     causal: bool = False,
     dropout: Dropout | None = None,
 ) -> Tensor:
-    """softmax(scale * scores + bias) over the allowed keys, in fp32, then dropout.
+    """Computes softmax(scale * scores + bias) over the allowed keys, in fp32, then applies dropout.
 
-    scores: [B, Np, Sq, Sk]. mask: broadcastable to scores; bool, True where a query may attend, or added. A row that
-    may attend to nothing gives zeros. bias: broadcastable, trained. causal: query i sees the keys j <= i + Sk - Sq.
-    dropout: a `Dropout(p, split_dim=1, mesh=mesh)`, since the heads are split. Returns [B, Np, Sq, Sk] in the dtype
-    of scores.
+    Args:
+        scores: [B, Np, Sq, Sk].
+        mask: Broadcastable to scores; either bool, True where a query may attend, or numbers that are added. A row
+            that may attend to no key gives zeros.
+        bias: Broadcastable to scores; it may be trained.
+        causal: Query i may attend to the keys j <= i + Sk - Sq.
+        dropout: A `Dropout(p, split_dim=1, mesh=mesh)`, because the heads are split.
+
+    Returns:
+        [B, Np, Sq, Sk] in the dtype of scores.
     """
     dropped: dict[str, Any] = {}
     if dropout is not None and dropout.drops:
@@ -151,10 +174,11 @@ def scaled_masked_softmax(
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)`, keeping only its inputs and computing it again in backward.
+    """Runs `function(*args, **kwargs)`, keeps only its inputs, and runs it again in the backward pass.
 
-    The dropout masks of the first run are replayed exactly; so is torch's own random state. Around a whole block it
-    is full recomputation, around the attention core alone selective recomputation (arXiv:2205.05198, section 5).
+    The second run replays the dropout masks of the first exactly, and PyTorch's own random state. Applied to a whole
+    block this is full recomputation; applied to the attention core alone it is selective recomputation
+    (arXiv:2205.05198, section 5).
     """
     key = dropout_state.capture()
     return cast(Any, torch_checkpoint).checkpoint(

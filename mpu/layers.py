@@ -1,8 +1,8 @@
-"""Layers split over tensor-parallel ranks: linear, embedding, output head, norms.
+"""Implements the layers that are split over the tensor-parallel ranks: linear, embedding, output head, norms.
 
-Tensor parallelism as in Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053), with the sequence split too under sequence
-parallelism (Korthikanti et al. 2022, arXiv:2205.05198). With one rank each layer is the plain operator of `ops`, or
-torch's.
+They follow Megatron-LM's tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053) and its sequence parallelism, which
+also splits the sequence (Korthikanti et al. 2022, arXiv:2205.05198). With one rank, each layer is the plain operator
+of `ops` or of PyTorch.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class ColumnParallelLinear(SplitLayer):
     Input [..., in], replicated. Output [..., out/tp], or [..., out] if gathered, in the input's dtype.
 
     Args:
-        groups: sizes of the blocks stacked along the output (fused Q, K, V; gate and up), each split separately.
-        unit: a rank's piece of each block is a whole number of units, e.g. the head size.
-        gather_output: return all output features, in the unsplit order, on every rank.
-        sequence_parallel: the input is this rank's part [B, S/tp, in] of the sequence.
+        groups: Sizes of the blocks stacked along the output (fused Q, K, V; gate and up), each split separately.
+        unit: Each rank's part of a block is a whole number of units, e.g. of head sizes.
+        gather_output: Return all output features, in the unsplit order, on every rank.
+        sequence_parallel: The input is this rank's part [B, S/tp, in] of the sequence.
 
     Raises:
-        ValueError: the output features cannot be split over the ranks; names the sizes that work.
+        ValueError: The output features cannot be split over the ranks; the message names the sizes that work.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ColumnParallelLinear(SplitLayer):
         return output
 
     def _unsplit_order(self, gathered: Tensor, size: int) -> Tensor:
-        """Rank-major features -> block-major features. gathered: [..., out]"""
+        """Reorders gathered features [..., out] from rank-major to block-major order."""
         if len(self.shard.groups) < 2:
             return gathered
         widths = [group // size for group in self.shard.groups]
@@ -88,16 +88,16 @@ class RowParallelLinear(SplitLayer):
     """y = x Wᵀ + b with the input features split over the tensor-parallel ranks. Weight [out, in].
 
     The bias is replicated and added once to the sum of the ranks' products. Input [..., in/tp]. Output [..., out], or
-    [B, S/tp, out].
+    [B, S/tp, out] under sequence parallelism.
 
     Args:
-        unit: a rank's piece of the input is a whole number of units, e.g. the head size.
-        input_is_parallel: the input is already this rank's features; otherwise it is replicated and split here.
-        sequence_parallel: the output is this rank's part [B, S/tp, out] of the sequence.
+        unit: Each rank's part of the input is a whole number of units, e.g. of head sizes.
+        input_is_parallel: The input holds only this rank's features; otherwise it is replicated and split here.
+        sequence_parallel: The output is this rank's part [B, S/tp, out] of the sequence.
 
     Raises:
-        ValueError: the input features, or under sequence parallelism the sequence, cannot be split over the ranks;
-            names the sizes that work.
+        ValueError: The input features, or under sequence parallelism the sequence, cannot be split over the ranks;
+            the message names the sizes that work.
     """
 
     def __init__(
@@ -130,17 +130,18 @@ class RowParallelLinear(SplitLayer):
 def column_parallel(
     tensor: Tensor, weight: Tensor, bias: Tensor | None, *, sequence_parallel: bool, mesh: ParallelMesh | None
 ) -> Tensor:
-    """`linear` with this rank's rows of the weight: [..., in], or [B, S/tp, in] -> [..., out/tp]."""
+    """Applies `linear` with this rank's rows of the weight: [..., in] or [B, S/tp, in] -> [..., out/tp]."""
     if mesh is None or mesh.tp_size == 1:
         return linear(tensor, weight, bias)
     return _ColumnParallel.apply(*autocast_arguments(tensor, weight, bias), mesh.tp_group, sequence_parallel)
 
 
 class _ColumnParallel(Function):
-    """Every rank multiplies the whole input by its rows of the weight.
+    """Multiplies the whole input by this rank's rows of the weight.
 
-    Backward hides communication behind products: the gather of the input (which under sequence parallelism is saved
-    as this rank's part only) behind the input gradient, the sum of the input gradient behind the weight gradient.
+    The backward pass overlaps communication with matrix products. Under sequence parallelism only this rank's part of
+    the input is saved; it is gathered while the input gradient is computed. The input gradient is summed while the
+    weight gradient is computed.
     """
 
     @staticmethod
@@ -177,11 +178,11 @@ class _ColumnParallel(Function):
 
 
 class _RowParallel(Function):
-    """Every rank multiplies its features by its columns of the weight; the partial products are summed in place.
+    """Multiplies this rank's features by its columns of the weight, and sums the ranks' partial products in place.
 
-    The bias enters once, on the first rank: its product adds it before rounding, so a 16-bit result is rounded as
-    often as without. Backward has the gradient of the whole sequence on every rank anyway, so the bias gradient needs
-    no communication.
+    Only the first rank adds the bias. Its matrix product adds the bias before rounding, so the bias causes no extra
+    rounding of a 16-bit result. In the backward pass every rank has the gradient of the whole sequence, so the bias
+    gradient needs no communication.
     """
 
     @staticmethod
@@ -216,17 +217,17 @@ def _weight_grad(grad: Tensor, tensor: Tensor) -> Tensor:
 
 
 class VocabParallelEmbedding(SplitLayer):
-    """Embedding whose table is split by rows over the tensor-parallel ranks, padded to equal numbers of rows.
+    """An embedding whose table is split by rows over the tensor-parallel ranks and padded to equal numbers of rows.
 
-    Input: integer ids [B, S]. Output [B, S, H], or [B, S/tp, H].
+    Input: integer ids [B, S]. Output [B, S, H], or [B, S/tp, H] under sequence parallelism.
 
     Args:
-        padding_idx: the row of this id gets no gradient.
-        pad_multiple: each rank's number of rows is rounded up to a multiple of it.
-        sequence_parallel: return this rank's part of the sequence.
+        padding_idx: The row of this id gets no gradient.
+        pad_multiple: Each rank's number of rows is rounded up to a multiple of this number.
+        sequence_parallel: Return this rank's part of the sequence.
 
     Raises:
-        ValueError: an id outside the true vocabulary, also where the table has padding rows.
+        ValueError: An id is outside [0, num_embeddings), even if the table has a padding row for it.
     """
 
     def __init__(
@@ -252,9 +253,14 @@ class VocabParallelEmbedding(SplitLayer):
         return self.embed(ids)[0]
 
     def embed(self, ids: Tensor, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The output, and the table [Vp, H] for the next use in the same forward pass: another call, or a tied head.
+        """Returns the output, and the table [Vp, H] for its next use in the same forward pass.
 
-        The table is the weight. Uses that pass it on share one gradient, which is as large as the table.
+        The next use is another call or a tied head. The returned table has the values of the weight. If each use takes
+        the table that the previous one returned, all uses share one gradient, which is as large as the table.
+
+        Args:
+            ids: Integers [B, S].
+            table: The table that the previous use returned; the weight by default.
         """
         check_ids(ids, self.num_embeddings, "token id")
         table = self.weight if table is None else table
@@ -272,14 +278,14 @@ class VocabParallelEmbedding(SplitLayer):
 
 
 class VocabParallelHead(SplitLayer):
-    """Hidden states -> logits of this rank's slice of the vocabulary; nothing is gathered.
+    """Computes the logits of this rank's slice of the vocabulary from the hidden states; the logits are not gathered.
 
-    Input [B, S, H] or [B, S/tp, H]. Output [B, S, Vp]; rank r's column c is the token r * Vp + c, and columns past
-    the vocabulary are padding: pass `num_classes=` to `vocab_parallel_cross_entropy`.
+    Input [B, S, H], or [B, S/tp, H] under sequence parallelism. Output [B, S, Vp]. Column c of rank r is token
+    r * Vp + c. Columns past the vocabulary are padding: pass `num_classes=` to `vocab_parallel_cross_entropy`.
 
     Args:
-        tied: the embedding whose weight is shared (the same parameter).
-        sequence_parallel: the input is this rank's part of the sequence; logits are for the whole sequence.
+        tied: The embedding whose weight this head shares, as the same parameter.
+        sequence_parallel: The input is this rank's part of the sequence; the logits are those of the whole sequence.
     """
 
     def __init__(
@@ -310,14 +316,24 @@ class VocabParallelHead(SplitLayer):
         self.bias = split_parameter(bias_shard, mesh) if bias else None  # [Vp]
 
     def forward(self, hidden: Tensor, table: Tensor | None = None) -> Tensor:
-        """table: what the tied embedding's `embed` returned; an untied head has no use for it."""
+        """Returns the logits [B, S, Vp].
+
+        Args:
+            hidden: [B, S, H], or [B, S/tp, H] under sequence parallelism.
+            table: The table that the tied embedding's `embed` returned; an untied head ignores it.
+        """
         weight = self.shared_weight(table)
         return column_parallel(hidden, weight, self.bias, sequence_parallel=self.sequence_parallel, mesh=self.mesh)
 
     def losses(self, hidden: Tensor, target: Tensor, table: Tensor | None = None, *, ignore_index: int) -> Tensor:
-        """Cross-entropy losses [T] of the logits of hidden [T, H], which is replicated also under sequence parallelism.
+        """Returns the cross-entropy losses [T].
 
-        target: int64 [T]. The caller sums the gradient of `hidden` over the ranks under sequence parallelism.
+        Args:
+            hidden: [T, H], replicated under sequence parallelism too; there the caller sums its gradient over the
+                ranks.
+            target: int64 [T].
+            table: As in `forward`.
+            ignore_index: A target with this value has loss 0 and no gradient.
         """
         weight = self.shared_weight(table)
         if self.mesh is None or self.mesh.tp_size == 1:
@@ -341,19 +357,24 @@ class VocabParallelHead(SplitLayer):
 
 
 def embedding(ids: Tensor, table: Tensor, padding_idx: int | None = None) -> tuple[Tensor, Tensor]:
-    """(`F.embedding(ids, table, padding_idx)`, the table for whatever uses it next in the same forward pass).
+    """Returns `F.embedding(ids, table, padding_idx)`, and the table for its next use in the same forward pass.
 
-    ids: integers [...]; table: [V, H]. The gradient of those next uses arrives here, and that of the rows is added to
-    it in place: however many look-ups and products share a table, its gradient, often the largest tensor of a step, is
-    made once. So the returned table is for layers that make a gradient of their own for it, as products do.
+    The gradient of the next use arrives here, and the gradient of the rows is added to it in place. So the table's
+    gradient, often the largest tensor of a step, is allocated once for all look-ups and products that share the table.
+    The next use must therefore allocate its own gradient for the table, as matrix products do.
+
+    Args:
+        ids: Integers [...].
+        table: [V, H].
+        padding_idx: A row that gets no gradient.
     """
-    if torch.compiler.is_compiling():  # a compiler cannot trace a gradient that is written over
+    if torch.compiler.is_compiling():  # a compiler cannot trace a gradient that is overwritten
         return F.embedding(ids, table, padding_idx), table
     return _Embedding.apply(ids, table, padding_idx)
 
 
 class _Embedding(Function):
-    """ids, table [V, H], index of a row without gradient or None -> rows, and the table for those who use it next."""
+    """Implements `embedding`: returns the rows, and the table for its next use."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, table: Tensor, padding_idx: int | None) -> tuple[Tensor, Tensor]:
@@ -368,7 +389,7 @@ class _Embedding(Function):
         (rows, total), (ids,) = grads, ctx.saved_tensors
         if rows is None:
             return None, total, None
-        if not rows.is_cpu:  # the sum of an accelerator's own kernel does not depend on an order
+        if not rows.is_cpu:  # an accelerator's own kernel sums in a fixed order
             padding_idx = -1 if ctx.padding_idx is None else ctx.padding_idx
             own = torch.ops.aten.embedding_dense_backward(rows, ids, ctx.shape[0], padding_idx, False)
             return None, own if total is None else total.add_(own), None
@@ -379,7 +400,13 @@ class _Embedding(Function):
 
 
 def add_rows(total: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
-    """total[ids[i]] += rows[i], in place; the sum for an id is rounded once. total: [V, H]; rows: [T, H]"""
+    """Adds rows[i] to total[ids[i]] in place, and rounds the sum of each id once.
+
+    Args:
+        total: [V, H].
+        ids: Integers [T].
+        rows: [T, H].
+    """
     if rows.dtype.itemsize >= 4:
         return total.index_add_(0, ids, rows)
     distinct, place = cast(tuple[Tensor, Tensor], cast(Any, ids).unique(return_inverse=True))
@@ -402,8 +429,8 @@ class LayerNorm(_Norm):
     """Layer normalization over the last dimension (Ba et al. 2016, arXiv:1607.06450). Input and output [..., H].
 
     Args:
-        sequence_parallel: the input is this rank's part of the sequence, so the parameters' gradients are summed over
-            the tensor-parallel ranks, inside autograd, where every engine sees them.
+        sequence_parallel: The input is this rank's part of the sequence, so the parameters' gradients are summed over
+            the tensor-parallel ranks. Autograd does this, so it works with every training engine.
     """
 
     def __init__(
@@ -427,11 +454,13 @@ class LayerNorm(_Norm):
 
 
 class RMSNorm(_Norm):
-    """Root-mean-square normalization (Zhang & Sennrich 2019, arXiv:1910.07467) in the rounding order of transformers:
-    computed in fp32, cast to the input's dtype, then multiplied by the weight. Input and output [..., H].
+    """Root-mean-square normalization over the last dimension (Zhang & Sennrich 2019, arXiv:1910.07467).
+
+    It rounds in the same order as transformers: it normalizes in fp32, casts to the input's dtype, then multiplies by
+    the weight. Input and output [..., H].
 
     Args:
-        sequence_parallel: as for `LayerNorm`.
+        sequence_parallel: See `LayerNorm`.
     """
 
     def __init__(
@@ -446,9 +475,11 @@ class RMSNorm(_Norm):
 
 
 class _SequenceParallelNorm(Function):
-    """The operator `name` on a part of the sequence. The ranks' gradients of its parameters, weight and perhaps bias,
-    are summed in fp32 (fp64 for fp64) and rounded once: rounded before as well, 16-bit gradients would lose half as
-    much precision again."""
+    """Applies the operator `name` to this rank's part of the sequence.
+
+    The ranks' gradients of the weight and the bias, if there is one, are summed in fp32 (fp64 for fp64) and rounded
+    once. If they were rounded before the sum too, 16-bit gradients would have one and a half times the error.
+    """
 
     @staticmethod
     def forward(ctx: Any, name: str, group: dist.ProcessGroup, eps: float, tensor: Tensor, *parameters: Tensor | None):
@@ -463,6 +494,6 @@ class _SequenceParallelNorm(Function):
     def backward(ctx: Any, *grads: Tensor):
         tensor, weight, *statistics = ctx.saved_tensors
         own, *parts = ctx.operator(grads[0], None, tensor, weight, *statistics, *ctx.has_bias)
-        parts = torch.stack(parts[: 1 + sum(ctx.has_bias)])  # so that one all-reduce serves both
+        parts = torch.stack(parts[: 1 + sum(ctx.has_bias)])  # one all-reduce for both
         total = start_all_reduce(parts, ctx.group)().to(weight.dtype)
         return None, None, None, own, *total, *[None] * ctx.has_bias.count(False)

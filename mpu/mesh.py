@@ -1,4 +1,4 @@
-"""The process mesh: pipeline × data × tensor, and the questions DeepSpeed asks of an `mpu` object."""
+"""Builds the pipeline × data × tensor process mesh, which is also the `mpu` object that DeepSpeed expects."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ AXES = ("pipeline", "data", "tensor")
 
 
 def validate_layout(world_size: int, tensor_parallel_size: int, pipeline_parallel_size: int = 1) -> int:
-    """Return the data-parallel size that fills `world_size` processes.
+    """Returns the data-parallel size that fills `world_size` processes.
 
-    Pure arithmetic, so it can run before any process is started. Raises `ValueError` naming the sizes that work.
+    This is arithmetic only, so it can run before any process is started.
+
+    Raises:
+        ValueError: The sizes do not fit; the message names the sizes that work.
     """
     for name, size in (
         ("world_size", world_size),
@@ -43,20 +46,22 @@ def validate_layout(world_size: int, tensor_parallel_size: int, pipeline_paralle
 
 
 class ParallelMesh:
-    """Ranks, sizes and process groups of each axis of a pipeline × data × tensor mesh.
+    """The ranks, sizes and process groups of each axis of a pipeline × data × tensor mesh.
 
         mesh = ParallelMesh(tensor_parallel_size=2)  # under torchrun or deepspeed
 
     Consecutive ranks are tensor-parallel neighbors, because that axis communicates most. The data-parallel size follows
-    from the number of processes. Every process must build the mesh with the same sizes. The process group of
-    torch.distributed is used as it is; where there is none yet, the mesh starts it under a launcher (NCCL with GPUs, of
-    which each process takes that of its LOCAL_RANK, else gloo), and does without in a single process.
+    from the number of processes. Every process must build the mesh with the same sizes.
 
-    The `get_*` methods are those that DeepSpeed 0.19 calls on an `mpu`; there are deliberately none named
-    `*sequence_parallel*`, which DeepSpeed would take for its own Ulysses parallelism.
+    The mesh uses the existing process group of torch.distributed. If none exists and a launcher started the process,
+    the mesh creates one: NCCL if GPUs are available, with the GPU that LOCAL_RANK names for each process, else gloo.
+    A single process without a launcher needs no process group.
+
+    The `get_*` methods are those that DeepSpeed 0.19 calls on an `mpu`. No method is named `*sequence_parallel*`,
+    because DeepSpeed would use it for its own Ulysses parallelism.
 
     Raises:
-        ValueError: the sizes do not fit the number of processes, or the launcher's variables are incomplete.
+        ValueError: The sizes do not fit the number of processes, or the launcher's variables are incomplete.
     """
 
     def __init__(self, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1):
@@ -67,7 +72,7 @@ class ParallelMesh:
         if not grouped and needed > 1:
             raise ValueError(
                 f"tensor_parallel_size {tensor_parallel_size} and pipeline_parallel_size {pipeline_parallel_size} need "
-                f"a multiple of {needed} processes, and this is one without a launcher: start the script with "
+                f"a multiple of {needed} processes, but this is one process without a launcher: start the script with "
                 f"`torchrun --nproc-per-node {needed}` or `deepspeed --num_gpus {needed}`, or use sizes of 1"
             )
         self.dp_size = validate_layout(self.world_size, tensor_parallel_size, pipeline_parallel_size)
@@ -98,12 +103,12 @@ class ParallelMesh:
 
     @property
     def model_group(self) -> dist.ProcessGroup:
-        """All ranks that hold one replica of the model: tensor × pipeline, ordered by stage."""
+        """The ranks that together hold one replica of the model: tensor × pipeline, ordered by stage."""
         return self._group("model")
 
     def _group(self, axis: str) -> dist.ProcessGroup:
         if axis not in self._groups:
-            raise RuntimeError("this mesh is a single process without torch.distributed, and has no process groups")
+            raise RuntimeError("this mesh is a single process without torch.distributed, so it has no process groups")
         return self._groups[axis]
 
     def _build_model_group(self, device_mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -120,8 +125,9 @@ class ParallelMesh:
             f"data {self.dp_rank}/{self.dp_size}, tensor {self.tp_rank}/{self.tp_size})"
         )
 
-    # What DeepSpeed asks. "model parallel" covers tensor and pipeline together, as in DeepSpeed's own grid: norms and
-    # overflow flags are reduced over it and checkpoint files are numbered by it.
+    # The methods that DeepSpeed calls. "Model parallel" means tensor and pipeline parallelism together, as in
+    # DeepSpeed's own grid. DeepSpeed reduces norms and overflow flags over that group, and numbers checkpoint files
+    # by its ranks.
 
     def get_model_parallel_rank(self) -> int:
         return self.pp_rank * self.tp_size + self.tp_rank
@@ -142,7 +148,7 @@ class ParallelMesh:
         return self.tp_group
 
     def get_tensor_model_parallel_src_rank(self) -> int:
-        """Global rank of the first member of this process's tensor-parallel group."""
+        """Returns the global rank of the first member of this process's tensor-parallel group."""
         return dist.get_global_rank(self.tp_group, 0)
 
     def get_data_parallel_rank(self) -> int:
@@ -155,7 +161,7 @@ class ParallelMesh:
         return self.dp_group
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        """Global ranks of this process's data-parallel group."""
+        """Returns the global ranks of this process's data-parallel group."""
         return dist.get_process_group_ranks(self.dp_group)
 
     def get_pipe_parallel_rank(self) -> int:
@@ -167,7 +173,7 @@ class ParallelMesh:
     def get_pipe_parallel_group(self) -> dist.ProcessGroup:
         return self.pp_group
 
-    # Older and newer names of the same.
+    # Other names of the same methods, from older and newer versions.
     get_slice_parallel_rank = get_tensor_model_parallel_rank
     get_slice_parallel_world_size = get_tensor_model_parallel_world_size
     get_slice_parallel_group = get_tensor_model_parallel_group
@@ -177,10 +183,13 @@ class ParallelMesh:
 
 
 def join_process_group() -> bool:
-    """Whether this process is in torch.distributed's process group, which is started under a launcher if need be.
+    """Joins torch.distributed's process group if a launcher started this process.
+
+    Returns:
+        Whether this process now belongs to a process group.
 
     Raises:
-        ValueError: the launcher has set RANK and WORLD_SIZE, but not where the processes meet, or no numbers.
+        ValueError: RANK and WORLD_SIZE are set but MASTER_ADDR or MASTER_PORT is not, or a variable is not a number.
     """
     if not dist.is_available():
         return False
@@ -203,16 +212,16 @@ def join_process_group() -> bool:
 
 
 def _leave_process_group() -> None:
-    """Ends the group, if it is still there: its threads would abort the interpreter's end."""
+    """Destroys the process group if it still exists, because its threads would abort the interpreter's shutdown."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def tp_rank(mesh: ParallelMesh | None) -> int:
-    """This process's tensor-parallel rank; 0 without a mesh."""
+    """Returns this process's tensor-parallel rank; 0 without a mesh."""
     return 0 if mesh is None else mesh.tp_rank
 
 
 def tp_size(mesh: ParallelMesh | None) -> int:
-    """The number of processes that share each split layer; 1 without a mesh."""
+    """Returns the number of processes that share each split layer; 1 without a mesh."""
     return 1 if mesh is None else mesh.tp_size

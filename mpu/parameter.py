@@ -1,4 +1,4 @@
-"""Parameters of a split model: how they are made, materialized and initialized, and the norm of their gradients."""
+"""Creates, materializes and initializes the parameters of a split model, and computes and clips their gradient norm."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Fill = Callable[[str, Tensor, torch.Generator], None]
 
 
 class SplitLayer(nn.Module):
-    """A layer whose weight is split; it prints how."""
+    """Base of the layers whose weight is split; `repr` shows the split."""
 
     shard: Shard
     sequence_parallel: bool
@@ -30,7 +30,13 @@ class SplitLayer(nn.Module):
 
 
 class SplitParameter(nn.Parameter):
-    """A parameter whose attributes, `.shard` and DeepSpeed's marks among them, survive `copy.deepcopy`."""
+    """A parameter whose attributes survive `copy.deepcopy`.
+
+    Attributes:
+        shard: How the full parameter is split.
+        model_parallel, tensor_model_parallel: The marks by which DeepSpeed counts a split parameter on every
+            tensor-parallel rank.
+    """
 
     shard: Shard
     model_parallel: bool
@@ -43,10 +49,7 @@ class SplitParameter(nn.Parameter):
 
 
 def split_parameter(shard: Shard, mesh: ParallelMesh | None) -> SplitParameter:
-    """A parameter that holds this rank's part of `shard`, filled with NaN until it is initialized or loaded.
-
-    It carries `.shard`, and the two marks by which DeepSpeed counts it on every tensor-parallel rank.
-    """
+    """Returns a parameter for this rank's part of `shard`, filled with NaN until it is initialized or loaded."""
     parameter = SplitParameter(torch.full(shard.local_shape(tp_size(mesh)), float("nan")))
     parameter.shard = shard
     parameter.model_parallel = parameter.tensor_model_parallel = True
@@ -54,12 +57,17 @@ def split_parameter(shard: Shard, mesh: ParallelMesh | None) -> SplitParameter:
 
 
 def materialize(model: nn.Module, device: torch.device | str, dtype: torch.dtype | None = None) -> nn.Module:
-    """Give every parameter of a model built under `torch.device("meta")` real, uninitialized storage, in place.
+    """Allocates uninitialized storage, in place, for the parameters of a model built under `torch.device("meta")`.
 
-    Unlike `nn.Module.to_empty`, ties stay ties and the attributes of a parameter (`.shard` and its like) survive.
-    Parameters that already have storage keep their values. `dtype` applies to floating-point parameters. Buffers are
-    constants: a module creates them with an explicit device, and they are moved as they are; one that is still on the
-    meta device raises `ValueError`, because its values would be lost.
+    Unlike `nn.Module.to_empty`, it keeps tied parameters tied and keeps a parameter's attributes such as `.shard`.
+    Parameters that already have storage keep their values. Buffers are constants: modules create them with an explicit
+    device, and this function moves them unchanged.
+
+    Args:
+        dtype: The new dtype of the floating-point parameters.
+
+    Raises:
+        ValueError: A buffer is on the meta device, so its values are lost.
     """
     renewed: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -70,7 +78,7 @@ def materialize(model: nn.Module, device: torch.device | str, dtype: torch.dtype
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             if buffer.is_meta:
                 raise ValueError(
-                    f"buffer {name!r} of {type(module).__name__} is on the meta device: its values are lost; "
+                    f"buffer {name!r} of {type(module).__name__} is on the meta device, so its values are lost; "
                     'create it with an explicit device, e.g. torch.arange(n, device="cpu")'
                 )
             setattr(module, name, buffer.to(device))
@@ -92,19 +100,25 @@ def _with_storage(parameter: nn.Parameter, device: torch.device, dtype: torch.dt
 
 
 def parameter_seed(seed: int, name: str) -> int:
-    """A 63-bit seed that depends on (seed, name) alone, the same in every process and Python version."""
+    """Returns a 63-bit seed that depends only on (seed, name). It is the same in every process and Python version."""
     digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 @torch.no_grad()
 def initialize(model: nn.Module, fill: Fill, seed: int, mesh: ParallelMesh | None = None, prefix: str = "") -> None:
-    """Set every parameter to its part of a full value that is a function of (seed, name).
+    """Initializes every parameter with its part of a full value that depends only on (seed, name).
 
-    `fill(name, full, generator)` writes the whole, unpadded value of the parameter into `full`, an fp32 CPU tensor,
-    drawing from `generator` only. A tied parameter is filled once, under the name it is tied to. One full parameter
-    is in memory at a time. A pipeline stage passes the `prefix` that its modules have in the whole model. Raises
-    `ValueError` if `fill` leaves a value unset.
+    Only one full parameter is in memory at a time.
+
+    Args:
+        fill: `fill(name, full, generator)` writes the whole, unpadded value of a parameter into `full`, an fp32 CPU
+            tensor. It must use no other random source than `generator`. A tied parameter is filled under the name of
+            the parameter it is tied to, so both get the same values.
+        prefix: For a pipeline stage, the prefix that its modules have in the whole model.
+
+    Raises:
+        ValueError: `fill` leaves a value unset.
     """
     rank, size = tp_rank(mesh), tp_size(mesh)
     for own_name, parameter in model.named_parameters(prefix=prefix):
@@ -120,11 +134,11 @@ def initialize(model: nn.Module, fill: Fill, seed: int, mesh: ParallelMesh | Non
 
 @torch.no_grad()
 def grad_norm(parameters: Iterable[Tensor], mesh: ParallelMesh | None = None) -> Tensor:
-    """The 2-norm of all gradients as an fp32 scalar, the same on every rank of the mesh.
+    """Returns the 2-norm of all gradients as an fp32 scalar, the same on every rank of the mesh.
 
-    Gradients must already be equal over the data-parallel ranks. Split parameters add up over the tensor-parallel
-    ranks; replicated ones count once; pipeline stages add up, less what DeepSpeed marks `ds_pipe_replicated`. Every
-    rank of a tensor × pipeline group must call it.
+    Gradients must already be equal over the data-parallel ranks. A split parameter counts on every tensor-parallel
+    rank, a replicated one only on the first. All pipeline stages count, except for parameters that DeepSpeed marks
+    `ds_pipe_replicated`. Every rank of a tensor × pipeline group must call this function.
     """
     parameters = list(parameters)
     split: list[Tensor] = []
@@ -148,20 +162,28 @@ def grad_norm(parameters: Iterable[Tensor], mesh: ParallelMesh | None = None) ->
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, mesh: ParallelMesh | None = None) -> Tensor:
-    """Scale all gradients so that their whole norm is at most `max_norm`; returns the norm before. As
-    `torch.nn.utils.clip_grad_norm_`, without waiting for the device."""
+    """Scales all gradients so that their total norm is at most `max_norm`, and returns the norm before scaling.
+
+    It works like `torch.nn.utils.clip_grad_norm_`, and does not wait for the device.
+    """
     parameters = list(parameters)
     norm = grad_norm(parameters, mesh)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:
-            parameter.grad.mul_(factor)  # an fp32 scalar: a 16-bit gradient is rounded once
+            parameter.grad.mul_(factor)  # the factor is fp32, so a 16-bit gradient is rounded once
     return norm
 
 
 def check_ids(ids: Tensor, count: int, what: str) -> None:
-    """Raise `ValueError` if an id is outside [0, count). On an accelerator, where looking would stall the host, the
-    check runs on the device and fails the way an out-of-range index there does."""
+    """Checks that all ids are in [0, count); `what` names them in the error.
+
+    On an accelerator, reading the ids would stall the host. There the check runs on the device and fails like an
+    out-of-range index.
+
+    Raises:
+        ValueError: An id on a CPU is outside the range.
+    """
     inside = (ids >= 0) & (ids < count)
     if not ids.is_cpu:
         torch.ops.aten._assert_async(inside.all())

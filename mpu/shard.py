@@ -1,5 +1,6 @@
-"""`Shard`: how one parameter is split over tensor-parallel ranks. Layers, initialization, checkpoints and the converter
-share this declaration. Also the division of a count among ranks, with an error that names the sizes that work.
+"""Declares how one parameter is split over tensor-parallel ranks (`Shard`), and divides counts among ranks.
+
+Layers, initialization, checkpoints and the converter share the declaration. Errors name the numbers of ranks that work.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from torch import Tensor
 class Shard:
     """The split of a full tensor along one dimension. It does not depend on the number of ranks.
 
-    Args:
-        shape: full shape, without padding.
-        dim: the dimension that is split (negative counts from the end).
-        groups: sizes of the blocks stacked along `dim`, each of which is split separately, e.g. the three blocks of a
+    Attributes:
+        shape: The full shape, without padding.
+        dim: The dimension that is split (a negative number counts from the end).
+        groups: Sizes of the blocks stacked along `dim`, each of which is split separately, e.g. the three blocks of a
             fused QKV weight or the two of a fused gate/up projection. Empty means one block.
-        unit: a rank's piece of every group is a whole number of units, e.g. the head size.
-        pad_multiple: 0 means that every group must divide evenly. m > 0 is for vocabularies: every rank holds ceil(n /
-            size) rows rounded up to a multiple of m, and those beyond the last true row are zeros.
-        tied_to: the name of the parameter whose values this one repeats, if any.
+        unit: Each rank's part of a block is a whole number of units, e.g. of head sizes.
+        pad_multiple: 0 means that every block must divide evenly. m > 0 is for vocabularies: every rank holds ceil(n /
+            size) rows, rounded up to a multiple of m, and the rows after the last true row are zeros.
+        tied_to: The name of the parameter that has the same values, or None.
     """
 
     shape: tuple[int, ...]
@@ -35,7 +36,7 @@ class Shard:
     tied_to: str | None = None
 
     def __post_init__(self) -> None:
-        set_field = object.__setattr__  # the frozen dataclass's own way of normalizing a field
+        set_field = object.__setattr__  # a frozen dataclass sets its own fields this way
         set_field(self, "shape", tuple(self.shape))
         set_field(self, "groups", tuple(self.groups))
         if not -len(self.shape) <= self.dim < len(self.shape):
@@ -47,7 +48,7 @@ class Shard:
         if self.pad_multiple < 0 or self.unit < 1:
             raise ValueError(f"pad_multiple {self.pad_multiple} must be >= 0 and unit {self.unit} >= 1")
         if self.pad_multiple and (len(self.groups) > 1 or self.unit > 1):
-            raise ValueError("pad_multiple is for a single block of single rows; drop groups and unit")
+            raise ValueError("pad_multiple needs a single block and unit 1; drop groups and unit")
         for width in self._blocks:
             if width % self.unit:
                 raise ValueError(f"a block of {width} rows is not a whole number of units of {self.unit}")
@@ -57,14 +58,14 @@ class Shard:
         return self.groups or (self.shape[self.dim],)
 
     def legal_sizes(self, limit: int) -> list[int]:
-        """The numbers of ranks up to `limit` over which this tensor can be split."""
+        """Returns the numbers of ranks up to `limit` over which this tensor can be split."""
         if self.pad_multiple:
             return list(range(1, limit + 1))
         common = gcd(*(width // self.unit for width in self._blocks))
         return [size for size in divisors(common) if size <= limit] if common else list(range(1, limit + 1))
 
     def check(self, size: int) -> None:
-        """Raise `ValueError`, naming the sizes that work, if `size` ranks cannot share this tensor."""
+        """Raises `ValueError`, naming the sizes that work, if this tensor cannot be split over `size` ranks."""
         if size >= 1 and (self.pad_multiple or all((width // self.unit) % size == 0 for width in self._blocks)):
             return
         units = f" in units of {self.unit}" if self.unit > 1 else ""
@@ -75,20 +76,20 @@ class Shard:
         )
 
     def _width(self, block: int, size: int) -> int:
-        """Rows of one block on each rank, padding included."""
+        """Returns the number of rows of one block on each rank, including padding."""
         width = -(-block // size)
         return -(-width // self.pad_multiple) * self.pad_multiple if self.pad_multiple else width
 
     def local_shape(self, size: int) -> tuple[int, ...]:
-        """The shape that each of `size` ranks holds, padding included."""
+        """Returns the shape that each of `size` ranks holds, including padding."""
         self.check(size)
         local = sum(self._width(block, size) for block in self._blocks)
         return (*self.shape[: self.dim], local, *self.shape[self.dim + 1 :])
 
     def ranges(self, rank: int, size: int) -> list[tuple[int, int]]:
-        """The [start, stop) ranges along `dim` of the full tensor that `rank` holds, in local order, one per block.
+        """Returns the [start, stop) ranges along `dim` of the full tensor that `rank` holds: one per block, in order.
 
-        Padding belongs to no range, so a rank that holds nothing but padding has an empty one.
+        Ranges exclude padding, so the range of a rank that holds only padding is empty.
         """
         self.check(size)
         if not 0 <= rank < size:
@@ -102,7 +103,7 @@ class Shard:
         return ranges
 
     def slice(self, full: Tensor, rank: int, size: int) -> Tensor:
-        """This rank's part of `full` as a new contiguous tensor; padding rows are zeros."""
+        """Returns this rank's part of `full` as a new contiguous tensor; padding rows are zeros."""
         if tuple(full.shape) != self.shape:
             raise ValueError(f"expected the full tensor of shape {self.shape}, got {tuple(full.shape)}")
         pieces = [full.narrow(self.dim, start, stop - start) for start, stop in self.ranges(rank, size)]
@@ -114,7 +115,7 @@ class Shard:
         return local
 
     def merge(self, parts: Sequence[Tensor]) -> Tensor:
-        """The full tensor from all ranks' parts in rank order, without padding. Exact inverse of `slice`."""
+        """Returns the full tensor, without padding, from all ranks' parts in rank order. It inverts `slice` exactly."""
         size = len(parts)
         expected = self.local_shape(size)
         full = parts[0].new_empty(self.shape)
@@ -128,7 +129,7 @@ class Shard:
         return full
 
     def describe(self) -> str:
-        """One line for a layer's `extra_repr`."""
+        """Returns one line for a layer's `extra_repr`."""
         notes = [f"{'x'.join(map(str, self.shape))} split along {self.dim}"]
         if len(self.groups) > 1:
             notes.append(f"in blocks {'+'.join(map(str, self.groups))}")
@@ -142,21 +143,22 @@ class Shard:
 
 
 def divisors(count: int) -> list[int]:
-    """All divisors of a positive count, ascending."""
+    """Returns all divisors of a positive count in ascending order."""
     low = [d for d in range(1, int(count**0.5) + 1) if count % d == 0]
     return sorted({*low, *(count // d for d in low)})
 
 
 def describe_sizes(sizes: Sequence[int]) -> str:
-    """`1, 2, 3 or 6`."""
+    """Returns a list for a message, such as "1, 2, 3 or 6"."""
     *head, last = (str(size) for size in sizes)
     return f"{', '.join(head)} or {last}" if head else last
 
 
 def divide(count: int, size: int, what: str) -> int:
-    """`count / size`, e.g. `divide(12, 4, "attention heads")`.
+    """Returns `count / size`, e.g. `divide(12, 4, "attention heads")`.
 
-    Raises `ValueError` such as "12 attention heads cannot be split 5 ways; use 1, 2, 3, 4, 6 or 12".
+    Raises:
+        ValueError: Such as "12 attention heads cannot be split 5 ways; use 1, 2, 3, 4, 6 or 12".
     """
     if size < 1 or count % size:
         choices = f"; use {describe_sizes(divisors(count))}" if count > 0 else ""

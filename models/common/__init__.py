@@ -1,1 +1,1 @@
-"""Blocks shared by the families."""
+"""Building blocks that the model families share."""

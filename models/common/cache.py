@@ -1,4 +1,4 @@
-"""What decoding keeps of earlier positions: the keys and values of this rank's heads."""
+"""Holds the key-value cache of decoding: the keys and values of earlier positions, for this rank's heads."""
 
 from __future__ import annotations
 
@@ -7,18 +7,25 @@ from torch import Tensor
 
 
 class LayerKVCache:
-    """Keys and values of one attention layer, in buffers that are made once for `capacity` positions.
+    """The keys and values of one attention layer, in buffers that are allocated once for `capacity` positions.
 
-    length: how many positions are filled.
+    Attributes:
+        capacity: The number of positions that fit.
+        length: The number of positions that are filled.
+        keys, values: [B, Np, capacity, D]; None before the first `extend`.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.length = capacity, 0
-        self.keys: Tensor | None = None  # [B, Np, capacity, D]
+        self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keeps new positions [B, Np, S, D]; returns all so far, [B, Np, length, D]. ValueError past the capacity."""
+        """Appends the keys and values of new positions, [B, Np, S, D], and returns those of all positions so far.
+
+        Raises:
+            ValueError: The new positions exceed the capacity.
+        """
         stop = self.length + keys.shape[2]
         if stop > self.capacity:
             raise ValueError(f"the cache has room for {self.capacity} positions, but {stop} are needed")
@@ -31,13 +38,13 @@ class LayerKVCache:
         return self.filled()
 
     def filled(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of all positions so far, [B, Np, length, D]."""
+        """Returns the keys and values of all positions so far, [B, Np, length, D]."""
         assert self.keys is not None
         assert self.values is not None
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
     def select(self, rows: Tensor) -> None:
-        """Row i becomes what row rows[i] was; rows: int64 [B'], for any B'."""
+        """Replaces row i by the previous row rows[i]. rows: int64 [B'], for any B'."""
         if self.keys is None or self.values is None:
             return
         keys, values = (kept.index_select(0, rows) for kept in self.filled())
@@ -48,7 +55,7 @@ class LayerKVCache:
         self.values[:, :, : self.length] = values
 
     def repeat(self, copies: int) -> None:
-        """Each row becomes `copies` rows, one after another."""
+        """Replaces each row by `copies` consecutive copies of it."""
         if self.keys is not None:
             self.select(torch.arange(self.keys.shape[0], device=self.keys.device).repeat_interleave(copies))
 
@@ -58,11 +65,15 @@ class LayerKVCache:
 
 
 class Cache:
-    """The keys and values of a model's layers, which `forward(cache=…)` reads and extends.
+    """The keys and values of all layers of a model, which `forward(cache=…)` reads and extends.
 
-    capacity: positions to make room for. source_length: of the encoder's output, for a decoder that attends to it;
-    its keys and values are calculated once, for as many rows as the encoder had. A rank holds
-    2 · layers · B · N/tp · (capacity + source_length) · D numbers.
+    A rank holds 2 · layers · B · N/tp · (capacity + source_length) · D numbers.
+
+    Args:
+        layers: The number of layers.
+        capacity: The number of positions to reserve.
+        source_length: The length of the encoder's output, for a decoder that attends to it. Its keys and values are
+            computed once, for as many rows as the encoder had.
     """
 
     def __init__(self, layers: int, capacity: int, source_length: int | None = None) -> None:
@@ -71,20 +82,20 @@ class Cache:
 
     @property
     def length(self) -> int:
-        """How many positions came before the next ones."""
+        """The number of positions so far."""
         return self.layers[0].length
 
     def select(self, rows: Tensor) -> None:
-        """Sequence i becomes a continuation of what sequence rows[i] was. Sources stay: they belong to the batch."""
+        """Replaces sequence i by the previous sequence rows[i]. The sources stay, because they belong to the batch."""
         for layer in self.layers:
             layer.select(rows)
 
     def repeat(self, copies: int) -> None:
-        """Each sequence becomes `copies` of it, one after another."""
+        """Replaces each sequence by `copies` consecutive copies of it."""
         for layer in self.layers:
             layer.repeat(copies)
 
     @property
     def nbytes(self) -> int:
-        """Of the buffers that exist, on this rank."""
+        """The size in bytes of this rank's allocated buffers."""
         return sum(layer.nbytes for layer in [*self.layers, *self.sources])

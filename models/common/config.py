@@ -1,6 +1,7 @@
-"""The base of the families' configurations: validated when made, read from and written as HF's `config.json`.
+"""Defines the base class of the model configurations, which read and write Hugging Face's `config.json`.
 
-A family annotates each field with its type and range, with the types below; `ModelConfig` checks them all.
+A family annotates each field with one of the types below, which state the type and the range. `ModelConfig` checks all
+fields when a configuration is created.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ from .transformer import ACTIVATIONS
 
 @dataclass(frozen=True)
 class Range:
-    """The values that a number may have. above: `low` itself is excluded. below: `high` itself is."""
+    """The range of values that a number may have.
+
+    Attributes:
+        low, high: The bounds.
+        above: Whether `low` itself is excluded.
+        below: Whether `high` itself is excluded.
+    """
 
     low: float
     high: float
@@ -27,7 +34,7 @@ class Range:
     below: bool = False
 
     def __contains__(self, value: float) -> bool:
-        """Whether a number lies in the range. NaN lies in none."""
+        """Returns whether a number is in the range. NaN is in no range."""
         return (self.low < value if self.above else self.low <= value) and (
             value < self.high if self.below else value <= self.high
         )
@@ -39,7 +46,7 @@ class Range:
 
 @dataclass(frozen=True)
 class OneOf:
-    """The strings that a field may have."""
+    """The strings that a field may be set to."""
 
     choices: tuple[str, ...]
 
@@ -50,7 +57,7 @@ class OneOf:
         return f"one of {', '.join(self.choices)}"
 
 
-# Upper bounds are far above any published model. They stop a damaged file before it makes millions of modules.
+# The upper bounds are far above any published model. They reject a damaged file before it creates millions of modules.
 LayerCount = Annotated[int, Range(1, 512)]
 HeadCount = Annotated[int, Range(1, 2**16)]
 HiddenSize = Annotated[int, Range(1, 2**20)]
@@ -70,13 +77,13 @@ class ModelConfig:
     """Base of the families' frozen configurations.
 
     Raises:
-        ValueError: a value that its field's annotation does not allow, or values that do not fit one another.
+        ValueError: A field's annotation does not allow its value, or the values of several fields conflict.
     """
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
     attribute_map: ClassVar[dict[str, str]] = {}
-    """Common name (`hidden_size`) -> this family's key (`n_embd`), as transformers' attribute of that name."""
+    """Maps a common name (`hidden_size`) to this family's key (`n_embd`), like transformers' `attribute_map`."""
 
     vocab_size: VocabSize
 
@@ -88,29 +95,29 @@ class ModelConfig:
 
     @property
     def num_attention_heads(self) -> int:
-        """The number that a tensor-parallel size must divide."""
+        """The number of attention heads, which the tensor-parallel size must divide."""
         raise NotImplementedError
 
     @property
     def max_sequence_length(self) -> int:
-        """The longest sequence the position table serves."""
+        """The longest sequence that the position table supports."""
         raise NotImplementedError
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """From the keys of a `config.json`; keys that this family does not use are left aside."""
+        """Returns a configuration from the keys of a `config.json`. It ignores keys that this family does not use."""
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known})
 
     def to_dict(self) -> dict[str, Any]:
-        """As the contents of a `config.json` that transformers' `AutoConfig` reads."""
+        """Returns the contents of a `config.json` that transformers' `AutoConfig` reads."""
         return {"architectures": [self.architecture], "model_type": self.model_type, **asdict(self)}
 
     def save(self, folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n")
 
     def with_changes(self, **changes: Any) -> Self:
-        """A copy with other values, given by this family's keys or by the common names."""
+        """Returns a copy with other values, which are named by this family's keys or by the common names."""
         own = {self.attribute_map.get(name, name): value for name, value in changes.items()}
         known = [field.name for field in fields(self)]
         if unknown := [name for name in own if name not in known]:
@@ -118,7 +125,7 @@ class ModelConfig:
         return replace(self, **own)
 
     def check_heads(self, hidden_size: int, heads: int) -> None:
-        """Raises ValueError if the heads do not divide the hidden size evenly; names both by the family's keys."""
+        """Raises ValueError, with this family's keys, if the number of heads does not divide the hidden size."""
         if hidden_size % heads:
             width, number = (self.attribute_map.get(key, key) for key in ("hidden_size", "num_attention_heads"))
             fitting = [n for n in range(1, min(hidden_size, 4 * heads) + 1) if hidden_size % n == 0]
@@ -137,7 +144,7 @@ _NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a s
 
 
 def _mismatch(annotation: Any, value: Any) -> str | None:
-    """What a value must be, if the annotation does not allow it; None if it does."""
+    """Returns what a value must be if the annotation does not allow it, or None if the annotation allows it."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         kind, constraint = arguments
@@ -150,12 +157,12 @@ def _mismatch(annotation: Any, value: Any) -> str | None:
     if origin in (list, dict):
         return _mismatched_items(origin, arguments, value)
     kinds = (int, float) if annotation is float else annotation
-    is_flag = isinstance(value, bool) and annotation is not bool  # a bool is an int to Python
+    is_flag = isinstance(value, bool) and annotation is not bool  # bool is a subclass of int
     return None if isinstance(value, kinds) and not is_flag else _NAMES[annotation]
 
 
 def _mismatched_items(kind: type, annotations: tuple[Any, ...], value: Any) -> str | None:
-    """As `_mismatch`, for a list or a dictionary."""
+    """Does what `_mismatch` does for a list or a dictionary."""
     name = "a list" if kind is list else "an object"
     if not isinstance(value, kind):
         return name
@@ -167,7 +174,7 @@ def _mismatched_items(kind: type, annotations: tuple[Any, ...], value: Any) -> s
 
 
 def shown(value: Any) -> str:
-    """A user's value in one short line of an error."""
+    """Returns a user's value as short text for an error message."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an integer of {value.bit_length()} bits"
     text = repr(value)

@@ -1,10 +1,10 @@
-"""What language models share around their blocks: positions, logits, the loss, and the outputs of a forward pass.
+"""Provides what language models share outside their blocks: positions, logits, the loss, and the outputs.
 
-Outputs have Hugging Face's field names; logits stay vocabulary-parallel.
+The outputs of a forward pass use Hugging Face's field names. Logits stay vocabulary-parallel.
 """
 
 # pyright: reportUnknownMemberType=false
-# (torch leaves the types of many of its methods open)
+# (torch does not annotate many of its methods)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -29,24 +29,26 @@ from .parallel_config import ParallelConfig
 
 Generates = Literal["continuation", "answer", "blanks", "masks"]
 
-VOCABULARY_MULTIPLE = 64  # a rank's logits are this aligned, which GPUs multiply much faster
-IGNORED = -100  # a label that asks for no prediction
+VOCABULARY_MULTIPLE = 64  # each rank's number of logits is a multiple of it, which makes GPU products much faster
+IGNORED = -100  # the label of positions without a prediction
 
 
 class LanguageModel(nn.Module):
-    """Base of the models whose logits at a position are for the label at that position (masked language models,
-    decoders whose labels are aligned); their logits are vocabulary-parallel."""
+    """Base of the models that predict the label at each position from the logits at the same position.
+
+    These are masked language models, and decoders whose labels are already shifted. The logits are vocabulary-parallel.
+    """
 
     config: Any  # the family's ModelConfig
     mesh: ParallelMesh | None
     parallel_config: ParallelConfig
     generates: ClassVar[Generates]
-    """What `shardzoo.generation` makes with it: the continuation of a prompt, an encoder-decoder's answer to one, the
-    contents of the blanks in a text, or the tokens at masked places."""
+    """What `shardzoo.generation` generates: the continuation of a prompt, an encoder-decoder's answer to a prompt, the
+    text of blanks, or the tokens at masked positions."""
     sparse_labels: ClassVar[bool] = False
     """Whether most positions have no label, as in masked language models."""
     extra_input_ids: int = 0
-    """How many ids behind the vocabulary the input embedding knows, such as a soft prompt's."""
+    """The number of ids after the vocabulary that the input embedding accepts, such as those of a soft prompt."""
 
     def loss_and_logits(
         self,
@@ -56,11 +58,16 @@ class LanguageModel(nn.Module):
         num_items_in_batch: Tensor | int | None = None,
         table: Tensor | None = None,
     ) -> tuple[Tensor | None, Any]:
-        """(loss, logits [B, S, Vp]) of hidden states [B, S, H], or [B, S/tp, H] under sequence parallelism.
+        """Returns the loss and the logits [B, S, Vp].
 
-        The loss is the mean over the labels int64 [B, S] that are not -100, or their sum divided by
-        `num_items_in_batch`, as in transformers; None without labels. With labels the logits are `LazyLogits`: the
-        loss needs fewer of them, and none afterwards. table: see `VocabParallelHead.forward`.
+        As in transformers, the loss is the mean over the labels that are not -100, or their sum divided by
+        `num_items_in_batch`; it is None without labels. With labels the logits are `LazyLogits`, because the loss
+        needs only some of them and keeps none.
+
+        Args:
+            hidden: [B, S, H], or [B, S/tp, H] under sequence parallelism.
+            labels: int64 [B, S].
+            table: See `VocabParallelHead.forward`.
         """
 
         def logits() -> Tensor:
@@ -74,45 +81,45 @@ class LanguageModel(nn.Module):
         return loss, LazyLogits(logits, head.parameters())
 
     def targets(self, labels: Tensor) -> Tensor:
-        """What each position has to predict, int64 [B, S]."""
+        """Returns the id that each position predicts, int64 [B, S]."""
         return labels
 
     def count_targets(self, labels: Tensor) -> Tensor:
-        """How many predictions the loss of `labels` is made of."""
+        """Returns the number of predictions that enter the loss of `labels`."""
         return (self.targets(labels) != IGNORED).sum()
 
     def unpad_logits(self, logits: Tensor) -> Tensor:
-        """What a forward pass returns of its logits [B, S, Vp]: in one process [B, S, V], as transformers does."""
+        """Returns the logits [B, S, Vp] as a forward pass returns them: without padding, [B, S, V], in one process."""
         return logits[..., : self.config.vocab_size] if tp_size(self.mesh) == 1 else logits
 
     def gather_logits(self, logits: Tensor) -> Tensor:
-        """Each rank's [B, S, Vp] -> [B, S, V]"""
+        """Returns the logits of the whole vocabulary: each rank's [B, S, Vp] -> [B, S, V]."""
         return gather_from_tp(logits, self.mesh)[..., : self.config.vocab_size]
 
     def gather_hidden_states(self, x: Tensor) -> Tensor:
-        """What a caller gets to see of [B, S, H] hidden states, of which a rank may hold [B, S/tp, H]."""
+        """Returns the whole hidden states [B, S, H], of which each rank may hold a part [B, S/tp, H]."""
         return gather_sequence(x, self.mesh, partial_grad=False) if self.parallel_config.sequence_parallel else x
 
     def gather_all_hidden_states(self, hidden_states: Iterable[Tensor]) -> tuple[Tensor, ...]:
         return tuple(self.gather_hidden_states(x) for x in hidden_states)
 
     def scatter_hidden_states(self, x: Tensor) -> Tensor:
-        """The part of a caller's [B, S, H] that this rank's blocks work on."""
+        """Returns this rank's part of whole hidden states [B, S, H]."""
         return scatter_sequence(x, self.mesh) if self.parallel_config.sequence_parallel else x
 
 
 class CausalLM(LanguageModel):
-    """Base of the models that predict each token from those before it; their logits are vocabulary-parallel."""
+    """Base of the models that predict each token from the tokens before it; their logits are vocabulary-parallel."""
 
     generates = "continuation"
 
     def targets(self, labels: Tensor) -> Tensor:
-        # Shifting the labels, not the hidden states, keeps those contiguous and uncopied.
+        # Shifting the labels instead of the hidden states avoids a copy of the hidden states.
         return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
 class Seq2SeqLM(LanguageModel):
-    """Base of the encoder-decoders; the label at a position is what the decoder predicts there.
+    """Base of the encoder-decoders, whose decoder predicts the label at each position.
 
     `config` has `pad_token_id` and `decoder_start_token_id`.
     """
@@ -120,7 +127,7 @@ class Seq2SeqLM(LanguageModel):
     generates = "answer"
 
     def decoder_inputs(self, decoder_input_ids: Tensor | None, labels: Tensor | None) -> Tensor:
-        """The given ids, else the labels moved one to the right. ValueError with neither."""
+        """Returns the given ids, else the labels shifted right by one. Raises ValueError if both are None."""
         if decoder_input_ids is not None:
             return decoder_input_ids
         if labels is None:
@@ -128,7 +135,7 @@ class Seq2SeqLM(LanguageModel):
         return self.prepare_decoder_input_ids_from_labels(labels)
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
-        """int64 [B, T]: the start token, then all labels but the last; -100 becomes padding."""
+        """Returns int64 [B, T]: the start token, then all labels but the last. -100 becomes padding."""
         ids = labels.roll(1, dims=1)
         ids[:, 0] = self.config.decoder_start_token_id
         return ids.masked_fill(ids == IGNORED, self.config.pad_token_id)
@@ -143,14 +150,19 @@ def head_loss(
     num_items: Tensor | int | None = None,
     sparse_labels: bool = False,
 ) -> Tensor:
-    """Cross-entropy of the head's logits with labels int64 [B, S], of which -100 is ignored: their mean, NaN of none,
-    or their sum divided by `num_items`. fp32.
+    """Returns the cross-entropy of the head's logits in fp32: the mean, or the sum divided by `num_items`.
 
-    hidden: [B, S, H], or [B, S/tp, H] under sequence parallelism. table: see `VocabParallelHead.forward`.
-    sparse_labels: look for the labeled positions on an accelerator too, where the host has to wait for the answer.
-    ValueError for shapes that do not match and for labels outside the vocabulary.
+    Args:
+        hidden: [B, S, H], or [B, S/tp, H] under sequence parallelism.
+        labels: int64 [B, S]; -100 is ignored. The mean is NaN if all labels are ignored.
+        table: See `VocabParallelHead.forward`.
+        sparse_labels: Select the labeled positions on an accelerator too, although the host must wait for it there.
+
+    Raises:
+        ValueError: The shapes do not match, or a label is outside the vocabulary.
     """
-    if torch.compiler.is_compiling():  # a compiler traces neither gradients written over logits nor a number of rows
+    # A compiler can trace neither a gradient that overwrites the logits nor a number of rows that depends on data.
+    if torch.compiler.is_compiling():
         logits = head(hidden, table)
         reduction = "mean" if num_items is None else "sum"
         loss = vocab_parallel_cross_entropy(
@@ -167,14 +179,17 @@ def head_loss(
     if hidden.is_cpu or sparse_labels:
         chosen = labeled.nonzero()[:, 0]
         if len(chosen) < len(target):
-            chosen = chosen if len(chosen) else torch.zeros_like(target[:1])  # an ignored one, for zero gradients
+            # Without labels, keep one ignored position, so that the gradients are zeros.
+            chosen = chosen if len(chosen) else torch.zeros_like(target[:1])
             rows, target = rows[chosen], target[chosen]
     return head.losses(rows, target, table, ignore_index=IGNORED).sum() / count
 
 
 class PositionEmbedding(nn.Embedding):
-    """A learned, replicated table of positions or segments; under sequence parallelism a rank gets its slice of
-    the output. The row of `padding_idx` gets no gradient."""
+    """A learned, replicated table of positions or segments. The row of `padding_idx` gets no gradient.
+
+    Under sequence parallelism, each rank gets its slice of the output.
+    """
 
     def __init__(
         self,
@@ -189,28 +204,24 @@ class PositionEmbedding(nn.Embedding):
         self.sequence_parallel, self.mesh = sequence_parallel, mesh
 
     def reset_parameters(self) -> None:
-        """`initialize` draws the values; drawing shapes alone would load all of torch's compiler."""
+        """Does nothing: `initialize` sets the values, and sampling on the meta device would load PyTorch's compiler."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Position ids [B, S] -> [B, S, H], or [B, S/tp, H]"""
+        """Maps position ids [B, S] to [B, S, H], or [B, S/tp, H] under sequence parallelism."""
         x = super().forward(input)
         return scatter_sequence(x, self.mesh) if self.sequence_parallel else x
 
 
 class ReplicatedLinear(nn.Linear):
-    """y = x Wᵀ + b with the same weight on every rank.
+    """y = x Wᵀ + b with the same weight on every rank. Input [..., in], output [..., out].
 
-    sequence_parallel: the input is this rank's part of the sequence, so the parameters' gradients are summed over
-    the tensor-parallel ranks. Input [..., in], output [..., out].
+    Args:
+        sequence_parallel: The input is this rank's part of the sequence, so the parameters' gradients are summed over
+            the tensor-parallel ranks.
     """
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        sequence_parallel: bool = False,
-        mesh: ParallelMesh | None = None,
+        self, in_features: int, out_features: int, *, sequence_parallel: bool = False, mesh: ParallelMesh | None = None
     ) -> None:
         super().__init__(in_features, out_features)
         self.sequence_parallel, self.mesh = sequence_parallel, mesh
@@ -224,7 +235,7 @@ class ReplicatedLinear(nn.Linear):
 
 
 def first_token(x: Tensor, *, sequence_parallel: bool, mesh: ParallelMesh | None) -> Tensor:
-    """The first position's hidden state, on every rank: [B, S, H], or [B, S/tp, H] -> [B, H]"""
+    """Returns the first position's hidden state on every rank: [B, S, H], or [B, S/tp, H] -> [B, H]."""
     if sequence_parallel:
         x = gather_sequence(x[:, :1], mesh, partial_grad=False)  # [B, tp, H], each rank's first position
     return x[:, 0]
@@ -232,9 +243,9 @@ def first_token(x: Tensor, *, sequence_parallel: bool, mesh: ParallelMesh | None
 
 @dataclass
 class ModelOutput:
-    """Base of the outputs, dataclasses whose fields that are not None can also be had by position or by name.
+    """Base of the outputs: dataclasses whose fields, except those that are None, also have an index and a key.
 
-    A field without a default may be `LazyLogits`; reading it calculates it, on all tensor-parallel ranks together.
+    A field without a default may be `LazyLogits`. Reading it computes it, so all tensor-parallel ranks must read it.
     """
 
     def __post_init__(self) -> None:
@@ -278,9 +289,10 @@ class ModelOutput:
 
 
 class LazyLogits:
-    """A result of a forward pass that is calculated if somebody reads it.
+    """Logits that are computed only when they are read.
 
-    That is later, so gradient mode and autocast are those of the forward pass, and `parameters` must not have changed.
+    The computation uses the gradient mode and the autocast setting of the forward pass. `parameters` must not change
+    between the forward pass and the reading.
     """
 
     def __init__(self, calculate: Callable[[], Tensor], parameters: Iterable[Tensor]) -> None:
@@ -291,10 +303,10 @@ class LazyLogits:
         self.autocast = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
 
     def read(self, name: str) -> Tensor:
-        """RuntimeError if an optimizer's step has changed the weights meanwhile."""
+        """Returns the logits. Raises RuntimeError if the weights have changed since the forward pass."""
         if versions(self.parameters) != self.versions:
             raise RuntimeError(
-                f"{name} is calculated when it is first read, and the weights have changed since the forward pass: "
+                f"{name} is computed when it is first read, but the weights have changed since the forward pass; "
                 "read it before the optimizer's step, or call the model without labels"
             )
         enabled, dtype = self.autocast
@@ -308,13 +320,14 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
 
 @dataclass
 class CausalLMOutput(ModelOutput):
-    """Result of a causal language model.
+    """The output of a causal language model.
 
-    loss: scalar fp32, mean over the labels that are not -100; None without labels.
-    logits: [B, S, Vp], this rank's columns of the padded vocabulary ([B, S, V] in one process);
-        `model.gather_logits` gives [B, S, V]. With labels they are calculated when first read.
-    hidden_states: the embedding output and each block's output, [B, S, H] each (the last one after the final
-        norm, as in transformers); None unless asked for.
+    Attributes:
+        loss: Scalar fp32, the mean over the labels that are not -100; None without labels.
+        logits: [B, S, Vp], this rank's columns of the padded vocabulary ([B, S, V] in one process);
+            `model.gather_logits` returns [B, S, V]. With labels they are computed when they are first read.
+        hidden_states: The embedding output and each block's output, [B, S, H] each (the last one after the final
+            norm, as in transformers); None unless requested.
     """
 
     loss: Tensor | None
@@ -324,7 +337,12 @@ class CausalLMOutput(ModelOutput):
 
 @dataclass
 class EncoderOutput(ModelOutput):
-    """last_hidden_state: [B, S, H]. hidden_states: the last one is last_hidden_state; None unless asked for."""
+    """The output of an encoder.
+
+    Attributes:
+        last_hidden_state: [B, S, H].
+        hidden_states: [B, S, H] each; the last one is last_hidden_state. None unless requested.
+    """
 
     last_hidden_state: Tensor
     hidden_states: tuple[Tensor, ...] | None = None
@@ -332,14 +350,13 @@ class EncoderOutput(ModelOutput):
 
 @dataclass
 class Seq2SeqLMOutput(ModelOutput):
-    """Result of an encoder-decoder. S: source length; T: target length.
+    """The output of an encoder-decoder. S is the source length, T the target length.
 
-    loss: scalar fp32, mean over the labels that are not -100; None without labels.
-    logits: [B, T, Vp], this rank's columns of the padded vocabulary ([B, T, V] in one process);
-        `model.gather_logits` gives [B, T, V]. With labels they are calculated when first read.
-    encoder_last_hidden_state: [B, S, H]; what `encoder_outputs` takes.
-    decoder_hidden_states, encoder_hidden_states: embedding output and each block's output, [B, T, H] and [B, S, H],
-        the last one after the final norm; None unless asked for.
+    Attributes:
+        loss, logits: As in `CausalLMOutput`; logits are [B, T, Vp].
+        decoder_hidden_states, encoder_hidden_states: The embedding output and each block's output, [B, T, H] and
+            [B, S, H] each, the last one after the final norm; None unless requested.
+        encoder_last_hidden_state: [B, S, H]; a later call takes it as `encoder_outputs`.
     """
 
     loss: Tensor | None

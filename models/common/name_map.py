@@ -1,4 +1,4 @@
-"""A declarative map between native parameter names and a checkpoint's tensor names, used in both directions."""
+"""Maps native parameter names to a checkpoint's tensor names, in both directions."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Entry:
-    """One native parameter and the tensor, or stacked tensors, that a checkpoint stores for it.
+    """One native parameter and the tensor, or the stacked tensors, that a checkpoint stores for it.
 
-    native, stored: names; `{i}` stands for a layer number. Several stored names are stacked along the native
-        parameter's split dimension, one for each group of its `Shard` (separate q, k, v of a fused qkv).
-    transpose: the checkpoint stores [in, out] where the native weight is [out, in] (GPT2's Conv1D).
+    Attributes:
+        native, stored: Names, in which `{i}` stands for a layer number. Several stored tensors are stacked along the
+            native parameter's split dimension, one for each group of its `Shard` (separate q, k, v of a fused qkv).
+        transpose: The checkpoint stores [in, out] and the native weight is [out, in] (GPT-2's Conv1D).
     """
 
     native: str
@@ -30,12 +31,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Match:
-    """How the tensors of one checkpoint meet the parameters of one model.
+    """Which tensors of one checkpoint belong to which parameters of one model.
 
-    entries: native name -> its entry, layer numbers filled in.
-    sources: stored name, as entries have it -> the tensor's name in this checkpoint.
-    aliases: name in this checkpoint of a tensor that must repeat another -> that one's stored name.
-    other_heads: names in this checkpoint of tensors that belong to heads which the model does not have.
+    Attributes:
+        entries: Native name -> its entry, with layer numbers filled in.
+        sources: Stored name, as entries spell it -> the tensor's name in this checkpoint.
+        aliases: A tensor's name in this checkpoint -> the stored name of another tensor that must be equal.
+        other_heads: The names in this checkpoint of tensors of heads that the model does not have.
     """
 
     entries: dict[str, Entry]
@@ -46,13 +48,14 @@ class Match:
 
 @dataclass(frozen=True)
 class NameMap:
-    """All entries of a family, whichever head a model of it has.
+    """All entries of a family, for models with any head.
 
-    prefix: what the checkpoint's names may or may not start with (`transformer.`); entries are written with it.
-    aliases: stored names that repeat another stored tensor (tied weights): name -> the name that is kept. Where a
-        model has a parameter of its own for such a name (an untied head), it is no alias.
-    renamed: names in old files: regular expression (full match) -> today's name, in which `\\1` is the first group.
-    ignored: regular expressions (full match) of stored tensors that are no parameters.
+    Attributes:
+        prefix: An optional prefix of the checkpoint's names (`transformer.`); entries include it.
+        aliases: Pairs (name, kept name) of stored tensors with equal values (tied weights). The pair does not apply
+            to a model that has a separate parameter for the name (an untied head).
+        renamed: Pairs (regular expression for the full name in old files, current name); `\\1` is the first group.
+        ignored: Regular expressions for the full names of stored tensors that are not parameters.
     """
 
     entries: tuple[Entry, ...]
@@ -62,7 +65,7 @@ class NameMap:
     ignored: tuple[str, ...] = ()
 
     def resolve(self, native_names: Iterable[str]) -> Iterator[Entry]:
-        """The entry of each native parameter, layer numbers filled in. KeyError where there is none."""
+        """Yields the entry of each native parameter, with layer numbers filled in. Raises KeyError without an entry."""
         patterns = [(re.compile(_layer_pattern(entry.native)), entry) for entry in self.entries]
         for name in native_names:
             for pattern, entry in patterns:
@@ -76,21 +79,21 @@ class NameMap:
         return any(re.fullmatch(pattern, stored_name) for pattern in self.ignored)
 
     def stored_names(self) -> set[str]:
-        """All names that entries have."""
+        """Returns the stored names of all entries."""
         return {name for entry in self.entries for name in entry.stored_names()}
 
     def untied_names(self) -> list[str]:
-        """Stored names that are an alias in a tied model and a parameter of their own in an untied one."""
+        """Returns the stored names that are aliases in a tied model and parameters in an untied model."""
         own = self.stored_names()
         return [alias for alias, _ in self.aliases if alias in own]
 
     def untied_entries(self) -> list[Entry]:
-        """Entries of the parameters that only an untied model has."""
+        """Returns the entries of the parameters that only an untied model has."""
         names = set(self.untied_names())
         return [entry for entry in self.entries if names & set(entry.stored_names())]
 
     def todays_name(self, stored_name: str, known: Container[str]) -> str:
-        """`stored_name` as entries spell it: renamed if it is an old name, with the prefix if only that is known."""
+        """Returns `stored_name` as entries spell it: an old name is replaced, and a missing prefix is added."""
         for pattern, replacement in self.renamed:
             if match := re.fullmatch(pattern, stored_name):
                 stored_name = match.expand(replacement)
@@ -98,10 +101,11 @@ class NameMap:
         return prefixed if stored_name not in known and prefixed in known else stored_name
 
     def match(self, native_names: Iterable[str], stored_names: Iterable[str]) -> Match:
-        """Pairs a model's parameters with a checkpoint's tensors.
+        """Matches a model's parameters with a checkpoint's tensors.
 
-        Raises `ValueError` naming every parameter without a tensor, every tensor that no model of this family has,
-        and tensors that are there under two names.
+        Raises:
+            ValueError: A parameter has no tensor, no model of this family has a tensor, or a tensor is stored under
+                two names. The message lists the names.
         """
         entries = {entry.native: entry for entry in self.resolve(native_names)}
         wanted = {name for entry in entries.values() for name in entry.stored_names()}
@@ -125,7 +129,7 @@ class NameMap:
             elif not (self.is_ignored(stored) or self.is_ignored(name)):
                 unexpected.append(stored)
         for stored, kept in list(aliases.items()):
-            if kept in wanted and kept not in sources:  # files that kept another one of the equal tensors
+            if kept in wanted and kept not in sources:  # the file stores only the alias
                 sources[kept] = stored
                 del aliases[stored]
         refuse_names(sorted(wanted - sources.keys()), unexpected)
@@ -133,7 +137,7 @@ class NameMap:
 
 
 def refuse_names(missing: list[str], unexpected: list[str]) -> None:
-    """ValueError if a checkpoint lacks tensors of the model, or has tensors that the model does not."""
+    """Raises ValueError if a checkpoint lacks tensors of the model, or has tensors that the model does not have."""
     problems: list[str] = []
     if missing:
         problems.append(f"lacks {_listed(missing)}")

@@ -1,4 +1,4 @@
-"""How a model's blocks run, which never changes what they compute."""
+"""Configures how a model's blocks run. The settings do not change what the blocks compute."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from ...mpu import Dropout, ParallelMesh
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """sequence_parallel: norms, dropouts and residuals hold a slice of the sequence each.
+    """How a model's blocks run.
 
-    recompute: what the backward pass computes again instead of keeping: nothing, attention's core, or blocks.
+    Attributes:
+        sequence_parallel: Each rank's norms, dropouts and residuals process a slice of the sequence.
+        recompute: What the backward pass recomputes to save memory: nothing, the attention core, or whole blocks.
     """
 
     sequence_parallel: bool = False
@@ -20,17 +22,17 @@ class ParallelConfig:
 
 
 class LayerArguments(TypedDict):
-    """Arguments that norms, embeddings and parallel layers have in common."""
+    """The arguments that norms, embeddings and parallel layers share."""
 
     mesh: ParallelMesh | None
     sequence_parallel: bool
 
 
 def layer_arguments(mesh: ParallelMesh | None, parallel_config: ParallelConfig) -> LayerArguments:
-    """The common arguments of the layers under a mesh and a `ParallelConfig`."""
+    """Returns the shared arguments of the layers for a mesh and a `ParallelConfig`."""
     return {"mesh": mesh, "sequence_parallel": parallel_config.sequence_parallel}
 
 
 def residual_dropout(p: float, mesh: ParallelMesh | None, parallel_config: ParallelConfig) -> Dropout:
-    """Dropout of [B, S, H], whose sequence is split under sequence parallelism."""
+    """Returns the dropout of a tensor [B, S, H], whose sequence is split under sequence parallelism."""
     return Dropout(p, split_dim=1 if parallel_config.sequence_parallel else None, mesh=mesh)

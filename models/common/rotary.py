@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al., 2021, arXiv:2104.09864), in Hugging Face's layout: features i and i + D/2 are a pair."""
+"""Computes rotary positions (Su et al., 2021, arXiv:2104.09864). As in Hugging Face, features i and i + D/2 pair up."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 def rotary_embedding(position_ids: Tensor, head_size: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of positions int64 [B, S], each [B, 1, S, D].
+    """Returns the cosines and sines of positions int64 [B, S], each [B, 1, S, D].
 
     Args:
         theta: The angle of position p and feature i is p * theta^(-2i / D), in fp32.
-        dtype: Of the result.
+        dtype: The dtype of the result.
     """
     exponents = torch.arange(0, head_size, 2, device=position_ids.device, dtype=torch.float32) / head_size
     angles = position_ids[:, None, :, None].float() * (1.0 / theta**exponents)  # [B, 1, S, D/2]

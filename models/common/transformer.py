@@ -1,7 +1,7 @@
-"""The two halves of a transformer block, attention and feed-forward, split over the tensor-parallel ranks.
+"""Implements the two halves of a transformer block, attention and MLP, split over the tensor-parallel ranks.
 
-Attention splits its heads, the feed-forward its inner width. An attention mask is bool, True where a query sees a key,
-broadcastable to [B, N, Sq, Sk]; None where all see all.
+Attention splits its heads, the MLP its inner width. An attention mask is bool and broadcastable to [B, N, Sq, Sk]; True
+means that the query attends to the key. None means that every query attends to every key.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from .cache import LayerKVCache
 from .parallel_config import ParallelConfig
 from .rotary import rotate
 
-MAX_EAGER_SCORES = 512 * 512  # of a head, where `eager_beats_sdpa`
+MAX_EAGER_SCORES = 512 * 512  # scores per head, for `eager_beats_sdpa`
 
 gelu_tanh = partial(F.gelu, approximate="tanh")
 
-# transformers' names; "gelu_new" and its like are the tanh approximation.
+# The names are transformers'. "gelu_new", "gelu_fast" and "gelu_pytorch_tanh" are the tanh approximation.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_new": gelu_tanh,
@@ -59,18 +59,17 @@ GATES: dict[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class Attention(nn.Module):
-    """Base of both kinds: the input projections, the attention core and the output projection.
+    """Base of self- and cross-attention: input projections, attention core and output projection.
 
-    A subclass lists its input projections in `projections`: name -> the blocks that are stacked in the weight, "q", "k"
-    and "v".
+    A subclass lists its input projections in `projections`: name -> the blocks "q", "k" and "v" stacked in the weight.
 
     Args:
-        num_key_value_heads: for grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245); num_heads by default.
+        num_key_value_heads: For grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245); num_heads by default.
         head_size: hidden_size / num_heads by default.
-        bias: whether the projections have biases.
+        bias: Whether the projections have biases.
 
     Raises:
-        ValueError: the tensor-parallel size does not divide both numbers of heads; a head is never split.
+        ValueError: The tensor-parallel size does not divide both numbers of heads; a head is never split.
     """
 
     projections: ClassVar[dict[str, str]]
@@ -111,7 +110,7 @@ class Attention(nn.Module):
 
 
 class SelfAttention(Attention):
-    """Attention of a sequence to itself, with a fused qkv product [Q|K|V]."""
+    """Attention of a sequence to itself, with one fused projection [Q|K|V]."""
 
     projections: ClassVar = {"qkv": "qkv"}
     qkv: ColumnParallelLinear
@@ -127,15 +126,17 @@ class SelfAttention(Attention):
         cache: LayerKVCache | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """[B, S, H] -> [B, S, H]
+        """Returns [B, S, H]. With memory or a cache of M earlier positions there are M + S keys, else S.
 
-        mask: bool, broadcastable to [B, Np, S, S], True where attended; None for all.
-        position_bias: [1 or B, Np, S, S], added to the scaled scores; it may be trained.
-        causal: without a mask, lets a position see itself and those before it.
-        memory: [B, M, H] of the positions before x, which are attended too; the keys are then M + S. Not under
-            sequence parallelism, where x is a part of the sequence.
-        cache: the keys and values of M earlier positions, to which those of x are added; the keys are then M + S.
-        rotary: cosines and sines of the positions of x, as `rotary_embedding` gives them; not with memory.
+        Args:
+            x: [B, S, H].
+            mask: bool, broadcastable to [B, Np, S, S], True where a query attends to a key; None for all.
+            position_bias: [1 or B, Np, S, S], added to the scaled scores; it may be trained.
+            causal: Without a mask, each position attends to itself and to earlier positions only.
+            memory: [B, M, H], the hidden states of the positions before x, which x attends to as well. Not supported
+                under sequence parallelism, where x is a part of the sequence.
+            cache: The keys and values of M earlier positions; those of x are appended to it.
+            rotary: The cosines and sines of the positions of x, from `rotary_embedding`; not supported with memory.
         """
         qkv = self.qkv(x if memory is None else torch.cat([memory, x], dim=1))
         q, k, v = split_fused_heads(qkv, self.heads["qkv"], self.head_size)  # [B, Np or Kp, S, D]
@@ -149,7 +150,7 @@ class SelfAttention(Attention):
 
 
 class CrossAttention(Attention):
-    """Attention of one sequence to another, with a query product and a fused [K|V] product."""
+    """Attention of one sequence to another, with a query projection and a fused projection [K|V]."""
 
     projections: ClassVar = {"query": "q", "key_value": "kv"}
     query: ColumnParallelLinear
@@ -158,10 +159,14 @@ class CrossAttention(Attention):
     def forward(
         self, x: Tensor, source: Tensor, mask: Tensor | None = None, cache: LayerKVCache | None = None
     ) -> Tensor:
-        """x: [B, S, H]; source: [B, T, H], what is attended; mask: bool, broadcastable to [B, Np, S, T].
+        """Returns [B, S, H].
 
-        cache: keeps the source's keys and values at the first call, which later ones use. Then x may have n rows for
-        each of the source's, one after another, and mask must be the same for all queries.
+        Args:
+            x: [B, S, H].
+            source: [B, T, H], the sequence that x attends to.
+            mask: bool, broadcastable to [B, Np, S, T].
+            cache: The first call stores the source's keys and values in it, and later calls use them. With a cache, x
+                may have n consecutive rows for each row of the source, and mask must be the same for all queries.
         """
         q = split_heads(self.query(x), self.head_size)  # [B, Np, S, D]
         if cache is not None and cache.length:
@@ -175,10 +180,10 @@ class CrossAttention(Attention):
 
 
 class CoreAttention(nn.Module):
-    """softmax(scale · q·kᵀ + position_bias, over the keys that the mask shows)·v, of this rank's heads.
+    """Computes softmax(scale · q·kᵀ + position_bias)·v for this rank's heads, over the keys that the mask allows.
 
-    A query that sees no key gets zeros, as in `scaled_dot_product_attention`. Selective recomputation keeps only q,
-    k and v for the backward pass.
+    A query without any allowed key gets zeros, as in `scaled_dot_product_attention`. Selective recomputation keeps only
+    q, k and v for the backward pass.
     """
 
     def __init__(
@@ -196,7 +201,7 @@ class CoreAttention(nn.Module):
 
         Args:
             q: [B, Np, Sq, D].
-            k, v: [B, Kp, Sk, D]; a key-value head serves Np / Kp query heads, one after another.
+            k, v: [B, Kp, Sk, D]; each key-value head serves Np / Kp consecutive query heads.
         """
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self.attend, q, k, v, mask, position_bias, causal)
@@ -205,9 +210,9 @@ class CoreAttention(nn.Module):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position_bias: Tensor | None, causal: bool
     ) -> Tensor:
-        causal = causal and mask is None and q.shape[2] > 1  # the last query sees every key
+        causal = causal and mask is None and q.shape[2] > 1  # the last query attends to every key
         if mask is None and not causal and in_inference_mode():
-            mask, position_bias = position_bias, None  # a mask of numbers is added, and no gradient is wanted
+            mask, position_bias = position_bias, None  # without gradients, the bias can be a mask of added numbers
         if position_bias is None and not self.dropout.drops and not eager_beats_sdpa(q, k):
             if causal and q.shape[2] != k.shape[2]:
                 mask, causal = lower_triangular_mask(q.shape[2], k.shape[2], q.device), False
@@ -215,8 +220,8 @@ class CoreAttention(nn.Module):
             return F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, scale=self.scale, is_causal=causal, enable_gqa=grouped
             )
-        # The probabilities are written out: for the gradient of a trained bias, for a dropout mask that does not
-        # depend on the layout, or for speed.
+        # Compute the probabilities explicitly, for one of three reasons: the gradient of a trained bias, a dropout mask
+        # that does not depend on the layout, or speed.
         k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
         scores = matmul(q, k.mT)  # [B, Np, Sq, Sk]
         weights = scaled_masked_softmax(
@@ -226,15 +231,15 @@ class CoreAttention(nn.Module):
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """[B, Kp, S, D] -> [B, heads, S, D], each head as many times, one after another."""
+    """Repeats each head consecutively: [B, Kp, S, D] -> [B, heads, S, D]."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def eager_beats_sdpa(q: Tensor, k: Tensor) -> bool:
-    """Whether two matrix products and a softmax beat `scaled_dot_product_attention`, forward and backward.
+    """Whether two matrix products and a softmax are faster than `scaled_dot_product_attention`, forward and backward.
 
-    They do for 16-bit types on a CPU: 12 ms against 26 for 4 × 12 heads of 64 at 256 positions, 53 against 87 at 512.
-    Longer rows would cost too much memory.
+    They are for 16-bit types on a CPU: 12 ms against 26 for 4 × 12 heads of 64 at 256 positions, 53 against 87 at 512.
+    Longer sequences would need too much memory.
     """
     short = q.shape[2] * k.shape[2] <= MAX_EAGER_SCORES
     return q.is_cpu and q.dtype.itemsize == 2 and short and torch.is_grad_enabled() and q.requires_grad
@@ -272,8 +277,11 @@ def _split_blocks(x: Tensor, heads: tuple[int, ...], head_size: int) -> tuple[Te
 
 
 class _SplitFusedHeads(Function):
-    """See `split_fused_heads`. The gradients are written where they belong; a sum of slices' gradients would first pad
-    each one, and a concatenation would first merge the heads of each."""
+    """Implements `split_fused_heads`.
+
+    The backward pass writes each block's gradient into its place. Autograd would pad the gradient of each slice and sum
+    them; a concatenation would first copy each gradient to merge its heads.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, heads: tuple[int, ...], head_size: int) -> tuple[Tensor, ...]:
@@ -290,7 +298,7 @@ class _SplitFusedHeads(Function):
 
 
 def fold_beams(queries: Tensor, rows: int) -> tuple[Tensor, int]:
-    """Queries [B·n, Np, S, D] of n sequences for each of B = `rows` sources -> ([B, Np, n·S, D], n)."""
+    """Folds n sequences for each of B = `rows` sources into one: [B·n, Np, S, D] -> ([B, Np, n·S, D], n)."""
     copies = queries.shape[0] // rows
     if copies == 1:
         return queries, 1
@@ -298,18 +306,21 @@ def fold_beams(queries: Tensor, rows: int) -> tuple[Tensor, int]:
 
 
 def unfold_beams(attended: Tensor, copies: int) -> Tensor:
-    """[B, Np, n·S, D] -> [B·n, Np, S, D]"""
+    """Reverses `fold_beams`: [B, Np, n·S, D] -> [B·n, Np, S, D]."""
     if copies == 1:
         return attended
     return torch.unflatten(attended, 2, (copies, -1)).transpose(1, 2).flatten(0, 1)
 
 
 def key_mask(attention_mask: Tensor | None) -> Tensor | None:
-    """What bidirectional attention and cross-attention see: None without padding, else every key but the padding.
+    """Returns the mask of bidirectional attention and cross-attention, which excludes padding.
 
-    attention_mask: [B, Sk], nonzero for tokens and 0 for padding, as in transformers; or [B or 1, N or 1, Sq, Sk],
-    a finished mask, nonzero where attended. ValueError for other shapes and for a 4-D mask of floats, which may be
-    meant to be added.
+    Args:
+        attention_mask: None; or [B, Sk], nonzero for tokens and 0 for padding, as in transformers; or a complete mask
+            [B or 1, N or 1, Sq, Sk], nonzero where a query attends to a key.
+
+    Raises:
+        ValueError: The shape is another one, or a 4-D mask has floats, which may be meant to be added.
     """
     if attention_mask is None:
         return None
@@ -324,9 +335,11 @@ def key_mask(attention_mask: Tensor | None) -> Tensor | None:
 
 
 def causal_mask(attention_mask: Tensor | None, sequence_length: int, cached: int = 0) -> Tensor | None:
-    """What the S queries of a causal model see of themselves and of the `cached` positions before them: None without
-    padding, else bool [B, 1, S, cached + S]. `attention_mask` is as in `key_mask`, [B, cached + S], and a finished
-    mask is taken as it is."""
+    """Returns the mask of causal attention over `cached` earlier positions and the S new ones, [B, 1, S, cached + S].
+
+    The result is None if `attention_mask` is None: there is no padding. A 2-D `attention_mask` is [B, cached + S]; a
+    complete mask is returned unchanged. See `key_mask`.
+    """
     keys = key_mask(attention_mask)
     if attention_mask is None or keys is None or attention_mask.dim() == 4:
         return keys
@@ -334,7 +347,7 @@ def causal_mask(attention_mask: Tensor | None, sequence_length: int, cached: int
 
 
 def lower_triangular_mask(queries: int, keys: int, device: torch.device) -> Tensor:
-    """bool [Sq, Sk]: each query sees its own position and those before it; the last query is at the last key."""
+    """Returns bool [Sq, Sk]: each query attends to its own and earlier positions; the last query is at the last key."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
@@ -400,10 +413,11 @@ class GatedMLP(nn.Module):
 
 
 class GateUpLinear(nn.Module):
-    """x·gateᵀ and x·upᵀ with the inner features split over the ranks, by one exchange for both. No biases.
+    """Computes x·gateᵀ and x·upᵀ, without biases, with the inner features split over the ranks and one exchange.
 
-    Where the ranks do not divide the inner width (1024 of mT5-small over 3), the last rank's rows end with zeros.
-    They stay zeros: the gated product of zeros is zero, so neither they nor what they meet get a gradient.
+    If the number of ranks does not divide the inner width (1024 in mT5-small over 3), the last rank's rows end with
+    zeros. They stay zero: the gated product of zeros is zero, so neither they nor the columns of `DownLinear` that
+    multiply them get a gradient.
     """
 
     def __init__(
@@ -416,10 +430,10 @@ class GateUpLinear(nn.Module):
         self.up = split_parameter(self.shard, mesh)  # [Fp, H]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, S, H], or [B, S/tp, H] -> twice [B, S, Fp]"""
+        """Maps [B, S, H], or [B, S/tp, H] under sequence parallelism, to two tensors [B, S, Fp]."""
         if tp_size(self.mesh) == 1 or (in_inference_mode() and not self.sequence_parallel):
-            return linear(x, self.gate), linear(x, self.up)  # nothing to exchange
-        weight = torch.cat([self.gate, self.up])  # little beside the products; it halves the exchanges
+            return linear(x, self.gate), linear(x, self.up)  # no exchange is needed
+        weight = torch.cat([self.gate, self.up])  # cheap compared with the products, and one exchange instead of two
         both = column_parallel(x, weight, None, sequence_parallel=self.sequence_parallel, mesh=self.mesh)
         gate, up = both.chunk(2, dim=-1)
         return gate, up
@@ -429,7 +443,7 @@ class GateUpLinear(nn.Module):
 
 
 class DownLinear(RowParallelLinear):
-    """The product back, whose input is split as `GateUpLinear` splits its output. No bias."""
+    """The output projection of `GatedMLP`, without a bias; its input is split like the output of `GateUpLinear`."""
 
     def __init__(
         self, inner_size: int, hidden_size: int, *, sequence_parallel: bool = False, mesh: ParallelMesh | None = None
@@ -443,7 +457,7 @@ class DownLinear(RowParallelLinear):
 
 
 def find_activation(name: str) -> Callable[[Tensor], Tensor]:
-    """ValueError for a name that is not transformers'."""
+    """Returns the activation with this name in transformers. Raises ValueError for an unknown name."""
     if name not in ACTIVATIONS:
         raise ValueError(f"activation {name!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]

@@ -14,13 +14,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ...mpu import (
-    LayerNorm,
-    ParallelMesh,
-    VocabParallelEmbedding,
-    VocabParallelHead,
-    checkpoint,
-)
+from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding, VocabParallelHead, checkpoint
 from ..common.cache import Cache, LayerKVCache
 from ..common.language_model import VOCABULARY_MULTIPLE, CausalLM, CausalLMOutput, PositionEmbedding
 from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout

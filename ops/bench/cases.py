@@ -64,10 +64,7 @@ def _softmax(size: tuple[int, int, int, int]) -> Case:
         ("x",),
         lambda t: ops.masked_softmax(t["x"], t["mask"], scale=0.125),
         eager,
-        (
-            "masked_softmax",
-            lambda t: (t["x"], t["mask"], None, None, None, 0.125, False, 0.0, 0),
-        ),
+        ("masked_softmax", lambda t: (t["x"], t["mask"], None, None, None, 0.125, False, 0.0, 0)),
         ("masked_softmax_backward", lambda t, out, grad: (grad, out[0], None, 0.125, 0.0, 0, 0)),
         2,
         3,
@@ -112,10 +109,7 @@ def _layer_norm(rows: int, columns: int) -> Case:
         lambda t: ops.layer_norm(t["x"], t["weight"], t["bias"], 1e-5),
         lambda t: F.layer_norm(t["x"], (columns,), t["weight"], t["bias"], 1e-5),
         ("layer_norm", lambda t: (t["x"], None, t["weight"], t["bias"], 1e-5)),
-        (
-            "layer_norm_backward",
-            lambda t, out, grad: (grad, None, t["x"], t["weight"], out[2], out[3], True),
-        ),
+        ("layer_norm_backward", lambda t, out, grad: (grad, None, t["x"], t["weight"], out[2], out[3], True)),
         2,
         3,
         rivals=_norm_rivals("liger_layer_norm"),

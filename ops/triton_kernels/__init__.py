@@ -7,10 +7,4 @@ order. Everything is calculated in fp32. fp64 and rows beyond `LONGEST_ROW` are 
 
 from . import activation, cross_entropy, dropout, norm, softmax
 
-KERNELS = {
-    **softmax.KERNELS,
-    **norm.KERNELS,
-    **activation.KERNELS,
-    **dropout.KERNELS,
-    **cross_entropy.KERNELS,
-}
+KERNELS = {**softmax.KERNELS, **norm.KERNELS, **activation.KERNELS, **dropout.KERNELS, **cross_entropy.KERNELS}

@@ -91,17 +91,7 @@ def _stats(logits, target, first, columns, maximum, sum_exp, target_logit, sum_l
 
 
 def _gradient(
-    logits,
-    target,
-    grad,
-    log_z,
-    first,
-    columns,
-    num_classes,
-    label_smoothing,
-    z_loss,
-    ignore_index,
-    grad_logits,
+    logits, target, grad, log_z, first, columns, num_classes, label_smoothing, z_loss, ignore_index, grad_logits
 ):
     rows, width = logits.shape
     block = min(block_of(width), LARGEST_BLOCK)

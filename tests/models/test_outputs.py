@@ -55,7 +55,7 @@ def test_logits_of_changed_weights_are_refused():
     read.loss.backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     assert torch.equal(read.logits, kept)
-    with pytest.raises(RuntimeError, match="logits is calculated when it is first read, and the weights have changed"):
+    with pytest.raises(RuntimeError, match="logits is computed when it is first read, but the weights have changed"):
         output.logits  # noqa: B018
     with pytest.raises(AttributeError, match="MaskedLMOutput has no attribute 'attentions'"):
         output.attentions  # noqa: B018
