@@ -1,4 +1,4 @@
-"""The loss of sequence classification: one label, several labels or numbers for each sequence."""
+"""Computes the loss of sequence classification, with one label, several labels or numbers for each sequence."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .outputs import SequenceClassifierOutput
 
 
 def class_loss(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-    """Cross-entropy of logits [B, C], which every rank has whole, with classes int64 [B]; -100 is ignored.
+    """Returns the fp32 cross-entropy of replicated logits [B, C] with classes int64 [B]; -100 is ignored.
 
-    The mean, or the sum divided by `num_items_in_batch`. fp32.
+    The result is the mean, or the sum divided by `num_items_in_batch`.
     """
     reduction = "mean" if num_items_in_batch is None else "sum"
     loss = F.cross_entropy(widen(logits), labels.view(-1), ignore_index=IGNORED, reduction=reduction)
@@ -28,13 +28,13 @@ def widen(logits: Tensor) -> Tensor:
 
 
 class SequenceClassifier(nn.Module):
-    """Base of the models that classify whole sequences; every rank has all logits."""
+    """Base of the models that classify whole sequences. The logits are replicated."""
 
     config: BertConfig
     encoder: Any  # a BertEncoder, whose module imports this one
 
     def classify(self, first: Tensor) -> Tensor:
-        """The first token's state [B, H] -> [B, num_labels]"""
+        """Returns the logits [B, num_labels] of the first token's hidden state [B, H]."""
         raise NotImplementedError
 
     def forward(
@@ -47,14 +47,20 @@ class SequenceClassifier(nn.Module):
         num_items_in_batch: Tensor | int | None = None,
         output_hidden_states: bool = False,
     ) -> SequenceClassifierOutput:
-        """input_ids, token_type_ids: int64 [B, S]; attention_mask: [B, S], 0 for padding; labels: see `loss`."""
+        """Returns the logits and, with labels, the loss.
+
+        Args:
+            input_ids, token_type_ids: int64 [B, S].
+            attention_mask: [B, S], 0 for padding.
+            labels: See `loss`.
+        """
         hidden_states, _ = self.encoder(input_ids, attention_mask, token_type_ids, position_ids)
         logits = self.classify(self.encoder.first_token(hidden_states[-1]))  # [B, num_labels]
         loss = None if labels is None else self.loss(logits, labels, num_items_in_batch)
         return SequenceClassifierOutput(loss, logits, hidden_states if output_hidden_states else None)
 
     def problem_type(self, labels: Tensor) -> ProblemType:
-        """The configuration's, or what transformers infers: one output is a number, integers are classes."""
+        """Returns the configured problem type, or infers it like transformers: integer labels are classes."""
         if self.config.problem_type is not None:
             return self.config.problem_type
         if self.config.num_labels == 1:
@@ -62,10 +68,13 @@ class SequenceClassifier(nn.Module):
         return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
 
     def loss(self, logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        """logits: [B, num_labels]. labels: classes int64 [B] (-100 is ignored), or floats [B, num_labels] (or [B] for
-        one output): cross-entropy, squared error, or binary cross-entropy for each label.
+        """Returns the mean loss, or the sum divided by `num_items_in_batch`; see `count_targets`.
 
-        The mean, or the sum divided by `num_items_in_batch`; see `count_targets`.
+        The loss is the cross-entropy, the squared error, or the binary cross-entropy of each label.
+
+        Args:
+            logits: [B, num_labels].
+            labels: Classes int64 [B] (-100 is ignored), or floats [B, num_labels] (or [B] for one output).
         """
         problem = self.problem_type(labels)
         if problem == "single_label_classification":
@@ -81,11 +90,11 @@ class SequenceClassifier(nn.Module):
         return loss if num_items_in_batch is None else loss / num_items_in_batch
 
     def count_targets(self, labels: Tensor) -> Tensor:
-        """How many terms the loss of `labels` is the mean of."""
+        """Returns the number of terms in the loss of `labels`."""
         if self.problem_type(labels) == "single_label_classification":
             return (labels != IGNORED).sum()
         return torch.tensor(labels.numel(), device=labels.device)
 
     def gather_logits(self, logits: Tensor) -> Tensor:
-        """[B, num_labels], as every rank has them."""
+        """Returns the logits [B, num_labels] unchanged, because they are replicated."""
         return logits

@@ -1,4 +1,4 @@
-"""BERT's configuration: the keys of Hugging Face's `config.json`."""
+"""Defines BERT's configuration, with the keys of Hugging Face's `config.json`."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ ProblemType = Literal["regression", "single_label_classification", "multi_label_
 
 @dataclass(frozen=True)
 class BertConfig(ModelConfig):
-    """Sizes and constants of a BERT; names, meanings and defaults are transformers'.
+    """The sizes and constants of a BERT. Names, meanings and defaults are those of transformers.
 
-    architecture: the head, by transformers' class name.
-    num_labels, problem_type: of the sequence classification head; `config.json` keeps the first as `id2label`.
-    id2label, label2id: the labels' names; `LABEL_0`, … where none are given.
+    Attributes:
+        architecture: The transformers class name, which selects the head.
+        num_labels, problem_type: Settings of the sequence classification head; `config.json` stores the number of
+            labels as the length of `id2label`.
+        id2label, label2id: The names of the labels; `LABEL_0`, … by default.
     """
 
     model_type: ClassVar[str] = "bert"
@@ -74,12 +76,14 @@ class BertConfig(ModelConfig):
         self.check_heads(self.hidden_size, self.num_attention_heads)
         if self.architecture not in self.architectures:
             raise ValueError(
-                f"architecture {shown(self.architecture)} is not in the zoo; use one of {', '.join(self.architectures)}"
+                f"architecture {shown(self.architecture)} is not supported; use one of {', '.join(self.architectures)}"
             )
         if self.is_decoder or self.add_cross_attention:
-            raise ValueError(f"{self.model_type} is an encoder here: is_decoder and add_cross_attention must be false")
+            raise ValueError(
+                f"{self.model_type} is supported only as an encoder: is_decoder and add_cross_attention must be false"
+            )
         if not self.tie_word_embeddings:
-            raise ValueError(f"{self.model_type}'s output head is its word embedding: tie_word_embeddings must be true")
+            raise ValueError(f"{self.model_type}'s output head is the word embedding: tie_word_embeddings must be true")
         if self.position_embedding_type != "absolute":
             raise ValueError(
                 f"position_embedding_type {self.position_embedding_type!r} is not supported; use 'absolute'"
@@ -111,7 +115,7 @@ class BertConfig(ModelConfig):
 
     @property
     def position_padding_idx(self) -> int | None:
-        """The position that padding gets and that is not learned; None if padding has positions like any token."""
+        """The position of padding, which is not learned; None if padding has the same positions as other tokens."""
         return None
 
     @classmethod
@@ -126,7 +130,7 @@ class BertConfig(ModelConfig):
             names = cast(dict[Any, Any], names)
             values["num_labels"] = len(names)
             if set(map(str, names.values())) == {f"LABEL_{i}" for i in range(len(names))}:
-                values["id2label"] = values["label2id"] = None  # transformers' names for labels without one
+                values["id2label"] = values["label2id"] = None  # transformers' default names
         return super().from_dict(values)
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,20 +1,20 @@
-"""Where Hugging Face's BERT checkpoints keep each native parameter, whichever head they have."""
+"""Maps each native parameter of BERT to its tensors in Hugging Face's checkpoints, for all heads."""
 
 from __future__ import annotations
 
 from ..common.name_map import Entry, NameMap
 
-# Files made from the TensorFlow checkpoints.
+# Names in files that were converted from TensorFlow checkpoints.
 OLD_NORM_NAMES = ((r"(.*LayerNorm)\.gamma", r"\1.weight"), (r"(.*LayerNorm)\.beta", r"\1.bias"))
 
 
 def both(native: str, stored: str) -> tuple[Entry, Entry]:
-    """The entries of a weight and its bias."""
+    """Returns the entries of a weight and its bias."""
     return Entry(f"{native}.weight", f"{stored}.weight"), Entry(f"{native}.bias", f"{stored}.bias")
 
 
 def encoder_entries(prefix: str) -> tuple[Entry, ...]:
-    """The body, stored under `bert.` or `roberta.`."""
+    """Returns the entries of the encoder, whose stored names begin with `bert.` or `roberta.`."""
     layer = f"{prefix}encoder.layer.{{i}}"
     separate = [f"{layer}.attention.self.{name}" for name in ("query", "key", "value")]
     return (
@@ -48,6 +48,6 @@ NAME_MAP = NameMap(
         ("cls.predictions.decoder.bias", "cls.predictions.bias"),
     ),
     renamed=OLD_NORM_NAMES,
-    # A buffer of files written before transformers 4.31.
+    # A buffer in files written before transformers 4.31.
     ignored=(r"(bert\.)?embeddings\.position_ids",),
 )

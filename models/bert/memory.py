@@ -1,4 +1,4 @@
-"""What BERT's blocks are made of, for the memory estimate; RoBERTa's are the same."""
+"""Describes BERT's blocks for the memory estimate. RoBERTa's blocks are the same."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .config import BertConfig
 
 
 def activations(config: BertConfig) -> Activations:
-    """What a model of this configuration keeps for its backward pass."""
+    """Returns what a model of this configuration keeps for its backward pass."""
     block = Block(
         hidden=config.hidden_size,
         heads=config.num_attention_heads,
@@ -18,5 +18,6 @@ def activations(config: BertConfig) -> Activations:
         dropouts=2 if config.hidden_dropout_prob else 0,
         statistics=2,
     )
-    # Five outside the blocks: the embeddings' norm; in the head the block's output, dense, activation and norm.
+    # Five tensors outside the blocks: the embedding norm; in the head, the last block's output and the outputs of the
+    # dense layer, the activation and the norm.
     return Activations((Stack("encoder.blocks.", config.num_hidden_layers, block),), ends=5)

@@ -1,12 +1,12 @@
 """BERT (Devlin et al., 2018, "BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding").
 
 - word, position and segment embeddings, added and normalized
-- post-LayerNorm blocks: norm(x + attention(x)), then norm(x + mlp(x)); every token sees every token but padding
+- post-LayerNorm blocks: norm(x + attention(x)), then norm(x + mlp(x)); every token attends to all but padding
 - fused qkv with biases, exact GELU
-- masked-language-model head: a replicated dense layer and norm, then the word embedding with a bias of its own, both
+- masked-language-model head: a replicated dense layer and norm, then the word embedding and a separate bias, both
   split over the vocabulary
-- the first token's state, through a tanh layer, is the sequence's: for next-sentence prediction and classification
-- weights N(0, 0.02), the padding token's embedding and all biases zero
+- a tanh layer pools the first token's state to represent the sequence, for next-sentence prediction and classification
+- initial weights N(0, 0.02); the padding token's embedding and all biases zero
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class BertBlock(nn.Module):
 
 
 class BertEncoder(nn.Module):
-    """Embeddings and blocks, without a head."""
+    """The embeddings and blocks, without a head."""
 
     def __init__(self, config: BertConfig, mesh: ParallelMesh | None, parallel_config: ParallelConfig) -> None:
         super().__init__()
@@ -75,8 +75,11 @@ class BertEncoder(nn.Module):
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The embedding output and each block's output, [B, S, H] or [B, S/tp, H], and the word embeddings' table for
-        a head."""
+        """Returns the hidden states, and the word embedding table for a head.
+
+        The hidden states are the embedding output and each block's output, [B, S, H], or [B, S/tp, H] under sequence
+        parallelism.
+        """
         if position_ids is None:
             position_ids = self.default_position_ids(input_ids)
         if token_type_ids is None:
@@ -92,17 +95,17 @@ class BertEncoder(nn.Module):
         return tuple(hidden_states), table
 
     def default_position_ids(self, input_ids: Tensor) -> Tensor:
-        """int64 [1, S], or [B, S] where padding has a position of its own.
+        """Returns position ids, int64 [1, S], or [B, S] if padding has a separate position.
 
-        Then the other tokens count on from it, wherever the padding is: cumsum(token is not padding) + padding
-        position, as in fairseq and transformers.
+        In that case the other tokens are counted from the padding position, wherever the padding is:
+        cumsum(token is not padding) + padding position, as in fairseq and transformers.
 
         Raises:
-            ValueError: more tokens than positions.
+            ValueError: There are more tokens than positions.
         """
         length, most = input_ids.shape[1], self.max_sequence_length
         if length > most:
-            raise ValueError(f"the sequence has {length} tokens, but the model only {most} positions")
+            raise ValueError(f"the sequence has {length} tokens, but the model has only {most} positions")
         padding = self.position_embeddings.padding_idx
         if padding is None:
             return torch.arange(length, device=input_ids.device)[None]
@@ -110,12 +113,12 @@ class BertEncoder(nn.Module):
         return is_token.cumsum(1) * is_token + padding
 
     def first_token(self, x: Tensor) -> Tensor:
-        """[B, S, H] or [B, S/tp, H] -> the first token's [B, H] on every rank"""
+        """Returns the first token's hidden state [B, H] on every rank, from [B, S, H] or [B, S/tp, H]."""
         return first_token(x, sequence_parallel=self.sequence_parallel, mesh=self.mesh)
 
 
 class MaskedLMHead(nn.Module):
-    """norm(activation(dense(x))) times the word embeddings, plus a bias."""
+    """Computes norm(activation(dense(x))) times the word embedding, plus a bias."""
 
     def __init__(self, encoder: BertEncoder, activation: str) -> None:
         super().__init__()
@@ -127,16 +130,16 @@ class MaskedLMHead(nn.Module):
         self.decoder = VocabParallelHead(size, config.vocab_size, bias=True, tied=encoder.word_embeddings, **shared)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, S, H] or [B, S/tp, H] -> [B, S, Vp]"""
+        """Returns the logits [B, S, Vp] of [B, S, H] or [B, S/tp, H]."""
         return self.decoder(self.transform(x))
 
     def transform(self, x: Tensor) -> Tensor:
-        """The input of `decoder`, of the shape of x."""
+        """Returns the input of `decoder`, in the shape of x."""
         return self.norm(self.activation(self.dense(x)))
 
 
 class BertModel(nn.Module):
-    """What all heads share. `mesh=None` is the unsplit model."""
+    """Base of the models with different heads. With `mesh=None` the model is not split."""
 
     config: BertConfig
 
@@ -148,7 +151,7 @@ class BertModel(nn.Module):
         self.encoder = BertEncoder(config, mesh, parallel_config or ParallelConfig())
 
     def init_weights(self, name: str, full: Tensor, generator: torch.Generator) -> None:
-        """Fills a parameter's unsplit value in place."""
+        """Initializes a parameter's unsplit value in place."""
         if name.endswith(".bias"):
             full.zero_()
         elif "norm" in name:
@@ -183,10 +186,12 @@ class BertForMaskedLM(BertModel, LanguageModel):
         num_items_in_batch: Tensor | int | None = None,
         output_hidden_states: bool = False,
     ) -> MaskedLMOutput:
-        """input_ids, token_type_ids, labels: int64 [B, S]; attention_mask: [B, S], 0 for padding.
+        """Returns the logits and, with labels, the mean loss, or the summed loss divided by `num_items_in_batch`.
 
-        labels are of the position itself; -100 is ignored. The loss is the mean over the labels, or their sum divided
-        by `num_items_in_batch`.
+        Args:
+            input_ids, token_type_ids, position_ids: int64 [B, S].
+            attention_mask: [B, S], 0 for padding.
+            labels: int64 [B, S], the token at each position; -100 is ignored.
         """
         hidden_states, table = self.encoder(input_ids, attention_mask, token_type_ids, position_ids)
         x = self.head.transform(hidden_states[-1])
@@ -220,10 +225,14 @@ class BertForPreTraining(BertModel, LanguageModel):
         num_sequences_in_batch: Tensor | int | None = None,
         output_hidden_states: bool = False,
     ) -> PreTrainingOutput:
-        """As `BertForMaskedLM`; next_sentence_label: int64 [B], 0 where the second sentence follows, 1 where not.
+        """Returns both kinds of logits and, with both kinds of labels, the loss, as in transformers.
 
-        As in transformers there is a loss only with both kinds of labels: the sum of their two means, or of their
-        sums divided by `num_items_in_batch` labels and `num_sequences_in_batch` sequences.
+        The loss is the sum of the two mean losses, or of the two summed losses divided by `num_items_in_batch` labels
+        and `num_sequences_in_batch` sequences.
+
+        Args:
+            next_sentence_label: int64 [B], 0 if the second sentence follows the first, else 1. For the other
+                arguments see `BertForMaskedLM`.
         """
         if labels is None or next_sentence_label is None:
             labels = next_sentence_label = None
@@ -250,5 +259,5 @@ class BertForSequenceClassification(BertModel, SequenceClassifier):
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
 
     def classify(self, first: Tensor) -> Tensor:
-        """The first token's state [B, H] -> [B, num_labels]"""
+        """Returns the logits [B, num_labels] of the first token's hidden state [B, H]."""
         return self.classifier(self.dropout(self.pooler(first).tanh()))

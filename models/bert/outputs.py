@@ -1,6 +1,6 @@
-"""What the encoders' forwards return: Hugging Face's field names.
+"""Defines the outputs of the encoders' forward passes, with Hugging Face's field names.
 
-hidden_states, where asked for: the embedding output and each block's output, [B, S, H] each.
+If requested, `hidden_states` are the embedding output and each block's output, [B, S, H] each.
 """
 
 from __future__ import annotations
@@ -14,11 +14,7 @@ from ..common.language_model import ModelOutput
 
 @dataclass
 class MaskedLMOutput(ModelOutput):
-    """loss: scalar fp32, mean over the labels that are not -100; None without labels.
-
-    logits: [B, S, Vp], this rank's columns of the padded vocabulary ([B, S, V] in one process);
-        `model.gather_logits` gives [B, S, V]. With labels they are calculated when first read.
-    """
+    """The output of a masked language model. Its loss and logits are as in `CausalLMOutput`."""
 
     loss: Tensor | None
     logits: Tensor
@@ -27,10 +23,12 @@ class MaskedLMOutput(ModelOutput):
 
 @dataclass
 class PreTrainingOutput(ModelOutput):
-    """loss: masked-language-model loss + next-sentence loss; None unless both kinds of labels are given.
+    """The output of `BertForPreTraining`.
 
-    prediction_logits: [B, S, Vp], vocabulary-parallel; with both kinds of labels calculated when first read.
-    seq_relationship_logits: [B, 2], replicated; class 0 says that the second sentence follows the first.
+    Attributes:
+        loss: Masked-language-model loss + next-sentence loss; None unless both kinds of labels are given.
+        prediction_logits: [B, S, Vp], vocabulary-parallel; with both kinds of labels computed when first read.
+        seq_relationship_logits: [B, 2], replicated; class 0 means that the second sentence follows the first.
     """
 
     loss: Tensor | None
@@ -41,7 +39,7 @@ class PreTrainingOutput(ModelOutput):
 
 @dataclass
 class SequenceClassifierOutput(ModelOutput):
-    """loss: scalar, None without labels. logits: [B, num_labels], replicated."""
+    """The output of a sequence classifier: a scalar loss (None without labels), replicated logits [B, num_labels]."""
 
     loss: Tensor | None
     logits: Tensor

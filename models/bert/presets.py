@@ -1,4 +1,4 @@
-"""The released BERT sizes under Hugging Face's names. The cased vocabularies are smaller."""
+"""Lists the released BERT sizes under Hugging Face's names. The cased vocabularies are smaller."""
 
 from __future__ import annotations
 

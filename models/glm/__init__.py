@@ -17,7 +17,7 @@ FAMILY = Family(
     objective="glm",
     activations=activations,
     no_tasks=(
-        "a GLM learns by filling blanks, for which shardzoo.data.GLMDataset makes samples for shardzoo.trainer.Trainer"
+        "a GLM learns by filling blanks: train it with shardzoo.trainer.Trainer on samples of shardzoo.data.GLMDataset"
     ),
     in_transformers=False,  # transformers' "glm" is the GLM-4 line
     masks_padding=False,

@@ -1,4 +1,4 @@
-"""The original GLM's configuration: the keys of its `config.json` on the Hugging Face hub."""
+"""Defines the original GLM's configuration, with the keys of its `config.json` on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ _ORIGINAL_KEYS = ("num_layers", "block_position_encoding")
 
 @dataclass(frozen=True)
 class GLMConfig(ModelConfig):
-    """Sizes and constants of a GLM; names, meanings and defaults are those of its authors.
+    """The sizes and constants of a GLM. Names, meanings and defaults are those of its authors.
 
-    vocab_size: rows of the embedding, those included that its authors padded it with; they take part in the softmax.
-    max_sequence_length: the tables of positions have one row more.
-    hidden_act: "gelu_new", the tanh approximation with which every release was trained. The modelling code on the
-        hub computes the exact function instead: "gelu" gives its numbers.
-    attention_scale: scales attention scores down before the product and up in the softmax, to stay within fp16; here
-        the softmax is fp32, so it changes nothing.
+    Attributes:
+        vocab_size: The rows of the embedding, including the authors' padding rows, which take part in the softmax.
+        max_sequence_length: The position tables have one row more.
+        hidden_act: "gelu_new", the tanh approximation, with which every release was trained. The modeling code on the
+            hub computes the exact function instead; "gelu" reproduces its numbers.
+        attention_scale: Scales attention scores down before the product and up in the softmax, to stay within fp16.
+            The softmax is fp32 here, so the value has no effect.
     """
 
     model_type: ClassVar[str] = "glm"
@@ -73,18 +74,25 @@ class GLMConfig(ModelConfig):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """ValueError for the GLM-4 line of 2024, whose `model_type` is "glm" too."""
+        """Returns a configuration from the keys of a `config.json`.
+
+        Raises:
+            ValueError: The file is of the GLM-4 line of 2024, whose `model_type` is also "glm".
+        """
         if not any(key in values for key in _ORIGINAL_KEYS):
             raise ValueError(
-                'this configuration says model_type "glm" but has none of the keys num_layers and '
+                'this configuration has model_type "glm" but neither of the keys num_layers and '
                 "block_position_encoding: it belongs to the GLM-4 line of 2024 (GlmForCausalLM), another architecture. "
-                "This family is the original GLM of 2021-22, e.g. glm-10b or glm-large-chinese"
+                "Only the original GLM of 2021-22 is supported, e.g. glm-10b or glm-large-chinese"
             )
         return super().from_dict(values)
 
     def to_dict(self) -> dict[str, Any]:
-        """With the names of the classes on the hub, which only `trust_remote_code` loads: without it, transformers
-        would take the folder for the other architecture of this `model_type`."""
+        """Returns the contents of `config.json`, with the names of the classes on the hub.
+
+        transformers loads those classes only with `trust_remote_code`. Without the names, it would load the folder as
+        the other architecture of this `model_type`.
+        """
         auto_map = {
             "AutoConfig": "configuration_glm.GLMConfig",
             "AutoModel": "modeling_glm.GLMModel",

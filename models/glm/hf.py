@@ -1,7 +1,8 @@
-"""Where checkpoints of the original GLM keep each native parameter: the authors' and those on the hub agree.
+"""Maps each native parameter of the original GLM to its tensor in checkpoints.
 
-The authors' are `mp_rank_XX_model_states.pt` files of tensor-parallel ranks, without a `config.json`. FlagAI's have one
-without a `model_type`.
+The authors' checkpoints and those on the hub use the same names. The authors' checkpoints are
+`mp_rank_XX_model_states.pt` files of tensor-parallel ranks, without a `config.json`. FlagAI's checkpoints have a
+`config.json` without a `model_type`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ...checkpoint.stored_tensor import StoredTensor
 from ..common.name_map import Entry, NameMap
 from .config import GLMConfig
 
-_HEAD_SIZE = 64  # of every release; a checkpoint does not tell
+_HEAD_SIZE = 64  # the same in every release; checkpoints do not store it
 
 NAME_MAP = NameMap(
     entries=(
@@ -42,25 +43,25 @@ NAME_MAP = NameMap(
 
 
 def has_config(values: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` without a `model_type` is FlagAI's of the original GLM."""
+    """Returns whether a `config.json` without a `model_type` is FlagAI's file of the original GLM."""
     return "block_position_encoding" in values
 
 
 def infer_config(ranks: Sequence[Mapping[str, StoredTensor]]) -> GLMConfig:
-    """The sizes that tensors tell; the number of heads is that of every release, one for 64 hidden units."""
+    """Infers the configuration from the shapes of the tensors. As in every release, each head has 64 hidden units."""
     ranks = [{NAME_MAP.todays_name(name, ()): tensor for name, tensor in tensors.items()} for tensors in ranks]
     try:
         embeddings = [tensors["word_embeddings.weight"] for tensors in ranks]
         positions = ranks[0]["transformer.position_embeddings.weight"]
     except KeyError as error:
-        raise ValueError(f"the checkpoint lacks {error.args[0]}: it is not of the original GLM") from None
+        raise ValueError(f"the checkpoint lacks {error.args[0]}, so it is not of the original GLM") from None
     for tensor in (*embeddings, positions):
         if len(tensor.shape) != 2:
-            raise ValueError(f"{tensor} has shape {list(tensor.shape)}, unlike an embedding of the original GLM")
+            raise ValueError(f"{tensor} has shape {list(tensor.shape)}, but an embedding must have two dimensions")
     hidden_size = embeddings[0].shape[1]
     layers = {int(match[1]) for name in ranks[0] if (match := re.match(r"transformer\.layers\.(\d+)\.", name))}
     if hidden_size % _HEAD_SIZE:
-        raise ValueError(f"a hidden size of {hidden_size} is not made of heads of {_HEAD_SIZE}, as in every release")
+        raise ValueError(f"the hidden size {hidden_size} must be a multiple of {_HEAD_SIZE}, the head size of GLM")
     return GLMConfig(
         vocab_size=sum(tensor.shape[0] for tensor in embeddings),
         num_layers=max(layers, default=-1) + 1,

@@ -1,4 +1,4 @@
-"""What GLM's blocks are made of, for the memory estimate."""
+"""Describes GLM's blocks for the memory estimate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .config import GLMConfig
 
 
 def activations(config: GLMConfig) -> Activations:
-    """What a model of this configuration keeps for its backward pass."""
+    """Returns what a model of this configuration keeps for its backward pass."""
     block = Block(
         hidden=config.hidden_size,
         heads=config.num_attention_heads,

@@ -1,12 +1,13 @@
 """GLM (Du et al., 2021, "GLM: General Language Model Pretraining with Autoregressive Blank Infilling").
 
-- two positions for each token, learned and added to its embedding: where it or its span stands in the corrupted text,
-  and its place within the span (0 in the text itself)
-- part A, the corrupted text, sees all of itself; part B, the spans, sees part A and what precedes in part B
-- pre-LayerNorm blocks with fused, bias-carrying qkv; GELU by its tanh approximation; one more norm at the end
+- two learned positions for each token, added to its embedding: the position in the corrupted text (of the blank, for
+  the tokens of a span), and the position within the span (0 in the corrupted text)
+- part A, the corrupted text, attends to all of part A; part B, the spans, attends to part A and to earlier tokens of
+  part B
+- pre-LayerNorm blocks with a fused qkv and biases; the tanh approximation of GELU; a final norm
 - the output head is the word embedding, without a bias
-- decoding continues from the hidden states of earlier tokens (`mems`), of which each block computes keys and values
-- weights N(0, 0.02), those that write into the residual stream smaller by √(2 · layers); biases zero
+- decoding continues from the hidden states of earlier tokens (`mems`), from which each block computes keys and values
+- initial weights N(0, 0.02), divided by √(2 · layers) if they write into the residual stream; biases zero
 """
 
 from __future__ import annotations
@@ -53,7 +54,11 @@ class GLMBlock(nn.Module):
         memory: Tensor | None = None,
         cache: LayerKVCache | None = None,
     ) -> Tensor:
-        """memory: [B, M, H], this block's inputs at earlier positions; or their keys and values in `cache`."""
+        """Returns [B, S, H].
+
+        Args:
+            memory: [B, M, H], this block's inputs at earlier positions. `cache` holds their keys and values instead.
+        """
         memory = None if memory is None else self.ln_1(memory)
         y = self.attention(self.ln_1(x), mask, causal=causal, memory=memory, cache=cache)
         x = x + self.attention_dropout(y)
@@ -61,7 +66,7 @@ class GLMBlock(nn.Module):
 
 
 class GLMForConditionalGeneration(LanguageModel):
-    """GLM with its output head: fills in blanks. `mesh=None` is the unsplit model."""
+    """GLM with its output head, which fills blanks. With `mesh=None` the model is not split."""
 
     config: GLMConfig
     generates = "blanks"
@@ -99,21 +104,25 @@ class GLMForConditionalGeneration(LanguageModel):
         cache: Cache | None = None,
         logits_to_keep: int = 0,
     ) -> GLMOutput:
-        """input_ids: int64 [B, S]. position_ids: int64 [B or 1, 2, S], positions in the text and within the span; by
-        default 0, 1, … and zeros. attention_mask: the length of part A [B], or a mask; see `masks.visible_keys`.
+        """Returns the logits and, with labels, the mean loss, or the summed loss divided by `num_items_in_batch`.
 
-        labels: int64 [B, S], of the position itself (part B's targets); -100 is ignored. The loss is the mean over
-        the labels, or their sum divided by `num_items_in_batch`.
-        mems: what an earlier call returned; its M positions precede these. use_cache: whether to return the mems of
-        all M + S positions; by default when not training and without labels. Neither works under sequence
-        parallelism, where a rank has a part of the positions.
-        cache: the same memory as keys and values, which is extended in place and takes no products again; no mems are
-        returned then. logits_to_keep: of how many last positions; 0 is all.
+        Under sequence parallelism, where each rank has a part of the positions, mems are not supported.
+
+        Args:
+            input_ids: int64 [B, S].
+            position_ids: int64 [B or 1, 2, S], positions in the text and within the span; 0, 1, … and zeros by default.
+            attention_mask: The length of part A [B], or a mask; see `visible_keys`.
+            labels: int64 [B, S], the target at each position (of part B); -100 is ignored.
+            mems: The mems that an earlier call returned; their M positions precede these.
+            use_cache: Whether to return the mems of all M + S positions; by default in evaluation without labels.
+            cache: The keys and values of the M earlier positions, instead of mems. It is extended in place and avoids
+                computing them again; no mems are returned by default.
+            logits_to_keep: The number of last positions whose logits are returned; 0 means all.
         """
         if use_cache is None:
             use_cache = not self.training and labels is None and not self.sequence_parallel and cache is None
         if self.sequence_parallel and (use_cache or mems is not None):
-            raise ValueError("mems need whole sequences on a rank: build the model without sequence parallelism")
+            raise ValueError("mems need the whole sequence on each rank: build the model without sequence parallelism")
         (batch, length), memory = input_ids.shape, self.memory_length(mems) if cache is None else cache.length
         x, table = self.embed(input_ids, position_ids, memory)  # [B, S, H], or [B, S/tp, H] under sequence parallelism
         mask, causal = visible_keys(attention_mask, batch, length, memory)
@@ -131,19 +140,19 @@ class GLMForConditionalGeneration(LanguageModel):
         return GLMOutput(loss, logits, new_mems, hidden)
 
     def embed(self, input_ids: Tensor, position_ids: Tensor | None, memory: int) -> tuple[Tensor, Tensor]:
-        """The blocks' input, and the word embeddings' table for the head."""
+        """Returns the blocks' input, and the word embedding table for the head."""
         if position_ids is None:
             if memory:
-                raise ValueError("with mems, position_ids must say where the new tokens stand")
+                raise ValueError("with mems or a cache, pass the position_ids of the new tokens")
             length, positions = input_ids.shape[1], self.position_embeddings.num_embeddings
             if length > positions:
-                raise ValueError(f"the sequence has {length} tokens, but the model only {positions} positions")
+                raise ValueError(f"the sequence has {length} tokens, but the model has only {positions} positions")
             text = torch.arange(length, device=input_ids.device)
             position_ids = torch.stack([text, torch.zeros_like(text)])[None]
         if position_ids.dim() != 3 or position_ids.shape[1:] != (2, input_ids.shape[1]):
             raise ValueError(
-                f"position_ids has shape {tuple(position_ids.shape)}; use [B, 2, {input_ids.shape[1]}], positions in "
-                "the text and within the span"
+                f"position_ids has shape {tuple(position_ids.shape)}; use [B, 2, {input_ids.shape[1]}], the positions "
+                "in the text and within the span"
             )
         text, span = position_ids.unbind(1)
         x, table = self.word_embeddings.embed(input_ids)
@@ -158,7 +167,7 @@ class GLMForConditionalGeneration(LanguageModel):
         return mems[0].shape[1]
 
     def init_weights(self, name: str, full: Tensor, generator: torch.Generator) -> None:
-        """Fills a parameter's unsplit value in place."""
+        """Initializes a parameter's unsplit value in place."""
         if name.endswith(".bias"):
             full.zero_()
         elif "ln_" in name or "norm" in name:
@@ -170,22 +179,24 @@ class GLMForConditionalGeneration(LanguageModel):
 
 
 def extend_mems(mems: Sequence[Tensor] | None, new: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The cached hidden states of all positions so far, [B, M + S, H] for the embedding and for each block."""
+    """Returns the hidden states of all positions so far, [B, M + S, H] for the embedding and for each block."""
     if mems is None:
         return tuple(state.detach() for state in new)
     return tuple(torch.cat([old, state.detach()], dim=1) for old, state in zip(mems, new, strict=True))
 
 
 def visible_keys(attention_mask: Tensor | None, batch: int, queries: int, memory: int) -> tuple[Tensor | None, bool]:
-    """(bool mask broadcastable to [B, N, S, M + S], causal), where B = `batch`, and S = `queries` new positions follow
-    M = `memory` cached ones.
+    """Returns (bool mask broadcastable to [B, N, S, M + S] or None, whether attention is causal).
 
-    attention_mask is one of
-    - None: causal.
-    - numbers [B], [1], [B, 1] or a scalar, the length of part A: its positions are seen by all of this sequence, those
-      of part B by themselves and what follows; all memory is seen.
-    - [B, ≥ M + S]: nonzero for the keys that every query sees.
-    - [B or 1, N or 1, S or 1, ≥ M + S]: nonzero where a query sees a key. Of longer masks the last M + S columns count.
+    B is `batch`. S = `queries` new positions follow M = `memory` cached positions.
+
+    Args:
+        attention_mask: One of the following; of a longer mask the last M + S columns are used.
+            - None: causal attention.
+            - Numbers [B], [1], [B, 1] or a scalar, the length of part A: all queries attend to memory and to part A,
+              and the queries of part B also to themselves and to earlier positions of part B.
+            - [B, ≥ M + S]: nonzero for the keys that every query attends to.
+            - [B or 1, N or 1, S or 1, ≥ M + S]: nonzero where a query attends to a key.
     """
     if attention_mask is None:
         return None, True
@@ -193,7 +204,7 @@ def visible_keys(attention_mask: Tensor | None, batch: int, queries: int, memory
     fits = not shape or shape[0] in (1, batch)
     if fits and (len(shape) < 2 or shape[1:] == (1,)):
         prefix = attention_mask.reshape(-1, 1, 1, 1)
-        key = torch.arange(-memory, queries, device=attention_mask.device)  # negative in memory
+        key = torch.arange(-memory, queries, device=attention_mask.device)  # negative for memory
         query = torch.arange(queries, device=attention_mask.device)[:, None]
         return (key <= query) | (key < prefix), False  # [B, 1, S, M + S]
     if fits and len(shape) == 2 and shape[1] >= keys:
@@ -208,13 +219,13 @@ def visible_keys(attention_mask: Tensor | None, batch: int, queries: int, memory
 
 @dataclass
 class GLMOutput(ModelOutput):
-    """loss: scalar fp32, mean over the labels that are not -100; None without labels.
+    """The output of a GLM.
 
-    logits: [B, S, Vp], this rank's columns of the padded vocabulary ([B, S, V] in one process);
-        `model.gather_logits` gives [B, S, V]. With labels they are calculated when first read.
-    mems: the embedding output and each block's output at all positions so far, [B, M + S, H] each, before the final
-        norm and cut off from autograd; what the next call takes as `mems`. None where not asked for.
-    hidden_states: the same of this call's positions, the last one after the final norm; None unless asked for.
+    Attributes:
+        loss, logits: As in `CausalLMOutput`.
+        mems: The embedding output and each block's output at all positions so far, [B, M + S, H] each, before the
+            final norm and detached; the next call takes them as `mems`. None unless requested.
+        hidden_states: The same for this call's positions, the last one after the final norm; None unless requested.
     """
 
     loss: Tensor | None

@@ -1,4 +1,4 @@
-"""Texts with blanks, as GLM reads and writes them."""
+"""Encodes and decodes texts with blanks for GLM."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _BLANK = re.compile(r"(\[g?s?MASK\])")
 
 
 class GLMText:
-    """Encodes `[CLS]`, the text with its blanks, and the end of text unless `[gMASK]` continues it.
+    """Encodes a text as `[CLS]`, the text with its blanks, and the end of text unless the text ends with `[gMASK]`.
 
     Args:
-        folder: Has the tokenizer's files.
-        vocabulary: Which vocabulary GLM's special tokens extend. None finds the released ones by their size;
-            glm-10b-chinese must be named.
+        folder: The folder with the tokenizer's files.
+        vocabulary: The vocabulary that GLM's special tokens extend. None finds a released vocabulary by its size;
+            that of glm-10b-chinese must be named.
     """
 
     def __init__(self, folder: Path, vocabulary: GLMVocabulary | None = None) -> None:
@@ -26,13 +26,13 @@ class GLMText:
         vocabulary = vocabulary or _VOCABULARIES.get(self.tokenizer.vocab_size)
         if vocabulary is None:
             raise ValueError(
-                f"a vocabulary of {self.tokenizer.vocab_size} tokens is none of GLM's releases; say which it extends: "
+                f"no GLM release has a vocabulary of {self.tokenizer.vocab_size} tokens; name the vocabulary: "
                 "bert, gpt2, roberta, chinese or chinese-10b"
             )
         self.tokens: GLMTokens = glm_tokenizer(self.tokenizer, vocabulary)
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a text. Without a blank, [gMASK] is appended: the text is continued."""
+        """Returns the token ids of a text. If it has no blank, [gMASK] is appended, so that the model continues it."""
         if not _BLANK.search(text):
             text += " [gMASK]"
         blanks = {"[MASK]": self.tokens.mask, "[sMASK]": self.tokens.smask, "[gMASK]": self.tokens.gmask}
@@ -42,6 +42,6 @@ class GLMText:
         return ids if ids[-1] == self.tokens.gmask else [*ids, self.tokens.eos]
 
     def decode(self, ids: list[int]) -> str:
-        """The text of token ids, without special tokens."""
+        """Returns the text of token ids, without special tokens."""
         special = {value for name, value in vars(self.tokens).items() if name != "vocab_size"}
         return self.tokenizer.decode([token for token in ids if token not in special])

@@ -1,4 +1,4 @@
-"""GPT-2's configuration: the keys of Hugging Face's `config.json`."""
+"""Defines GPT-2's configuration, with the keys of Hugging Face's `config.json`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..common.config import (
 
 @dataclass(frozen=True)
 class GPT2Config(ModelConfig):
-    """Sizes and constants of a GPT-2; names, meanings and defaults are transformers'."""
+    """The sizes and constants of a GPT-2. Names, meanings and defaults are those of transformers."""
 
     model_type: ClassVar[str] = "gpt2"
     architecture: ClassVar[str] = "GPT2LMHeadModel"
@@ -56,7 +56,7 @@ class GPT2Config(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.add_cross_attention:
-            raise ValueError("GPT-2 is a decoder alone here: add_cross_attention must be false")
+            raise ValueError("GPT-2 is supported only without an encoder: add_cross_attention must be false")
         self.check_heads(self.n_embd, self.n_head)
 
     @property

@@ -1,4 +1,4 @@
-"""Where Hugging Face's GPT-2 checkpoints keep each native parameter."""
+"""Maps each native parameter of GPT-2 to its tensor in Hugging Face's checkpoints."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ NAME_MAP = NameMap(
         Entry("head.weight", "lm_head.weight"),
     ),
     aliases=(("lm_head.weight", "transformer.wte.weight"),),
-    # Causal-mask buffers of files written before transformers 4.27.
+    # Causal-mask buffers in files written before transformers 4.27.
     ignored=(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),
 )

@@ -1,4 +1,4 @@
-"""What GPT-2's blocks are made of, for the memory estimate."""
+"""Describes GPT-2's blocks for the memory estimate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .config import GPT2Config
 
 
 def activations(config: GPT2Config) -> Activations:
-    """What a model of this configuration keeps for its backward pass."""
+    """Returns what a model of this configuration keeps for its backward pass."""
     block = Block(
         hidden=config.n_embd,
         heads=config.n_head,

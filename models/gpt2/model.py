@@ -1,10 +1,10 @@
 """GPT-2 (Radford et al., 2019, "Language Models are Unsupervised Multitask Learners").
 
 - learned positions, added to the word embeddings
-- pre-LayerNorm blocks: x + attention(norm(x)), then x + mlp(norm(x)); one more norm at the end
-- fused qkv with biases, causal attention, GELU by its tanh approximation
+- pre-LayerNorm blocks: x + attention(norm(x)), then x + mlp(norm(x)); a final norm
+- fused qkv with biases, causal attention, the tanh approximation of GELU
 - the output head is the word embedding; its rows are split over the ranks, so the logits are vocabulary-parallel
-- weights N(0, 0.02), those that write into the residual stream smaller by √(2 · layers); biases zero
+- initial weights N(0, 0.02), divided by √(2 · layers) if they write into the residual stream; biases zero
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class GPT2Block(nn.Module):
 
 
 class GPT2LMHeadModel(CausalLM):
-    """GPT-2 with its language-modelling head. `mesh=None` is the unsplit model."""
+    """GPT-2 with its language-modeling head. With `mesh=None` the model is not split."""
 
     config: GPT2Config
 
@@ -84,19 +84,21 @@ class GPT2LMHeadModel(CausalLM):
         cache: Cache | None = None,
         logits_to_keep: int = 0,
     ) -> CausalLMOutput:
-        """input_ids, labels: int64 [B, S]; attention_mask: [B, S], 0 for padding; position_ids: [B, S] or [1, S];
-        token_type_ids: int64 [B, S], tokens whose embeddings are added.
+        """Returns the logits and, with labels, the mean loss, or the summed loss divided by `num_items_in_batch`.
 
-        labels are shifted here, as in transformers; -100 is ignored. The loss is the mean over the labels, or
-        their sum divided by `num_items_in_batch`.
-
-        cache: of M earlier positions, which attention_mask [B, M + S] covers too; not under sequence parallelism.
-        logits_to_keep: of how many last positions; 0 is all.
+        Args:
+            input_ids: int64 [B, S].
+            attention_mask: [B, S], or [B, M + S] with a cache; 0 for padding.
+            position_ids: int64 [B, S] or [1, S].
+            token_type_ids: int64 [B, S], tokens whose embeddings are added.
+            labels: int64 [B, S], which are shifted here, as in transformers; -100 is ignored.
+            cache: The keys and values of M earlier positions; not supported under sequence parallelism.
+            logits_to_keep: The number of last positions whose logits are returned; 0 means all.
         """
         length, cached = input_ids.shape[1], 0 if cache is None else cache.length
         if cached + length > self.config.n_positions:
             raise ValueError(
-                f"the sequence has {cached + length} tokens, but the model only {self.config.n_positions} positions"
+                f"the sequence has {cached + length} tokens, but the model has only {self.config.n_positions} positions"
             )
         if position_ids is None:
             position_ids = torch.arange(cached, cached + length, device=input_ids.device)[None]
@@ -119,7 +121,7 @@ class GPT2LMHeadModel(CausalLM):
         return CausalLMOutput(loss, logits, hidden)
 
     def init_weights(self, name: str, full: Tensor, generator: torch.Generator) -> None:
-        """Fills a parameter's unsplit value in place."""
+        """Initializes a parameter's unsplit value in place."""
         if name.endswith(".bias"):
             full.zero_()
         elif "ln_" in name or "norm" in name:

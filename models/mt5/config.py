@@ -1,4 +1,4 @@
-"""mT5's configuration: T5's keys with other defaults."""
+"""Defines mT5's configuration: T5's keys with other defaults."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from ..t5.config import T5Config
 
 @dataclass(frozen=True)
 class MT5Config(T5Config):
-    """Sizes and constants of an mT5; names, meanings and defaults are transformers'. The output is never scaled."""
+    """The sizes and constants of an mT5. Names, meanings and defaults are those of transformers.
+
+    The decoder's output is never scaled.
+    """
 
     model_type: ClassVar[str] = "mt5"
     architecture: ClassVar[str] = "MT5ForConditionalGeneration"

@@ -6,4 +6,4 @@ from ..t5.model import T5ForConditionalGeneration
 
 
 class MT5ForConditionalGeneration(T5ForConditionalGeneration):
-    """T5's model; `config` is an `MT5Config`."""
+    """The T5 model with an `MT5Config`."""

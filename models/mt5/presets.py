@@ -1,4 +1,4 @@
-"""The released mT5 sizes under Hugging Face's names."""
+"""Lists the released mT5 sizes under Hugging Face's names."""
 
 from __future__ import annotations
 

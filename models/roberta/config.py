@@ -1,4 +1,4 @@
-"""RoBERTa's configuration: the keys of Hugging Face's `config.json`."""
+"""Defines RoBERTa's configuration, with the keys of Hugging Face's `config.json`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..common.config import TokenId, VocabSize
 
 @dataclass(frozen=True)
 class RobertaConfig(BertConfig):
-    """Sizes and constants of a RoBERTa; names, meanings and defaults are transformers'."""
+    """The sizes and constants of a RoBERTa. Names, meanings and defaults are those of transformers."""
 
     model_type: ClassVar[str] = "roberta"
     architectures: ClassVar[tuple[str, ...]] = ("RobertaForMaskedLM", "RobertaForSequenceClassification")
@@ -25,16 +25,16 @@ class RobertaConfig(BertConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.pad_token_id is None:
-            raise ValueError("RoBERTa counts positions from its padding token: pad_token_id must be given")
+            raise ValueError("RoBERTa counts positions from its padding token's id: pad_token_id must be an integer")
         if self.max_sequence_length < 1:
             raise ValueError(
-                f"max_position_embeddings={self.max_position_embeddings} leaves no position behind the padding's, "
-                f"{self.pad_token_id}; use at least {self.pad_token_id + 2}"
+                f"max_position_embeddings={self.max_position_embeddings} leaves no position after that of padding "
+                f"({self.pad_token_id}); use at least {self.pad_token_id + 2}"
             )
 
     @property
     def max_sequence_length(self) -> int:
-        """Positions up to that of the padding serve no token."""
+        """The longest sequence. Tokens do not use the positions up to that of padding."""
         return self.max_position_embeddings - self.position_padding_idx - 1
 
     @property

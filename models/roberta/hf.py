@@ -1,4 +1,4 @@
-"""Where Hugging Face's RoBERTa checkpoints keep each native parameter, whichever head they have."""
+"""Maps each native parameter of RoBERTa to its tensors in Hugging Face's checkpoints, for all heads."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ NAME_MAP = NameMap(
         ("lm_head.decoder.bias", "lm_head.bias"),
     ),
     renamed=OLD_NORM_NAMES,
-    # The buffer of files written before transformers 4.31, and the body's pooler, which no head uses.
+    # A buffer in files written before transformers 4.31, and the encoder's pooler, which no head uses.
     ignored=(r"(roberta\.)?embeddings\.position_ids", r"(roberta\.)?pooler\.dense\.(weight|bias)"),
 )

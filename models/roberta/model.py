@@ -1,10 +1,10 @@
 """RoBERTa (Liu et al., 2019, "RoBERTa: A Robustly Optimized BERT Pretraining Approach").
 
-BERT, except that
-- positions count the tokens that are not padding, from the padding token's id on
-- there is no next-sentence prediction, so the first token's state is not pooled in pretraining
-- the classifier drops out its input too; its dense layer takes the pooler's place
-- the activation in the masked-language-model head is the exact GELU, whatever `hidden_act` is
+RoBERTa is BERT with these differences:
+- positions count the tokens that are not padding, starting after the padding token's id
+- there is no next-sentence prediction, so pretraining does not pool the first token's state
+- the classifier also applies dropout to its input; its dense layer replaces the pooler
+- the masked-language-model head always uses the exact GELU, independent of `hidden_act`
 """
 
 from __future__ import annotations
@@ -31,5 +31,5 @@ class RobertaForSequenceClassification(BertForSequenceClassification):
         self.input_dropout = Dropout(config.classifier_dropout_prob)
 
     def classify(self, first: Tensor) -> Tensor:
-        """The first token's state [B, H] -> [B, num_labels]"""
+        """Returns the logits [B, num_labels] of the first token's hidden state [B, H]."""
         return super().classify(self.input_dropout(first))

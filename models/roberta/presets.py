@@ -1,4 +1,4 @@
-"""The released RoBERTa sizes under Hugging Face's names. 514 positions serve 512 tokens."""
+"""Lists the released RoBERTa sizes under Hugging Face's names. 514 positions are enough for 512 tokens."""
 
 from __future__ import annotations
 

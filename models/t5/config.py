@@ -1,4 +1,4 @@
-"""T5's configuration: the keys of Hugging Face's `config.json`."""
+"""Defines T5's configuration, with the keys of Hugging Face's `config.json`."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ from ..common.config import (
 )
 from ..common.transformer import ACTIVATIONS
 
-PRETRAINED_LENGTH = 512  # positions are relative, so longer sequences work too
+PRETRAINED_LENGTH = 512  # positions are relative, so longer sequences also work
 
 
 @dataclass(frozen=True)
 class T5Config(ModelConfig):
-    """Sizes and constants of a T5; names, meanings and defaults are transformers'.
+    """The sizes and constants of a T5. Names, meanings and defaults are those of transformers.
 
-    tie_word_embeddings: whether the output head is the word embedding (v1.0) or a matrix of its own (v1.1). When
-        weights are loaded, their files decide; see `from_dict`.
-    scale_decoder_outputs: whether the head's input is multiplied by d_model^-0.5; None: as tie_word_embeddings.
+    Attributes:
+        tie_word_embeddings: Whether the output head is the word embedding (v1.0) or a separate matrix (v1.1). When
+            weights are loaded, their files decide; see `from_dict`.
+        scale_decoder_outputs: Whether the head's input is multiplied by d_model^-0.5. None means the value of
+            tie_word_embeddings.
     """
 
     model_type: ClassVar[str] = "t5"
@@ -66,7 +68,7 @@ class T5Config(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        exact = self.relative_attention_num_buckets // 4  # of the encoder, which uses half of them in each direction
+        exact = self.relative_attention_num_buckets // 4  # the encoder uses half of the buckets for each direction
         if self.relative_attention_max_distance <= 2 * exact:
             raise ValueError(
                 f"relative_attention_max_distance={self.relative_attention_max_distance} must be more than half of "
@@ -75,18 +77,18 @@ class T5Config(ModelConfig):
         if self.feed_forward_proj.removeprefix("gated-") not in ACTIVATIONS:
             raise ValueError(
                 f"feed_forward_proj={shown(self.feed_forward_proj)} must be ACTIVATION or gated-ACTIVATION, "
-                f"of {', '.join(ACTIVATIONS)}"
+                f"where ACTIVATION is one of {', '.join(ACTIVATIONS)}"
             )
         if self.scale_decoder_outputs is None:
             object.__setattr__(self, "scale_decoder_outputs", self.scales_by_default())
 
     def scales_by_default(self) -> bool:
-        """Version 1.0, which ties, scales the decoder's output; version 1.1 does neither."""
+        """Returns whether to scale the decoder's output: version 1.0 ties and scales, version 1.1 does neither."""
         return self.tie_word_embeddings
 
     @property
     def activation(self) -> str:
-        """The name of the feed-forward activation; the gated GELU is the tanh form, as in transformers."""
+        """The name of the MLP's activation. The gated GELU is the tanh approximation, as in transformers."""
         name = self.feed_forward_proj.split("-")[-1]
         return "gelu_new" if self.feed_forward_proj == "gated-gelu" else name
 
@@ -108,10 +110,10 @@ class T5Config(ModelConfig):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """From the keys of a `config.json`.
+        """Returns a configuration from the keys of a `config.json`.
 
-        transformers 5 writes `tie_word_embeddings: true` into every T5's file (huggingface/transformers#48154), so
-        a true flag from there says nothing, and the version of the architecture decides.
+        transformers 5 writes `tie_word_embeddings: true` into the file of every T5 (huggingface/transformers#48154).
+        For such files the version of the architecture decides instead.
         """
         values = {name: value for name, value in values.items() if value is not None}
         version = str(values.get("transformers_version", "0")).split(".")[0]
@@ -121,5 +123,5 @@ class T5Config(ModelConfig):
 
     @classmethod
     def ties_in_version(cls, values: dict[str, Any]) -> bool:
-        """Whether the version of the architecture that a transformers 5 file describes has a tied head."""
+        """Returns whether the head is tied in the version of the architecture that a transformers 5 file describes."""
         return bool(values.get("scale_decoder_outputs", True))

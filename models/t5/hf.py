@@ -1,4 +1,4 @@
-"""Where Hugging Face's T5 checkpoints keep each native parameter."""
+"""Maps each native parameter of T5 to its tensors in Hugging Face's checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def _self_attention(stack: str) -> tuple[Entry, ...]:
         Entry(f"{native}.attention_norm.weight", f"{stored}.layer_norm.weight"),
         Entry(f"{native}.attention.qkv.weight", tuple(f"{stored}.SelfAttention.{x}.weight" for x in "qkv")),
         Entry(f"{native}.attention.output.weight", f"{stored}.SelfAttention.o.weight"),
-        # Only the first block stores it; all blocks of the stack use it.
+        # Only the first block stores the relative bias; all blocks of the stack use it.
         Entry(f"{stack}.relative_bias.weight", f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"),
     )
 

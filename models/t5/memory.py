@@ -1,4 +1,4 @@
-"""What T5's blocks are made of, for the memory estimate; mT5's are the same."""
+"""Describes T5's blocks for the memory estimate. mT5's blocks are the same."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .config import T5Config
 
 
 def activations(config: T5Config) -> Activations:
-    """What a model of this configuration keeps for its backward pass."""
+    """Returns what a model of this configuration keeps for its backward pass."""
     drops = config.dropout_rate > 0
     block: dict[str, Any] = {
         "hidden": config.d_model,
@@ -34,6 +34,6 @@ def activations(config: T5Config) -> Activations:
 
 def _mlp_kept(config: T5Config, drops: bool) -> int:
     if config.is_gated:
-        # The outputs of gate and up and the input of down; an activation without a fused gate keeps its output.
+        # The outputs of gate and up and the input of down. Without a fused gate, the activation's output is kept too.
         return 3 if config.activation in FUSED_GATES else 4 + (config.activation != "relu") - (not drops)
     return (1 if config.activation == "relu" else 2) + (drops and config.activation == "relu")

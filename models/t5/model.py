@@ -1,12 +1,12 @@
 """T5 (Raffel et al., 2020, "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer").
 
-- encoder and decoder share the word embedding; positions enter only as a relative bias on the attention scores, one
-  table for each stack
-- pre-RMSNorm blocks: x + attention(norm(x)), in the decoder x + cross_attention(norm(x)), x + mlp(norm(x)); one more
-  norm at the end of each stack
-- no biases; attention scores are not scaled; the heads' inner width need not be the model's
+- encoder and decoder share the word embedding; the only positions are a relative bias on the attention scores, from
+  one table for each stack
+- pre-RMSNorm blocks: x + attention(norm(x)), in the decoder x + cross_attention(norm(x)), x + mlp(norm(x)); each
+  stack ends with a norm
+- no biases; attention scores are not scaled; the heads' total width may differ from the hidden size
 - v1.0: ReLU; the head is the word embedding, and its input is scaled by d_model^-0.5
-- v1.1 and mT5: gated tanh-GELU; the head is a matrix of its own, and nothing is scaled
+- v1.1 and mT5: gated tanh-GELU; the head is a separate matrix, and its input is not scaled
 - initial weights as in the paper's code, see `init_weights`
 """
 
@@ -28,11 +28,11 @@ from ..common.parallel_config import ParallelConfig, layer_arguments, residual_d
 from ..common.transformer import MLP, CrossAttention, GatedMLP, SelfAttention, causal_mask, check_heads, key_mask
 from .config import T5Config
 
-ROWS_AT_ONCE = 64  # of a relative bias: their gradients are summed in one go
+ROWS_AT_ONCE = 64  # rows of a relative bias whose gradients are summed in one operation
 
 
 class T5Block(nn.Module):
-    """One layer of the encoder, or of the decoder, which also attends to the encoder's output."""
+    """One layer of the encoder or of the decoder. The decoder also attends to the encoder's output."""
 
     def __init__(
         self, config: T5Config, is_decoder: bool, mesh: ParallelMesh | None, parallel_config: ParallelConfig
@@ -67,7 +67,12 @@ class T5Block(nn.Module):
         cache: LayerKVCache | None = None,
         source_cache: LayerKVCache | None = None,
     ) -> Tensor:
-        """x: [B, S, H]; source: the encoder's output [B, T, H]; see `SelfAttention` for the others."""
+        """Returns [B, S, H].
+
+        Args:
+            x: [B, S, H].
+            source: The encoder's output [B, T, H]. For the other arguments see `SelfAttention` and `CrossAttention`.
+        """
         y = self.attention(self.attention_norm(x), mask, position_bias, causal=self.is_decoder, cache=cache)
         x = clamp_fp16_overflow(x + self.attention_dropout(y))
         if self.is_decoder:
@@ -78,7 +83,7 @@ class T5Block(nn.Module):
 
 
 class T5Stack(nn.Module):
-    """The encoder or the decoder: blocks that share one relative bias, and a norm."""
+    """The encoder or the decoder: blocks that share one relative bias, and a final norm."""
 
     def __init__(
         self,
@@ -111,12 +116,14 @@ class T5Stack(nn.Module):
         source_mask: Tensor | None = None,
         cache: Cache | None = None,
     ) -> list[Tensor]:
-        """x: embeddings [B, S, H], or [B, S/tp, H] under sequence parallelism; length: S.
+        """Returns the embedding output and each block's output, the last one after the final norm.
 
-        Returns the embedding output and each block's output, the last one after the final norm.
+        Args:
+            x: Embeddings [B, S, H], or [B, S/tp, H] under sequence parallelism.
+            length: S.
         """
         cached = 0 if cache is None else cache.length
-        position_bias = self.relative_bias(length, cached + length)  # [1, Np, S, M + S], M positions are cached
+        position_bias = self.relative_bias(length, cached + length)  # [1, Np, S, M + S] with M cached positions
         x = self.embedding_dropout(x)
         hidden_states = [x]
         for i, block in enumerate(self.blocks):
@@ -129,7 +136,7 @@ class T5Stack(nn.Module):
 
 
 class T5ForConditionalGeneration(Seq2SeqLM):
-    """T5 with its language-modelling head. `mesh=None` is the unsplit model."""
+    """T5 with its language-modeling head. With `mesh=None` the model is not split."""
 
     config: T5Config
 
@@ -163,15 +170,18 @@ class T5ForConditionalGeneration(Seq2SeqLM):
         cache: Cache | None = None,
         logits_to_keep: int = 0,
     ) -> Seq2SeqLMOutput:
-        """input_ids: int64 [B, S]; decoder_input_ids, labels: int64 [B, T]; masks: as the ids, 0 for padding.
+        """Returns the logits and, with labels, the mean loss, or the summed loss divided by `num_items_in_batch`.
 
-        Without decoder_input_ids they are the labels moved one to the right. encoder_outputs: what `encode`
-        returned, instead of input_ids. The loss is the mean over the labels that are not -100, or their sum divided
-        by `num_items_in_batch`.
-
-        cache: of M earlier decoder positions, which decoder_attention_mask [B, M + T] covers too, and of the encoder's
-        output; not under sequence parallelism. The decoder may have n rows for each of the encoder's.
-        logits_to_keep: of how many last decoder positions; 0 is all.
+        Args:
+            input_ids: int64 [B, S].
+            attention_mask: [B, S], 0 for padding.
+            decoder_input_ids: int64 [B, T]; by default the labels, shifted right by one.
+            decoder_attention_mask: [B, T], or [B, M + T] with a cache; 0 for padding.
+            labels: int64 [B, T]; -100 is ignored.
+            encoder_outputs: The result of `encode`, instead of input_ids.
+            cache: The keys and values of M earlier decoder positions and of the encoder's output; not supported under
+                sequence parallelism. With a cache, the decoder may have n rows for each row of the encoder.
+            logits_to_keep: The number of last decoder positions whose logits are returned; 0 means all.
         """
         decoder_input_ids = self.decoder_inputs(decoder_input_ids, labels)
         if encoder_outputs is None:
@@ -203,7 +213,7 @@ class T5ForConditionalGeneration(Seq2SeqLM):
     def encode(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, output_hidden_states: bool = False
     ) -> EncoderOutput:
-        """The encoder's output alone, for decoding step by step."""
+        """Returns the encoder's output, for step-by-step decoding."""
         states, _ = self.run_encoder(input_ids, attention_mask)
         return EncoderOutput(
             self.gather_hidden_states(states[-1]),
@@ -211,14 +221,14 @@ class T5ForConditionalGeneration(Seq2SeqLM):
         )
 
     def run_encoder(self, input_ids: Tensor | None, attention_mask: Tensor | None) -> tuple[list[Tensor], Tensor]:
-        """The encoder's hidden states, and the word embeddings' table for those who use it next."""
+        """Returns the encoder's hidden states, and the word embedding table for its next use."""
         if input_ids is None:
-            raise ValueError("pass input_ids, or encoder_outputs of an earlier call")
+            raise ValueError("pass input_ids, or the encoder_outputs of an earlier call")
         x, table = self.word_embeddings.embed(input_ids)
         return self.encoder(x, input_ids.shape[1], key_mask(attention_mask)), table
 
     def init_weights(self, name: str, full: Tensor, generator: torch.Generator) -> None:
-        """Fills a parameter's unsplit value in place, with the standard deviations of the T5 code base."""
+        """Initializes a parameter's unsplit value in place, with the standard deviations of the T5 code base."""
         config, factor = self.config, self.config.initializer_factor
         if "norm" in name:
             full.fill_(factor)
@@ -230,13 +240,14 @@ class T5ForConditionalGeneration(Seq2SeqLM):
             full *= config.d_ff**-0.5
         elif name != "word_embeddings.weight":
             full *= config.d_model**-0.5
-        # Instead of a scale on the scores, queries start smaller; they are the first block of a fused qkv.
+        # The attention scores are not scaled, so the initial query weights are smaller. They are the first block of a
+        # fused qkv.
         if name.endswith(("attention.qkv.weight", "cross_attention.query.weight")):
             full[: config.num_heads * config.d_kv] *= config.d_kv**-0.5
 
 
 def clamp_fp16_overflow(x: Tensor) -> Tensor:
-    """fp16 overflows in T5's residual stream; as in transformers it is clamped there."""
+    """Clamps an fp16 residual stream, as in transformers, because T5's overflows in fp16."""
     if x.dtype != torch.float16:
         return x
     most = torch.finfo(x.dtype).max - 1000
@@ -244,9 +255,10 @@ def clamp_fp16_overflow(x: Tensor) -> Tensor:
 
 
 class RelativeBias(nn.Module):
-    """The biases of one stack, which all its layers share; a rank has those of its heads. Weight [buckets, N].
+    """The relative bias that all layers of a stack share; each rank holds its heads' part. Weight [buckets, N].
 
-    bidirectional: keys after the query have buckets of their own (half of all); otherwise they share bucket 0.
+    Args:
+        bidirectional: Keys after the query have separate buckets (half of all buckets); otherwise they share bucket 0.
     """
 
     def __init__(
@@ -259,11 +271,11 @@ class RelativeBias(nn.Module):
         self.weight = split_parameter(self.shard, mesh)  # [buckets, Np]
 
     def forward(self, queries: int, keys: int) -> Tensor:
-        """[1, Np, Sq, Sk]; the last query is at the last key's position."""
-        # The bias depends on key - query alone: look each distance up once, then lay the diagonals out.
+        """Returns the bias [1, Np, Sq, Sk]. The last query is at the last key's position."""
+        # The bias depends only on key - query, so each distance is looked up once and copied along its diagonal.
         distances = torch.arange(1 - keys, queries, device=self.weight.device)
         buckets = relative_buckets(distances, self.buckets, self.max_distance, self.bidirectional)
-        # Many distances share a bucket, so their gradients are added up in fp32.
+        # Many distances share a bucket, so their gradients are summed in fp32.
         wide = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
         by_distance = F.embedding(buckets, wide).to(self.weight.dtype).t()  # [Np, Sq + Sk - 1]
         return _LayOutDiagonals.apply(by_distance, queries, keys)[None]
@@ -273,17 +285,17 @@ class RelativeBias(nn.Module):
 
 
 class _LayOutDiagonals(Function):
-    """[N, Sq + Sk - 1], from distance 1 - Sk to Sq - 1 -> [N, Sq, Sk], in which (i, j) has distance
-    j - i - (Sk - Sq).
+    """Copies one value per distance, [N, Sq + Sk - 1], along the diagonals of [N, Sq, Sk].
 
-    The gradient sums up the diagonals, in fp32 for 16 bits, a block of rows at a time: behind zeros, and read with
-    rows one longer, every row is shifted back by one more.
+    The distances go from 1 - Sk to Sq - 1; element (i, j) has distance j - i - (Sk - Sq). The gradient sums the
+    diagonals, in fp32 for 16-bit types, for a block of rows at a time. To align the diagonals as columns, it pads the
+    rows with zeros and views them with rows that are one element longer, which shifts each row by one more.
     """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, queries: int, keys: int) -> Tensor:
         ctx.shape = values.shape
-        # Row i begins at Sq - 1 - i. Contiguous, or the softmax of each layer would copy it.
+        # Row i begins at Sq - 1 - i. The result is contiguous; otherwise the softmax of each layer would copy it.
         return values.contiguous().unfold(1, keys, 1).flip(1)
 
     @staticmethod
@@ -304,7 +316,11 @@ class _LayOutDiagonals(Function):
 
 
 def relative_buckets(distances: Tensor, buckets: int, max_distance: int, bidirectional: bool) -> Tensor:
-    """The bucket of each distance key - query: exact when short, then logarithmic, the last from `max_distance` on."""
+    """Returns the bucket of each distance key - query.
+
+    Short distances have one bucket each, longer ones share buckets of logarithmic width, and all distances from
+    `max_distance` share the last bucket.
+    """
     first = torch.zeros_like(distances)
     if bidirectional:
         buckets //= 2
@@ -313,8 +329,8 @@ def relative_buckets(distances: Tensor, buckets: int, max_distance: int, bidirec
     else:
         distances = (-distances).clamp(min=0)
     exact = buckets // 2
-    # Distances below `exact` take the other branch; the clamp keeps log finite there. The order of operations is
-    # transformers', so that rounding puts the edges where its does.
+    # Distances below `exact` do not use this value; the clamp keeps their log finite. The order of operations is that
+    # of transformers, so that rounding gives the same bucket edges.
     steps = torch.log(distances.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (buckets - exact)
     logarithmic = (exact + steps.long()).clamp(max=buckets - 1)
     return first + torch.where(distances < exact, distances, logarithmic)

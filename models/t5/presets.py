@@ -1,4 +1,4 @@
-"""The released T5 sizes under Hugging Face's names."""
+"""Lists the released T5 sizes under Hugging Face's names."""
 
 from __future__ import annotations
 

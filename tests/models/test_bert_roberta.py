@@ -128,10 +128,10 @@ def test_a_mask_for_each_query():
 
 def test_too_many_tokens_are_refused():
     ids = torch.full((1, 17), 7)
-    with pytest.raises(ValueError, match="17 tokens, but the model only 16 positions"):
+    with pytest.raises(ValueError, match="17 tokens, but the model has only 16 positions"):
         native(reference("RobertaForMaskedLM"))(ids)  # two of the eighteen serve no token
     native(reference("BertForMaskedLM"))(ids)
-    with pytest.raises(ValueError, match="19 tokens, but the model only 18 positions"):
+    with pytest.raises(ValueError, match="19 tokens, but the model has only 18 positions"):
         native(reference("BertForMaskedLM"))(torch.full((1, 19), 7))
 
 
@@ -343,7 +343,7 @@ def test_initial_weights_are_those_of_transformers(name):
 
 
 def test_refused_configurations():
-    with pytest.raises(ValueError, match="architecture 'BertForQuestionAnswering' is not in the zoo; use one of"):
+    with pytest.raises(ValueError, match="architecture 'BertForQuestionAnswering' is not supported; use one of"):
         config_from_dict({"model_type": "bert", "architectures": ["BertForQuestionAnswering"]})
     with pytest.raises(ValueError, match="is_decoder and add_cross_attention must be false"):
         config_from_dict({"model_type": "roberta", "is_decoder": True})

@@ -205,7 +205,7 @@ def test_mems_are_returned_where_they_are_of_use(golden):
     ids, positions = golden.inputs["input_ids"], golden.inputs["position_ids"]
     assert len(model(ids, positions).mems) == golden.config["num_layers"] + 1
     assert model(ids, positions, labels=ids).mems is None
-    with pytest.raises(ValueError, match="position_ids must say"):
+    with pytest.raises(ValueError, match="pass the position_ids"):
         model(ids[:, :1], mems=model(ids, positions).mems)
     with pytest.raises(ValueError, match="mems has 3 tensors, but 3 blocks need 4"):
         model(ids[:, :1], positions[..., :1], mems=model(ids, positions).mems[1:])
@@ -224,7 +224,7 @@ def test_hidden_states_and_default_positions(golden):
     assert len(output.hidden_states) == golden.config["num_layers"] + 1
     logits = output.hidden_states[-1] @ golden.weights["word_embeddings.weight"].T
     close(model.gather_logits(output.logits), logits)
-    with pytest.raises(ValueError, match="50 tokens, but the model only 49 positions"):
+    with pytest.raises(ValueError, match="50 tokens, but the model has only 49 positions"):
         model(torch.zeros(1, 50, dtype=torch.long))
 
 

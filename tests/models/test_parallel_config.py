@@ -175,7 +175,7 @@ def test_a_finished_mask_is_taken_as_it_is():
 
 
 def test_a_sequence_longer_than_the_position_table():
-    with pytest.raises(ValueError, match="41 tokens, but the model only 40 positions"):
+    with pytest.raises(ValueError, match="41 tokens, but the model has only 40 positions"):
         shardzoo.from_config(GPT2)(torch.ones(1, 41, dtype=torch.long))
 
 

@@ -115,7 +115,7 @@ def test_frozen_and_hashable():
         (((4, 2), 0, (3, 2)), r"groups \(3, 2\) must be > 0 and add up to 4"),
         (((4, 2), 0, (4, 0)), "must be > 0"),
         (((6, 2), 0, (), 4), "6 rows is not a whole number of units of 4"),
-        (((6, 2), 0, (2, 4), 1, 8), "pad_multiple is for a single block"),
+        (((6, 2), 0, (2, 4), 1, 8), "pad_multiple needs a single block"),
     ],
 )
 def test_impossible_declarations_are_refused(arguments, message):
