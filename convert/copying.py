@@ -180,11 +180,7 @@ def _gather(
 
 
 def _scatter(
-    block: tuple[int, int, int, int],
-    rows: _Rows,
-    full: np.ndarray,
-    sinks: list[tuple[_Slots, Output]],
-    itemsize: int,
+    block: tuple[int, int, int, int], rows: _Rows, full: np.ndarray, sinks: list[tuple[_Slots, Output]], itemsize: int
 ) -> None:
     first, last, start, stop = block
     for slots, output in sinks:

@@ -90,12 +90,7 @@ class Destination:
         """Returns the path of a weight file while it is being written."""
         return self.work / f"{name}{PARTIAL}"
 
-    def finish(
-        self,
-        files: Sequence[NewFile],
-        texts: Mapping[str, bytes | Path],
-        manifest: Manifest | None,
-    ) -> None:
+    def finish(self, files: Sequence[NewFile], texts: Mapping[str, bytes | Path], manifest: Manifest | None) -> None:
         """Flushes all files to the disk and gives them and the folder their final names.
 
         `texts` are small files by name: their contents, or a file to copy. The manifest, or else `config.json`, is

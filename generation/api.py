@@ -180,12 +180,7 @@ def _fill(
 
 
 def fill(
-    model: Any,
-    ids: Tensor,
-    positions: Tensor,
-    visible: Tensor,
-    settings: GenerationSettings,
-    extras: Extras,
+    model: Any, ids: Tensor, positions: Tensor, visible: Tensor, settings: GenerationSettings, extras: Extras
 ) -> GenerateOutput:
     """Fills one blank of each row of ids [B, T0], as `BlankDecoder`. ValueError if the positions do not suffice."""
     limit, most = settings.length_limit(ids.shape[1]), model.config.max_sequence_length + 1

@@ -192,11 +192,7 @@ class _Prompt:
 
 
 def _fill_next(
-    model: Any,
-    prompts: list[_Prompt],
-    tokens: GLMTokens,
-    settings: GenerationSettings,
-    extras: Extras,
+    model: Any, prompts: list[_Prompt], tokens: GLMTokens, settings: GenerationSettings, extras: Extras
 ) -> list[list[int]]:
     """Returns the tokens of the next piece of each prompt."""
     width, device = max(len(prompt.ids) for prompt in prompts), device_of(model)

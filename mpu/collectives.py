@@ -115,11 +115,7 @@ def gather_from_tp(tensor: Tensor, mesh: ParallelMesh | None, dim: int = -1) -> 
 
 
 def scatter_to_tp(tensor: Tensor, mesh: ParallelMesh | None, dim: int = -1) -> Tensor:
-    """Returns this rank's slice of a replicated tensor along `dim`.
-
-    Raises:
-        ValueError: The number of ranks does not divide the size of `dim`.
-    """
+    """Returns this rank's slice of a replicated tensor along `dim`. Raises ValueError if the size is not divisible."""
     return tensor if mesh is None or tp_size(mesh) == 1 else _Scatter.apply(tensor, dim, mesh.tp_group, False)
 
 
@@ -136,19 +132,14 @@ def gather_sequence(tensor: Tensor, mesh: ParallelMesh | None, *, partial_grad: 
 
 
 def scatter_sequence(tensor: Tensor, mesh: ParallelMesh | None) -> Tensor:
-    """Returns this rank's slice [B, S/tp, ...] of a replicated tensor [B, S, ...].
-
-    Raises:
-        ValueError: The number of ranks does not divide S.
-    """
+    """Returns this rank's slice [B, S/tp, ...] of a replicated [B, S, ...]. Raises ValueError if S is not divisible."""
     return scatter_to_tp(tensor, mesh, SEQUENCE_DIM)
 
 
 def reduce_scatter_sequence(tensor: Tensor, mesh: ParallelMesh | None) -> Tensor:
     """Sums the ranks' partial results [B, S, ...] and returns this rank's slice [B, S/tp, ...] of the sum.
 
-    Raises:
-        ValueError: The number of ranks does not divide S.
+    Raises ValueError if tp does not divide S.
     """
     if mesh is None or tp_size(mesh) == 1:
         return tensor

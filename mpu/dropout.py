@@ -64,11 +64,7 @@ class DropoutState:
             self._key = current
 
     def visit(self, site: int) -> tuple[int, int]:
-        """Returns the 64-bit key of this use of the site, and the first sample.
-
-        Raises:
-            RuntimeError: `set` was not called.
-        """
+        """Returns the 64-bit key of this use of the site, and the first sample. Raises RuntimeError before `set`."""
         if self._key is None:
             raise RuntimeError("call dropout_state.set(seed, first_sample) before a forward pass with dropout")
         seed, first_sample, visits = self._key
@@ -136,8 +132,7 @@ class Dropout(nn.Module):
 def assign_dropout_sites(model: nn.Module, prefix: str = "") -> None:
     """Gives every `Dropout` of the model a site derived from its qualified name.
 
-    Args:
-        prefix: For a pipeline stage, the prefix that its modules have in the whole model.
+    A pipeline stage passes the `prefix` that its modules have in the whole model.
     """
     modules = cast(Iterable[tuple[str, nn.Module]], model.named_modules(prefix=prefix))
     for name, module in modules:

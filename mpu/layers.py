@@ -256,11 +256,7 @@ class VocabParallelEmbedding(SplitLayer):
         """Returns the output, and the table [Vp, H] for its next use in the same forward pass.
 
         The next use is another call or a tied head. The returned table has the values of the weight. If each use takes
-        the table that the previous one returned, all uses share one gradient, which is as large as the table.
-
-        Args:
-            ids: Integers [B, S].
-            table: The table that the previous use returned; the weight by default.
+        the `table` that the previous one returned, all uses share one gradient, which is as large as the table.
         """
         check_ids(ids, self.num_embeddings, "token id")
         table = self.weight if table is None else table
@@ -400,13 +396,7 @@ class _Embedding(Function):
 
 
 def add_rows(total: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
-    """Adds rows[i] to total[ids[i]] in place, and rounds the sum of each id once.
-
-    Args:
-        total: [V, H].
-        ids: Integers [T].
-        rows: [T, H].
-    """
+    """Adds rows[i] of [T, H] to total[ids[i]] of [V, H] in place, and rounds the sum of each id once."""
     if rows.dtype.itemsize >= 4:
         return total.index_add_(0, ids, rows)
     distinct, place = cast(tuple[Tensor, Tensor], cast(Any, ids).unique(return_inverse=True))

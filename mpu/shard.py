@@ -157,8 +157,7 @@ def describe_sizes(sizes: Sequence[int]) -> str:
 def divide(count: int, size: int, what: str) -> int:
     """Returns `count / size`, e.g. `divide(12, 4, "attention heads")`.
 
-    Raises:
-        ValueError: Such as "12 attention heads cannot be split 5 ways; use 1, 2, 3, 4, 6 or 12".
+    Raises ValueError such as "12 attention heads cannot be split 5 ways; use 1, 2, 3, 4, 6 or 12".
     """
     if size < 1 or count % size:
         choices = f"; use {describe_sizes(divisors(count))}" if count > 0 else ""

@@ -65,13 +65,7 @@ def run_summary(
 
 
 def run_results(
-    *,
-    folder: Path,
-    loss: float,
-    unigram_entropy: float,
-    hf_loss: float,
-    tensor_parallel_size: int,
-    minutes: float,
+    *, folder: Path, loss: float, unigram_entropy: float, hf_loss: float, tensor_parallel_size: int, minutes: float
 ) -> Table:
     """Returns a table of a run's results and the paths of its files."""
     return facts_table(
@@ -93,12 +87,7 @@ def run_results(
 @contextmanager
 def corpus_progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
     """Shows a progress bar for each stage of preparing a corpus, or a line for each without a terminal."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        DownloadColumn(),
-        TimeElapsedColumn(),
-    )
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), DownloadColumn(), TimeElapsedColumn())
     tasks = {}
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
 

@@ -44,12 +44,7 @@ def draw(seed: int, n: int) -> int:
 
 
 def reference_sentence_index(
-    sizes: np.ndarray,
-    marks: np.ndarray,
-    max_length: int,
-    short_probability: float,
-    least_sentences: int,
-    seed: int,
+    sizes: np.ndarray, marks: np.ndarray, max_length: int, short_probability: float, least_sentences: int, seed: int
 ) -> np.ndarray:
     """Cuts documents into runs of consecutive sentences; each run is a sample.
 

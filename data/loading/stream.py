@@ -40,12 +40,7 @@ class DocumentRecords:
     """Reads the texts of a source (see `plan_chunks`); chunks are shuffled in each epoch unless `seed` is None."""
 
     def __init__(
-        self,
-        source: Source,
-        *,
-        seed: int | None = 1234,
-        text_key: str = "text",
-        on_bad: OnBad = fail_on_bad,
+        self, source: Source, *, seed: int | None = 1234, text_key: str = "text", on_bad: OnBad = fail_on_bad
     ) -> None:
         self.chunks = plan_chunks(source)
         self.seed, self.text_key, self.on_bad = seed, text_key, on_bad

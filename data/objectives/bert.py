@@ -36,10 +36,7 @@ class SentencePairs:
             raise ValueError(f"max_length is {self.max_length}; [CLS] A [SEP] B [SEP] needs at least 5")
 
     def __call__(
-        self,
-        sentences: Sequence[np.ndarray],
-        generator: np.random.Generator,
-        others: Sequence[np.ndarray] = (),
+        self, sentences: Sequence[np.ndarray], generator: np.random.Generator, others: Sequence[np.ndarray] = ()
     ) -> dict[str, np.ndarray]:
         if len(sentences) < 2:
             raise ValueError(f"a pair needs at least 2 sentences, not {len(sentences)}")
@@ -147,10 +144,7 @@ def build_bert(config: PretrainingData, indexed: IndexedDataset, tokenizer: Toke
         tokenizer.special_id("cls_token"),
         tokenizer.special_id("sep_token"),
         masking_with(
-            tokenizer,
-            config.mask_probability,
-            whole_words=config.whole_words,
-            longest_ngram=config.longest_ngram,
+            tokenizer, config.mask_probability, whole_words=config.whole_words, longest_ngram=config.longest_ngram
         ),
         config.sequence_length,
         "sop" if config.objective == "bert-sop" else "nsp",

@@ -174,10 +174,7 @@ def build_glm(config: PretrainingData, indexed: IndexedDataset, tokenizer: Token
     """Builds samples with GLM's positions, and adds GLM's special tokens to a tokenizer that lacks them."""
     ids = glm_tokenizer(tokenizer, config.glm_vocabulary)
     infilling = BlankInfilling(
-        ids,
-        config.mask_probability,
-        config.block_mask_probability,
-        sentence_ends=sentence_end_ids(tokenizer),
+        ids, config.mask_probability, config.block_mask_probability, sentence_ends=sentence_end_ids(tokenizer)
     )
     mixture = GLMMixture(config.glm_token, config.glm_sentence, config.glm_single_span, config.glm_short)
     return GLMDataset(indexed, config.sequence_length, infilling, mixture, seed=config.seed)

@@ -12,13 +12,7 @@ from .pretraining import PretrainingData, objective
 
 
 def masked_dataset(
-    indexed: IndexedDataset,
-    masking: Masking,
-    length: int,
-    *,
-    cls_token_id: int,
-    sep_token_id: int,
-    seed: int = 1234,
+    indexed: IndexedDataset, masking: Masking, length: int, *, cls_token_id: int, sep_token_id: int, seed: int = 1234
 ) -> ObjectiveDataset:
     """Returns samples in RoBERTa's FULL-SENTENCES format: `[CLS] packed text [SEP]`, masked, `length` tokens each."""
     special = (*masking.special_ids, cls_token_id, sep_token_id)
@@ -32,10 +26,7 @@ def build_roberta(config: PretrainingData, indexed: IndexedDataset, tokenizer: T
     return masked_dataset(
         indexed,
         masking_with(
-            tokenizer,
-            config.mask_probability,
-            whole_words=config.whole_words,
-            longest_ngram=config.longest_ngram,
+            tokenizer, config.mask_probability, whole_words=config.whole_words, longest_ngram=config.longest_ngram
         ),
         config.sequence_length,
         cls_token_id=tokenizer.special_id("cls_token"),

@@ -162,10 +162,7 @@ def _choose_held_out(source: Source, fraction: float, seed: int, progress: Progr
 
 def _tokenize(split: _Split, tokenizer: Tokenizer, output: Path, progress: Progress) -> None:
     dtype = dtype_for_vocabulary(tokenizer.vocab_size)
-    with (
-        IndexedDatasetWriter(output / "train", dtype) as train,
-        IndexedDatasetWriter(output / "valid", dtype) as valid,
-    ):
+    with IndexedDatasetWriter(output / "train", dtype) as train, IndexedDatasetWriter(output / "valid", dtype) as valid:
         batches: dict[bool, list[str]] = {False: [], True: []}
         waiting, done = 0, 0
         for text, key in split.documents():
@@ -180,10 +177,7 @@ def _tokenize(split: _Split, tokenizer: Tokenizer, output: Path, progress: Progr
 
 
 def _write_batches(
-    batches: dict[bool, list[str]],
-    tokenizer: Tokenizer,
-    train: IndexedDatasetWriter,
-    valid: IndexedDatasetWriter,
+    batches: dict[bool, list[str]], tokenizer: Tokenizer, train: IndexedDatasetWriter, valid: IndexedDatasetWriter
 ) -> None:
     for held_out, writer in ((False, train), (True, valid)):
         if batches[held_out]:

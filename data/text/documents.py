@@ -64,11 +64,7 @@ def fail_on_bad(record: BadRecord) -> None:
 
 
 def iter_documents(
-    source: Source,
-    *,
-    text_key: str = "text",
-    on_bad: OnBad = fail_on_bad,
-    report: SourceReport | None = None,
+    source: Source, *, text_key: str = "text", on_bad: OnBad = fail_on_bad, report: SourceReport | None = None
 ) -> Iterator[str]:
     """Yields the texts of a source in a fixed order.
 

@@ -50,12 +50,7 @@ def train_byte_level_bpe(
 
 
 def train_wordpiece(
-    documents: Iterable[str],
-    vocab_size: int,
-    output_dir: str | Path,
-    *,
-    lowercase: bool = True,
-    progress: bool = False,
+    documents: Iterable[str], vocab_size: int, output_dir: str | Path, *, lowercase: bool = True, progress: bool = False
 ) -> FastTokenizer:
     """Trains a WordPiece tokenizer and saves it so that `AutoTokenizer.from_pretrained(output_dir)` loads it.
 
@@ -115,11 +110,7 @@ SENTENCE_BYTES = 4000  # the trainer skips longer pieces of text (its limit is 4
 
 
 def train_sentencepiece(
-    documents: Iterable[str],
-    vocab_size: int,
-    output_dir: str | Path,
-    *,
-    sample_texts: int = 1_000_000,
+    documents: Iterable[str], vocab_size: int, output_dir: str | Path, *, sample_texts: int = 1_000_000
 ) -> SentencePieceTokenizer:
     """Trains a SentencePiece unigram model and saves it as `spiece.model` with T5's special ids.
 

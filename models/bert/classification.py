@@ -47,13 +47,7 @@ class SequenceClassifier(nn.Module):
         num_items_in_batch: Tensor | int | None = None,
         output_hidden_states: bool = False,
     ) -> SequenceClassifierOutput:
-        """Returns the logits and, with labels, the loss.
-
-        Args:
-            input_ids, token_type_ids: int64 [B, S].
-            attention_mask: [B, S], 0 for padding.
-            labels: See `loss`.
-        """
+        """Returns the logits and, with labels, the loss. See `loss` for labels, `BertForMaskedLM` for the other inputs."""
         hidden_states, _ = self.encoder(input_ids, attention_mask, token_type_ids, position_ids)
         logits = self.classify(self.encoder.first_token(hidden_states[-1]))  # [B, num_labels]
         loss = None if labels is None else self.loss(logits, labels, num_items_in_batch)

@@ -23,8 +23,7 @@ class LayerKVCache:
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Appends the keys and values of new positions, [B, Np, S, D], and returns those of all positions so far.
 
-        Raises:
-            ValueError: The new positions exceed the capacity.
+        Raises ValueError if they exceed the capacity.
         """
         stop = self.length + keys.shape[2]
         if stop > self.capacity:
