@@ -1,7 +1,6 @@
-"""Fused operators, each with a PyTorch reference and C++, CUDA and Triton variants behind one dispatch.
+"""Fused operators. Each has a PyTorch reference, and C++, CUDA and Triton variants behind one dispatch.
 
-They compute on one rank's tensors and know nothing of ranks: offsets into unsplit tensors are passed as
-numbers.
+They compute on one rank's tensors and do not communicate. Callers pass offsets into unsplit tensors as numbers.
 """
 
 from .activation import bias_gelu, geglu, relu, swiglu

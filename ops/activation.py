@@ -1,7 +1,7 @@
-"""Activations: GELU of x + bias, gated linear units act(gate) * up, ReLU.
+"""Computes activations: GELU of x + bias, gated linear units act(gate) * up, and ReLU.
 
-GELU is exact (erf) or its tanh approximation (Hendrycks and Gimpel 2016); a gated linear unit (Shazeer 2020) gates with
-GELU or SiLU. Both are calculated in fp32 (fp64 for fp64 input), the addition included, and rounded once.
+GELU is exact (erf) or the tanh approximation (Hendrycks and Gimpel 2016). A gated linear unit (Shazeer 2020) uses GELU
+or SiLU. Both are computed in fp32 (fp64 for fp64 input), including the bias addition, and rounded once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ APPROXIMATIONS = ("none", "tanh")
 
 
 def gelu(z: Tensor, tanh: bool) -> Tensor:
-    """The naive definition."""
+    """Returns GELU by its definition."""
     if tanh:
         return 0.5 * z * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (z + 0.044715 * z**3)))
     return 0.5 * z * (1.0 + torch.erf(z / math.sqrt(2.0)))
@@ -32,7 +32,7 @@ def gelu_derivative(z: Tensor, tanh: bool) -> Tensor:
     if tanh:
         t = torch.tanh(math.sqrt(2.0 / math.pi) * (z + 0.044715 * z**3))
         inner = math.sqrt(2.0 / math.pi) * (1.0 + 3 * 0.044715 * z * z)
-        # t * t is exactly 1 wherever z * z overflows, and 0 * inf must not make a NaN of that
+        # t * t is exactly 1 where z * z overflows; without the `where`, 0 * inf would be NaN.
         return 0.5 * (1.0 + t) + torch.where(t.abs() == 1.0, 0.0, 0.5 * z * (1.0 - t * t) * inner)
     density = torch.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
     return 0.5 * (1.0 + torch.erf(z / math.sqrt(2.0))) + torch.where(density == 0.0, 0.0, z * density)
@@ -49,7 +49,7 @@ def bias_gelu_reference(x, bias, tanh):
 
 
 def bias_gelu_backward_reference(grad, x, bias, tanh):
-    """Gradients of x and of the bias."""
+    """Returns the gradients of x and of the bias."""
     z = _preactivation(x, bias)
     grad_z = grad.to(z.dtype) * gelu_derivative(z, tanh)
     grad_bias = empty_placeholder(x) if bias is None else grad_z.flatten(0, -2).sum(0).to(bias.dtype)
@@ -92,7 +92,7 @@ bias_gelu_op.autograd(_bias_gelu_setup_context, _bias_gelu_backward)
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
-    """gelu(x + bias), of x's shape and dtype.
+    """Returns gelu(x + bias) in the shape and dtype of x.
 
     Args:
         x: [..., F].
@@ -100,16 +100,16 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") 
         approximate: "none" (erf) or "tanh".
 
     Raises:
-        ValueError: another approximation, or a bias of another size.
+        ValueError: `approximate` has another value, or the bias has another size.
     """
     if approximate not in APPROXIMATIONS:
-        raise ValueError(f"GELU has approximate = {' or '.join(map(repr, APPROXIMATIONS))}, got {approximate!r}")
+        raise ValueError(f"approximate must be {' or '.join(map(repr, APPROXIMATIONS))}, got {approximate!r}")
     if bias is not None and tuple(bias.shape) != (x.shape[-1],):
         raise ValueError(f"the bias of x {tuple(x.shape)} has shape ({x.shape[-1]},), got {tuple(bias.shape)}")
     return bias_gelu_op(x, bias, approximate == "tanh")
 
 
-GELU, GELU_TANH, SILU = range(3)  # the schema's activation numbers
+GELU, GELU_TANH, SILU = range(3)  # the values of `activation` in the schema
 
 
 def _activate(z, activation):
@@ -120,7 +120,7 @@ def _derivative(z, activation):
     if activation != SILU:
         return gelu_derivative(z, activation == GELU_TANH)
     s = torch.sigmoid(z)
-    # s * (1 - s) is 0 at +-inf, where z * 0 must not make a NaN
+    # s * (1 - s) is 0 at +-inf; without the `where`, z * 0 would be NaN there.
     return s + torch.where((s == 0.0) | (s == 1.0), 0.0, z * s * (1.0 - s))
 
 
@@ -131,7 +131,7 @@ def glu_reference(gate, up, activation):
 
 
 def glu_backward_reference(grad, gate, up, activation):
-    """Gradients of gate and up."""
+    """Returns the gradients of gate and up."""
     dtype = compute_dtype(gate)
     dy, g, u = grad.to(dtype), gate.to(dtype), up.to(dtype)
     grad_gate = dy * u * _derivative(g, activation)
@@ -139,7 +139,7 @@ def glu_backward_reference(grad, gate, up, activation):
 
 
 def _rows(tensor):
-    """The tensor as [rows, F] with unit stride in F: half of a stacked projection [..., 2F] needs no copy."""
+    """Returns the tensor as [rows, F] with unit stride in F. Half of a stacked projection [..., 2F] needs no copy."""
     if tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
         try:
             return tensor.view(-1, tensor.shape[-1])
@@ -187,15 +187,15 @@ def _check_same_shape(gate: Tensor, up: Tensor) -> None:
 
 
 def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
-    """gelu(gate) * up: both [..., F] (rows may be strided); `approximate` is "none" (erf) or "tanh" (T5 v1.1)."""
+    """Returns gelu(gate) * up, both [..., F] with any row stride. `approximate` is "none" (erf) or "tanh" (T5 v1.1)."""
     if approximate not in APPROXIMATIONS:
-        raise ValueError(f"GELU has approximate = {' or '.join(map(repr, APPROXIMATIONS))}, got {approximate!r}")
+        raise ValueError(f"approximate must be {' or '.join(map(repr, APPROXIMATIONS))}, got {approximate!r}")
     _check_same_shape(gate, up)
     return glu_op(gate, up, GELU_TANH if approximate == "tanh" else GELU)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up: both [..., F] (rows may be strided)."""
+    """Returns silu(gate) * up, both [..., F] with any row stride."""
     _check_same_shape(gate, up)
     return glu_op(gate, up, SILU)
 
@@ -215,7 +215,7 @@ class _ReLU(Function):
 
 
 def relu(x: Tensor) -> Tensor:
-    """`F.relu`. A large result on a CPU lies in the pool's memory, and is then differentiable once."""
+    """Computes `F.relu`. A large result on a CPU uses memory of the pool, and can then be differentiated only once."""
     if x.is_cpu and needs_gradient(x) and fits_pool(x.numel(), x):
         return _ReLU.apply(x)
     return F.relu(x)

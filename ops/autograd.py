@@ -1,4 +1,4 @@
-"""`torch.autograd.Function` and `once_differentiable` with types, which torch leaves unknown to a type checker."""
+"""Provides `torch.autograd.Function` and `once_differentiable` with type annotations, which PyTorch lacks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ if TYPE_CHECKING:
     Backward = TypeVar("Backward")
 
     class Function:
-        """A differentiable function with a gradient formula of its own."""
+        """A differentiable function with a custom gradient formula."""
 
         @classmethod
         def apply(cls, *args: Any) -> Any: ...
 
     def once_differentiable(backward: Backward) -> Backward:
-        """A backward pass that cannot be differentiated itself."""
+        """Marks a backward pass that cannot be differentiated again."""
         ...
 else:
     from torch.autograd import Function

@@ -1,14 +1,15 @@
-"""Cross-entropy over a vocabulary that may be split over ranks.
+"""Computes the cross-entropy over a vocabulary that may be split over ranks.
 
 For one token with logits x over V classes, target t, lse = log sum exp x, smoothing a and z-loss weight z:
 
     loss = (1 - a) (lse - x_t) + a (lse - mean x) + z lse^2
 
-A rank holding the columns [first, first + columns) of the vocabulary, padded to the width of its logits,
-computes `cross_entropy_stats`; the ranks combine them (maximum by MAX; sum_exp, rescaled to the common
-maximum, target_logit and sum_logits by SUM); `cross_entropy_loss` turns them into losses and
-`cross_entropy_grad` into the gradient of the local logits. None of them makes an fp32 copy of the logits.
-`cross_entropy` is the whole thing on one rank.
+A rank holds the columns [first, first + columns) of the vocabulary, padded to the width of its logits.
+1. Each rank computes `cross_entropy_stats`.
+2. The ranks combine the statistics: maximum by MAX; target_logit, sum_logits, and sum_exp rescaled to the common
+   maximum, by SUM.
+3. `cross_entropy_loss` computes the losses, and `cross_entropy_grad` the gradient of the local logits.
+No step makes an fp32 copy of the logits. `cross_entropy` does all steps on one rank.
 
 Label smoothing: Szegedy et al. 2016; z-loss: Chowdhery et al. 2022 (PaLM).
 """
@@ -26,13 +27,13 @@ from .library import LIBRARY, Op, compute_dtype, empty_pooled, same_dtype
 from .matmul import addmm, autocast_arguments, matmul
 
 IGNORE_INDEX = -100
-CHUNK_ELEMENTS = 1 << 21  # of logits that are widened at once: 8 MiB in fp32
-Gather = Callable[[Tensor], Tensor]  # [3, T] of each rank -> [ranks, 3, T]
-SumGrad = Callable[[Tensor], Callable[[], Tensor]]  # starts the sum over the ranks; the result finishes it
+CHUNK_ELEMENTS = 1 << 21  # logits that are widened at once: 8 MiB in fp32
+Gather = Callable[[Tensor], Tensor]  # each rank's [3, T] -> [ranks, 3, T]
+SumGrad = Callable[[Tensor], Callable[[], Tensor]]  # starts the sum over the ranks; the returned function finishes it
 
 
 def stats_reference(logits, target, first, columns):
-    """(maximum, sum of exp(x - maximum), target logit or 0, sum of logits), each [T]."""
+    """Returns (maximum, sum of exp(x - maximum), target logit or 0, sum of logits), each [T]."""
     x = logits[:, :columns].to(compute_dtype(logits))
     here = (target >= first) & (target < first + columns)
     if columns == 0:
@@ -46,7 +47,7 @@ def stats_reference(logits, target, first, columns):
 
 
 def grad_reference(logits, target, grad, log_z, first, columns, num_classes, label_smoothing, z_loss, ignore_index):
-    """The gradient of the local logits [T, Vp]; 0 in padding columns and ignored rows."""
+    """Returns the gradient of the local logits [T, Vp]; 0 in padding columns and ignored rows."""
     dtype = compute_dtype(logits)
     x, scale, lse = logits[:, :columns].to(dtype), grad.to(dtype)[:, None], log_z.to(dtype)[:, None]
     result = torch.exp(x - lse) * (1.0 + 2.0 * z_loss * lse) - label_smoothing / num_classes
@@ -62,7 +63,7 @@ def _allocate_stats(logits, target, first, columns):
 
 def _check_columns(logits, columns):
     if not 0 <= columns <= logits.shape[1]:
-        raise ValueError(f"columns must lie in 0..{logits.shape[1]}, got {columns}")
+        raise ValueError(f"columns must be in 0..{logits.shape[1]}, got {columns}")
 
 
 def _prepare_stats(logits, target, first, columns):
@@ -95,8 +96,7 @@ grad_op = Op(
     prepare=_prepare_grad,
 )
 
-# The gradient written over the logits; an op of its own, because an op's inputs and its `out` must not
-# overlap.
+# Writes the gradient over the logits. This is a separate op, because an op's inputs and its `out` must not overlap.
 LIBRARY.define(f"cross_entropy_grad_(Tensor(a!) logits, Tensor target, Tensor grad, Tensor log_z, {_SETTINGS}) -> ()")
 torch.library.register_fake("shardzoo::cross_entropy_grad_", lambda *_: None, lib=LIBRARY)
 
@@ -109,7 +109,7 @@ def _grad_in_place(logits, *arguments):
 
 LIBRARY.impl("cross_entropy_grad_", _grad_in_place, "CompositeExplicitAutograd")
 
-# The whole loss on one rank, differentiable.
+# The whole differentiable loss on one rank.
 LIBRARY.define(
     "cross_entropy(Tensor logits, Tensor target, float label_smoothing, float z_loss, int ignore_index) "
     "-> (Tensor losses, Tensor log_z)"
@@ -163,16 +163,16 @@ def _check(logits: Tensor, target: Tensor) -> None:
 def cross_entropy_stats(
     logits: Tensor, target: Tensor, first: int, columns: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A rank's share of the cross-entropy, in one pass over its logits. Not differentiable.
+    """Returns the statistics of a rank's logits, in one pass over them. Not differentiable.
 
     Args:
         logits: [T, Vp], the columns [first, first + columns) of the vocabulary, then padding.
-        target: int64 [T], class numbers of the whole vocabulary.
-        first, columns: see above; columns may be 0 on a rank that holds padding alone.
+        target: int64 [T], class numbers in the whole vocabulary.
+        first, columns: The rank's columns. `columns` may be 0 on a rank that holds only padding.
 
     Returns:
-        maximum, sum_exp (of exp(x - maximum)), target_logit (0 if the target is elsewhere), sum_logits:
-        each [T], fp32 (fp64 for fp64 logits). A row of nothing but -inf has maximum -inf and sum_exp 0.
+        maximum, sum_exp (of exp(x - maximum)), target_logit (0 if another rank has the target), sum_logits:
+        each [T], fp32 (fp64 for fp64 logits). A row that is -inf everywhere has maximum -inf and sum_exp 0.
     """
     _check(logits, target)
     _check_columns(logits, columns)
@@ -190,7 +190,7 @@ def cross_entropy_loss(
     z_loss: float = 0.0,
     ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
-    """The losses [T] from statistics combined over the ranks; 0 where the target is `ignore_index`."""
+    """Returns the losses [T] from the combined statistics of the ranks; 0 where the target is `ignore_index`."""
     loss = log_z - target_logit
     if label_smoothing:
         loss = (1.0 - label_smoothing) * loss + label_smoothing * (log_z - sum_logits / num_classes)
@@ -213,14 +213,14 @@ def cross_entropy_grad(
     ignore_index: int = IGNORE_INDEX,
     in_place: bool = False,
 ) -> Tensor:
-    """The gradient of a rank's logits [T, Vp], in their dtype.
+    """Returns the gradient of a rank's logits [T, Vp], in their dtype.
 
     Args:
-        logits, target, first, columns: as in `cross_entropy_stats`.
+        logits, target, first, columns: As in `cross_entropy_stats`.
         grad: [T], the gradient of each token's loss.
-        log_z: [T], log of the sum of exp over the whole vocabulary.
-        num_classes: unpadded size of the whole vocabulary.
-        in_place: write over the logits and return them; only if nothing else needs their values.
+        log_z: [T], the log of the sum of exp over the whole vocabulary.
+        num_classes: The unpadded size of the whole vocabulary.
+        in_place: Overwrite the logits and return them. Use it only if nothing else needs their values.
     """
     _check(logits, target)
     _check_columns(logits, columns)
@@ -239,9 +239,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
-    """Cross-entropy losses [T] (fp32; fp64 for fp64) of whole logits [T, V] and target int64 [T];
-    differentiable.
-    """
+    """Returns the differentiable losses [T] of whole logits [T, V] and target int64 [T], in fp32 (fp64 for fp64)."""
     _check(logits, target)
     return torch.ops.shardzoo.cross_entropy(logits, target, float(label_smoothing), float(z_loss), ignore_index)[0]
 
@@ -257,15 +255,15 @@ def token_cross_entropy(
     first: int = 0,
     gather: Gather | None = None,
 ) -> Tensor:
-    """Losses [T] of a rank's columns [T, Vp] of the logits, the same on every rank; differentiable once.
+    """Returns the losses [T], the same on every rank; they can be differentiated only once.
 
     Rows are processed in chunks, so no fp32 copy of the logits exists.
 
     Args:
-        logits: [T, Vp], the columns from `first` on of the vocabulary, then padding.
-        target: int64 [T], class numbers of the whole vocabulary.
-        num_classes: unpadded size of the whole vocabulary.
-        gather: puts together the statistics of all ranks; None where this rank has the whole vocabulary.
+        logits: [T, Vp], the columns of the vocabulary that begin at `first`, then padding.
+        target: int64 [T], class numbers in the whole vocabulary.
+        num_classes: The unpadded size of the whole vocabulary.
+        gather: Gathers the statistics of all ranks; None if this rank has the whole vocabulary.
     """
     return _TokenCrossEntropy.apply(logits, target, (num_classes, ignore_index, label_smoothing, z_loss, first, gather))
 
@@ -282,22 +280,23 @@ def linear_cross_entropy(
     gather: Gather | None = None,
     sum_grad: SumGrad | None = None,
 ) -> Tensor:
-    """Losses [T] of the logits hidden @ weight.T + bias, which only this function ever has; differentiable.
+    """Returns the differentiable losses [T] of the logits hidden @ weight.T + bias.
 
-    As nobody else has the logits, their gradient is written over them.
+    Only this function holds the logits, so it writes their gradient over them.
 
     Args:
         hidden: [T, H].
         weight, bias: [Vp, H] and [Vp] or None, this rank's rows.
-        sum_grad: starts to sum the gradient of `hidden` over the ranks, which runs behind the weight's product.
-        target, num_classes, first, gather: as in `token_cross_entropy`.
+        sum_grad: Starts the sum of the gradient of `hidden` over the ranks, which overlaps with the product for the
+            weight's gradient.
+        target, num_classes, first, gather: As in `token_cross_entropy`.
     """
     settings = (num_classes, ignore_index, 0.0, 0.0, first, gather)
     return _LinearCrossEntropy.apply(*autocast_arguments(hidden, weight, bias), target, settings, sum_grad)
 
 
 class _TokenCrossEntropy(Function):
-    """logits [T, Vp], target [T], settings of `_token_losses` -> losses [T]"""
+    """Computes losses [T] from logits [T, Vp], target [T] and the settings of `_token_losses`."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, target: Tensor, settings: tuple) -> Tensor:
@@ -318,8 +317,7 @@ class _TokenCrossEntropy(Function):
 
 
 class _LinearCrossEntropy(Function):
-    """hidden [T, H], weight [Vp, H], bias [Vp] or None, target [T], settings of `_token_losses`, `sum_grad` ->
-    losses [T]"""
+    """Implements `linear_cross_entropy`, with the settings of `_token_losses`."""
 
     @staticmethod
     def forward(
@@ -343,7 +341,7 @@ class _LinearCrossEntropy(Function):
         hidden, weight, bias, logits, target, log_z = ctx.saved_tensors
         if ctx.spent:  # a second pass over a retained graph
             logits = addmm(bias, hidden, weight.t())
-        grad, ctx.spent = logits.data, True  # .data: writing there leaves what is saved valid for that second pass
+        grad, ctx.spent = logits.data, True  # writing to .data keeps the saved tensors valid for a second pass
         for rows in _chunks(*grad.shape):
             torch.ops.shardzoo.cross_entropy_grad_(grad[rows], target[rows], grads[0][rows], log_z[rows], *ctx.settings)
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -366,9 +364,8 @@ def _token_losses(
     first: int,
     gather: Gather | None,
 ) -> tuple[Tensor, Tensor, tuple]:
-    """Outside autograd: the losses [T] of logits [T, Vp], log of the sum of exp [T], and `cross_entropy_grad`'s
-    settings."""
-    columns = min(max(num_classes - first, 0), logits.shape[1])  # those that are not padding
+    """Returns, outside autograd, the losses [T], the log of the sum of exp [T], and `cross_entropy_grad`'s settings."""
+    columns = min(max(num_classes - first, 0), logits.shape[1])  # columns that are not padding
     stats = logits.new_empty(3, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32))
     for rows in _chunks(*logits.shape):
         maximum, sum_exp, picked, total = torch.ops.shardzoo.cross_entropy_stats(

@@ -1,18 +1,18 @@
-"""residual + dropout(x + bias), with a counter-based mask that no pass has to store.
+"""Computes residual + dropout(x + bias), with a counter-based mask that is never stored.
 
-Calculated in fp32 (fp64 for fp64 input) and rounded once. Whether an element is kept is a pure integer function of
-where it is: of seed, site (which dropout of the model), visit (which use of the site), global sample index, and the
+The result is computed in fp32 (fp64 for fp64 input) and rounded once. Whether an element is kept is an integer function
+of the seed, the site (which dropout of the model), the visit (which use of the site), the global sample index, and the
 element's row and column in the sample's unsplit tensor. All arithmetic is on unsigned integers modulo 2^64 or 2^32, so
-PyTorch, C++, CUDA and Triton evaluate it to identical bits:
+PyTorch, C++, CUDA and Triton compute identical bits:
 
     mix64(z): z ^= z >> 30; z *= 0xbf58476d1ce4e5b9; z ^= z >> 27; z *= 0x94d049bb133111eb; z ^= z >> 31
     chain(key, value) = mix64(key + 0x9e3779b97f4a7c15 * (value + 1))
-    key of a use = chain(chain(mix64(seed), site), visit);  sample's key = chain(key of the use, sample)
-    row key = chain(sample's key, row);  low, high = its halves
+    key of a use = chain(chain(mix64(seed), site), visit);  key of a sample = chain(key of the use, sample)
+    key of a row = chain(key of the sample, row);  low, high = its halves
     h = low + column;  h ^= h >> 16;  h *= 0x21f0aaad;  h ^= high;  h ^= h >> 15;  h *= 0x735a2d97;  h ^= h >> 15
     kept = h >= round(p * 2^32)
 
-mix64 is the finalizer of SplitMix64 (Steele et al. 2014); the 32-bit constants are Wellons' low-bias ones.
+mix64 is the finalizer of SplitMix64 (Steele et al. 2014); the 32-bit constants are Wellons' low-bias constants.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _dropped(value, keys, p, first_row, first_column):
 
 
 def reference(x, bias, residual, keys, p, first_row, first_column):
-    """The naive definition; arguments as in the schema."""
+    """Computes the definition. The arguments are as in the schema."""
     z = x.to(compute_dtype(x))
     if bias is not None:
         z = z + bias.to(z.dtype)
@@ -46,7 +46,7 @@ def reference(x, bias, residual, keys, p, first_row, first_column):
 
 
 def backward_reference(grad, keys, p, first_row, first_column, has_bias):
-    """Gradients of x and of the bias; the residual's is `grad` itself."""
+    """Returns the gradients of x and of the bias. The gradient of the residual is `grad` itself."""
     grad_z = _dropped(grad.to(compute_dtype(grad)), keys, p, first_row, first_column)
     grad_bias = grad_z.flatten(0, -2).sum(0).to(grad.dtype) if has_bias else empty_placeholder(grad)
     return grad_z.to(grad.dtype), grad_bias
@@ -110,18 +110,18 @@ def bias_dropout_residual(
     first_row: int = 0,
     first_column: int = 0,
 ) -> Tensor:
-    """residual + dropout(x + bias).
+    """Returns residual + dropout(x + bias).
 
     Args:
         x: [B, ..., C].
         bias: [C] or None.
-        residual: x's shape, or None.
-        p: probability of dropping an element; survivors are multiplied by 1 / (1 - p).
-        keys: int64 [B] of `dropout_keys`; needed if p > 0.
-        first_row, first_column: where x begins within the unsplit sample (see `dropout_keep`).
+        residual: A tensor in the shape of x, or None.
+        p: The probability of dropping an element; the other elements are multiplied by 1 / (1 - p).
+        keys: int64 [B] from `dropout_keys`; required if p > 0.
+        first_row, first_column: Where x begins within the unsplit sample (see `dropout_keep`).
 
     Raises:
-        ValueError: for shapes that do not fit, p outside [0, 1), or p > 0 without keys.
+        ValueError: The shapes do not match, p is outside [0, 1), or p > 0 without keys.
     """
     if not 0.0 <= p < 1.0:
         raise ValueError(f"a dropout probability must be at least 0 and less than 1, got {p}")
@@ -138,14 +138,14 @@ def bias_dropout_residual(
 
 
 def dropout(x: Tensor, p: float, keys: Tensor | None, *, first_row: int = 0, first_column: int = 0) -> Tensor:
-    """Counter-based dropout of x [B, ..., C]; arguments as in `bias_dropout_residual`."""
+    """Returns counter-based dropout of x [B, ..., C]. The arguments are as in `bias_dropout_residual`."""
     if p == 0.0:
         return x
     return bias_dropout_residual(x, None, None, p=p, keys=keys, first_row=first_row, first_column=first_column)
 
 
 def _signed(value: int) -> int:
-    """The signed 64-bit integer with the same bits as `value` modulo 2^64: torch has no unsigned arithmetic."""
+    """Returns the signed integer with the bits of `value` modulo 2^64, because PyTorch has no unsigned arithmetic."""
     value &= _MASK64
     return value - (1 << 64) if value >> 63 else value
 
@@ -168,7 +168,7 @@ def _mix64(z: int) -> int:
 
 
 def use_key(seed: int, site: int, visit: int) -> int:
-    """The 64-bit key of the use `visit` of a dropout: chain(chain(mix64(seed), site), visit)."""
+    """Returns the 64-bit key of the use `visit` of a dropout: chain(chain(mix64(seed), site), visit)."""
     key = _mix64(seed & _MASK64)
     for value in (site, visit):
         key = _mix64((key + _GOLDEN * (value + 1)) & _MASK64)
@@ -176,34 +176,32 @@ def use_key(seed: int, site: int, visit: int) -> int:
 
 
 def dropout_keys(key: int, first_sample: int, batch: int, device: torch.device | str = "cpu") -> Tensor:
-    """int64 [batch], a key per sample: chain(key, first_sample + b), from the 64-bit key of one use of a
-    site.
-    """
+    """Returns one key per sample, int64 [batch]: chain(key, first_sample + b), with the 64-bit key of one use."""
     samples = torch.arange(first_sample, first_sample + batch, device=device)
     return _chain(torch.full_like(samples, _signed(key)), samples)
 
 
 def row_keys(keys: Tensor, first_row: int, rows: int) -> Tensor:
-    """int64 [B, rows], the keys of rows first_row, first_row + 1, ... of each sample."""
+    """Returns the keys of the rows first_row, first_row + 1, ... of each sample, int64 [B, rows]."""
     return _chain(keys.reshape(-1, 1), torch.arange(first_row, first_row + rows, device=keys.device))
 
 
 def dropout_threshold(p: float) -> int:
-    """Elements whose 32-bit hash is below this are dropped. Raises ValueError unless 0 <= p < 1."""
+    """Returns the 32-bit hash below which elements are dropped. Raises ValueError unless 0 <= p < 1."""
     if not 0.0 <= p < 1.0:
         raise ValueError(f"a dropout probability must be at least 0 and less than 1, got {p}")
     return min(round(p * 2**32), _LOW)
 
 
 def dropout_keep(keys: Tensor, shape: tuple[int, ...], p: float, first_row: int = 0, first_column: int = 0) -> Tensor:
-    """Boolean mask of kept elements for a tensor [B, ..., C].
+    """Returns the boolean mask of kept elements for a tensor [B, ..., C].
 
     Args:
-        keys: int64 [B] of `dropout_keys`.
-        shape: the tensor's shape. Its dimensions between the first and the last are the rows of a sample.
-        p: probability of dropping an element.
-        first_row, first_column: where the tensor begins within the sample's unsplit tensor. A rank with heads
-            [n0, n0 + Np) of [N, Sq, Sk] has first_row = n0 * Sq; one with columns [f0, f0 + Fp) of [S, F] has
+        keys: int64 [B] from `dropout_keys`.
+        shape: The tensor's shape. The dimensions between the first and the last are the rows of a sample.
+        p: The probability of dropping an element.
+        first_row, first_column: Where the tensor begins within the sample's unsplit tensor. A rank with heads
+            [n0, n0 + Np) of [N, Sq, Sk] has first_row = n0 * Sq; a rank with columns [f0, f0 + Fp) of [S, F] has
             first_column = f0.
     """
     rows = 1

@@ -1,13 +1,13 @@
-"""The operator library `torch.ops.shardzoo`: how an op is registered, and which of its variants runs.
+"""Registers the operators of `torch.ops.shardzoo`, and chooses which variant of an operator runs.
 
 An op is described by pure functions:
 
-    allocate(*arguments) -> tuple of fresh, uninitialized outputs; it is also the fake kernel
-    reference(*arguments) -> tuple of outputs, naive, in PyTorch operators: the ground truth of every other variant
-    prepare(*arguments) -> the arguments as the compiled kernels take them (contiguous), or a string: why they cannot
+    allocate(*arguments) -> tuple of new, uninitialized outputs; it is also the fake kernel
+    reference(*arguments) -> tuple of outputs, computed with PyTorch operators; defines the results of all variants
+    prepare(*arguments) -> the arguments for the compiled kernels (contiguous), or a string: why they cannot run
 
-An op `name` gets a sibling `name_out` that writes into tensors passed by the caller. Calling the `Op` itself does
-what `torch.ops.shardzoo.<name>` does, without the cost of torch's dispatcher where nothing needs it.
+An op `name` also has a form `name_out` that writes into tensors passed by the caller. Calling the `Op` itself does
+what `torch.ops.shardzoo.<name>` does, but skips PyTorch's dispatcher if nothing needs it.
 
 `SHARDZOO_KERNELS` (or `kernels(...)` for a block of code) chooses the variant:
 
@@ -17,8 +17,8 @@ what `torch.ops.shardzoo.<name>` does, without the cost of torch's dispatcher wh
     cuda       the compiled kernels for CUDA tensors
     triton     the Triton kernels (CUDA tensors, or CPU tensors under TRITON_INTERPRET=1)
 
-A forced variant that does not exist here is an error, never a silent fallback. A single call that a variant does not
-cover (mixed dtypes, an empty tensor) runs on the reference, which computes the same function; it is logged once.
+If a forced variant cannot run on this machine, that is an error. A single call that a variant does not support (mixed
+dtypes, an empty tensor) runs on the reference, which computes the same function; the cause is logged once.
 """
 
 from __future__ import annotations
@@ -43,22 +43,23 @@ LIBRARY = torch.library.Library("shardzoo", "DEF")
 COMPILED = Path(__file__).with_name("_kernels.so")
 VARIANTS = ("reference", "cpp", "cuda", "triton")
 CHOICES = ("auto", *VARIANTS)
-POOLED = 1 << 20  # bytes: outputs of this size and more get their memory from the pool (csrc/binding/pool.cpp)
+POOLED = 1 << 20  # bytes; outputs of this size or more use memory of the pool (csrc/binding/pool.cpp)
 Outputs = tuple[torch.Tensor, ...]
 OPS: dict[str, Op] = {}  # by name
 torch_dispatch = attrgetter("__torch_dispatch__")
 log = logging.getLogger("shardzoo.ops")
 
-_forced: str | None = None  # set by `kernels`; None means the environment decides
+_forced: str | None = None  # set by `kernels`; None means that the environment variable applies
 
 
 class Op:
     """One operator of `torch.ops.shardzoo`.
 
     Args:
-        name: the operator's name.
-        arguments: its arguments in schema syntax.
-        outputs: names of the tensors it returns; an output that a call has no use for is a tensor of size 0.
+        name: The operator's name.
+        arguments: Its arguments in schema syntax.
+        outputs: The names of the tensors it returns. An output that a call does not need is a tensor of size 0.
+        allocate, reference, prepare: See above.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Op:
     ) -> None:
         self.name, self.outputs = name, tuple(outputs)
         self.allocate, self.reference, self.prepare = allocate, reference, prepare
-        self._function: type[torch.autograd.Function] | None = None  # the gradient formula, once there is one
+        self._function: type[torch.autograd.Function] | None = None  # the gradient formula, set by `autograd`
         OPS[name] = self
         returned = ", ".join(f"Tensor {output}" for output in outputs)
         LIBRARY.define(f"{name}({arguments}) -> ({returned})")
@@ -86,10 +87,10 @@ class Op:
         self._operator = getattr(torch.ops.shardzoo, name).default
 
     def __call__(self, *arguments) -> Any:
-        """The operator, without PyTorch's dispatcher where nobody watches: a small call spends most of its time there.
+        """Calls the operator, without PyTorch's dispatcher if nothing watches the call.
 
-        This is `can_bypass_dispatcher` and `needs_gradient` written out: on an accelerator, where a call of a kernel
-        returns at once, the Python before it is what a step waits for.
+        A small call spends most of its time in the dispatcher. The code inlines `can_bypass_dispatcher` and
+        `needs_gradient`: on an accelerator, where a kernel call returns at once, a step waits for the Python before it.
         """
         if is_watched() or arguments[0].device.type not in ("cpu", "cuda"):
             return self._operator(*arguments)
@@ -133,7 +134,7 @@ class Op:
         return self.allocate(*meta)
 
     def run_fast(self, arguments: tuple, outputs: Outputs) -> bool:
-        """Run a variant other than the reference into `outputs`; False if the reference has to."""
+        """Runs a variant other than the reference into `outputs`. Returns False if the reference must run instead."""
         first, *others = (value for value in arguments if isinstance(value, torch.Tensor))
         for other in others:
             if other.device != first.device:
@@ -156,7 +157,7 @@ class Op:
         return True
 
     def autograd(self, setup_context: Callable, backward: Callable) -> None:
-        """Give the op its gradient formula (`torch.library.register_autograd`)."""
+        """Sets the op's gradient formula. The arguments are those of `torch.library.register_autograd`."""
         torch.library.register_autograd(f"shardzoo::{self.name}", backward, setup_context=setup_context, lib=LIBRARY)
 
         def forward(ctx, *arguments):
@@ -168,16 +169,16 @@ class Op:
         self._function = type(self.name, (torch.autograd.Function,), methods)
 
 
-# What an op's description is written with.
+# Functions for the description of an op.
 
 
 def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """fp32 for fp32 and the half types, fp64 for fp64: the type every variant calculates in."""
+    """Returns the dtype in which every variant computes: fp64 for fp64, else fp32."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def same_dtype(*tensors: torch.Tensor | None) -> str | None:
-    """The reason why compiled kernels cannot take these tensors together, or None if they can."""
+    """Returns why compiled kernels cannot take these tensors together, or None if they can."""
     dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
     if len(dtypes) > 1:
         return "mixed dtypes " + ", ".join(sorted(str(dtype) for dtype in dtypes))
@@ -187,14 +188,14 @@ def same_dtype(*tensors: torch.Tensor | None) -> str | None:
 
 
 def contiguous(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Each tensor in row-major order; None stays None."""
+    """Returns each tensor in row-major order; None stays None."""
     return tuple(None if tensor is None else tensor.contiguous() for tensor in tensors)
 
 
 def empty_pooled(like: torch.Tensor, *size: int) -> torch.Tensor:
-    """A contiguous, uninitialized tensor of `size` (default: that of `like`) with the dtype and device of `like`.
+    """Returns a contiguous, uninitialized tensor of `size` (that of `like` by default) like `like`.
 
-    A large one on the CPU gets memory that an earlier tensor left, if the compiled kernels are there.
+    A large CPU tensor reuses the memory of a freed tensor, if the compiled kernels are available.
     """
     size = size or like.shape
     large = math.prod(size) * like.itemsize >= POOLED
@@ -204,17 +205,17 @@ def empty_pooled(like: torch.Tensor, *size: int) -> torch.Tensor:
 
 
 def empty_placeholder(like: torch.Tensor) -> torch.Tensor:
-    """A tensor of size 0 in the place of an output that this call has no use for."""
+    """Returns a tensor of size 0 for an output that a call does not need."""
     return like.new_empty(0)
 
 
-# Whether a call may go past PyTorch's dispatcher.
+# Conditions under which a call may bypass PyTorch's dispatcher.
 
 
 def is_watched() -> bool:
-    """Whether something traces, transforms or intercepts calls now.
+    """Returns whether something traces, transforms or intercepts calls now.
 
-    Counters of arithmetic do not count: a step that is counted has the bits of one that is not.
+    FLOP counters are ignored, so a step with a counter gives the same bits as a step without one.
     """
     return (
         torch.compiler.is_compiling()
@@ -226,8 +227,10 @@ def is_watched() -> bool:
 
 
 def can_bypass_dispatcher(*arguments: Any) -> bool:
-    """Whether a call may go past the dispatcher: nobody watches, the first tensor holds data, and no tensor is of a
-    subclass that would want to see the call."""
+    """Returns whether a call may bypass the dispatcher.
+
+    It may if nothing watches calls, the first tensor holds data, and no tensor has a subclass that intercepts calls.
+    """
     return (
         not is_watched()
         and arguments[0].device.type in ("cpu", "cuda")
@@ -236,51 +239,51 @@ def can_bypass_dispatcher(*arguments: Any) -> bool:
 
 
 def needs_gradient(*arguments: Any) -> bool:
-    """Whether autograd has to know of a call with these arguments."""
+    """Returns whether autograd must record a call with these arguments."""
     return torch.is_grad_enabled() and any(
         value.requires_grad for value in arguments if isinstance(value, torch.Tensor)
     )
 
 
 def in_inference_mode() -> bool:
-    """Inside `torch.inference_mode()`, eagerly: nothing will ever differentiate, repeat or trace this calculation.
+    """Returns whether this runs eagerly in `torch.inference_mode()`, where nothing differentiates or repeats it.
 
-    `no_grad` is not enough: that pass may be repeated with gradients later, and must round as it does then.
+    `no_grad` is not enough: such a pass may be repeated with gradients later, and must then round in the same way.
     """
     return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
 
 
 def flop_counters() -> list[Any]:
-    """Each active `FlopCounterMode`."""
+    """Returns the active `FlopCounterMode`s."""
     modes: list[Any] = _get_current_dispatch_mode_stack()
     return [mode.counter for mode in modes if type(mode).__module__ == "torch.utils.flop_counter"]
 
 
 @functools.cache
 def is_plain(kind: type[torch.Tensor]) -> bool:
-    """Whether tensors of this class neither see the calls made with them nor pass their class on; parameters do not."""
+    """Returns whether a tensor class, like `nn.Parameter`, neither intercepts calls nor passes itself to results."""
     return kind is torch.Tensor or (
         kind.__torch_function__ is torch.nn.Parameter.__torch_function__
         and torch_dispatch(kind) is torch_dispatch(torch.Tensor)
     )
 
 
-# Which variant runs.
+# The choice of the variant.
 
 
 def current_choice() -> str:
-    """The choice in force: the innermost `kernels` block, else SHARDZOO_KERNELS, else "auto"."""
+    """Returns the current choice: that of the innermost `kernels` block, else SHARDZOO_KERNELS, else "auto"."""
     return _forced or _validated(os.environ.get("SHARDZOO_KERNELS") or "auto")
 
 
 @contextlib.contextmanager
 def kernels(choice: str) -> Iterator[None]:
-    """Run the enclosed ops with one choice of `CHOICES`; backward passes started inside follow it too.
+    """Runs the enclosed ops, and backward passes started inside, with one choice of `CHOICES`.
 
-    The choice is process-wide, because autograd runs backward passes on threads of its own.
+    The choice applies to the whole process, because autograd runs backward passes on other threads.
 
     Raises:
-        ValueError: an unknown choice.
+        ValueError: The choice is unknown.
     """
     global _forced
     previous, _forced = _forced, _validated(choice)
@@ -297,10 +300,10 @@ def _validated(choice: str) -> str:
 
 
 def choose_variant(device_type: str) -> str:
-    """The variant for tensors of `device_type` under the choice in force.
+    """Returns the variant for tensors of `device_type` under the current choice.
 
     Raises:
-        RuntimeError: a forced variant cannot run here.
+        RuntimeError: A forced variant cannot run on this machine.
     """
     choice = current_choice()
     if choice != "auto":
@@ -322,7 +325,7 @@ def choose_variant(device_type: str) -> str:
 
 
 def unavailable(variant: str, device_type: str) -> str | None:
-    """None if `variant` can run on `device_type`, else the reason why not, as one clause."""
+    """Returns None if `variant` can run on `device_type`, else the reason why not, as one clause."""
     if variant == "reference":
         return None
     if variant == "triton":
@@ -334,7 +337,7 @@ def unavailable(variant: str, device_type: str) -> str | None:
 
 @functools.cache
 def triton_runs_on(device_type: str) -> str | None:
-    """None if Triton kernels can run on this device type, else the reason why not."""
+    """Returns None if Triton kernels can run on this device type, else the reason why not."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
@@ -346,11 +349,11 @@ def triton_runs_on(device_type: str) -> str | None:
 
 
 def unfit_for_triton(tensor: torch.Tensor) -> str | None:
-    """Why the Triton kernels do not take this tensor, or None if they do."""
+    """Returns why the Triton kernels do not take this tensor, or None if they do."""
     from .triton_kernels.common import LONGEST_ROW
 
     if tensor.dtype == torch.float64:
-        return "the Triton kernels calculate in fp32"
+        return "the Triton kernels compute in fp32"
     if tensor.dim() != 2 and tensor.shape[-1] > LONGEST_ROW:
         return f"rows longer than {LONGEST_ROW}"
     return None
@@ -358,22 +361,22 @@ def unfit_for_triton(tensor: torch.Tensor) -> str | None:
 
 @functools.cache
 def log_choice(variant: str, device_type: str, why: str) -> None:
-    """Log a choice the first time it is made."""
+    """Logs a choice the first time it is made."""
     log.info("kernels on %s: %s (%s)", device_type, variant, why)
 
 
 @functools.cache
 def log_fallback(op: str, variant: str, why: str) -> None:
-    """Log, once per cause, that one call ran on the reference."""
+    """Logs, once per cause, that a call ran on the reference."""
     log.info("%s ran on the reference instead of %s: %s", op, variant, why)
 
 
-# The compiled kernels, if they were built.
+# The compiled kernels.
 
 
 @functools.cache
 def load_error() -> str | None:
-    """Load the compiled kernels once. None if their operators are registered, else the reason why not."""
+    """Loads the compiled kernels once. Returns None if their operators are registered, else the reason why not."""
     if not COMPILED.exists():
         return "the compiled kernels were not built (see `shardzoo doctor`)"
     try:
@@ -391,23 +394,23 @@ def _symbols() -> ctypes.CDLL:
 
 
 def has_cuda_kernels() -> bool:
-    """Whether the library was compiled with the CUDA kernels."""
+    """Returns whether the library was compiled with the CUDA kernels."""
     return load_error() is None and bool(_symbols().shardzoo_has_cuda())
 
 
 def cpu_isa() -> str:
-    """The instruction set that the CPU kernels run on here; needs the library."""
+    """Returns the instruction set that the CPU kernels use on this machine. Requires the library."""
     return _symbols().shardzoo_cpu_isa().decode()
 
 
 def is_amd_with_avx512() -> bool:
-    """Whether the processor is AMD's and the CPU kernels run on AVX-512; False without the library."""
+    """Returns whether the processor is AMD's and the CPU kernels use AVX-512; False without the library."""
     return load_error() is None and bool(_symbols().shardzoo_cpu_is_amd()) and cpu_isa() == "x86-64-v4"
 
 
 @functools.cache
 def missing_kernels(device_type: str) -> str | None:
-    """None if compiled kernels exist for `device_type` ("cpu" or "cuda"), else the reason why not."""
+    """Returns None if compiled kernels exist for `device_type` ("cpu" or "cuda"), else the reason why not."""
     error = load_error()
     if error is None and device_type == "cuda" and not has_cuda_kernels():
         return "the library was built without CUDA kernels (no working nvcc at build time)"
@@ -420,10 +423,10 @@ def _compiled_operator(name: str) -> torch._ops.OpOverload:
 
 
 def call_compiled(name: str, *arguments) -> None:
-    """Run one compiled kernel; the last arguments are the tensors it writes."""
+    """Runs one compiled kernel. The last arguments are the tensors that it writes."""
     _compiled_operator(name)(*arguments)
 
 
 def recycled(like: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
-    """An uninitialized CPU tensor; a large one gets memory that an earlier one left (csrc/binding/pool.h)."""
+    """Returns an uninitialized CPU tensor. A large one reuses the memory of a freed tensor (csrc/binding/pool.h)."""
     return _compiled_operator("recycled")(like, size)

@@ -1,14 +1,14 @@
-"""Matrix products. On an accelerator they are PyTorch's own; on a CPU, three things make them quicker.
+"""Computes matrix products. An accelerator uses PyTorch's own products; three things make them faster on a CPU.
 
-1. Large results lie in memory that earlier ones left (csrc/binding/pool.h). Memory fresh from the system is faulted in
-   when it is first written, which can take longer than the product itself: an attention's scores are large for the
-   arithmetic they take.
-2. Large fp32 products are oneDNN's on AMD's processors that have AVX-512, on which MKL, PyTorch's choice, runs AVX2
-   (Zen 4: 150 against 195 GFLOP/s on two cores).
+1. Large results reuse the memory of freed results (csrc/binding/pool.h). New memory from the system causes page faults
+   when it is first written, which can take longer than the product itself: attention scores are large compared with
+   their arithmetic.
+2. Large fp32 products use oneDNN on AMD processors with AVX-512, on which PyTorch's choice, MKL, runs AVX2 (Zen 4:
+   MKL 150, oneDNN 195 GFLOP/s on two cores).
 3. A linear layer of few rows, as in a decoding step, takes as long as reading the weight once. BLAS is tuned for many
-   rows; our kernel reads the weight as it lies, once for all rows. Every sum is taken in fp32 (fp64 for fp64) in an
-   order that depends neither on the number of rows nor on the number of threads, and rounded once. The kernel has no
-   gradient formula and runs in inference mode only.
+   rows; our kernel reads the weight in its memory order, once for all rows. Every sum is computed in fp32 (fp64 for
+   fp64) in an order that does not depend on the number of rows or threads, and rounded once. The kernel has no
+   gradient formula and runs only in inference mode.
 
 The reference of each function is the PyTorch function in its docstring.
 """
@@ -34,13 +34,17 @@ from .library import (
     needs_gradient,
 )
 
-MIN_ONEDNN_SIZE = 1 << 27  # multiplications; for fewer, preparing oneDNN for a new size takes what it saves
-# Rows of a linear layer. With more, BLAS is as fast or faster; in 16 bits it has instructions that are not used here.
+MIN_ONEDNN_SIZE = 1 << 27  # multiplications; for fewer, preparing oneDNN for a new size costs as much as it saves
+# The most rows of a linear layer for our kernel. With more, BLAS is as fast or faster; for 16-bit types it has
+# instructions that our kernel does not use.
 MAX_GEMV_ROWS = {torch.float32: 32, torch.float64: 8, torch.bfloat16: 8, torch.float16: 8}
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b`: a [..., M, K], b [..., K, N], with equal leading dimensions. Differentiable once where it is large."""
+    """Returns `a @ b` of a [..., M, K] and b [..., K, N], with equal leading dimensions.
+
+    A large product on a CPU can be differentiated only once.
+    """
     if not a.is_cpu:
         return a @ b
     if not needs_gradient(a, b):
@@ -50,9 +54,9 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear(x, weight, bias)`: x [..., C], weight [F, C], bias [F]; returns [..., F] in x's dtype.
+    """Returns `F.linear(x, weight, bias)`, [..., F] in the dtype of x, of x [..., C], weight [F, C] and bias [F].
 
-    Differentiable once where it is large.
+    A large product on a CPU can be differentiated only once.
     """
     if not x.is_cpu:
         return F.linear(x, weight, bias)
@@ -66,15 +70,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def addmm(bias: Tensor | None, x: Tensor, weight_t: Tensor) -> Tensor:
-    """`bias + x @ weight_t` outside autograd: bias [F] or None, x [..., C], weight_t [C, F].
+    """Returns `bias + x @ weight_t` outside autograd, of bias [F] or None, x [..., C] and weight_t [C, F].
 
-    As `linear`, but never by the kernel for few rows, so the bits do not depend on inference mode.
+    Unlike `linear`, it never uses the kernel for few rows, so the bits do not depend on inference mode.
     """
     return _cpu_linear(x, weight_t.t(), bias) if x.is_cpu else F.linear(x, weight_t.t(), bias)
 
 
 def autocast_arguments(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """What `torch.autocast` does to a linear layer's arguments; a custom function must do it itself."""
+    """Casts the arguments of a linear layer like `torch.autocast`, which does not do this for a custom function."""
     device = next(t for t in tensors if t is not None).device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -121,8 +125,11 @@ class _Linear(Function):
 
 
 def fits_pool(elements: int, first: Tensor, *others: Tensor | None) -> bool:
-    """Whether a result of so many elements, computed from these tensors, is to lie in the pool's memory: it is large,
-    real, dense and on a CPU, and nothing traces, transforms, differentiates forwards or casts the computation."""
+    """Returns whether a result of `elements` elements, computed from these tensors, should use memory of the pool.
+
+    It should if it is large, real, dense and on a CPU, and if the computation is not traced, transformed, cast or
+    differentiated in forward mode.
+    """
     return (
         first.is_cpu
         and first.is_floating_point()
@@ -136,13 +143,13 @@ def fits_pool(elements: int, first: Tensor, *others: Tensor | None) -> bool:
 
 
 def _cpu_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b outside autograd."""
+    """Returns a @ b outside autograd."""
     if not fits_pool(_elements(a, b.shape[-1]), a, b):
         return a @ b
     if a.dim() == 2 and _suits_onednn(a, b.t(), None):
         return _onednn_linear(a, b.t(), None)
     size = (*a.shape[:-1], b.shape[-1])
-    if a.dim() > 2 and a.itemsize < 4:  # in 16 bits a copy is quicker than several products
+    if a.dim() > 2 and a.itemsize < 4:  # for 16-bit types, a copy is faster than several products
         result = empty_pooled(a, *size)
         torch.bmm(_matrices(a), _matrices(b), out=result.flatten(0, -3))
     else:
@@ -152,7 +159,7 @@ def _cpu_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _cpu_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` outside autograd."""
+    """Returns `F.linear` outside autograd."""
     if not (_is_one_product(x, bias) and fits_pool(_elements(x, weight.shape[0]), x, weight, bias)):
         return F.linear(x, weight, bias)
     if _suits_onednn(x, weight, bias):
@@ -167,7 +174,7 @@ def _cpu_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _is_one_product(x: Tensor, bias: Tensor | None) -> bool:
-    """Whether `F.linear` adds the bias before it rounds, as `addmm` does."""
+    """Returns whether `F.linear` adds the bias before rounding, as `addmm` does."""
     return x.dim() > 1 and (bias is None or x.is_contiguous())
 
 
@@ -176,7 +183,7 @@ def _elements(rows: Tensor, columns: int) -> int:
 
 
 def _empty_laid_out_as(b: Tensor, like: Tensor, *size: int) -> Tensor:
-    """Empty [B, N, M, K]; each row's N lie side by side if those of b do, as heads do in a layer's features."""
+    """Returns an empty [B, N, M, K], in the memory layout of b if b stores the N heads of each row side by side."""
     if len(size) == 4 and b.stride(-1) == 1 and b.stride(1) < b.stride(2):
         return empty_pooled(like, size[0], size[2], size[1], size[3]).transpose(1, 2)
     return empty_pooled(like, *size)
@@ -189,13 +196,13 @@ def _write_matmul(a: Tensor, b: Tensor, result: Tensor) -> None:
         torch.bmm(a, b, out=result)
     elif all(tensor.stride(0) == tensor.shape[1] * tensor.stride(1) for tensor in (a, b, result)):
         _write_matmul(a.flatten(0, 1), b.flatten(0, 1), result.flatten(0, 1))
-    else:  # no one stride leads from matrix to matrix; copies that have one take up to half as long as the product
+    else:  # the matrices are not evenly spaced; copying them to be so takes up to half as long as the product
         for parts in zip(a, b, result, strict=True):
             _write_matmul(*parts)
 
 
 def _matrices(tensor: Tensor) -> Tensor:
-    """[..., M, N] -> [B, M, N]; a transposed view stays one, where `reshape` would transpose in memory."""
+    """Flattens [..., M, N] to [B, M, N]. A transposed view stays a view, where `reshape` would transpose in memory."""
     return tensor.mT.flatten(0, -3).mT if tensor.stride(-2) == 1 else tensor.flatten(0, -3)
 
 
@@ -204,13 +211,12 @@ def _matrices(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def onednn_is_quicker() -> bool:
-    """Whether oneDNN is there, and quicker than MKL on this processor."""
+    """Returns whether oneDNN is available and faster than MKL on this processor."""
     return library.is_amd_with_avx512() and torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
 
 
 def _suits_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether oneDNN is to calculate `F.linear` of these. It reads a bias as if it were dense, and knows no matrix
-    whose rows overlap."""
+    """Returns whether oneDNN should compute `F.linear`. It needs a dense bias and matrices without overlapping rows."""
     return (
         x.numel() * weight.shape[0] >= MIN_ONEDNN_SIZE
         and x.dtype == torch.float32
@@ -226,7 +232,7 @@ def _has_dense_rows(matrix: Tensor) -> bool:
 
 
 def _onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` outside autograd; the weight may be a transposed view."""
+    """Returns `F.linear` outside autograd. The weight may be a transposed view."""
     for counter in flop_counters():
         counter.flop_registry.setdefault(torch.ops.mkldnn._linear_pointwise, _linear_flops)
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
@@ -246,7 +252,7 @@ def _gemv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _suits_gemv(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the kernel for few rows can, and should, calculate this."""
+    """Returns whether the kernel for few rows can and should compute this product."""
     columns = x.shape[-1] if x.dim() else 0
     return (
         in_inference_mode()

@@ -1,11 +1,11 @@
-"""LayerNorm and RMSNorm, optionally fused with the residual addition before them.
+"""Computes LayerNorm and RMSNorm, optionally fused with the preceding residual addition.
 
     h = x + residual (rounded to x's dtype)
     LayerNorm (Ba, Kiros and Hinton 2016):  y = (h - mean) / sqrt(var + eps) * weight + bias
     RMSNorm (Zhang and Sennrich 2019):      y = weight * round(h / sqrt(mean(h^2) + eps))
 
-Calculated in fp32 (fp64 for fp64 input). LayerNorm is rounded once, as torch's. RMSNorm rounds the normalized value to
-x's dtype before it multiplies by the weight: the order of Hugging Face's T5 and Llama.
+Both are computed in fp32 (fp64 for fp64 input). LayerNorm is rounded once, as in PyTorch. RMSNorm rounds the normalized
+value to the dtype of x before it multiplies by the weight, as Hugging Face's T5 and Llama do.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .library import Op, compute_dtype, contiguous, empty_placeholder, empty_poo
 
 
 def layer_norm_reference(x, residual, weight, bias, eps):
-    """The naive definition: (y, h or a placeholder, mean, 1 / standard deviation)."""
+    """Computes the definition: (y, h or a placeholder, mean, 1 / standard deviation)."""
     h = x if residual is None else x + residual
     wide = h.to(compute_dtype(x))
     mean = wide.mean(-1, keepdim=True)
@@ -30,8 +30,10 @@ def layer_norm_reference(x, residual, weight, bias, eps):
 
 
 def layer_norm_backward_reference(grad, grad_summed, h, weight, mean, rstd, has_bias):
-    """Gradients of h (which are those of x and of the residual), weight and bias; the last two are not rounded to a
-    16-bit dtype, because ranks may still have to add theirs."""
+    """Returns the gradients of h (equal to those of x and of the residual), weight and bias.
+
+    The last two are not rounded to a 16-bit dtype, because they may still be summed over ranks.
+    """
     dtype = compute_dtype(h)
     rows = h.shape[:-1]
     wide, dy = h.to(dtype), grad.to(dtype)
@@ -93,7 +95,7 @@ def _layer_norm_setup_context(ctx, inputs, output):
     _, summed, mean, rstd = output
     ctx.has_residual, ctx.has_bias = residual is not None, bias is not None
     ctx.mark_non_differentiable(mean, rstd)
-    ctx.set_materialize_grads(False)  # the sum may have no gradient of its own
+    ctx.set_materialize_grads(False)  # the sum may have no gradient
     ctx.save_for_backward(x if residual is None else summed, weight, mean, rstd)
 
 
@@ -116,7 +118,7 @@ layer_norm_op.autograd(_layer_norm_setup_context, _layer_norm_backward)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """LayerNorm of x [..., H] over its last dimension; weight and bias [H]. Returns x's shape and dtype."""
+    """Returns LayerNorm of x [..., H] over its last dimension, in the shape and dtype of x; weight and bias are [H]."""
     if x.shape[-1:] != weight.shape:
         raise _mismatch(x, weight)
     return layer_norm_op(x, None, weight, bias, eps)[0]
@@ -125,7 +127,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """(LayerNorm of h, h) with h = x + residual, in one pass over memory. Shapes as in `layer_norm`."""
+    """Returns (LayerNorm of h, h) with h = x + residual, in one pass over memory. Shapes are as in `layer_norm`."""
     if x.shape[-1:] != weight.shape or residual.shape != x.shape:
         raise _mismatch(x, weight, residual)
     y, summed, _, _ = layer_norm_op(x, residual, weight, bias, eps)
@@ -133,7 +135,7 @@ def add_layer_norm(
 
 
 def rms_norm_reference(x, residual, weight, eps):
-    """The naive definition: (y, h or a placeholder, 1 / root mean square)."""
+    """Computes the definition: (y, h or a placeholder, 1 / root mean square)."""
     h = x if residual is None else x + residual
     wide = h.to(compute_dtype(x))
     rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -142,7 +144,7 @@ def rms_norm_reference(x, residual, weight, eps):
 
 
 def rms_norm_backward_reference(grad, grad_summed, h, weight, rstd):
-    """Gradients of h (which are those of x and of the residual) and weight; the last is unrounded, as in LayerNorm."""
+    """Returns the gradients of h (equal to those of x and of the residual) and of the weight, the latter unrounded."""
     dtype = compute_dtype(h)
     wide, dy = h.to(dtype), grad.to(dtype)
     scale = rstd.reshape(*h.shape[:-1], 1)
@@ -195,7 +197,7 @@ def _rms_norm_setup_context(ctx, inputs, output):
     _, summed, rstd = output
     ctx.has_residual = residual is not None
     ctx.mark_non_differentiable(rstd)
-    ctx.set_materialize_grads(False)  # the sum may have no gradient of its own
+    ctx.set_materialize_grads(False)  # the sum may have no gradient
     ctx.save_for_backward(x if residual is None else summed, weight, rstd)
 
 
@@ -210,14 +212,14 @@ rms_norm_op.autograd(_rms_norm_setup_context, _rms_norm_backward)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of x [..., H] over its last dimension; weight [H]. Returns x's shape and dtype."""
+    """Returns RMSNorm of x [..., H] over its last dimension, in the shape and dtype of x; weight is [H]."""
     if x.shape[-1:] != weight.shape:
         raise _mismatch(x, weight)
     return rms_norm_op(x, None, weight, eps)[0]
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(RMSNorm of h, h) with h = x + residual, in one pass over memory. Shapes as in `rms_norm`."""
+    """Returns (RMSNorm of h, h) with h = x + residual, in one pass over memory. Shapes are as in `rms_norm`."""
     if x.shape[-1:] != weight.shape or residual.shape != x.shape:
         raise _mismatch(x, weight, residual)
     y, summed, _ = rms_norm_op(x, residual, weight, eps)

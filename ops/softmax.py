@@ -1,11 +1,10 @@
-"""Scaled, masked, biased softmax over attention scores, with dropout.
+"""Computes the scaled, masked, biased softmax of attention scores, with dropout.
 
     z = scale * scores + bias + mask,   probs = softmax(z, last dimension)
 
-A key is visible to a query if the boolean mask, the causal rule and the prefix rule (GLM's `sep`) all let it
-be. A row without any visible key, or with nothing but -inf, is 0 everywhere (as in
-scaled_dot_product_attention); a NaN at a visible key makes its row NaN. Calculated in fp32 (fp64 for fp64
-scores) and rounded once.
+A query attends to a key if the boolean mask allows it and the causal rule, which the prefix (GLM's `sep`) widens, does
+too. A row without any allowed key, or with only -inf, is 0 everywhere (as in scaled_dot_product_attention). A NaN at an
+allowed key makes its row NaN. The softmax is computed in fp32 (fp64 for fp64 scores) and rounded once.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from .library import Op, compute_dtype, empty_placeholder, empty_pooled, same_dt
 
 
 def reference(scores, mask, bias, prefix, keys, scale, causal, dropout, first_row):
-    """The naive definition; arguments as in the schema."""
+    """Computes the definition. The arguments are as in the schema."""
     dtype = compute_dtype(scores)
     z = scores.to(dtype) * scale  # [B, N, Sq, Sk]
     if bias is not None:
@@ -37,7 +36,7 @@ def reference(scores, mask, bias, prefix, keys, scale, causal, dropout, first_ro
 
 
 def visible_keys(scores, mask, prefix, causal):
-    """Boolean, broadcastable to the scores: which keys take part; None if all do."""
+    """Returns which keys are allowed: bool, broadcastable to the scores, or None if all keys are."""
     visible = mask if mask is not None and mask.dtype == torch.bool else None
     if not causal:
         return visible
@@ -51,7 +50,7 @@ def visible_keys(scores, mask, prefix, causal):
 
 
 def backward_reference(grad, probs, keys, scale, dropout, first_row, bias_batch):
-    """Gradients of the scores and, if bias_batch is 1 or B, of a bias [bias_batch, N, Sq, Sk]."""
+    """Returns the gradients of the scores and, if bias_batch is 1 or B, of a bias [bias_batch, N, Sq, Sk]."""
     dtype = compute_dtype(probs)
     grad, p = grad.to(dtype), probs.to(dtype)
     if dropout:
@@ -74,7 +73,7 @@ def _allocate_backward(grad, probs, keys, scale, dropout, first_row, bias_batch)
 
 
 def _expanded(tensor, like):
-    """`tensor` expanded to the scores' shape with unit stride along the keys; no copy for the usual masks."""
+    """Returns `tensor` expanded to the scores' shape with unit stride along the keys; usual masks need no copy."""
     if tensor is None:
         return None
     tensor = tensor.expand(like.shape)
@@ -162,33 +161,33 @@ def masked_softmax(
     keys: torch.Tensor | None = None,
     first_row: int = 0,
 ) -> torch.Tensor:
-    """Attention probabilities, softmax(scale * scores + bias + mask), after dropout if any.
+    """Returns the attention probabilities softmax(scale * scores + bias + mask), with dropout applied.
 
     Args:
         scores: [B, N, Sq, Sk], fp32, bf16, fp16 or fp64.
-        mask: broadcastable to the scores. Boolean: True lets a key take part. Floating point: added.
+        mask: Broadcastable to the scores. Boolean: True allows a key. Floating point: it is added.
         bias: [1 or B, 1 or N, 1 or Sq, 1 or Sk], trained (T5's relative positions); it gets a gradient.
-        scale: multiplies the scores, in the calculation's precision.
-        causal: query i sees keys j <= i + Sk - Sq, so that the last query sees every key.
-        prefix: int64 [B], with `causal` only: every query of sample b also sees the keys j < prefix[b].
-        dropout: probability of dropping a probability; needs `keys`.
-        keys: int64 [B], `dropout_keys`.
-        first_row: row of the unsplit sample [N of all ranks, Sq, Sk] where this tensor begins: its head * Sq.
+        scale: Multiplies the scores, in the precision of the computation.
+        causal: Query i attends to the keys j <= i + Sk - Sq, so the last query attends to every key.
+        prefix: int64 [B], only with `causal`: every query of sample b also attends to the keys j < prefix[b].
+        dropout: The probability of dropping an attention probability; requires `keys`.
+        keys: int64 [B] from `dropout_keys`.
+        first_row: The row of the unsplit sample [N of all ranks, Sq, Sk] where this tensor begins: first head * Sq.
 
     Raises:
-        ValueError: for shapes that do not fit, a prefix without `causal`, or dropout without keys.
+        ValueError: The shapes do not match, a prefix is passed without `causal`, or dropout without keys.
     """
     if scores.dim() != 4:
         raise ValueError(f"attention scores must be [B, N, Sq, Sk], got shape {tuple(scores.shape)}")
     if prefix is not None and (not causal or tuple(prefix.shape) != (scores.shape[0],)):
         raise ValueError(
-            f"a prefix widens the causal mask and holds one length per sample: pass causal=True and shape "
-            f"({scores.shape[0]},), got causal={causal} and shape {tuple(prefix.shape)}"
+            f"a prefix needs causal=True and one length per sample, shape ({scores.shape[0]},); "
+            f"got causal={causal} and shape {tuple(prefix.shape)}"
         )
     if dropout and (keys is None or keys.dtype != torch.int64):
-        raise ValueError("dropout needs `keys`, one per sample (see dropout_keys)")
+        raise ValueError("dropout needs int64 `keys`, one per sample (see dropout_keys)")
     if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
-        raise ValueError(f"a mask is boolean (True lets a key take part) or floating point (added), not {mask.dtype}")
+        raise ValueError(f"a mask must be boolean (True allows a key) or floating point (added), not {mask.dtype}")
     for name, tensor in (("mask", mask), ("bias", bias)):
         if tensor is not None and any(
             size not in (1, full) for size, full in zip(tensor.shape[::-1], scores.shape[::-1], strict=False)

@@ -47,7 +47,7 @@ class SequenceClassifier(nn.Module):
         num_items_in_batch: Tensor | int | None = None,
         output_hidden_states: bool = False,
     ) -> SequenceClassifierOutput:
-        """Returns the logits and, with labels, the loss. See `loss` for labels, `BertForMaskedLM` for the other inputs."""
+        """Returns the logits and, with labels, the loss. See `loss` and `BertForMaskedLM` for the inputs."""
         hidden_states, _ = self.encoder(input_ids, attention_mask, token_type_ids, position_ids)
         logits = self.classify(self.encoder.first_token(hidden_states[-1]))  # [B, num_labels]
         loss = None if labels is None else self.loss(logits, labels, num_items_in_batch)

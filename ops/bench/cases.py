@@ -1,4 +1,4 @@
-"""What is measured: for each op its inputs, the PyTorch code it replaces, and the least bytes it must move."""
+"""Defines the measured cases: an op's inputs, the PyTorch code it replaces, and the fewest bytes it must move."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ Tensors = dict[str, torch.Tensor]
 class Case:
     """One operator at one size.
 
-    Args:
-        name: the op's name on the command line.
-        baseline: what `eager` is, in words.
-        make: (device, dtype) -> tensors. Those in `leaves` get gradients.
+    Attributes:
+        name: The op's name on the command line.
+        baseline: A description of `eager`.
+        make: (device, dtype) -> tensors. The tensors named in `leaves` get gradients.
         ours, eager: tensors -> the output that is differentiated.
-        forward, backward: names of the operators behind `ours`, and how their arguments are made, for the `out` form.
-        forward_passes, backward_passes: reads and writes of a tensor of x's size, at least.
-        rivals: name -> function like `ours`, from libraries that are installed.
+        forward, backward: The name of the operator behind `ours`, and a function that returns its arguments, for the
+            `out` form.
+        forward_passes, backward_passes: The fewest reads and writes of a tensor of x's size.
+        rivals: Name -> a function like `ours`, from libraries that are installed.
     """
 
     name: str
@@ -235,9 +236,10 @@ def _cross_entropy(rows: int, columns: int) -> Case:
 
 
 def cases(device: str, scale: float = 1.0) -> list[Case]:
-    """All cases: sizes of a training step on CPU, well beyond the L2 cache on a GPU.
+    """Returns all cases, with the sizes of a training step on a CPU, or well beyond the L2 cache on a GPU.
 
-    scale: multiplies the leading size, for quick runs.
+    Args:
+        scale: Multiplies the leading size, for quick runs.
     """
     big = device == "cuda"
     batch, rows = (max(1, int(n * scale)) for n in ((16, 65536) if big else (4, 16384)))

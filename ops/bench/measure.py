@@ -1,4 +1,4 @@
-"""Measures a case: correctness first, then interleaved timings of every contender."""
+"""Measures a case: checks correctness first, then times all contenders in turn."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .. import library
 from ..library import OPS
 from .cases import Case, Tensors
 
-# (relative, share of the largest value): a few roundings of the dtype
+# (relative, share of the largest value): the error of a few roundings in the dtype
 TOLERANCE = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2**-6, 2**-7), torch.float16: (2**-8, 2**-9)}
 
-QUEUED_CYCLES = 2_000_000  # of a GPU's clock, about a millisecond
+QUEUED_CYCLES = 2_000_000  # GPU clock cycles, about a millisecond
 
 
 @dataclass
 class Timing:
-    """Milliseconds of repeated runs."""
+    """The times of repeated runs, in milliseconds."""
 
     median: float
     least: float
@@ -35,7 +35,7 @@ class Timing:
 
 @dataclass
 class Result:
-    """One case at one dtype. Bandwidths are the least necessary bytes per median time, in GB/s."""
+    """The result of one case at one dtype. Bandwidths are the fewest necessary bytes per median time, in GB/s."""
 
     op: str
     dtype: str
@@ -47,10 +47,10 @@ class Result:
     gigabytes_forward: float = 0.0
     gigabytes_backward: float = 0.0
     gigabytes_copy: float = 0.0
-    missing: dict[str, str] = field(default_factory=dict)  # contenders that failed, and why
+    missing: dict[str, str] = field(default_factory=dict)  # contender that failed -> reason
 
     def bandwidth(self, contender: str) -> float:
-        """GB/s of a contender: forward, backward, both or a copy."""
+        """Returns the GB/s of a contender: forward, backward, both or a copy."""
         moved = {
             "ours forward out": self.gigabytes_forward,
             "ours backward out": self.gigabytes_backward,
@@ -60,22 +60,22 @@ class Result:
         return 1000 * total / self.timings[contender].median
 
     def of_copy(self, contender: str) -> float:
-        """Share of the measured copy's bandwidth."""
+        """Returns a contender's share of the bandwidth of the measured copy."""
         return self.bandwidth(contender) / self.bandwidth("copy")
 
     def of_copy_both(self) -> float:
-        """Share of the copy's bandwidth that forward and backward with `out` reach together."""
+        """Returns the share of the copy's bandwidth that forward and backward with `out` reach together."""
         spent = self.timings["ours forward out"].median + self.timings["ours backward out"].median
         return 1000 * (self.gigabytes_forward + self.gigabytes_backward) / spent / self.bandwidth("copy")
 
     def speedup(self, contender: str) -> float | None:
-        """How many times faster ours is, forward and backward, than a contender."""
+        """Returns how many times faster than a contender ours is, forward and backward."""
         if contender not in self.timings or "ours" not in self.timings:
             return None
         return self.timings[contender].median / self.timings["ours"].median
 
     def to_dict(self) -> dict:
-        """For JSON, with the derived figures."""
+        """Returns the result for JSON, with the derived figures."""
         derived = {name: {"GB/s": self.bandwidth(name), "of copy": self.of_copy(name)} for name in self.timings}
         ratios = {name: self.speedup(name) for name in self.timings if name != "copy" and "out" not in name}
         both = self.of_copy_both() if self.timings else None
@@ -83,7 +83,7 @@ class Result:
 
 
 def gradients(function: Callable, tensors: Tensors, leaves: tuple[str, ...], cotangent: torch.Tensor | None):
-    """(output, gradients of the leaves); the cotangent is drawn if None."""
+    """Returns the output and the gradients of the leaves. A cotangent of None means ones."""
     inputs = {name: t.detach().requires_grad_(name in leaves) for name, t in tensors.items()}
     output = function(inputs)
     cotangent = torch.ones_like(output) if cotangent is None else cotangent.to(output.dtype)
@@ -91,7 +91,7 @@ def gradients(function: Callable, tensors: Tensors, leaves: tuple[str, ...], cot
 
 
 def check(case: Case, tensors: Tensors, dtype: torch.dtype, cotangent: torch.Tensor) -> str | None:
-    """None if ours agrees with the fp64 reference in outputs and gradients, else what is wrong."""
+    """Returns None if ours agrees with the fp64 reference in outputs and gradients, else the difference."""
     wide = {name: t.double() if t.is_floating_point() else t for name, t in tensors.items()}
     output, grads = gradients(case.ours, tensors, case.leaves, cotangent)
     with library.kernels("reference"):
@@ -107,7 +107,7 @@ def check(case: Case, tensors: Tensors, dtype: torch.dtype, cotangent: torch.Ten
 
 
 def contenders(case: Case, tensors: Tensors, cotangent: torch.Tensor, compiled: bool) -> dict[str, Callable]:
-    """Name -> a function to time."""
+    """Returns the functions to time, by name."""
     op, arguments = OPS[case.forward[0]], case.forward[1]
     inputs = arguments(tensors)
     outputs = op.allocate(*inputs)
@@ -136,9 +136,9 @@ def contenders(case: Case, tensors: Tensors, cotangent: torch.Tensor, compiled: 
 
 
 def warm_up(timed: dict[str, Callable]) -> dict[str, str]:
-    """Run every contender twice: that compiles, and touches its memory. Those of others that fail are taken out.
+    """Runs every contender twice, to compile it and to touch its memory. Removes contenders of others that fail.
 
-    Returns their names and what was wrong with them.
+    Returns the names of the removed contenders with their errors.
     """
     failed = {}
     for name, function in list(timed.items()):
@@ -154,14 +154,14 @@ def warm_up(timed: dict[str, Callable]) -> dict[str, str]:
 
 
 def time_interleaved(timed: dict[str, Callable], device: str, repetitions: int) -> dict[str, Timing]:
-    """Each round runs every contender once, so that a disturbance of the machine hits all of them."""
+    """Times all contenders. Each round runs every contender once, so that a disturbance affects all of them."""
     seconds: dict[str, list[float]] = {name: [] for name in timed}
     for _ in range(repetitions):
         for name, function in timed.items():
             if device == "cuda":
                 start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 torch.cuda.synchronize()
-                torch.cuda._sleep(QUEUED_CYCLES)  # the GPU waits while the host queues the work: only the work is timed
+                torch.cuda._sleep(QUEUED_CYCLES)  # the GPU waits while the host queues the work, which is not timed
                 start.record()
                 function()
                 stop.record()
@@ -175,7 +175,7 @@ def time_interleaved(timed: dict[str, Callable], device: str, repetitions: int) 
 
 
 def measure(case: Case, device: str, dtype: torch.dtype, *, repetitions: int, compiled: bool) -> Result:
-    """Check and time one case. A wrong result has an `error` and no timings."""
+    """Checks and times one case. A wrong result has an `error` and no timings."""
     tensors = case.make(device, dtype)
     x = tensors["x"]
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The same operators from other libraries, measured where they are installed (both need a GPU)."""
+"""Calls the same operators in other libraries, if they are installed (both libraries need a GPU)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def installed(name: str) -> bool:
-    """Whether the library behind a function of this module can be used here."""
+    """Returns whether the library behind a function of this module can be used on this machine."""
     package = {"liger": "liger_kernel", "quack": "quack"}[name.partition("_")[0]]
     return torch.cuda.is_available() and importlib.util.find_spec(package) is not None
 
@@ -21,15 +21,15 @@ def liger_layer_norm(t):
 
 
 def liger_rms_norm(t):
-    """Liger's RMSNorm in its default rounding order, casting mode 0: the input is normalized in fp32 and rounded before
-    the weight is applied."""
+    """Liger's RMSNorm in its default rounding order, casting mode 0: it normalizes in fp32 and rounds before it applies
+    the weight."""
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
     return LigerRMSNormFunction.apply(t["x"], t["weight"], 1e-6, 0.0, 0, False)
 
 
 def liger_cross_entropy(t):
-    """Liger's cross-entropy; it writes the gradient over its input, so it gets a copy."""
+    """Liger's cross-entropy, on a copy of the input, because it overwrites its input with the gradient."""
     from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
 
     result = LigerCrossEntropyFunction.apply(t["x"].clone(), t["target"], None, -100, 0.0, 0.0, "none", None, False)

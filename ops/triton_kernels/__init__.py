@@ -1,8 +1,7 @@
-"""The Triton variant: KERNELS maps an operator's name to a function that takes its prepared arguments and
-outputs.
+"""Implements the Triton variant. KERNELS maps an operator to a function of its prepared arguments and outputs.
 
-A program computes one row, or one chunk of rows where columns are summed; partial sums are added in a fixed
-order. Everything is calculated in fp32. fp64 and rows beyond `LONGEST_ROW` are left to the reference.
+A program computes one row, or one chunk of rows if columns are summed; partial sums are added in a fixed order.
+Everything is computed in fp32. The reference computes fp64 and rows longer than `LONGEST_ROW`.
 """
 
 from . import activation, cross_entropy, dropout, norm, softmax

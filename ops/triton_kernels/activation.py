@@ -10,7 +10,7 @@ from .common import block_of, chunk_rows, partial_sums, pointer, warps_of
 
 @triton.jit
 def activate(z, ACTIVATION: tl.constexpr):
-    """(activation, its derivative) at z: 0 GELU, 1 GELU by tanh, 2 SiLU."""
+    """Returns the activation and its derivative at z: 0 GELU, 1 tanh approximation of GELU, 2 SiLU."""
     if ACTIVATION == 0:
         cdf = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
         density = tl.exp(-0.5 * z * z) * 0.3989422804014327

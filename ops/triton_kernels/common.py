@@ -1,4 +1,4 @@
-"""What the Triton kernels share. Names ending in `_ptr` are pointers, capitals are compile-time constants."""
+"""Helpers of the Triton kernels. Names that end in `_ptr` are pointers; capitals are compile-time constants."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ LONGEST_ROW = 65536
 
 
 def block_of(columns: int) -> int:
-    """The power of two that holds a row."""
+    """Returns the smallest power of two that holds a row."""
     return triton.next_power_of_2(columns)
 
 
 def warps_of(block: int) -> int:
-    """Warps for a row of this size."""
+    """Returns the number of warps for a row of this size."""
     return min(max(block // 512, 1), 16)
 
 
 def chunk_rows(rows: int) -> int:
-    """Rows per chunk for column sums: a function of the shape alone, so that results are reproducible."""
+    """Returns the rows per chunk for column sums. They depend only on the shape, so that results are reproducible."""
     return max(32, -(-rows // 512))
 
 
 def partial_sums(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """fp32 [chunks, columns]."""
+    """Returns an uninitialized fp32 tensor [chunks, columns]."""
     return like.new_empty(-(-rows // chunk_rows(rows)), columns, dtype=torch.float32)
 
 
 def pointer(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """A tensor to pass for an absent one; a flag tells the kernel not to use it."""
+    """Returns `tensor`, or `like` as a stand-in for None, which a flag tells the kernel not to use."""
     return like if tensor is None else tensor
 
 
 @triton.jit
 def keep_factor(key, column, threshold, keep_scale):
-    """keep_scale where the dropout hash keeps the element, else 0; `key` is the row's key."""
+    """Returns keep_scale where the dropout hash keeps the element, else 0. `key` is the row's key."""
     low = (key & 0xFFFFFFFF).to(tl.uint32)
     high = ((key >> 32) & 0xFFFFFFFF).to(tl.uint32)
     h = low + column.to(tl.uint32)

@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary shard in Triton: a program goes through a row block by block."""
+"""Cross-entropy over a vocabulary shard in Triton: each program processes a row block by block."""
 
 from __future__ import annotations
 

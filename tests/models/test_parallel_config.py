@@ -138,7 +138,7 @@ def test_decoder_inputs_are_the_labels_moved_right():
     assert torch.equal(given.loss, model(input_ids=ids, labels=labels).loss)
     with pytest.raises(ValueError, match="pass labels, or decoder_input_ids"):
         model(input_ids=ids)
-    with pytest.raises(ValueError, match="pass input_ids, or encoder_outputs"):
+    with pytest.raises(ValueError, match="pass input_ids, or the encoder_outputs"):
         model(labels=labels)
 
 
