@@ -186,10 +186,10 @@ def errors():
     scores = torch.ones(2, 3, 4, 5)
     return {
         "scores": (lambda: ops.masked_softmax(x), r"\[B, N, Sq, Sk\], got shape \(2, 3, 4\)"),
-        "prefix": (lambda: ops.masked_softmax(scores, prefix=keys), "pass causal=True"),
+        "prefix": (lambda: ops.masked_softmax(scores, prefix=keys), "needs causal=True"),
         "mask": (lambda: ops.masked_softmax(scores, torch.ones(4, 4) > 0), r"\(4, 4\) does not broadcast"),
-        "integer mask": (lambda: ops.masked_softmax(scores, torch.ones(4, 5, dtype=torch.int64)), "is boolean"),
-        "softmax keys": (lambda: ops.masked_softmax(scores, dropout=0.1), "needs `keys`"),
+        "integer mask": (lambda: ops.masked_softmax(scores, torch.ones(4, 5, dtype=torch.int64)), "must be boolean"),
+        "softmax keys": (lambda: ops.masked_softmax(scores, dropout=0.1), "needs int64 `keys`"),
         "p": (lambda: ops.dropout(x, 1.0, keys), "less than 1, got 1.0"),
         "keys": (lambda: ops.dropout(x, 0.5, keys[:1]), r"shape \(2,\); got shape \(1,\)"),
         "no keys": (lambda: ops.dropout(x, 0.5, None), "got none"),
