@@ -177,9 +177,5 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     key = dropout_state.capture()
     return cast(Any, torch_checkpoint).checkpoint(
-        function,
-        *args,
-        use_reentrant=False,
-        context_fn=lambda: (nullcontext(), dropout_state.replay(key)),
-        **kwargs,
+        function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), dropout_state.replay(key)), **kwargs
     )

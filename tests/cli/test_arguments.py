@@ -44,11 +44,7 @@ def test_yaml_gives_defaults_and_the_command_line_wins(tmp_path, spelling):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [
-        ("train_stepz: 5", "did you mean train_steps"),
-        ("- 5", "name: value"),
-        ("a: [", "not YAML"),
-    ],
+    [("train_stepz: 5", "did you mean train_steps"), ("- 5", "name: value"), ("a: [", "not YAML")],
 )
 def test_a_wrong_yaml_file_says_what_is_wrong(tmp_path, content, message):
     file = tmp_path / "run.yaml"

@@ -139,10 +139,7 @@ def test_resuming_cuts_off_what_was_not_committed(tmp_path):
 
 
 def test_two_writers_of_one_prefix_are_refused(tmp_path):
-    with (
-        IndexedDatasetWriter(tmp_path / "a", np.int32),
-        pytest.raises(ValueError, match="another process is writing"),
-    ):
+    with IndexedDatasetWriter(tmp_path / "a", np.int32), pytest.raises(ValueError, match="another process is writing"):
         IndexedDatasetWriter(tmp_path / "a", np.int32)
 
 

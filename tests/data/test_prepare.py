@@ -14,14 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardzoo.data import (
-    IndexedDataset,
-    PrepareOptions,
-    fail_on_bad,
-    iter_documents,
-    load_tokenizer,
-    prepare_dataset,
-)
+from shardzoo.data import IndexedDataset, PrepareOptions, fail_on_bad, iter_documents, load_tokenizer, prepare_dataset
 from shardzoo.data.text import prepare as prepare_module
 
 

@@ -74,12 +74,7 @@ FILES = [
     ("gpt2", "pairs.json", {"max_source_length": 60}, "max_target_length=8 is more than the model's 64"),
     ("gpt2", "text.txt", {"block_size": 65}, "block_size=65 is more than the model's 64 positions"),
     ("bert", "names.json", {"max_source_length": 65}, "max_source_length=65 is more than the model's 64 positions"),
-    (
-        "t5",
-        "pairs.json",
-        {"task": "text-generation"},
-        "does not learn text-generation; it learns text2text",
-    ),
+    ("t5", "pairs.json", {"task": "text-generation"}, "does not learn text-generation; it learns text2text"),
     ("gpt2", "names.json", {"task": "text-classification", "native": True}, "does not learn text-classification"),
     ("gpt2", "pairs.json", {"ignore_pad_token_for_loss": False}, "for the targets of encoder-decoders"),
 ]

@@ -138,12 +138,7 @@ def test_embedding_head_and_loss(tp, sequence_parallel, run_mesh):
     n, tokens = BATCH * POSITIONS * HIDDEN * 4, BATCH * POSITIONS
     loss = tp * 2 * tokens * 4  # log-sum-exp and target logit of every token, from every rank
     forward, backward = run_mesh(
-        tp,
-        traffic,
-        build_transformer,
-        0,
-        torch.float32,
-        {"sequence_parallel": sequence_parallel},
+        tp, traffic, build_transformer, 0, torch.float32, {"sequence_parallel": sequence_parallel}
     )[0]
     if sequence_parallel:
         assert forward == {"reduce-scatter": n, "all-gather": n + loss}

@@ -28,11 +28,7 @@ def both_modes(mesh, run, *args):
 def embed(mesh, pad, ids, table, grad, padding_idx, multiple, sequence_parallel):
     rank, size = mesh.tp_rank, mesh.tp_size
     layer = VocabParallelEmbedding(
-        *table.shape,
-        padding_idx=padding_idx,
-        pad_multiple=multiple,
-        sequence_parallel=sequence_parallel,
-        mesh=mesh,
+        *table.shape, padding_idx=padding_idx, pad_multiple=multiple, sequence_parallel=sequence_parallel, mesh=mesh
     ).to(table.dtype)
     with torch.no_grad():
         layer.weight.copy_(pad(table, rank, size, multiple))

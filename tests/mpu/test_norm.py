@@ -62,10 +62,7 @@ def test_equals_torch(kind, batch, positions, hidden):
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 def test_a_split_sequence_changes_nothing(tp, kind, run_mesh, helpers):
     @given(
-        batch=st.integers(0, 3),
-        positions=st.integers(1, 3),
-        hidden=st.integers(2, 9),
-        sequence_parallel=st.booleans(),
+        batch=st.integers(0, 3), positions=st.integers(1, 3), hidden=st.integers(2, 9), sequence_parallel=st.booleans()
     )
     @example(batch=2, positions=2, hidden=5, sequence_parallel=True)
     def check(batch, positions, hidden, sequence_parallel):

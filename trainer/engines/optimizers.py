@@ -86,10 +86,7 @@ def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str,
     """
     matrices = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
-    groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
     if not groups:
         raise ValueError("no parameter of the model requires gradients, so there is nothing to train")

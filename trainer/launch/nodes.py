@@ -146,11 +146,7 @@ def launcher_command(nodes: Nodes, script: Sequence[str]) -> list[str]:
 def rank_commands(nodes: Nodes, script: Sequence[str]) -> dict[str, list[str]]:
     """Returns the commands of the ranks of each machine, with their variables, for `--dry-run`."""
     slots = nodes.slots()
-    shared = {
-        "WORLD_SIZE": sum(slots.values()),
-        "MASTER_ADDR": _address(nodes),
-        "MASTER_PORT": nodes.master_port,
-    }
+    shared = {"WORLD_SIZE": sum(slots.values()), "MASTER_ADDR": _address(nodes), "MASTER_PORT": nodes.master_port}
     commands, rank = {}, 0
     for name, count in slots.items():
         commands[name] = []

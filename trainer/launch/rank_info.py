@@ -60,11 +60,7 @@ def cpu_environment(local_world_size: int) -> dict[str, str]:
     - LOCAL_SIZE is the number of devices for DeepSpeed's CPU accelerator, one for each process.
     """
     threads = max(1, (os.cpu_count() or 1) // local_world_size)
-    wanted = {
-        "OMP_NUM_THREADS": str(threads),
-        "THP_MEM_ALLOC_ENABLE": "1",
-        "LOCAL_SIZE": str(local_world_size),
-    }
+    wanted = {"OMP_NUM_THREADS": str(threads), "THP_MEM_ALLOC_ENABLE": "1", "LOCAL_SIZE": str(local_world_size)}
     return {name: os.environ.get(name, value) for name, value in wanted.items()}
 
 

@@ -8,14 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 LINES_WITHOUT_TERMINAL = 20  # number of progress lines if the output is a file
 

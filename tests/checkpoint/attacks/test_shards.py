@@ -151,10 +151,7 @@ def forged_tensor(**changes):
 FORGERIES |= {
     "another shape": (forged_tensor(shape=(24, 17)), "blocks.0.mlp.up.weight"),
     "another split": (forged_tensor(shard=None), "blocks.0.mlp.up.weight"),
-    "name of another": (
-        forged_tensor(stored=("transformer.wte.weight",)),
-        "have the name transformer.wte.weight",
-    ),
+    "name of another": (forged_tensor(stored=("transformer.wte.weight",)), "have the name transformer.wte.weight"),
     "two names for one": (forged_tensor(stored=("a", "b")), "blocks.0.mlp.up.weight"),
     "hashes exchanged": (lambda m: swap_hashes(m), "damaged"),
 }
