@@ -1,7 +1,7 @@
 """Computes the cross-entropy of logits that are split along the vocabulary, without gathering the logits.
 
 Each rank reduces its columns to two or three numbers per token (`ops.cross_entropy` describes the arithmetic). The
-ranks exchange only these numbers ([T, 3] in fp32) and compute the loss of every token from them.
+ranks exchange only these numbers ([2 or 3, T] in fp32) and compute the loss of every token from them.
 """
 
 from __future__ import annotations
