@@ -1,11 +1,11 @@
 """Builds the compiled parts: the kernel library, the build information and the dataset helpers.
 
-`setup.py` loads this file by its path; run as a script it builds into the checkout. Nothing here can make an
-installation fail, unless the environment says so:
+`setup.py` loads this file by its path. Run as a script, it builds into the checkout. A failed build does not make an
+installation fail, unless the environment requires it:
 
     SHARDZOO_BUILD        auto (default): build what can be built; required: a failure is an error; skip: nothing
     SHARDZOO_CUDA         auto (default): with CUDA kernels if nvcc is found; 1: required; 0: without
-    SHARDZOO_CUDA_ARCHS   compute capabilities, default "80;90"; PTX of the last one serves later GPUs
+    SHARDZOO_CUDA_ARCHS   compute capabilities, default "80;90"; later GPUs use the PTX of the last one
     CXX, NVCC             the compilers
 """
 
@@ -31,8 +31,7 @@ TORCH_TARGET = "0x020b000000000000"  # the oldest torch whose stable ABI the lib
 CPU_SOURCES = ("activation", "cross_entropy", "dropout", "linear", "norm", "softmax")
 X86_FLAGS = {"v4": "-march=x86-64-v4", "v3": "-march=x86-64-v3", "baseline": "-march=x86-64"}
 COMMON = ["-fPIC", "-Wall", "-Wextra", "-fvisibility=hidden"]
-# Rounding stays as written: no -ffast-math. Contraction to FMA, errno and trapping do not change finite
-# results.
+# Without -ffast-math, rounding happens as written. Contraction to FMA, errno and trapping do not change finite results.
 CPU_FLAGS = [
     *("-O3", "-std=c++17", "-Wno-psabi", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
     "-fno-semantic-interposition",
@@ -40,11 +39,11 @@ CPU_FLAGS = [
 
 
 class CannotBuild(Exception):
-    """Why an extension cannot be built here, as one clause."""
+    """An extension cannot be built on this machine; the message is the reason, as one clause."""
 
 
 def extensions() -> list[Extension]:
-    """The extensions to build: none under SHARDZOO_BUILD=skip."""
+    """Returns the extensions to build: none under SHARDZOO_BUILD=skip."""
     if mode("SHARDZOO_BUILD", ("auto", "required", "skip")) == "skip":
         return []
     relative = [str(path.relative_to(CSRC.parent)) for path in sorted(CSRC.rglob("*.[ch]*")) if path.is_file()]
@@ -57,15 +56,15 @@ def extensions() -> list[Extension]:
 
 
 def mode(variable: str, values: tuple[str, ...]) -> str:
-    """The environment variable's value, the first of `values` if unset; ValueError for any other."""
+    """Returns the environment variable's value, by default the first of `values`. Raises ValueError for any other."""
     value = os.environ.get(variable) or values[0]
     if value not in values:
-        raise ValueError(f"{variable} is one of {', '.join(values)}; got {value!r}")
+        raise ValueError(f"{variable} must be one of {', '.join(values)}; got {value!r}")
     return value
 
 
 class BuildCompiled(build_ext):
-    """Builds each extension by itself; what fails is left out, with one line that says why."""
+    """Builds each extension separately. It omits an extension that fails, and prints one line with the reason."""
 
     def run(self) -> None:
         failures = []
@@ -86,7 +85,7 @@ class BuildCompiled(build_ext):
             )
 
     def build_one(self, extension: Extension) -> str | None:
-        """Build an extension; None, or what it had to be built without, and why."""
+        """Builds an extension. Returns None, or what it had to be built without, and why."""
         target = Path(self.target(extension.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         objects = Path(self.build_temp).resolve() / extension.name
@@ -97,20 +96,20 @@ class BuildCompiled(build_ext):
         return None
 
     def target(self, name: str) -> str:
-        """Where an extension goes: into the source folder for editable installations."""
+        """Returns the path of a built extension: in the source folder for editable installations."""
         if not self.editable_mode and not self.inplace:
             return str(Path(self.build_lib) / self.get_ext_filename(name))
         self.inplace = True
         return self.get_ext_fullpath(name)
 
     def get_ext_filename(self, fullname: str) -> str:
-        """The kernel library is no Python module: its name carries no Python version."""
+        """Returns an extension's file name. The kernel library is not a Python module, so its name has no version."""
         if fullname.endswith("_kernels"):
             return str(Path(*fullname.split("."))) + ".so"
         return super().get_ext_filename(fullname)
 
     def remove(self, extension: Extension) -> None:
-        """A library of earlier sources must not be taken for this build's."""
+        """Removes the library of an earlier build, so that it is not used in place of the failed build."""
         Path(self.target(extension.name)).unlink(missing_ok=True)
 
     def get_outputs(self) -> list[str]:
@@ -119,7 +118,7 @@ class BuildCompiled(build_ext):
 
 
 def describe(error: Exception) -> str:
-    """One line on why a build failed."""
+    """Returns the reason why a build failed, as one line."""
     if isinstance(error, subprocess.CalledProcessError):
         lines = (error.stderr or "").strip().splitlines()
         first = next((line for line in lines if "error" in line), lines[0] if lines else f"exit {error.returncode}")
@@ -128,7 +127,7 @@ def describe(error: Exception) -> str:
 
 
 def compiler() -> list[str]:
-    """The C++ compiler's command."""
+    """Returns the command of the C++ compiler."""
     if os.environ.get("CXX"):
         return shlex.split(os.environ["CXX"])
     for name in ("g++", "c++", "clang++"):
@@ -138,7 +137,7 @@ def compiler() -> list[str]:
 
 
 def package_folder(name: str) -> Path:
-    """Where an installed package lies, without importing it."""
+    """Returns the folder of an installed package, without importing the package."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
         hint = "install it first and pass --no-build-isolation"
@@ -147,7 +146,7 @@ def package_folder(name: str) -> Path:
 
 
 def find_nvcc() -> str | None:
-    """The CUDA compiler, or None if CUDA kernels are not to be built."""
+    """Returns the CUDA compiler, or None if CUDA kernels are not to be built."""
     choice = mode("SHARDZOO_CUDA", ("auto", "0", "1"))
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     nvcc = os.environ.get("NVCC") or shutil.which("nvcc") or shutil.which(f"{home}/bin/nvcc")
@@ -157,7 +156,7 @@ def find_nvcc() -> str | None:
 
 
 def run_all(jobs: list[tuple[Path, Path, list[str]]]) -> None:
-    """Run compile commands (source, object, command) side by side; skips objects newer than every source."""
+    """Runs compile commands (source, object, command) in parallel. Skips objects that are newer than every source."""
     newest = max(path.stat().st_mtime for path in CSRC.rglob("*") if path.is_file())
     stale = [job for job in jobs if not job[1].exists() or job[1].stat().st_mtime < newest]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -166,14 +165,14 @@ def run_all(jobs: list[tuple[Path, Path, list[str]]]) -> None:
 
 
 def run(command: list[str]) -> None:
-    """Run a compiler, its warnings passed through; CalledProcessError carries its output."""
+    """Runs a compiler and prints its warnings. Raises CalledProcessError with its output."""
     result = subprocess.run(command, capture_output=True, text=True)
     sys.stderr.write(result.stderr)
     result.check_returncode()
 
 
 def cpu_jobs(cxx: list[str], objects: Path) -> list[tuple[Path, Path, list[str]]]:
-    """The kernels, once per instruction set."""
+    """Returns the compile commands of the CPU kernels, once per instruction set."""
     x86 = platform.machine() in ("x86_64", "AMD64")
     clang = "clang" in Path(cxx[0]).name
     jobs = []
@@ -190,14 +189,14 @@ def cpu_jobs(cxx: list[str], objects: Path) -> list[tuple[Path, Path, list[str]]
 
 
 def cuda_architectures() -> list[str]:
-    """nvcc's -gencode flags: machine code for each capability, and PTX of the highest for later GPUs."""
+    """Returns nvcc's -gencode flags: machine code for each capability, and PTX of the last one for later GPUs."""
     capabilities = (os.environ.get("SHARDZOO_CUDA_ARCHS") or "80;90").split(";")
     flags = [f"-gencode=arch=compute_{c},code=sm_{c}" for c in capabilities]
     return [*flags, f"-gencode=arch=compute_{capabilities[-1]},code=compute_{capabilities[-1]}"]
 
 
 def cuda_jobs(nvcc: str, cxx: list[str], objects: Path) -> list[tuple[Path, Path, list[str]]]:
-    """The CUDA kernels."""
+    """Returns the compile commands of the CUDA kernels."""
     flags = ["-O3", "-std=c++17", "-ccbin", cxx[0], "-Xcompiler=-fPIC,-fvisibility=hidden"]
     flags += cuda_architectures()
     sources = sorted((CSRC / "cuda").glob("*.cu"))
@@ -206,7 +205,7 @@ def cuda_jobs(nvcc: str, cxx: list[str], objects: Path) -> list[tuple[Path, Path
 
 
 def binding_jobs(cxx: list[str], objects: Path, torch: Path, cuda: bool) -> list[tuple[Path, Path, list[str]]]:
-    """The binding to torch, by its stable ABI."""
+    """Returns the compile commands of the binding to torch, which uses its stable ABI."""
     include = ["-isystem", str(torch / "include")]
     defines = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET}", *(["-DSHARDZOO_WITH_CUDA", "-DUSE_CUDA"] if cuda else [])]
     jobs = []
@@ -218,8 +217,9 @@ def binding_jobs(cxx: list[str], objects: Path, torch: Path, cuda: bool) -> list
 
 
 def build_kernels(objects: Path, target: Path) -> str | None:
-    """Build the kernel library. An nvcc that fails, say on a host compiler too new for it, costs the CUDA kernels only;
-    what it said is returned.
+    """Builds the kernel library, without CUDA kernels if nvcc fails, e.g. because the host compiler is too new for it.
+
+    Returns None, or nvcc's error.
     """
     nvcc = find_nvcc()
     try:
@@ -233,21 +233,21 @@ def build_kernels(objects: Path, target: Path) -> str | None:
 
 
 def link_kernels(objects: Path, target: Path, nvcc: str | None) -> None:
-    """Compile and link the kernel library, with CUDA kernels if there is an nvcc."""
+    """Compiles and links the kernel library, with CUDA kernels if `nvcc` is not None."""
     cxx, torch = compiler(), package_folder("torch")
     jobs = [*binding_jobs(cxx, objects, torch, nvcc is not None), *cpu_jobs(cxx, objects)]
     link = ["-L" + str(torch / "lib"), "-ltorch_cpu", "-ldl"]
     linker = cxx
     if nvcc is not None:
         jobs = [*cuda_jobs(nvcc, cxx, objects), *jobs]
-        # nvcc knows where its runtime is; linked statically, so that the library loads where there is no CUDA
+        # nvcc finds its runtime, which is linked statically, so that the library also loads without CUDA.
         linker = [nvcc, "-ccbin", cxx[0], "-cudart", "static"]
     run_all(jobs)
     run([*linker, "-shared", "-o", str(target), *(str(job[1]) for job in jobs), *link])
 
 
 def build_pybind11(source: Path, objects: Path, target: Path) -> None:
-    """Compile a pybind11 module; its name is that of its source, after an underscore."""
+    """Compiles a pybind11 module, whose name is an underscore and the name of its source."""
     import sysconfig
 
     cxx = compiler()
@@ -260,8 +260,9 @@ def build_pybind11(source: Path, objects: Path, target: Path) -> None:
 
 
 def build_in_place() -> None:
-    """Build into the checkout. Unlike `setup.py build_ext --inplace` it leaves pyproject.toml unread, which setuptools
-    before 77 refuses.
+    """Builds into the checkout.
+
+    Unlike `setup.py build_ext --inplace` it does not read pyproject.toml, which setuptools before 77 refuses.
     """
     distribution = Distribution({"package_dir": {"shardzoo": "."}, "ext_modules": extensions()})
     distribution.cmdclass["build_ext"] = BuildCompiled

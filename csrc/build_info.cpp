@@ -1,4 +1,4 @@
-// What the compiled parts were built with, for `shardzoo doctor`.
+// Reports what the compiled parts were built with, for `shardzoo doctor`.
 #include <pybind11/pybind11.h>
 
 #include <string>

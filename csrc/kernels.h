@@ -1,7 +1,7 @@
-// What every kernel computes on: plain pointers and sizes. No torch header is needed to compile a kernel.
+// The arguments of every kernel: plain pointers and sizes. No torch header is needed to compile a kernel.
 //
-// CPU and CUDA kernels take the same structs, so the binding fills one struct and runs it on either device.
-// Sizes and strides count elements. "wide" is the type of the calculation: double for double, else float.
+// CPU and CUDA kernels take the same structs, so the binding fills one struct for either device.
+// Sizes and strides count elements. "wide" is the type of the computation: double for double, else float.
 // An absent tensor is a null pointer. A null `keys` means no dropout.
 #pragma once
 
@@ -31,7 +31,7 @@ enum Kernel : int {
 
 enum Activation : int { kGelu = 0, kGeluTanh = 1, kSilu = 2 };
 
-// Where a tensor lies within its unsplit sample, and how its elements are kept or dropped (hash.h).
+// Where a tensor begins within its unsplit sample, and which of its elements dropout keeps (hash.h).
 struct Dropout {
   const int64_t* keys;  // [batch]
   uint32_t threshold;   // an element whose hash is below this is dropped
@@ -52,7 +52,7 @@ struct SoftmaxForward {
   Dropout dropout;
 };
 
-// One unit of work is one (n, q) over the whole batch, because a bias without a batch sums over it.
+// One unit of work is one (n, q) over the whole batch, because the gradient of a bias without a batch sums over it.
 struct SoftmaxBackward {
   const void *grad, *probs;
   void *grad_scores, *grad_bias;
@@ -159,7 +159,7 @@ struct LinearForward {
 #define SHARDZOO_EXPORT __attribute__((visibility("default")))
 
 extern "C" {
-// Runs units [begin, end) of a kernel on the CPU. `parameters` points to the kernel's struct. 0, or -1 if the
+// Runs units [begin, end) of a kernel on the CPU. `parameters` points to the kernel's struct. Returns 0, or -1 if the
 // kernel or dtype does not exist.
 int shardzoo_cpu_run(int kernel, int dtype, const void* parameters, int64_t begin, int64_t end);
 
@@ -169,12 +169,12 @@ SHARDZOO_EXPORT const char* shardzoo_cpu_isa();
 // Whether the processor is AMD's.
 SHARDZOO_EXPORT int shardzoo_cpu_is_amd();
 
-// Queues a whole kernel on a CUDA stream of the current device. 0, or a cudaError_t; -1 as above.
+// Queues a whole kernel on a CUDA stream of the current device. Returns 0, a cudaError_t, or -1 as above.
 int shardzoo_cuda_run(int kernel, int dtype, const void* parameters, void* stream);
 
 // Text of a cudaError_t.
 const char* shardzoo_cuda_error(int code);
 
-// Whether CUDA kernels are in the library. This and the instruction set are for Python's ctypes.
+// Whether the library contains CUDA kernels. Python calls this function and the instruction set's by ctypes.
 SHARDZOO_EXPORT int shardzoo_has_cuda();
 }

@@ -5,11 +5,11 @@
 namespace shardzoo {
 namespace {
 
-constexpr int64_t kGrain = 32768;  // elements below which a thread is not worth waking
+constexpr int64_t kGrain = 32768;  // for fewer elements, waking a thread costs more than it saves
 
 #ifdef SHARDZOO_WITH_CUDA
-// The stable ABI has no way to ask for the current CUDA stream's handle before torch 2.13. torch's own library
-// exports it; a weak symbol would stay null, because the library is loaded before this one asks.
+// Before torch 2.13 the stable ABI does not provide the handle of the current CUDA stream. torch's own library exports
+// a function for it. A weak symbol would stay null, because the library is loaded before this one asks.
 void* current_cuda_stream(int32_t device) {
   using Getter = int32_t (*)(int32_t, void**);
   static const Getter getter = [] {

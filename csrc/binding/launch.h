@@ -1,5 +1,5 @@
-// From tensors to the plain structs of kernels.h, and from those to a kernel running on the tensors' device.
-// Built on libtorch's stable ABI only: one library serves several torch versions.
+// Converts tensors to the plain structs of kernels.h, and runs kernels with them on the tensors' device.
+// This uses only libtorch's stable ABI, so one library works with several torch versions.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>
@@ -45,7 +45,7 @@ inline void* output(const Tensor& tensor) { return tensor.numel() == 0 ? nullptr
 inline int64_t columns_of(const Tensor& tensor) { return tensor.size(tensor.dim() - 1); }
 inline int64_t rows_of(const Tensor& tensor) { return tensor.numel() / columns_of(tensor); }
 
-// The kernels trust sizes, so that a wrong one must not get to them.
+// The kernels do not check sizes, so the binding must reject wrong ones.
 inline void check_sizes(int64_t size, std::initializer_list<OptionalTensor> tensors) {
   for (const OptionalTensor& tensor : tensors) {
     STD_TORCH_CHECK(!tensor || tensor->numel() == size, "a tensor has ", tensor->numel(), " elements instead of ", size);
@@ -57,11 +57,11 @@ inline Dropout dropout_of(const OptionalTensor& keys, double p, int64_t first_ro
   return {integers(keys), static_cast<uint32_t>(threshold), 1.0 / (1.0 - p), first_row, first_column};
 }
 
-// Runs `units` units of a kernel on the device of `like`, whose dtype it is; `unit_size` elements each.
+// Runs `units` units of a kernel, of `unit_size` elements each, on the device and in the dtype of `like`.
 void run(Kernel kernel, const Tensor& like, const void* parameters, int64_t units, int64_t unit_size);
 
-// Column sums are taken over chunks of rows whose size depends on the shape alone, never on the number of
-// threads, so that results are the same from run to run and on any number of them.
+// Column sums are computed over chunks of rows. The chunk size depends only on the shape, so results are the same in
+// every run and for any number of threads.
 struct Chunks {
   explicit Chunks(const Tensor& x)
       : rows_each(std::max<int64_t>(32, (rows_of(x) + most(x) - 1) / most(x))),
@@ -72,7 +72,7 @@ struct Chunks {
   static int64_t most(const Tensor& x) { return x.is_cpu() ? 256 : 512; }
 };
 
-// [chunks, columns] in the calculation's type, for partial column sums.
+// An uninitialized tensor [chunks, columns] in the type of the computation, for partial column sums.
 Tensor partial_sums(const Tensor& like, const Chunks& chunks, int64_t columns);
 
 // out[column] = sum over the chunks of partial[chunk, column].

@@ -1,5 +1,5 @@
-// The operators `torch.ops.shardzoo_kernels.*`: a kernel's inputs, then the tensors it writes. They are private to
-// shardzoo.ops, which validates the arguments and makes the inputs contiguous.
+// The operators `torch.ops.shardzoo_kernels.*`. Their arguments are a kernel's inputs, then the tensors it writes. They
+// are private to shardzoo.ops, which validates the arguments and makes the inputs contiguous.
 #include "launch.h"
 #include "pool.h"
 
@@ -183,7 +183,7 @@ void cross_entropy_grad(const Tensor& logits, const Tensor& target, const Tensor
 }
 
 void linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& y) {
-  constexpr int64_t block = 8;  // a few of the kernel's tiles, small enough for any second-level cache
+  constexpr int64_t block = 8;  // a few of the kernel's tiles, which fit into any second-level cache
   const int64_t features = weight.size(0), columns = weight.size(1);
   const LinearForward a = {input(x), input(weight), input(bias), output(y), x.numel() / columns, columns, features, block};
   check_sizes(a.rows * columns, {x});
@@ -239,7 +239,7 @@ STABLE_TORCH_LIBRARY(shardzoo_kernels, m) {
   m.def("recycled_idle() -> int");
 }
 
-// The same functions for both devices: they fill a struct, and `run` sees where the tensors are.
+// Both devices use the same functions, which fill a struct; `run` chooses the device of the tensors.
 #define SHARDZOO_IMPLEMENTATIONS(m)                                                      \
   m.impl("masked_softmax", TORCH_BOX(&shardzoo::masked_softmax));                        \
   m.impl("masked_softmax_backward", TORCH_BOX(&shardzoo::masked_softmax_backward));      \

@@ -10,11 +10,11 @@
 namespace shardzoo {
 namespace {
 
-constexpr size_t kLeast = size_t{1} << 20;     // the C library gives larger ones back to the system
+constexpr size_t kLeast = size_t{1} << 20;     // the C library returns larger blocks to the system
 constexpr size_t kHugePage = size_t{2} << 20;
-constexpr size_t kGranule = size_t{256} << 10;  // of blocks smaller than two huge pages
+constexpr size_t kGranule = size_t{256} << 10;  // the unit of blocks smaller than two huge pages
 
-// What may lie here unused: SHARDZOO_POOL_MIB, as it is at the first large output, or 1 GiB.
+// The most bytes that the pool keeps unused: SHARDZOO_POOL_MIB, as set at the first large output, or 1 GiB.
 size_t most_idle() {
   static const size_t bytes = [] {
     const char* text = std::getenv("SHARDZOO_POOL_MIB");
@@ -39,7 +39,7 @@ class Pool {
       size_t best = idle_.size();
       for (size_t i = 0; i < idle_.size(); ++i) {
         const bool fits = idle_[i].bytes >= bytes && idle_[i].bytes <= bytes + bytes / 4;
-        // of equal blocks the one freed last: it may still be in a cache
+        // Of equal blocks, take the one freed last: it may still be in a cache.
         if (fits && (best == idle_.size() || idle_[i].bytes <= idle_[best].bytes)) best = i;
       }
       if (best < idle_.size()) return remove(best);
@@ -50,7 +50,7 @@ class Pool {
       data = std::aligned_alloc(alignment, bytes);
     }
     if (data == nullptr) return {nullptr, 0};
-    madvise(data, bytes, MADV_HUGEPAGE);  // a wish; where it fails there are small pages
+    madvise(data, bytes, MADV_HUGEPAGE);  // optional: if it fails, the pages are small
     return {data, bytes};
   }
 
@@ -68,7 +68,7 @@ class Pool {
     return idle_bytes_;
   }
 
-  // Around a fork, so that the child does not inherit a mutex that some other thread holds.
+  // Locks the mutex around a fork, so that the child does not inherit a mutex that another thread holds.
   void lock() { mutex_.lock(); }
   void unlock() { mutex_.unlock(); }
 

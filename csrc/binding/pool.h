@@ -1,18 +1,17 @@
-// Memory for large outputs on the CPU, kept when a tensor is freed and given to the next one of about that size.
+// A pool of memory for large CPU outputs. It keeps the memory of a freed tensor for the next tensor of about that size.
 //
-// The C library returns large blocks to the system at once and maps them afresh, so that every output's first write
-// faults its pages in: that takes longer than most kernels here do. A training step asks for the same sizes again
-// and again.
+// The C library returns large blocks to the system at once and maps new ones, so the first write to every output causes
+// page faults, which take longer than most kernels here. A training step allocates the same sizes repeatedly.
 #pragma once
 
 #include "launch.h"
 
 namespace shardzoo {
 
-// An uninitialized contiguous CPU tensor of `size` and the dtype of `like`. Its memory is from the pool if it is large.
+// Returns an uninitialized contiguous CPU tensor of `size` in the dtype of `like`. A large one uses the pool.
 Tensor recycled(const Tensor& like, const std::vector<int64_t>& size);
 
-// Bytes that are in the pool and in no tensor.
+// Returns the bytes of the pool that no tensor uses.
 int64_t recycled_idle();
 
 }  // namespace shardzoo

@@ -4,16 +4,16 @@
 namespace shardzoo {
 namespace {
 
-constexpr int64_t kBlock = 2048;  // read twice, once for the maximum and once for the sum: it stays in the L1 cache
+constexpr int64_t kBlock = 2048;  // stays in the L1 cache between the passes for the maximum and the sum
 
-// The largest of n numbers, NaN passed over; -inf if there is none.
+// The largest of n numbers, ignoring NaN; -inf if there is none.
 template <class T>
 INLINE Compute<T> largest_of(const T* x, int64_t n) {
   using C = Compute<T>;
   using V = VectorOf<T>;
   constexpr int64_t lanes = kLanes<T>;
   const C lowest = -kInfinity;
-  V top[4] = {V{} + lowest, V{} + lowest, V{} + lowest, V{} + lowest};  // four, to not wait for each other
+  V top[4] = {V{} + lowest, V{} + lowest, V{} + lowest, V{} + lowest};  // four independent chains of operations
   int64_t i = 0;
   for (; i + 4 * lanes <= n; i += 4 * lanes) {
     for (int j = 0; j < 4; ++j) top[j] = larger(load(x + i + j * lanes, Full{}), top[j]);
@@ -73,7 +73,7 @@ void cross_entropy_grad(const CrossEntropyGrad& a, int64_t begin, int64_t end) {
       const C uniform = scale * static_cast<C>(a.label_smoothing / static_cast<double>(a.num_classes));
       const int64_t column = a.target[r] - a.first;
       const bool here = column >= 0 && column < a.columns;
-      const C target_logit = here ? load(x + column, Part{1})[0] : 0;  // before it is written over
+      const C target_logit = here ? load(x + column, Part{1})[0] : 0;  // read before it is overwritten
       for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
         put(out + i, exp(load(x + i, part) - log_z) * slope - uniform, part, past_cache);
       });

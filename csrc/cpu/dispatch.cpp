@@ -44,7 +44,7 @@ const Isa& choose() {
   const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                   __builtin_cpu_supports("avx512cd");
-  // A lower instruction set can be asked for (tests do); a higher one than the processor has is not given.
+  // A lower instruction set can be requested, as tests do; one that the processor lacks is never used.
   const char* wanted = std::getenv("SHARDZOO_CPU_ISA");
   const bool any = wanted == nullptr || *wanted == '\0';
   if (v4 && (any || std::strcmp(wanted, kV4.name) == 0)) return kV4;

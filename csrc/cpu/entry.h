@@ -41,7 +41,7 @@ class Scratch {
   static C* allocate(int64_t columns) {
     const size_t bytes = (static_cast<size_t>(columns) * sizeof(C) / 64 + 1) * 64;
     void* data = std::aligned_alloc(64, bytes);
-    if (data == nullptr) std::abort();  // a few KiB; there is nothing left to report it with
+    if (data == nullptr) std::abort();  // without a few KiB of memory, even an error report would fail
     return static_cast<C*>(data);
   }
   C* data_;
@@ -51,14 +51,14 @@ template <class C, class V>
 INLINE V keep_lanes(V v, Full, C) {
   return v;
 }
-// Replaces the lanes beyond the end of a row.
+// Replaces the lanes after the end of a row.
 template <class C, class V>
 INLINE V keep_lanes(V v, Part part, C fill) {
   for (int lane = part.count; lane < Wide<C>::lanes; ++lane) v[lane] = fill;
   return v;
 }
 
-// A possibly absent tensor's row: at(nullptr, ...) is null.
+// A row of a tensor that may be absent: at(nullptr, ...) is null.
 template <class T>
 INLINE const T* at(const void* base, int64_t offset) {
   return base == nullptr ? nullptr : static_cast<const T*>(base) + offset;

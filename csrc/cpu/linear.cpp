@@ -3,7 +3,7 @@
 namespace shardzoo {
 namespace {
 
-// How many sums fit into registers: 16 of the 32 that AVX-512 has; elsewhere a vector takes two or four registers.
+// The number of sums that fit into registers: 16 of 32 with AVX-512; elsewhere a vector takes two or four registers.
 #ifdef __AVX512F__
 constexpr int kSums = 16;
 #else
@@ -11,8 +11,8 @@ constexpr int kSums = 4;
 #endif
 constexpr int kTileRows = 4;
 
-// Products of `Rows` rows of x (wide, padded to `width`) with `Features` rows of the weight. Every sum has a register
-// of its own and takes the vectors in their order, so that it is the same for any number of rows and in every tile.
+// Products of `Rows` rows of x (wide, padded to `width`) with `Features` rows of the weight. Every sum has a separate
+// register and adds the vectors in order, so that it is the same for any number of rows and in every tile.
 template <class T, int Rows, int Features>
 INLINE void linear_tile(const LinearForward& a, const Compute<T>* x, int64_t width, int64_t row, int64_t feature) {
   using C = Compute<T>;
@@ -47,13 +47,13 @@ INLINE void linear_tile(const LinearForward& a, const Compute<T>* x, int64_t wid
 template <class T, int Rows>
 INLINE void linear_rows(const LinearForward& a, const Compute<T>* x, int64_t width, int64_t row, int64_t feature,
                         int64_t end) {
-  // One row calculates so little that it waits for memory, which is quickest where it is read in one piece.
+  // One row needs so little arithmetic that it waits for memory, which is fastest when it is read in one piece.
   constexpr int kFeatures = Rows == 1 ? 1 : kSums / Rows < 4 ? kSums / Rows : 4;
   for (; feature + kFeatures <= end; feature += kFeatures) linear_tile<T, Rows, kFeatures>(a, x, width, row, feature);
   for (; feature < end; ++feature) linear_tile<T, Rows, 1>(a, x, width, row, feature);
 }
 
-// The rows of x come four at a time, while a block of the weight stays in the cache.
+// Processes four rows of x at a time, while a block of the weight stays in the cache.
 template <class T>
 void linear_forward(const LinearForward& a, int64_t begin, int64_t end) {
   const int64_t width = (a.columns + kLanes<T> - 1) / kLanes<T> * kLanes<T>;

@@ -1,5 +1,5 @@
-// exp, the normal distribution and the activations on vectors. Single precision: polynomials and ratios of them.
-// Double precision, which only gradient checks use: the C library, lane by lane.
+// exp, the normal distribution and the activations on vectors. Single precision uses polynomials and ratios of them.
+// Double precision, which only gradient checks need, uses the C library, lane by lane.
 #pragma once
 
 #include <cmath>
@@ -11,7 +11,7 @@ namespace shardzoo {
 namespace {
 
 // Cody-Waite reduction to |r| <= ln(2) / 2 and the polynomial of Cephes' expf.
-// `kNegative` promises that no x is positive, which spares a bound.
+// `kNegative` means that no x is positive, so one bound is not needed.
 template <bool kNegative = false>
 INLINE VF exp(VF x) {
   const float shift = 12582912.0f;  // 1.5 * 2^23: adding it leaves round(x / ln 2) in the low bits

@@ -11,14 +11,14 @@ INLINE int64_t visible_columns(const SoftmaxForward& a, int64_t b, int64_t q) {
   return limit < 0 ? 0 : limit < a.columns ? limit : a.columns;
 }
 
-constexpr int64_t kSharedElements = 8192;  // of a bias that all samples share, or its gradient, at a time: 32 KiB of fp32
+constexpr int64_t kSharedElements = 8192;  // of a shared bias or its gradient, processed at a time: 32 KiB of fp32
 
 struct Place {
   int64_t b, n, q;
 };
 
-// Where the unit-th row to compute lies. Rows that read the same bias follow each other, so that it is in the cache
-// for all samples but the first; several rows of one sample are taken together, so that memory is read in longer runs.
+// The position of the unit-th row to compute. Rows with the same bias are consecutive, so that the bias is in the cache
+// for all samples but the first. Several rows of one sample are grouped, so that memory is read in longer runs.
 INLINE Place place_of(const SoftmaxForward& a, int64_t unit) {
   const int64_t plane = a.heads * a.queries;
   int64_t b = unit / plane, row = unit % plane;
@@ -59,7 +59,7 @@ INLINE Compute<T> masked_scores(const SoftmaxForward& a, const Place& place, int
     if (visible != nullptr) value = where<C>(visible + i, part, value, lowest);
     value = keep_lanes<C>(value, part, lowest);
     store(z + i, value, Full{});
-    top = larger(value, top);  // a NaN is passed over here and found again in the sum
+    top = larger(value, top);  // ignores NaN, which reappears in the sum
   });
   return max_lanes<C>(top);
 }
@@ -76,7 +76,7 @@ void softmax_forward(const SoftmaxForward& a, int64_t begin, int64_t end) {
     const int64_t start = ((b * a.heads + n) * a.queries + q) * a.columns;
     const int64_t limit = visible_columns(a, b, q);
     const C top = masked_scores<T>(a, place, limit, row);
-    const C shift = top == -kInfinity ? 0 : top;  // then every exp is 0, or NaN where the score is
+    const C shift = top == -kInfinity ? 0 : top;  // with shift 0 every exp is 0, or NaN where the score is
     const Place next = place_of(a, unit + 1 < end ? unit + 1 : unit);
     const T* next_scores = scores_of<T>(a, next);
     const T* next_bias = bias_of<T>(a, next);
@@ -118,7 +118,7 @@ INLINE VectorOf<T> dropped_grad(const Dropout& d, uint64_t key, int64_t i, Vecto
   return keep == 0 ? VectorOf<T>{} : value * keep;
 }
 
-// One row; adds the bias' gradient to `bias_sum`, or writes it to `bias_out`, if they are not null.
+// Processes one row. Adds the bias gradient to `bias_sum`, or writes it to `bias_out`, if they are not null.
 template <class T>
 INLINE void softmax_backward_row(const SoftmaxBackward& a, int64_t b, int64_t unit, Compute<T>* bias_sum) {
   using C = Compute<T>;
@@ -147,7 +147,7 @@ INLINE void softmax_backward_row(const SoftmaxBackward& a, int64_t b, int64_t un
   });
 }
 
-// Several rows of one sample are taken together, so that memory is read in longer runs.
+// Several rows of one sample are grouped, so that memory is read in longer runs.
 template <class T>
 void softmax_backward(const SoftmaxBackward& a, int64_t begin, int64_t end) {
   using C = Compute<T>;

@@ -1,8 +1,8 @@
-// Vectors of 64 bytes of the calculation's type, loaded from and stored to every dtype.
+// Vectors of 64 bytes in the type of the computation, loaded from and stored to every dtype.
 //
-// Written with the compilers' vector extension, not intrinsics: the same source, compiled once per instruction
-// set, becomes AVX-512, pairs of AVX2 or quadruples of SSE2 (or NEON) registers. The number of lanes, and with it
-// the order of every sum, is the same on all of them.
+// They use the compilers' vector extension instead of intrinsics: the same source, compiled once per instruction set,
+// becomes AVX-512 registers, pairs of AVX2 registers, or quadruples of SSE2 (or NEON) registers. The number of lanes,
+// and so the order of every sum, is the same on all of them.
 #pragma once
 
 #include <cstdint>
@@ -64,7 +64,7 @@ using VectorOf = typename Wide<Compute<T>>::V;
 template <class T>
 constexpr int kLanes = Wide<Compute<T>>::lanes;
 
-// How much of a vector a step touches: all of it, or the first `count` lanes at the end of a row.
+// The part of a vector that a step uses: all of it, or the first `count` lanes at the end of a row.
 struct Full {};
 struct Part {
   int count;
@@ -80,7 +80,7 @@ INLINE V read(const T* from) {
 INLINE VF widen(const float* p) { return read<VF>(p); }
 INLINE VD widen(const double* p) { return read<VD>(p); }
 
-// 16 integers of 16 bits to 32 bits and back, by one instruction where GCC's __builtin_convertvector takes several.
+// Converts 16 integers of 16 bits to 32 and back with one instruction; GCC's __builtin_convertvector needs several.
 INLINE VU extend(const void* p) {
 #if defined(__AVX512F__)
   return (VU)_mm512_maskz_cvtepu16_epi32(0xFFFF, _mm256_loadu_si256(static_cast<const __m256i*>(p)));
@@ -162,7 +162,7 @@ INLINE void store(T* p, VectorOf<T> v, Part part) {
   std::memcpy(p, padded, part.count * sizeof(T));
 }
 
-// Stores past the caches, for outputs too large to stay in them: that spares reading each line before writing it.
+// Stores that bypass the caches, for outputs too large for them. This avoids reading each line before writing it.
 // `p` must be aligned to a whole vector of T.
 template <class T>
 INLINE void stream(T* p, VectorOf<T> v) {
@@ -184,12 +184,12 @@ INLINE void stream(T* p, VectorOf<T> v) {
 #endif
 }
 
-// Asks for the line at p, for loops that calculate so long on what another loop has read that memory would rest. Any
-// address will do: one past the end of a tensor costs nothing. Where a row is soon done with, the processor's own
-// prefetching is better (the norms were slower with this).
+// Prefetches the line at p, for loops that compute so long on data in the cache that memory would be idle. Any address
+// is allowed: one after the end of a tensor costs nothing. For short loops the processor's own prefetching is better
+// (the norms were slower with this function).
 INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
 
-// Makes streamed stores visible to the thread that takes the result over.
+// Makes streamed stores visible to the thread that uses the result.
 INLINE void fence() {
 #ifdef __SSE2__
   _mm_sfence();
@@ -210,8 +210,8 @@ INLINE void put(T* p, VectorOf<T> v, Part part, bool) {
   store(p, v, part);
 }
 
-// Whether a row of a tensor of `elements` should be streamed: it is larger than a share of the last-level cache, and
-// the row starts on a vector boundary.
+// Whether to stream a row of a tensor of `elements`: the tensor is larger than a share of the last-level cache,
+// and the row starts on a vector boundary.
 template <class T>
 INLINE bool beyond_cache(const T* row, int64_t elements) {
   constexpr int64_t kCacheBytes = 8 << 20;
@@ -259,7 +259,7 @@ INLINE void for_vectors(int64_t n, F step) {
   if (i < n) step(i, Part{static_cast<int>(n - i)});
 }
 
-// The sum of the halves of a vector.
+// The sum of the two halves of a vector.
 template <class C, int bytes, class V>
 INLINE auto fold(V v) {
   typedef C Half __attribute__((vector_size(bytes / 2)));

@@ -1,7 +1,7 @@
-// What the CUDA kernels share: 16-byte vectors, reductions in a fixed order, and launches.
+// Helpers of the CUDA kernels: 16-byte vectors, reductions in a fixed order, and launches.
 //
-// A kernel is instantiated per dtype T with N elements per vector: as many as fit 16 bytes where every row starts on
-// a 16-byte boundary, else 1. Offsets are 64-bit; rows run in a grid-stride loop, so that no grid is too large.
+// A kernel is instantiated per dtype T with N elements per vector: as many as fit into 16 bytes if every row starts on
+// a 16-byte boundary, else 1. Offsets are 64-bit; a grid-stride loop processes the rows, so that no grid is too large.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -99,7 +99,7 @@ struct Maximum {
     return {a.first > b.first ? a.first : b.first, C(0)};
   }
 };
-// (largest, sum of exp(x - largest)) of two sets of numbers. A NaN lives on in the sum.
+// (largest, sum of exp(x - largest)) of two sets of numbers. A NaN stays in the sum.
 struct LogSumExp {
   template <class C>
   __device__ __forceinline__ Pair<C> operator()(Pair<C> a, Pair<C> b) const {
@@ -175,7 +175,7 @@ bool vectors_fit(int64_t columns, Pointers... pointers) {
 
 inline unsigned blocks_for(int64_t count) { return static_cast<unsigned>(count < 0x40000000 ? count : 0x40000000); }
 
-// Threads of a block that give each of them at most `each` elements of a row, in whole warps, at most `limit`.
+// The threads of a block, in whole warps and at most `limit`, so that each has at most `each` elements of a row.
 inline int threads_for(int64_t columns, int each, int limit) {
   const int64_t threads = (columns + each - 1) / each;
   const int64_t warps = (threads + 31) / 32 * 32;

@@ -5,7 +5,7 @@ namespace {
 
 constexpr int kThreads = 512;
 
-// A block takes a row. Rows start on vector boundaries; a partial vector at the end of the valid columns is masked.
+// A block processes a row. Rows start on vector boundaries; a partial vector at the end of the valid columns is masked.
 template <class T, int N>
 __global__ void __launch_bounds__(kThreads) cross_entropy_stats_kernel(CrossEntropyStats a) {
   using C = Compute<T>;
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads) cross_entropy_stats_kernel(CrossEntr
   }
 }
 
-// A block takes a row; an element is read and written by one thread, so the gradient may lie over the logits.
+// A block processes a row. Each element is read and written by one thread, so the gradient may overwrite the logits.
 template <class T, int N>
 __global__ void __launch_bounds__(kThreads) cross_entropy_grad_kernel(CrossEntropyGrad a) {
   using C = Compute<T>;

@@ -1,4 +1,4 @@
-// Kernels without a reduction along the row: a thread takes one vector of columns and goes down the rows.
+// Kernels without a reduction along the row: a thread processes one vector of columns in all rows.
 #pragma once
 
 #include "common.cuh"
@@ -51,7 +51,7 @@ inline Launch over_rows(int64_t rows, int64_t columns, int n) {
           dim3(width, height)};
 }
 
-// For each_row_of_chunk: the binding makes at most 65535 chunks.
+// For each_row_of_chunk: the binding creates at most 65535 chunks.
 inline Launch over_chunks(int64_t rows, int64_t columns, int64_t chunk_rows, int n) {
   const int64_t vectors = (columns + n - 1) / n;
   const int width = threads_for(vectors, 1, kThreads);

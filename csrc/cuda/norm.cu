@@ -3,7 +3,7 @@
 namespace shardzoo {
 namespace {
 
-// x + residual, rounded as the sum is stored, and stored.
+// Computes x + residual, rounds it to the dtype in which it is stored, and stores it.
 template <class T, int N>
 __device__ __forceinline__ void load_summed(const NormForward& a, int64_t position, bool store_sum,
                                             Compute<T> (&h)[N]) {
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(1024) norm_forward_kernel(NormForward a) {
 template <class T, int N>
 constexpr int kEachBackward = N > 1 ? 8 : 4;
 
-// A block takes a chunk of rows; every thread sums its own columns over them, in order.
+// A block processes a chunk of rows; every thread sums its own columns over them, in order.
 template <class T, int N, bool Kept>
 __global__ void __launch_bounds__(1024) norm_backward_kernel(NormBackward a) {
   using C = Compute<T>;

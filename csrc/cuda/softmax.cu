@@ -27,7 +27,7 @@ __device__ __forceinline__ Row<T> row_of(const SoftmaxForward& a, int64_t unit) 
           a.mask_is_bool ? at<uint8_t>(a.mask, mask) : nullptr, visible_columns(a, b, q)};
 }
 
-// z = scale * scores + bias + mask; -inf where a key is not visible.
+// z = scale * scores + bias + mask; -inf where a key is not allowed.
 template <class T, int N>
 __device__ __forceinline__ void masked_scores(const Row<T>& row, Compute<T> scale, int64_t column,
                                               Compute<T> (&z)[N]) {
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(1024) softmax_forward_kernel(SoftmaxForward a,
     each_vector<Kept, K, N>(a.columns, [&](int k, int64_t column) {
       masked_scores<T, N>(row, scale, column, z[k]);
 #pragma unroll
-      for (int j = 0; j < N; ++j) top = z[k][j] > top ? z[k][j] : top;  // a NaN is found again in the sum
+      for (int j = 0; j < N; ++j) top = z[k][j] > top ? z[k][j] : top;  // a NaN reappears in the sum
     });
     top = reduce_block(Pair<C>{top, C(0)}, Maximum()).first;
     const C shift = top == C(kLowest) ? C(0) : top;
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(1024) softmax_forward_kernel(SoftmaxForward a,
   }
 }
 
-// The gradient arriving at the probabilities, before dropout.
+// The gradient of the probabilities before dropout.
 template <class T, int N>
 __device__ __forceinline__ void dropped_grad(const Dropout& d, uint64_t key, int64_t column, const T* grad,
                                              Compute<T> (&g)[N]) {
@@ -120,8 +120,8 @@ __device__ __forceinline__ void dropped_grad(const Dropout& d, uint64_t key, int
   }
 }
 
-// A block takes one (n, q). With a bias shared by the batch it goes through the batch in order and sums; without, the
-// samples are independent and lie along the grid's second dimension.
+// A block processes one (n, q). If the batch shares a bias, it sums over the batch in order; otherwise the samples
+// are independent and are the grid's second dimension.
 template <class T, int N, bool Kept>
 __global__ void __launch_bounds__(512) softmax_backward_kernel(SoftmaxBackward a) {
   using C = Compute<T>;
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(512) softmax_backward_kernel(SoftmaxBackward a
   }
 }
 
-// The gradient of a bias shared by the batch for rows too long to keep: a sum over grad_scores / scale would round
+// The gradient of a bias shared by the batch, for rows too long to keep. A sum over grad_scores / scale would round
 // twice, so every sample's term is computed again from its dot product.
 template <class T>
 __global__ void __launch_bounds__(512) long_bias_kernel(SoftmaxBackward a) {

@@ -44,7 +44,7 @@ Array<int64_t> sample_index(const Array<int64_t>& lengths, int64_t first, int64_
   return out;
 }
 
-// splitmix64 (Steele, Lea, Flood 2014): number n of the stream of a seed, without state.
+// splitmix64 (Steele, Lea, Flood 2014): returns number n of the stream of a seed, without state.
 inline uint64_t draw(uint64_t seed, uint64_t n) {
   uint64_t z = seed + (n + 1) * 0x9E3779B97F4A7C15ull;
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
@@ -52,7 +52,7 @@ inline uint64_t draw(uint64_t seed, uint64_t n) {
   return z ^ (z >> 31);
 }
 
-// Runs of sentences that fill a sample: (first sentence, last sentence + 1, target length), [samples, 3].
+// Returns the runs of sentences that fill a sample: (first sentence, last sentence + 1, target length), [samples, 3].
 Array<int64_t> sentence_index(const Array<int32_t>& sizes, const Array<int64_t>& marks, int64_t max_length,
                               double short_probability, int64_t least_sentences, uint64_t seed) {
   const int32_t* size = sizes.data();

@@ -78,4 +78,4 @@ def test_skipped_build(tmp_path):
 def test_a_wrong_setting_is_named(tmp_path):
     done = build(tmp_path, SHARDZOO_BUILD="yes")
     assert done.returncode != 0
-    assert "SHARDZOO_BUILD is one of auto, required, skip; got 'yes'" in done.stderr
+    assert "SHARDZOO_BUILD must be one of auto, required, skip; got 'yes'" in done.stderr
