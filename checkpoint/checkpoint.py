@@ -74,11 +74,8 @@ class Checkpoint:
 def open_checkpoint(folder: Path, config_file: Path | None = None) -> Checkpoint:
     """Detects the format of a checkpoint folder and reads the headers of its files.
 
-    Raises ValueError, naming file and tensor, if a file is missing, damaged or inconsistent.
-
-    Args:
-        folder: The checkpoint folder.
-        config_file: A `config.json`, or its folder, to use instead of the one in `folder`.
+    Raises ValueError, naming file and tensor, if a file is missing, damaged or inconsistent. `config_file` is a
+    `config.json`, or its folder, to use instead of the one in `folder`.
     """
     if not folder.is_dir():
         raise ValueError(f"the folder {folder} does not exist")

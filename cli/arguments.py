@@ -51,8 +51,7 @@ def parse(
         overrides: Accept `key=value` as `--key value`, and `part.key=value` for a field of the dataclass in the field
             `part`. Values are written as in YAML.
 
-    Raises:
-        ValueError: the dataclass refuses a value, or the YAML file cannot be used.
+    Raises ValueError if the dataclass refuses a value, or the YAML file cannot be used.
     """
     config = _config_file(argv) or defaults
     default = kind(**read_yaml(kind, config)) if config else kind()
@@ -63,10 +62,7 @@ def parse(
 
 
 def read_yaml(kind: type, path: Path) -> dict[str, Any]:
-    """Returns the values of a YAML file, whose keys are `kind`'s fields or aliases of them.
-
-    A field that is a dataclass has a nested mapping as its value.
-    """
+    """Returns a YAML file's values, by `kind`'s fields or their aliases. A dataclass is written as a nested mapping."""
     try:
         values = yaml.load(path.read_text(), ConfigLoader) or {}  # a SafeLoader
     except FileNotFoundError:
@@ -128,13 +124,7 @@ def resolve_alias_options(argv: Sequence[str], default: Any) -> list[str]:
     """Returns the command line with all options in the form that tyro reads.
 
     Options may have FlagAI's or transformers' names, as in `--learning_rate` and `--bf16`. A boolean may have a value,
-    as in `--bf16=False` or `--bf16 False`.
-
-    Args:
-        default: An object of the arguments' dataclass, with the default values.
-
-    Raises:
-        ValueError: a boolean has another value.
+    as in `--bf16=False` or `--bf16 False`; another value raises ValueError. `default` holds the default values.
     """
     kinds = get_type_hints(type(default), include_extras=True)
     aliases = argument_aliases(kinds)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ..convert.operations import Options, Outcome
     from ..convert.verification import Verdict
 
-
 DIFFERENT = 1
 INTERRUPTED = 130
 MOST_DIFFERENCES = 50
@@ -148,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code_of(lambda: run(command))
 
 
-def run(command: AnyCommand) -> int:
+def run(command: Common) -> int:
     """Runs a command; returns its exit code. An `OSError` of the user's disk becomes a `ValueError`."""
     try:
         return COMMANDS[type(command)](command)
@@ -251,9 +250,8 @@ def run_diff(command: DiffCheckpoints) -> int:
         from ..convert.verification import verify_equal
 
         with transfer_progress(quiet=command.json) as report:
-            return _print_verdict(
-                command.json, verify_equal(command.first, command.second, Options(), report), "compared"
-            )
+            verdict = verify_equal(command.first, command.second, Options(), report)
+            return _print_verdict(command.json, verdict, "compared")
     found = diff(first, second)
     if command.json:
         print(json.dumps(asdict(found)))
@@ -303,7 +301,6 @@ def _run_logits(command: VerifyCheckpoint) -> int:
 
 
 def _print_verdict(as_json: bool, verdict: Verdict, done: str) -> int:
-
     if as_json:
         print(json.dumps(asdict(verdict)))
     else:
@@ -318,15 +315,6 @@ def _shape(shape: list[int]) -> str:
     return " x ".join(map(str, shape)) or "number"
 
 
-AnyCommand = (
-    PlanConversion
-    | SplitCheckpoint
-    | MergeShards
-    | ReshardCheckpoint
-    | VerifyCheckpoint
-    | InspectCheckpoint
-    | DiffCheckpoints
-)
 COMMANDS: dict[type, Callable[[Any], int]] = {
     PlanConversion: run_plan,
     SplitCheckpoint: run_conversion,

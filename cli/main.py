@@ -45,15 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def usage() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {help_text}" for name, (_, help_text) in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: shardzoo <command> [options]",
-            "",
-            *lines,
-            "",
-            "`shardzoo <command> --help` shows a command's options.",
-        ]
-    )
+    footer = "`shardzoo <command> --help` shows a command's options."
+    return "\n".join(["usage: shardzoo <command> [options]", "", *lines, "", footer])
 
 
 if __name__ == "__main__":

@@ -72,11 +72,7 @@ def bytes_on_rank(parameters: int, dtype: str, optimizer: str) -> int:
 
 
 def select(names: Sequence[str]) -> list[tuple[str, ModelConfig]]:
-    """Returns the presets of the named families, and the named presets and folders.
-
-    Raises:
-        ValueError: a name is neither a family, a preset nor a folder.
-    """
+    """Returns the presets of named families, and named presets and folders. Raises ValueError for any other name."""
     if not names:
         return list(presets())
     found = []

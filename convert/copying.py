@@ -45,8 +45,6 @@ def run_copy(
     Raises ValueError if a source tensor does not match its hash, or copies of the parameter differ.
 
     Args:
-        copy: What to copy.
-        files: The open source files.
         hashes: (file, tensor name) -> recorded sha256 of the source tensors.
         make_output: Makes the output for target tensors with equal contents.
         chunk: Bytes of the largest block.

@@ -72,17 +72,10 @@ def split(
 ) -> Outcome:
     """Writes a shardzoo folder of `size` tensor-parallel ranks, or mp_rank files, from a folder of any format.
 
-    Args:
-        source: A checkpoint folder of any format.
-        destination: The folder to write.
-        size: The number of tensor-parallel ranks.
-        options: How to convert.
-        report: Receives the progress.
-        style: "shardzoo" for `rank_XX.safetensors` files, "legacy" for `mp_rank_XX_model_states.pt` files.
+    The style is "shardzoo" for `rank_XX.safetensors` files, or "legacy" for `mp_rank_XX_model_states.pt` files.
 
-    Raises:
-        ValueError: The source is damaged or incomplete, the model cannot be split over `size` ranks, the destination
-            exists, or its disk is too full. Nothing is left of the failed conversion.
+    Raises ValueError if the source is damaged or incomplete, the model cannot be split over `size` ranks, the
+    destination exists, or its disk is too full. Nothing is left of the failed conversion.
     """
     make_target = legacy_target if style == "legacy" else shards_target
     return _convert(source, destination, options, report, lambda mapped, dtype: make_target(mapped, size, dtype))

@@ -63,7 +63,6 @@ class TrainingLoop:
         evaluate: Returns the validation values; None without validation data.
         total_steps: The last step; None to train until the data ends.
         extra_files: A folder whose files are copied into each checkpoint.
-        evaluate_last: Whether to evaluate after the last step.
     """
 
     arguments: TrainingArguments
@@ -99,9 +98,8 @@ class TrainingLoop:
     def resume(self, point: ResumePoint) -> None:
         """Continues from a checkpoint whose weights the model already has.
 
-        Raises:
-            ValueError: the size of the global batch has changed, and the data's position is counted in global batches;
-                or the checkpoint comes from other data or another optimizer.
+        Raises ValueError if the checkpoint comes from other data or another optimizer, or if the size of the global
+        batch has changed, because the data's position is counted in global batches.
         """
         state, folder = point.state, point.folder
         if state.consumed_samples != state.step * self.global_batch_size:
@@ -202,8 +200,7 @@ class TrainingLoop:
     def _count_targets(self, micro_batches: list[Any]) -> tuple[list[list[float]], list[float] | None]:
         """Returns the target counts of each micro-batch and of the global batch, or None if any rank's data has ended.
 
-        Raises:
-            ValueError: on every rank, if one rank's labels are out of range, or if there is no target at all.
+        Raises ValueError on every rank if one rank's labels are out of range, or if there is no target at all.
         """
         problem, counts = "", []
         for k, batch in enumerate(micro_batches):
@@ -226,8 +223,7 @@ class TrainingLoop:
     ) -> tuple[float, bool]:
         """Returns the loss of the step, and whether to stop; the same on every rank. Runs one collective.
 
-        Raises:
-            FloatingPointError: on every rank, if the loss of one rank is not finite.
+        Raises FloatingPointError on every rank if the loss of one rank is not finite.
         """
         bad = next((k for k, share in enumerate(shares) if not math.isfinite(share)), None)
         own = sum(shares) if self.ranks.tp_rank == 0 else 0.0

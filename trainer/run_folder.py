@@ -120,9 +120,8 @@ class RunFolder:
     def first_step(self, *, resume: bool, overwrite: bool) -> int:
         """Returns the step at which a run in this folder begins: 0 for a new run. Changes nothing.
 
-        Raises:
-            ValueError: the folder holds another run, but neither `resume` nor `overwrite` is set; it holds files that
-                do not belong to a run; or there is nothing to resume.
+        Raises ValueError if the folder holds another run, but neither `resume` nor `overwrite` is set; if it holds
+        files that do not belong to a run; or if there is nothing to resume.
         """
         if resume and overwrite:
             raise ValueError("--resume continues a run and --overwrite deletes it: use one of them")
@@ -161,8 +160,7 @@ class RunFolder:
     def drop_after(self, step: int, *, evaluated: bool) -> None:
         """Removes the metrics after `step`, and renames later checkpoints, which are damaged or no longer in the run.
 
-        Args:
-            evaluated: Whether `step` has been evaluated. If not, the logged values of its evaluation are removed too.
+        If `step` has not been `evaluated`, the logged values of its evaluation are removed too.
         """
         self.drop_metrics_after(step, evaluated=evaluated)
         for later in self.steps():

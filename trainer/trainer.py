@@ -50,9 +50,7 @@ class Trainer:
     If the processes of the run do not exist yet, the constructor starts them, waits for them, and ends this process
     with their exit code. The code after it then runs in each of the started processes.
 
-    Args:
-        arguments: The training arguments. Alternatively, their fields or FlagAI's names are passed as keywords.
-        mesh: An existing mesh; by default a new one, or None in one process.
+    `keywords` are fields of `TrainingArguments`, or FlagAI's names. The default mesh is a new one; None in one process.
     """
 
     def __init__(
@@ -82,14 +80,10 @@ class Trainer:
         return Share(self.arguments.micro_batch_size, self.ranks.dp_rank, self.ranks.dp_size)
 
     def forward_step(self, data: dict[str, Any], model: Any, mems: Any) -> Any:
-        """Runs one forward pass. Subclasses may override it; their loss is the mean over the micro-batch's targets.
+        """Runs one forward pass on a batch on this rank's device. Subclasses may override it.
 
-        Args:
-            data: A batch on this rank's device.
-            mems: GLM's memory of earlier positions, or None.
-
-        Returns:
-            A dict or a ModelOutput with `loss`, and with `logits` if there are metrics.
+        Returns a dict or a ModelOutput with `loss`, the mean over the micro-batch's targets, and with `logits` if there
+        are metrics. `mems` is GLM's memory of earlier positions, or None.
         """
         return model(**data) if mems is None else model(**data, mems=mems)
 
@@ -109,19 +103,15 @@ class Trainer:
         """Trains `model` in place and returns the last validation values, with `step`.
 
         Args:
-            train_dataset: A map-style dataset of dicts, an iterable of dicts, or a resumable loader or stream of
-                batches.
+            train_dataset: A map-style dataset or an iterable of dicts, or a resumable loader or stream of batches.
             valid_dataset: A map-style dataset.
-            metric_methods: Name -> function of the whole logits and the labels, which returns a mean over the rows or
-                (sum, count).
+            metric_methods: Name -> function of the whole logits and the labels: a mean over the rows, or (sum, count).
             collate_fn: Makes a batch from samples. By default equal lengths are stacked and others padded.
             reporter: A reporter that the caller has opened. The caller then evaluates after the last step.
             extra_files: A folder, such as a tokenizer's, whose files are copied into each checkpoint.
 
-        Raises:
-            ValueError: the arguments, the data and the model do not fit together.
-            FloatingPointError: the loss is no longer finite.
-            OSError: a checkpoint cannot be written.
+        Raises ValueError if arguments, data and model do not fit together, FloatingPointError if the loss is no longer
+        finite, and OSError if a checkpoint cannot be written.
         """
         arguments, ranks = self.arguments, self.ranks
         metrics = metric_functions(metric_methods)
@@ -174,9 +164,7 @@ class Trainer:
     ) -> dict[str, float]:
         """Returns the values of one evaluation, the same on every rank. Subclasses may extend it.
 
-        Args:
-            model: The object that runs forward passes: the model, or the engine's wrapper of it.
-            module: The model itself.
+        `model` runs forward passes: it is the model, or the engine's wrapper of it. `module` is the model itself.
         """
         return evaluate(
             self.forward_step,
@@ -192,8 +180,7 @@ class Trainer:
     def check_arguments(self, names: Sequence[str] | None) -> None:
         """Raises ValueError unless the arguments say how long to train and `save_best` is a validation value.
 
-        Args:
-            names: The names of the validation values; None if they are unknown before the first evaluation.
+        `names` are those of the validation values; None if they are unknown before the first evaluation.
         """
         arguments, best = self.arguments, self.arguments.save_best
         if arguments.train_steps is None and not arguments.epochs:
@@ -228,11 +215,7 @@ class Trainer:
     def _run(
         self, loop: TrainingLoop, point: ResumePoint | None, reporting: contextlib.AbstractContextManager[Any]
     ) -> dict[str, float]:
-        """Runs the loop, from a checkpoint if there is one. Returns the last validation values, with `step`.
-
-        Args:
-            reporting: A context that is open while the loop runs.
-        """
+        """Runs the loop in the context `reporting`, from a checkpoint if given; returns the last validation values."""
         succeeded = False
         try:
             if point:

@@ -56,11 +56,7 @@ def argument_aliases(known: Collection[str]) -> list[str]:
 
 
 def resolve_aliases(keywords: Mapping[str, Any], known: list[str]) -> dict[str, Any]:
-    """Returns the keywords under their names in `known`.
-
-    Raises:
-        ValueError: a keyword is unknown, or two keywords set the same argument.
-    """
+    """Returns the keywords under their names in `known`. Raises ValueError if one is unknown or two mean the same."""
     aliases = argument_aliases(known)
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}

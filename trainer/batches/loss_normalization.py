@@ -48,15 +48,9 @@ class LossNormalizer:
         return {name: max(total, 1.0) for name, total in zip(self.arguments, totals, strict=False)}
 
     def normalize(self, loss: Tensor, counts: list[float], totals: list[float]) -> Tensor:
-        """Returns the micro-batch's share of the step's loss.
+        """Returns the micro-batch's share of the step's loss. Raises ValueError if the loss has no gradient.
 
-        Args:
-            loss: The scalar that the forward pass returned.
-            counts: Target counts of the micro-batch.
-            totals: Target counts of the global batch.
-
-        Raises:
-            ValueError: the loss has no gradient.
+        `counts` are the target counts of the micro-batch, and `totals` those of the global batch.
         """
         if not loss.requires_grad:
             raise ValueError(
@@ -124,12 +118,7 @@ def output_field(output: Any, name: str) -> Any:
 def label_problem(batch: Mapping[str, Any], model: nn.Module, first_sample: int) -> str:
     """Returns a message about labels or token ids of a micro-batch that are out of range, or an empty string.
 
-    Args:
-        batch: A micro-batch in CPU memory.
-        first_sample: The number of its first sample, for the message.
-
-    Raises:
-        ValueError: the micro-batch is not a dict.
+    The micro-batch is in CPU memory. Raises ValueError if it is not a dict.
     """
     _check_batch(batch)
     config: Any = getattr(model, "config", None)

@@ -21,20 +21,13 @@ class Batches(Protocol):
     """Micro-batches of one data-parallel rank. `state_dict()` returns the position after the last yielded one."""
 
     def __iter__(self) -> Iterator[Any]: ...
-
     def state_dict(self) -> dict[str, Any]: ...
-
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass
 class TrainingData:
-    """The batches of a run.
-
-    Attributes:
-        batches: Micro-batches of this data-parallel rank.
-        steps: Number of optimizer steps that the data is sufficient for; None if it is unknown or unlimited.
-    """
+    """The micro-batches of this rank, and the number of steps that they suffice for (None if unknown or unlimited)."""
 
     batches: Batches
     steps: int | None
@@ -47,9 +40,8 @@ def make_training_data(
 
     A dataset of known length is shuffled in each epoch. A dataset without a length is read in order, endlessly.
 
-    Raises:
-        ValueError: the dataset is of another kind, is empty, or has fewer samples than a global batch; or `epochs` is
-            set for a dataset without a length.
+    Raises ValueError if the dataset is of another kind, is empty, or has fewer samples than a global batch, or if
+    `epochs` is set for a dataset without a length.
     """
     share = Share(arguments.micro_batch_size, ranks.dp_rank, ranks.dp_size)
     check_kind(dataset)

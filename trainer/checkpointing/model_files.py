@@ -39,8 +39,7 @@ class ModelFiles(Protocol):
     def describe(self, hashes: Sequence[Hashes]) -> Callable[[Path], None]:
         """Returns a function that writes the other files of the model, such as its configuration, into a folder.
 
-        Args:
-            hashes: The sha256 of each tensor by name, for each tensor-parallel rank.
+        `hashes` are the sha256 of each tensor by name, for each tensor-parallel rank.
         """
         ...
 
@@ -176,11 +175,7 @@ def copy_checked(folder: Path, name: str, value: Tensor, into: Tensor) -> None:
 
 
 def read_optimizer(folder: Path, model: nn.Module, ranks: Ranks) -> dict[str, Tensor]:
-    """Returns the optimizer's tensors for this rank, from a checkpoint of any tensor-parallel size.
-
-    Raises:
-        ValueError: the checkpoint has no optimizer state.
-    """
+    """Returns this rank's optimizer state, from a checkpoint of any layout. Raises ValueError if it was not saved."""
     stored = open_rank_files(folder, OPTIMIZER)
     if not stored:
         raise ValueError(

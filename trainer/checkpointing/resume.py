@@ -24,8 +24,7 @@ class ResumePoint:
     """The checkpoint that a run loads its weights from.
 
     Attributes:
-        optimizer: Also load the optimizer's state, the step and the data's position. Otherwise the run starts at step
-            0.
+        optimizer: Also load the optimizer's state, the step and the data's position; else the run starts at step 0.
         random: Also load the random states.
         own: The checkpoint is in the run's own folder.
     """
@@ -47,12 +46,9 @@ def open_run(
     """Finds the checkpoint that `arguments` ask for, if any, and creates the run's folder. Collective.
 
     `resume` takes precedence over a `load_dir` elsewhere, so that a command with both can be repeated after each kill.
+    `notify` is called with a message for each damaged checkpoint that is skipped.
 
-    Args:
-        notify: Called with a message for each damaged checkpoint that is skipped.
-
-    Raises:
-        ValueError: a required checkpoint does not exist, or the folder holds another run.
+    Raises ValueError if a required checkpoint does not exist, or the folder holds another run.
     """
     point = _find(run_folder, arguments, ranks, notify)
     on_first_rank(lambda: _open_folder(run_folder, point, arguments))
@@ -121,15 +117,12 @@ def find_checkpoint(
 ) -> tuple[Path, TrainerState] | None:
     """Returns the checkpoint to resume from, and its state; None if the folder has no checkpoint. Collective.
 
-    If a checkpoint is damaged, the one before it is used.
+    If a checkpoint is damaged, the one before it is used, and `notify` is called with a message. Raises ValueError if
+    all possible checkpoints are damaged.
 
     Args:
         path: The folder of a run, or one checkpoint.
         load_type: "latest", or "best" for the checkpoint that `save_best` named.
-        notify: Called with a message for each damaged checkpoint that is skipped.
-
-    Raises:
-        ValueError: all possible checkpoints are damaged.
     """
     if (path / STATE).exists():
         candidates = [path]
@@ -155,14 +148,7 @@ def find_checkpoint(
 
 
 def verify_checkpoint(folder: Path, share: int, shares: int) -> str:
-    """Compares a rank's share of a checkpoint's files with their digests.
-
-    Args:
-        share: The number of the share, from 0 to `shares` - 1.
-
-    Returns:
-        A message about the first problem, or an empty string.
-    """
+    """Compares a share (from 0) of a checkpoint's files with their digests. Returns the first problem, or ""."""
     try:
         digests = _read(folder)["files"]
         for name in sorted(digests)[share::shares]:
@@ -192,11 +178,7 @@ def read_state(folder: Path) -> TrainerState:
 
 
 def restore_random(folder: Path, state: TrainerState, ranks: Ranks, seed: int) -> bool:
-    """Restores this rank's random generators.
-
-    Returns:
-        False if their states were not saved for this layout; the generators are then seeded again.
-    """
+    """Restores this rank's random generators. Seeds them again and returns False if the layout has changed."""
     path = rank_file(folder, RANDOM, ranks.rank)
     if state.world_size == ranks.world_size and path.exists():
         restore_random_state(read_tensors(path))

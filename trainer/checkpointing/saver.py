@@ -25,9 +25,7 @@ class BackgroundSaver:
     The thread copies while the next forward and backward passes run, which change neither parameters nor the
     optimizer's state. An update must wait for the copy. The threads of the ranks use a separate process group, so that
     their collectives never interleave with those of training. An error in the thread is raised by the next call.
-
-    Args:
-        keep: How many checkpoints to keep; None keeps all.
+    `keep` is the number of checkpoints to keep; None keeps all.
     """
 
     def __init__(self, run_folder: RunFolder, ranks: Ranks, keep: int | None) -> None:

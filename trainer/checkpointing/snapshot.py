@@ -36,7 +36,6 @@ class TrainerState:
         consumed_samples: Samples trained on, over all ranks.
         data: The data's position.
         schedule: The state of a learning-rate scheduler.
-        counters: The engine's counters.
         optimizer: The name of the optimizer's class.
         groups: The changes in the optimizer's parameter groups.
         world_size: Number of processes, each of which has random states.
@@ -63,7 +62,7 @@ class Snapshot:
     Attributes:
         files: The tensors of each file. Before `copy` they are the model's and the optimizer's own tensors.
         weights: The name of the file with the model's parameters; None on ranks that do not write it.
-        extra_files: A folder whose files are copied into the checkpoint.
+        extra_files: A folder, such as a tokenizer's, whose files are copied into the checkpoint.
     """
 
     state: TrainerState
@@ -92,10 +91,7 @@ def take_snapshot(
 ) -> Snapshot:
     """Returns all data of a checkpoint of the current step. `copy` must run before the next update. Collective.
 
-    Args:
-        optimizer: Whether to include the optimizer's state.
-        random: Whether to include the states of the random generators.
-        extra_files: A folder, such as a tokenizer's, whose files are copied into the checkpoint.
+    `optimizer` and `random` say whether to include the states of the optimizer and of the random generators.
     """
     weights, moments = engine.model_tensors(), engine.optimizer_tensors() if optimizer else {}
     mine: dict[str, dict[str, Tensor]] = {}
@@ -111,9 +107,7 @@ def take_snapshot(
 def write_snapshot(snapshot: Snapshot, folder: Path, ranks: Ranks, group: dist.ProcessGroup | None) -> None:
     """Writes to a folder next to `folder`, and renames it when everything is on disk. Collective over `group`.
 
-    Raises:
-        OSError: on every rank, if one rank could not write. The partial folder is then deleted, and an existing
-            `folder` is unchanged.
+    Raises OSError on every rank if one could not write. The partial folder is then deleted, and `folder` is unchanged.
     """
     partial = folder.with_name(f".{folder.name}.partial")
     _agree(ranks, group, lambda: _make_empty(partial) if ranks.rank == 0 else None)
@@ -133,8 +127,7 @@ def _agree(
 ) -> list[Any]:
     """Runs `work` on each rank. Returns the results of all ranks, or raises OSError on all if it failed on one.
 
-    Args:
-        undo: A folder that rank 0 deletes after a failure.
+    After a failure rank 0 deletes the folder `undo`.
     """
     result, problem = None, ""
     try:

@@ -291,11 +291,8 @@ def _import_muon() -> None:
 def _gathered(part: Tensor, device: torch.device, group: dist.ProcessGroup) -> Tensor | None:
     """Gathers the equal flat parts of a group's ranks. Returns one tensor on the first rank, None on the others.
 
-    DeepSpeed's own function would sum each parameter on all ranks.
-
-    Args:
-        part: This rank's part, which may be on another device.
-        device: The device on which the group communicates.
+    DeepSpeed's own function would sum each parameter on all ranks. The group communicates on `device`; `part` may be on
+    another one.
     """
     if group.size() == 1:
         return part

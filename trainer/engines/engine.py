@@ -76,10 +76,8 @@ class Engine(Protocol):
     def load_counters(self, counters: dict[str, float]) -> None: ...
 
     def close(self, *, whole: bool) -> None:
-        """Removes the engine's hooks from the model.
+        """Removes the engine's hooks from the model, and gathers all parameters if `whole` is true.
 
-        Args:
-            whole: Whether to gather all parameters, too. That is collective, so it must be False after an error, which
-                may not have happened on the other ranks.
+        Gathering is collective, so `whole` must be False after an error, which other ranks may not have had.
         """
         ...

@@ -18,8 +18,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def prepare_model(model: nn.Module, device: torch.device, arguments: TrainingArguments, ranks: Ranks) -> None:
     """Moves and casts the model in place, and switches recomputation on.
 
-    Raises:
-        ValueError: `model` is not a module, its tensor-parallel size is not that of `arguments`, or it cannot be split.
+    Raises ValueError if `model` is no module, has another tensor-parallel size than `arguments`, or cannot be split.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, such as shardzoo.from_pretrained(path), not {model!r}")

@@ -21,11 +21,8 @@ class LearningRate(Protocol):
     """Sets the learning rates of an optimizer."""
 
     def before_step(self, step: int) -> None: ...
-
     def after_step(self) -> None: ...
-
     def state_dict(self) -> dict[str, Any]: ...
-
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
@@ -65,10 +62,7 @@ class TorchSchedule:
         self._scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the values that have changed since the scheduler was created.
-
-        The others are the user's choice, as in parameter groups.
-        """
+        """Returns the values that have changed since the scheduler was created. The others are the user's choice."""
         return json_changes(self._first, to_json(self._scheduler.state_dict()))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -88,8 +82,7 @@ def make_schedule(
 ) -> LearningRate:
     """Returns the given scheduler, or the schedule that `arguments` name.
 
-    Raises:
-        ValueError: the scheduler cannot be used, or the schedule needs to know the last step.
+    Raises ValueError if the scheduler cannot be used, or the schedule needs to know the last step.
     """
     if scheduler is not None:
         check_scheduler(scheduler, optimizer)

@@ -17,10 +17,7 @@ UNSUPPORTED = object()  # stands for a value that JSON cannot hold, such as a fu
 
 
 def model_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Returns the parameters, shared ones once, and copies of the persistent buffers.
-
-    Buffers are copied because a forward pass may change them.
-    """
+    """Returns the parameters, shared ones once, and copies of the persistent buffers, which forward passes change."""
     tensors = {name: parameter.detach() for name, parameter in module.named_parameters()}
     return tensors | {name: value.detach().clone() for name, value in persistent_buffers(module).items()}
 
@@ -35,13 +32,8 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 def state_tensors(optimizer: torch.optim.Optimizer, owners: Mapping[Any, str]) -> dict[str, Tensor]:
     """Returns an optimizer's states by `<state>/<parameter>`.
 
-    Numbers become tensors without dimensions, and None becomes an empty tensor.
-
-    Args:
-        owners: The tensors that the optimizer updates -> the names of their parameters.
-
-    Raises:
-        ValueError: the optimizer keeps states of other types.
+    Numbers become tensors without dimensions, None becomes an empty tensor, and other types raise ValueError. `owners`
+    maps the tensors that the optimizer updates to the names of their parameters.
     """
     tensors = {}
     for parameter, state in optimizer.state.items():
@@ -197,10 +189,7 @@ def _are_dicts(a: Any, b: Any) -> bool:
 
 
 def _are_lists(a: Any, b: Any) -> bool:
-    """Returns whether both are lists of dicts of the same length, such as the states of a scheduler's parts.
-
-    Other lists change as a whole.
-    """
+    """Returns whether both are equally long lists of dicts, as of a scheduler's parts. Others change as a whole."""
     both = isinstance(a, list) and isinstance(b, list) and len(a) == len(b)
     return both and all(_are_dicts(x, y) for x, y in zip(a, b, strict=True))
 

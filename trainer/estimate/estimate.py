@@ -19,11 +19,7 @@ LARGEST_MICRO_BATCH = 1 << 20
 
 @dataclass(frozen=True)
 class Moment:
-    """A moment of a training step.
-
-    Attributes:
-        lines: The bytes in use at this moment, by purpose.
-    """
+    """A moment of a training step, with the bytes in use by purpose."""
 
     name: str
     lines: dict[str, int]
@@ -35,13 +31,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The memory of one rank.
-
-    Attributes:
-        parameters: Elements of all parameters.
-        trained: Elements of the trained parameters.
-        moments: The moments of a step, in order.
-    """
+    """The memory of one rank: the elements of all parameters and of the trained ones, and the moments of a step."""
 
     parameters: int
     trained: int
@@ -53,13 +43,9 @@ class Estimate:
 
 
 def estimate(config: ModelConfig | Any, job: Job) -> Estimate:
-    """Estimates the memory of one rank.
+    """Estimates the memory of one rank. Raises ValueError if the trainer would refuse the job or the model forbids it.
 
-    Args:
-        config: The configuration of a family of the zoo, or transformers' configuration of another decoder.
-
-    Raises:
-        ValueError: the trainer would refuse the job, or the model does not allow it.
+    `config` belongs to a family of the zoo, or is transformers' configuration of another decoder.
     """
     memory = model_memory(config, job) if isinstance(config, ModelConfig) else hf_model_memory(config, job)
     return estimate_of(memory, job)
@@ -261,9 +247,7 @@ def step_bytes(optimizer: str, groups: Sequence[Sequence[int]]) -> int:
 
     AdamW is fused and needs no temporary tensors. transformers' Adafactor needs two of a parameter's size at once.
     pytorch_optimizer's Lion and LAMB need one for each parameter of a group, because they update a group at once.
-
-    Args:
-        groups: The number of elements of each parameter, for each group of the optimizer.
+    `groups` are the numbers of elements of the parameters of each group.
     """
     if optimizer == "adafactor":
         return 2 * FP32 * max((size for group in groups for size in group), default=0)

@@ -25,13 +25,7 @@ from ..engines.precision import DTYPES
 
 @dataclass(frozen=True)
 class BlockStack:
-    """Equal blocks of a model.
-
-    Attributes:
-        layers: Number of blocks.
-        block: The memory of one block.
-        parameters: The trained parameters of all blocks.
-    """
+    """Equal blocks of a model: their number, the memory of one block, and the trained parameters of all blocks."""
 
     layers: int
     block: BlockBytes
@@ -43,8 +37,6 @@ class ModelMemory:
     """The parameters and activations of a model.
 
     Attributes:
-        parameters: All parameters.
-        trained: The trained ones of them.
         parts: The stacks of blocks, in the order of the forward pass.
         logits: Bytes of the logits, and also of their gradient.
         loss: Largest number of bytes in use besides the logits during the loss's backward pass.
@@ -74,8 +66,7 @@ class ModelMemory:
 def model_memory(config: ModelConfig, job: Job) -> ModelMemory:
     """Returns the memory of one rank, for a family of the zoo.
 
-    Raises:
-        ValueError: the model does not allow this sequence length or tensor-parallel size.
+    Raises ValueError if the model does not allow this sequence length or tensor-parallel size.
     """
     sizes = parameter_sizes(config, job.tensor_parallel_size)
     activations = family(config.model_type).activations(config)
@@ -116,9 +107,8 @@ def is_frozen(size: ParameterSize, job: Job) -> bool:
 def hf_model_memory(config: Any, job: Job) -> ModelMemory:
     """Returns the memory of a causal language model, from transformers' configuration.
 
-    Raises:
-        ValueError: the job needs tensor or sequence parallelism or selective recomputation, which models of
-            transformers do not support here; or the model is not a decoder.
+    Raises ValueError if the job needs tensor or sequence parallelism or selective recomputation, which models of
+    transformers do not support here, or if the model is not a decoder.
     """
     _check(config, job)
     config = copy.deepcopy(config)
@@ -238,11 +228,9 @@ class Job:
         target_length: Tokens in an encoder-decoder's target; by default as many as in the source.
         padded: Whether there is an attention mask.
         accumulation_steps: Micro-batches for one optimizer step.
-        tensor_parallel_size, data_parallel_size: Numbers of ranks.
         zero_stage: DeepSpeed's ZeRO stage. None means no DeepSpeed, or stage 1 under tensor parallelism.
         precision: Precision of parameters, activations and gradients. The optimizer keeps fp32 copies of 16-bit
             parameters.
-        frozen: Parts that are not trained.
     """
 
     micro_batch_size: int = 1

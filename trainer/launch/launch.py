@@ -34,9 +34,7 @@ def ensure_processes(
         script: A file to run with the arguments of this process; by default the script of this process.
         dry_run: Print the commands of the job, start nothing, and raise `SystemExit(0)`.
 
-    Raises:
-        ValueError: there are fewer machines or GPUs than asked for, or the script cannot be run again.
-        SystemExit: with the exit code of the job.
+    Raises ValueError if there are fewer machines or GPUs than asked for, or the script cannot be run again.
     """
     launch = RankInfo.from_environment()
     if launch.world_size > 1:
@@ -79,10 +77,7 @@ def processes_of(arguments: TrainingArguments) -> int:
 def start_processes(
     world_size: int, nodes: Nodes = THIS_MACHINE, *, script: str | None = None, dry_run: bool = False
 ) -> int:
-    """Runs this process's command line as a job of several processes; returns the job's exit code.
-
-    Arguments and errors are those of `ensure_processes`.
-    """
+    """Runs this process's command line as a job of several processes; returns its exit code. See `ensure_processes`."""
     slots = nodes.slots()
     if not slots:
         _check_gpus(world_size)
@@ -104,8 +99,7 @@ def start_processes(
 def own_command(script: str | None = None) -> list[str]:
     """Returns this process's command line after the interpreter, or `script` with the arguments of this process.
 
-    Raises:
-        ValueError: there is no file to run.
+    Raises ValueError if there is no file to run.
     """
     if script is not None:
         if not Path(script).is_file():

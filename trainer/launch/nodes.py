@@ -38,8 +38,7 @@ class Nodes:
     def slots(self) -> dict[str, int]:
         """Returns the number of processes on each machine; empty for this machine alone.
 
-        Raises:
-            ValueError: the hostfile has an error, or fewer machines or slots than asked for.
+        Raises ValueError if the hostfile has an error, or fewer machines or slots than asked for.
         """
         hosts = read_hostfile(Path(self.hostfile)) if self.hostfile else None
         if hosts is None:
@@ -82,11 +81,7 @@ def read_hostfile(path: Path) -> dict[str, int] | None:
 
 
 def deepspeed_command(nodes: Nodes, script: Sequence[str]) -> list[str]:
-    """Returns the command that starts the job from this machine.
-
-    Args:
-        script: The script and its arguments, or "-m", the module and its arguments.
-    """
+    """Returns the command that starts the job from this machine. `script` is in the form that `own_script` returns."""
     slots = nodes.slots()
     assert nodes.hostfile is not None
     command = ["deepspeed", "--hostfile", nodes.hostfile]

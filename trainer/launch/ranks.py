@@ -29,8 +29,7 @@ class Ranks:
         if self.world_size == 1:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64)
-        # NCCL supports only GPU tensors.
-        total = total.cuda() if dist.get_backend() == "nccl" else total
+        total = total.cuda() if dist.get_backend() == "nccl" else total  # NCCL supports only GPU tensors
         dist.all_reduce(total)
         return total.tolist()
 

@@ -17,7 +17,6 @@ class Sink(Protocol):
     """A destination of logged values."""
 
     def log(self, step: int, values: dict[str, float]) -> None: ...
-
     def close(self) -> None: ...
 
 
@@ -38,11 +37,7 @@ class MetricsFile:
 
 
 class TensorBoard:
-    """Writes TensorBoard events.
-
-    Args:
-        first_step: The step at which the run starts or resumes. Events of later steps from before a kill are hidden.
-    """
+    """Writes TensorBoard events. Hides those of steps after `first_step` that are from before a kill."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
@@ -76,15 +71,10 @@ class Reporter(Protocol):
     """Receives the events of a run, and is open while training runs. Only the first rank's shows and logs them."""
 
     def __enter__(self) -> Any: ...
-
     def __exit__(self, *exception: object) -> None: ...
-
     def training(self, step: int, values: dict[str, float]) -> None: ...
-
     def evaluation(self, step: int, values: dict[str, float]) -> None: ...
-
     def saved(self, step: int, folder: Path) -> None: ...
-
     def notice(self, text: str) -> None: ...
 
 
