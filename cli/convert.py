@@ -251,7 +251,7 @@ def run_diff(command: DiffCheckpoints) -> int:
 
         with transfer_progress(quiet=command.json) as report:
             verdict = verify_equal(command.first, command.second, Options(), report)
-            return _print_verdict(command.json, verdict, "compared")
+        return _print_verdict(command.json, verdict, "compared")
     found = diff(first, second)
     if command.json:
         print(json.dumps(asdict(found)))

@@ -23,8 +23,8 @@ class Shard:
         groups: Sizes of the blocks stacked along `dim`, each of which is split separately, e.g. the three blocks of a
             fused QKV weight or the two of a fused gate/up projection. Empty means one block.
         unit: Each rank's part of a block is a whole number of units, e.g. of head sizes.
-        pad_multiple: 0 means that every block must divide evenly. m > 0 is for vocabularies: every rank holds ceil(n /
-            size) rows, rounded up to a multiple of m, and the rows after the last true row are zeros.
+        pad_multiple: 0 means that every block must divide evenly. m > 0 is for vocabularies and gated MLPs: every rank
+            holds ceil(n / size) rows, rounded up to a multiple of m, and the rows after the last true row are zeros.
         tied_to: The name of the parameter that has the same values, or None.
     """
 
