@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from functools import lru_cache
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from ..models.common.config import ModelConfig
+from ..models.common.config import ModelConfig, shown
 
 DEFAULT_NEW_TOKENS = 20
 # Entries of a generation_config.json that do not affect the tokens.
@@ -108,6 +110,10 @@ class GenerationSettings:
     """Starts an encoder-decoder's output; by default the model's."""
 
     def __post_init__(self) -> None:
+        for name, kinds in _field_kinds().items():
+            value = getattr(self, name)
+            if not _is_allowed(value, kinds):
+                raise ValueError(f"{name} must be {_kind_names(kinds)}, not {shown(value)}")
         for name, least in (("max_new_tokens", 0), ("max_length", 1), ("num_beams", 1), ("num_beam_groups", 1),
                             ("num_return_sequences", 1), ("top_k", 0)):  # fmt: skip
             value = getattr(self, name)
@@ -153,6 +159,34 @@ class GenerationSettings:
                 "or use max_new_tokens"
             )
         return self.max_length
+
+
+@lru_cache
+def _field_kinds() -> dict[str, tuple[Any, ...]]:
+    """Returns the types that each setting may have, without early_stopping, whose three values are listed above."""
+    hints = get_type_hints(GenerationSettings)
+    return {name: get_args(hint) or (hint,) for name, hint in hints.items() if name != "early_stopping"}
+
+
+def _is_allowed(value: Any, kinds: tuple[Any, ...]) -> bool:
+    """Returns whether a value of a JSON file fits a setting. Other objects, such as NumPy's numbers, always do."""
+    if isinstance(value, list | tuple | dict):
+        containers = [kind for kind in kinds if get_origin(kind) in (list, tuple)]
+        items: list[Any] = list(value)
+        return any(
+            get_args(kind) not in ((int,), (str,)) or all(_is_allowed(item, get_args(kind)) for item in items)
+            for kind in containers
+        )
+    if isinstance(value, float):
+        return float in kinds or (int in kinds and value.is_integer())
+    if isinstance(value, int):
+        return bool({int, float, bool} & set(kinds))
+    return type(value) in kinds or not isinstance(value, str | NoneType)
+
+
+def _kind_names(kinds: tuple[Any, ...]) -> str:
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string", NoneType: "null"}
+    return " or ".join(names.get(kind) or str(kind) for kind in kinds)
 
 
 def make_settings(config: ModelConfig, given: Any, arguments: Mapping[str, Any]) -> GenerationSettings:
