@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -187,7 +188,8 @@ CHECKS = {"num_beams=4, no_repeat": check_generation, "Cache(": check_cache, "me
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in ELSEWHERE and blocks(page)])
-def test_page(page, workplace, run_ranks):
+def test_page(page, workplace, run_ranks, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py"])  # a snippet is part of a script, which a launcher starts again
     names = given_names()
     if page == "README.md":
         make_quickstart(workplace, run_ranks)

@@ -64,7 +64,7 @@ class FileTrace:
     def profile(self, frame, event, _):
         if event == "call" and frame.f_code.co_filename.startswith(f"{PACKAGE}/"):
             name = str(Path(frame.f_code.co_filename).relative_to(PACKAGE))
-            if not name.startswith("tests/"):
+            if not name.startswith(("tests/", ".venv/")):  # the virtual environment lies in the checkout too
                 self.files.append(name)
 
     @property

@@ -22,7 +22,8 @@ PACKAGE = f"{Path(shardzoo.__file__).parent}/"
 def is_own(frame) -> bool:
     """Whether a frame runs the package's code; the tests lie below it."""
     name = frame.f_code.co_filename
-    return name.startswith(PACKAGE) and not name.startswith(f"{PACKAGE}tests/")
+    # The virtual environment lies in the checkout too.
+    return name.startswith(PACKAGE) and not name.startswith((f"{PACKAGE}tests/", f"{PACKAGE}.venv/"))
 
 
 class FirstTorchCall(TorchFunctionMode):
