@@ -242,9 +242,10 @@ def run_inspect(command: InspectCheckpoint) -> int:
 
 
 def run_diff(command: DiffCheckpoints) -> int:
-    from ..convert.inspection import comparable, diff, open_both
+    from ..checkpoint.checkpoint import open_checkpoint
+    from ..convert.inspection import comparable, diff
 
-    first, second = open_both(command.first, command.second)
+    first, second = open_checkpoint(command.first), open_checkpoint(command.second)
     if not comparable(first, second):
         from ..convert.operations import Options
         from ..convert.verification import verify_equal

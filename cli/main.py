@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
+from .console import USAGE_ERROR
 
 # command -> (module with `main(argv) -> exit code`, help text)
 COMMANDS = {
@@ -21,8 +22,6 @@ COMMANDS = {
     "bench": ("shardzoo.cli.bench", "measure the fused kernels"),
     "doctor": ("shardzoo.cli.doctor", "show which kernels are built and used"),
 }
-
-USAGE_ERROR = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -218,7 +218,6 @@ BLOCKS_PER_THREAD = 5  # a block as read, assembled, transposed or cast, and div
 SMALLEST_BLOCK = 64 << 10
 
 Digests = dict[tuple[Path, str], str]
-Progress = Callable[[int], None]  # receives the bytes that were just finished
 
 
 def block_size(jobs: int) -> int:

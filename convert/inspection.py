@@ -108,10 +108,6 @@ def diff(first: Checkpoint, second: Checkpoint) -> Comparison:
     return Comparison(count, tuple(sorted(differences, key=lambda difference: difference.name)))
 
 
-def open_both(first: Path, second: Path) -> tuple[Checkpoint, Checkpoint]:
-    return open_checkpoint(first), open_checkpoint(second)
-
-
 def _recorded(source: Checkpoint, rank: int, name: str) -> str | None:
     if source.manifest is None:
         return None
