@@ -17,6 +17,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import tyro
 
+from ..data.objectives.pretraining import Objective
 from ..pretraining.arguments import FIXED, PretrainingArguments, check_run
 from ..trainer.launch.environment import end_process
 from ..trainer.launch.launch import ensure_processes_of
@@ -30,6 +31,8 @@ from .rank_errors import exit_code_of_rank
 class PretrainCommand(PretrainingArguments):
     """The arguments of `pretrain.py`."""
 
+    # its settings are read with the objectives' own names
+    objective: tyro.conf.Suppress[Objective | None] = None
     config: Path | None = None
     """YAML file with values for these arguments; the command line takes precedence."""
     local_rank: Annotated[int, tyro.conf.arg(help="Set by launchers.")] = 0
@@ -71,10 +74,11 @@ def read_arguments(argv: Sequence[str], *, quiet: bool) -> PretrainCommand:
     if not saved.exists():
         raise ValueError(f"--resume: {arguments.output_dir} holds no run; start one without --resume")
     arguments = parse(PretrainCommand, argv, defaults=saved, **describe)
-    for name, value in read_yaml(PretrainCommand, saved).items():
-        if name in FIXED and getattr(arguments, name) != value:
+    before = PretrainCommand(**read_yaml(PretrainCommand, saved))
+    for name in FIXED:
+        if (value := getattr(before, name)) != (now := getattr(arguments, name)):
             raise ValueError(
-                f"--resume: the run has {name}={value}, which cannot change to {getattr(arguments, name)}; "
+                f"--resume: the run has {name}={value}, which cannot change to {now}; "
                 f"leave {name} out, or start a new run in another --output-dir"
             )
     return arguments

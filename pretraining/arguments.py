@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
+from ..data.objectives.pretraining import Objective
 from ..models import family, find_config, presets
 from ..models.common.config import ModelConfig
 from ..models.common.transformer import check_heads
@@ -32,26 +34,40 @@ class PretrainingArguments(TrainingArguments):
     log_interval: int = 1
     """Steps between points in the logs."""
     sequence_length: int | None = None
-    """Tokens in a sequence; by default the model's maximum."""
+    """Tokens in a sequence; by default the model's maximum, or 512 if it has none."""
+    target_length: int | None = None
+    """Tokens in an encoder-decoder's target; by default what the objective needs."""
     eval_sequences: int = 64
     """Held-out sequences for each evaluation during training."""
     final_eval_sequences: int | None = None
     """Held-out sequences for the final evaluation and the comparison with the exported model; by default all."""
 
-    model: str = "gpt2-quickstart"
-    """A preset, or a folder or file with a Hugging Face config.json. The tokenizer determines the vocabulary size."""
+    model: str | None = None
+    """A preset, or a folder or file with a Hugging Face config.json; by default that of `init_from`, else
+    gpt2-quickstart. The tokenizer determines the vocabulary size of a model with new weights."""
     hidden_size: int | None = None
     """Overrides the model's."""
     num_hidden_layers: int | None = None
     """Overrides the model's."""
     num_attention_heads: int | None = None
     """Overrides the model's."""
+    init_from: str | None = None
+    """Weights to start from, with their tokenizer: a Hugging Face folder, a shardzoo folder or checkpoint, or a name on
+    the Hugging Face Hub; by default new weights."""
+    tokenizer: str | None = None
+    """A tokenizer's file or folder, or a name on the Hugging Face Hub; by default that of `init_from` or of a prepared
+    corpus, else one of the family's kind is trained on the corpus."""
 
-    data: str | None = None
-    """A text file, a folder of text, JSON lines with a `text` key, or the prefix of a prepared .bin/.idx pair; by
-    default the source of the Python standard library."""
-    vocab_size: int = 2048
-    """Size of the byte-level BPE vocabulary that is trained on the corpus."""
+    objective: Objective | None = None
+    """What the model learns to predict; by default the family's own objective."""
+    data: tuple[str, ...] = ()
+    """Text files, folders of text, JSON lines with a `text` key, parquet files, datasets folders, or prefixes of
+    prepared .bin/.idx pairs; `name:0.7 name:0.3` mixes two by these shares. By default the source of the Python
+    standard library."""
+    stream: bool = False
+    """Read and tokenize the text during training instead of preparing a corpus first."""
+    vocab_size: int | None = None
+    """Size of the vocabulary that is trained on the corpus; by default the model's."""
     held_out_fraction: float = 0.05
     """Share of the documents that is not used for training."""
 
@@ -61,54 +77,90 @@ class PretrainingArguments(TrainingArguments):
     """Resume the run in output_dir, with its arguments except those given now."""
     overwrite: bool = False
     """Delete the run in output_dir first."""
+    fast_dev_run: bool = False
+    """Run only 20 steps, with an evaluation after every tenth."""
+    eval_only: bool = False
+    """Only evaluate, on held-out text: the last checkpoint in output_dir, or the weights of `init_from`."""
+    tf32: bool = False
+    """Multiply fp32 matrices as TensorFloat-32 on a GPU that supports it."""
     sample_prompt: str = "def __init__(self"
     """Prompt of the text sample at the end."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "data", (self.data,) if isinstance(self.data, str) else tuple(self.data or ()))
         if self.eval_sequences < 1:
             raise ValueError(f"eval_sequences must be at least 1, not {self.eval_sequences}")
         if self.train_steps is None:
             raise ValueError("the corpus is repeated endlessly: set train_steps to the number of steps")
 
+    @property
+    def model_name(self) -> str:
+        """The name of the model: that of `model`, of the weights to start from, or of the default."""
+        return self.model or self.init_from or DEFAULT_MODEL
+
     def of_the_run(self) -> dict[str, object]:
         """Returns the arguments that describe the run, without those of one invocation, as `--config` reads them."""
-        return {name: value for name, value in asdict(self).items() if name not in INVOCATION}
+        values: dict[str, Any] = {name: value for name, value in asdict(self).items() if name not in INVOCATION}
+        if self.objective is not None:
+            values["objective"] = {"name": self.objective.name, **values["objective"]}
+        return values
 
 
 OBJECTIVE = "gpt"
-INVOCATION = ("resume", "overwrite", "config", "local_rank")
+DEFAULT_MODEL = "gpt2-quickstart"
+INVOCATION = ("resume", "overwrite", "config", "local_rank", "dry_run", "fast_dev_run", "eval_only")
 # Arguments that cannot change when a run is resumed.
 FIXED = (
     "model",
     "hidden_size",
     "num_hidden_layers",
     "num_attention_heads",
+    "init_from",
+    "tokenizer",
+    "objective",
     "data",
+    "stream",
     "vocab_size",
     "held_out_fraction",
     "sequence_length",
+    "target_length",
     "seed",
 )
 
 
 def check_run(arguments: PretrainingArguments, launch: RankInfo) -> ModelConfig:
     """Checks everything that can be checked before the processes are joined, and returns the model's configuration."""
-    config = find_config(arguments.model)
+    config = model_config(arguments)
+    check_objective(arguments, config)
+    check_layout(arguments, config, launch)
+    longest, length = config.max_sequence_length, arguments.sequence_length
+    if length is not None and not 2 <= length <= longest:
+        raise ValueError(f"sequence_length must be from 2 to the model's {longest} positions, not {length}")
+    return config
+
+
+def model_config(arguments: PretrainingArguments) -> ModelConfig:
+    """Returns the configuration of the model that the arguments name, with their changes."""
+    config = find_config(arguments.model_name)
+    changes = {name: getattr(arguments, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
+    return config.with_changes(**{name: value for name, value in changes.items() if value is not None})
+
+
+def check_objective(arguments: PretrainingArguments, config: ModelConfig) -> None:
+    """Raises ValueError if the model cannot be trained by the objective."""
     if family(config.model_type).objective != OBJECTIVE:
         able = [name for name, other in presets() if family(other.model_type).objective == OBJECTIVE]
         raise ValueError(
-            f"model {arguments.model} is a {config.architecture}, and pretrain.py trains causal language models; "
+            f"model {arguments.model_name} is a {config.architecture}, and pretrain.py trains causal language models; "
             f"use a preset such as {', '.join(able)}"
         )
-    changes = {name: getattr(arguments, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
-    config = config.with_changes(**{name: value for name, value in changes.items() if value is not None})
+
+
+def check_layout(arguments: PretrainingArguments, config: ModelConfig, launch: RankInfo) -> None:
+    """Raises ValueError if the model or the batch cannot be split over the processes."""
     size = arguments.model_parallel_size
     check_heads(config.num_attention_heads, size)
     data_parallel_size = validate_layout(launch.world_size if launch.world_size > 1 else processes_of(arguments), size)
     arguments.accumulation_steps(data_parallel_size)
-    longest, length = config.max_sequence_length, arguments.sequence_length
-    if length is not None and not 2 <= length <= longest:
-        raise ValueError(f"sequence_length must be from 2 to the model's {longest} positions, not {length}")
     zero_stage(arguments)
-    return config

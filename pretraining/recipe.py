@@ -50,7 +50,7 @@ class Pretraining:
     """
 
     def __init__(self, arguments: PretrainingArguments, config: ModelConfig, launch: RankInfo) -> None:
-        self.arguments = arguments
+        self.arguments, self.config = arguments, config
         self.console = Console(quiet=not launch.is_first)
         self.trainer = Trainer(arguments)
         self.run_folder, self.first_step, self.corpus = on_first_rank(self._prepare_folder)
@@ -100,7 +100,7 @@ class Pretraining:
             prepared = Path(aside) / "data"
             prepared.mkdir()
             corpus = self._prepare_corpus(prepared)
-            folder = folder or RunFolder(make_run_folder(arguments.model))
+            folder = folder or RunFolder(make_run_folder(arguments.model_name))
             folder.begin(arguments.of_the_run(), prepared)
         moved = {
             field.name: folder.data / path.relative_to(prepared)
@@ -113,9 +113,9 @@ class Pretraining:
         arguments = self.arguments
         with corpus_progress(self.console) as progress:
             return prepare_corpus(
-                arguments.data,
+                arguments.data[0] if arguments.data else None,
                 folder,
-                vocab_size=arguments.vocab_size,
+                vocab_size=arguments.vocab_size or self.config.vocab_size,
                 held_out_fraction=arguments.held_out_fraction,
                 seed=arguments.seed,
                 progress=progress,
@@ -138,7 +138,7 @@ class Pretraining:
 
     def _summary(self) -> Table:
         return run_summary(
-            model_name=self.arguments.model,
+            model_name=self.arguments.model_name,
             model=self.model,
             ranks=self.trainer.ranks,
             arguments=self.arguments,
@@ -156,7 +156,7 @@ class Pretraining:
             folder.loss_plot,
             tokens_per_step=arguments.global_batch(ranks.dp_size) * (self.sequence_length - 1),
             unigram_entropy=self.unigram_entropy,
-            title=f"{arguments.model} on {ranks.tp_size} tensor-parallel processes",
+            title=f"{arguments.model_name} on {ranks.tp_size} tensor-parallel processes",
         )
         shutil.rmtree(folder.hf, ignore_errors=True)
         merge(folder.checkpoint(step), folder.hf)
