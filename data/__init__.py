@@ -23,16 +23,24 @@ if TYPE_CHECKING:
         pack_lengths,
     )
     from .loading.stream import DocumentRecords, IterableRecords, ResumableStream
-    from .objectives.bert import SentencePairDataset, SentencePairs
+    from .objectives.bert import NextSentenceObjective, SentenceOrderObjective, SentencePairDataset, SentencePairs
     from .objectives.blank_infilling import BlankInfilling
-    from .objectives.glm import GLMDataset, GLMMixture
-    from .objectives.gpt import GPTDataset
+    from .objectives.glm import GLMDataset, GLMMixture, GLMObjective
+    from .objectives.gpt import GPTDataset, GPTObjective
     from .objectives.masking import Masking
     from .objectives.packed import ObjectiveDataset, PackedTokens
-    from .objectives.prefix_lm import PrefixLM
-    from .objectives.pretraining import PretrainingData, build_dataset, build_loader
-    from .objectives.roberta import masked_dataset
-    from .objectives.t5 import LIBAI_MT5, SpanCorruption, span_corruption_dataset
+    from .objectives.prefix_lm import PrefixLM, PrefixLMObjective
+    from .objectives.pretraining import (
+        Objective,
+        PretrainingData,
+        build_dataset,
+        build_loader,
+        find_objective,
+        objective,
+        objective_names,
+    )
+    from .objectives.roberta import RobertaObjective, masked_dataset
+    from .objectives.t5 import LIBAI_MT5, SpanCorruption, T5Objective, span_corruption_dataset
     from .pairs.datasets import BlockDataset, PromptDataset, Seq2SeqDataset
     from .pairs.pairs import load_pairs
     from .text.corpus import Corpus, prepare_corpus
@@ -56,16 +64,19 @@ _NAMES = {
         "EpochShuffle", "LengthBuckets", "PackedDataset", "PadBatch", "ResumableLoader", "Share", "pack_lengths",
     ),
     "loading.stream": ("DocumentRecords", "IterableRecords", "ResumableStream"),
-    "objectives.bert": ("SentencePairDataset", "SentencePairs"),
+    "objectives.bert": ("NextSentenceObjective", "SentenceOrderObjective", "SentencePairDataset", "SentencePairs"),
     "objectives.blank_infilling": ("BlankInfilling",),
-    "objectives.glm": ("GLMDataset", "GLMMixture"),
-    "objectives.gpt": ("GPTDataset",),
+    "objectives.glm": ("GLMDataset", "GLMMixture", "GLMObjective"),
+    "objectives.gpt": ("GPTDataset", "GPTObjective"),
     "objectives.masking": ("Masking",),
     "objectives.packed": ("ObjectiveDataset", "PackedTokens"),
-    "objectives.prefix_lm": ("PrefixLM",),
-    "objectives.pretraining": ("PretrainingData", "build_dataset", "build_loader"),
-    "objectives.roberta": ("masked_dataset",),
-    "objectives.t5": ("LIBAI_MT5", "SpanCorruption", "span_corruption_dataset"),
+    "objectives.prefix_lm": ("PrefixLM", "PrefixLMObjective"),
+    "objectives.pretraining": (
+        "Objective", "PretrainingData", "build_dataset", "build_loader", "find_objective", "objective",
+        "objective_names",
+    ),
+    "objectives.roberta": ("RobertaObjective", "masked_dataset"),
+    "objectives.t5": ("LIBAI_MT5", "SpanCorruption", "T5Objective", "span_corruption_dataset"),
     "pairs.datasets": ("BlockDataset", "PromptDataset", "Seq2SeqDataset"),
     "pairs.pairs": ("load_pairs",),
     "text.corpus": ("Corpus", "prepare_corpus"),
@@ -81,13 +92,15 @@ _NAMES = {
 }
 __all__ = [
     "LIBAI_MT5", "BlankInfilling", "BlockDataset", "Corpus", "DocumentRecords", "EpochShuffle", "GLMDataset",
-    "GLMMixture", "GLMTokens", "GPTDataset", "IndexedDataset", "IndexedDatasetWriter", "IterableRecords",
-    "LengthBuckets", "Masking", "ObjectiveDataset", "PackedDataset", "PackedTokens", "PadBatch", "PrefixLM",
+    "GLMMixture", "GLMObjective", "GLMTokens", "GPTDataset", "GPTObjective", "IndexedDataset",
+    "IndexedDatasetWriter", "IterableRecords", "LengthBuckets", "Masking", "NextSentenceObjective", "Objective",
+    "ObjectiveDataset", "PackedDataset", "PackedTokens", "PadBatch", "PrefixLM", "PrefixLMObjective",
     "PrepareOptions", "PrepareReport", "PretrainingData", "PromptDataset", "ResumableLoader", "ResumableStream",
-    "SentencePairDataset", "SentencePairs", "Seq2SeqDataset", "Share", "SourceReport", "SpanCorruption", "Tokenizer",
-    "WriterState", "add_sentinels", "build_dataset", "build_loader", "dtype_for_vocabulary", "fail_on_bad",
-    "glm_token_ids", "glm_tokenizer", "iter_documents", "load_pairs", "load_tokenizer", "masked_dataset",
-    "merge_datasets", "pack_lengths", "prepare_corpus", "prepare_dataset", "python_stdlib", "sentence_end_ids",
+    "RobertaObjective", "SentenceOrderObjective", "SentencePairDataset", "SentencePairs", "Seq2SeqDataset", "Share",
+    "SourceReport", "SpanCorruption", "T5Objective", "Tokenizer", "WriterState", "add_sentinels", "build_dataset",
+    "build_loader", "dtype_for_vocabulary", "fail_on_bad", "find_objective", "glm_token_ids", "glm_tokenizer",
+    "iter_documents", "load_pairs", "load_tokenizer", "masked_dataset", "merge_datasets", "objective",
+    "objective_names", "pack_lengths", "prepare_corpus", "prepare_dataset", "python_stdlib", "sentence_end_ids",
     "sentinel_ids", "skip_bad", "span_corruption_dataset", "split_dataset", "split_sentences", "token_counts",
     "train_byte_level_bpe", "train_sentencepiece", "train_wordpiece", "unigram_entropy",
 ]

@@ -10,6 +10,7 @@ import tyro
 
 import shardzoo
 from shardzoo.data import (
+    GLMObjective,
     IndexedDataset,
     PrepareOptions,
     PretrainingData,
@@ -77,10 +78,8 @@ def main(
     on_first_rank(prepare)
     tokenizer = load_tokenizer(folder)
     vocabulary = glm_tokenizer(tokenizer, glm_vocabulary).padded_vocab_size()
-    mixture = PretrainingData(
-        "glm", sequence_length, micro_batch_size=batch_size,
-        glm_vocabulary=glm_vocabulary, glm_token=token, glm_sentence=sentence,
-    )  # fmt: skip
+    objective = GLMObjective(vocabulary=glm_vocabulary, token=token, sentence=sentence)
+    mixture = PretrainingData(objective, sequence_length, micro_batch_size=batch_size)
     share = trainer.share
     loader = build_loader(mixture, IndexedDataset(prefix), tokenizer, rank=share.rank, world_size=share.world_size)
 

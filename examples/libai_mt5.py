@@ -12,7 +12,7 @@ from statistics import median
 
 import torch
 from torch.utils.data import Subset
-from tyro.conf import FlagConversionOff
+from tyro.conf import AvoidSubcommands, FlagConversionOff
 
 import shardzoo
 from shardzoo.cli.arguments import parse
@@ -28,7 +28,7 @@ from shardzoo.trainer.launch.ranks import on_first_rank
 @dataclass(frozen=True)
 class Benchmark:
     model: MT5Config = field(default_factory=MT5Config)
-    data: FlagConversionOff[PretrainingData] = LIBAI_MT5
+    data: AvoidSubcommands[FlagConversionOff[PretrainingData]] = LIBAI_MT5
     train: FlagConversionOff[TrainingArguments] = field(default_factory=TrainingArguments)
     corpus: str | None = None
     """Prefix of a .bin/.idx pair with its tokenizer beside it, or any text; by default Python's standard library."""

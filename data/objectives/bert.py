@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
 from ..indexed.dataset import IndexedDataset
 from ..indexed.index_building import sentence_index
 from ..tokenizers.tokenizer import Tokenizer
-from .masking import Masking, masking_with
-from .pretraining import PretrainingData, objective
+from .masking import MaskedObjective, Masking
+from .pretraining import Format, objective
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,10 @@ class SentencePairDataset:
     def samples_per_epoch(self) -> int:
         return len(self._runs)
 
+    @property
+    def tokens_per_epoch(self) -> int:
+        return self.indexed.num_tokens
+
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         if index < 0:
             raise IndexError(f"sample {index}: samples count from 0 and have no end")
@@ -137,16 +141,44 @@ class SentencePairDataset:
         return [self.indexed[number].astype(np.int64) for number in range(int(first), int(last))]
 
 
-@objective("bert-nsp", "bert-sop")
-def build_bert(config: PretrainingData, indexed: IndexedDataset, tokenizer: Tokenizer) -> SentencePairDataset:
-    """Builds samples for an encoder with a head on its pooled output."""
-    pairs = SentencePairs(
-        tokenizer.special_id("cls_token"),
-        tokenizer.special_id("sep_token"),
-        masking_with(
-            tokenizer, config.mask_probability, whole_words=config.whole_words, longest_ngram=config.longest_ngram
-        ),
-        config.sequence_length,
-        "sop" if config.objective == "bert-sop" else "nsp",
-    )
-    return SentencePairDataset(indexed, pairs, seed=config.seed)
+@dataclass(frozen=True)
+class SentencePairsObjective(MaskedObjective):
+    """Predicts masked tokens of two segments, and the relation of the segments.
+
+    Args:
+        short_probability: share of samples with a random, shorter length.
+    """
+
+    format: ClassVar[Format] = "sentence-pairs"
+    split_sentences: ClassVar[bool] = True
+    kind: ClassVar[Literal["nsp", "sop"]]
+
+    short_probability: float = 0.1
+
+    def build(
+        self,
+        indexed: IndexedDataset,
+        tokenizer: Tokenizer,
+        sequence_length: int,
+        target_length: int | None = None,
+        seed: int = 1234,
+    ) -> SentencePairDataset:
+        cls, sep = tokenizer.special_id("cls_token"), tokenizer.special_id("sep_token")
+        pairs = SentencePairs(cls, sep, self.masking(tokenizer), sequence_length, self.kind)
+        return SentencePairDataset(indexed, pairs, seed=seed, short_probability=self.short_probability)
+
+
+@objective("bert-nsp")
+@dataclass(frozen=True)
+class NextSentenceObjective(SentencePairsObjective):
+    """Predicts masked tokens, and whether the second segment follows the first (Devlin et al., "BERT", 2019)."""
+
+    kind: ClassVar[Literal["nsp", "sop"]] = "nsp"
+
+
+@objective("bert-sop")
+@dataclass(frozen=True)
+class SentenceOrderObjective(SentencePairsObjective):
+    """Predicts masked tokens, and whether the segments are swapped (Lan et al., "ALBERT", 2020)."""
+
+    kind: ClassVar[Literal["nsp", "sop"]] = "sop"

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, cast
 
 import numpy as np
 
 from ..indexed.dataset import IndexedDataset
 from ..text.sentences import sentence_end_ids
-from ..tokenizers.glm_tokens import glm_tokenizer
+from ..tokenizers.glm_tokens import DEFAULT_VOCABULARY, GLMVocabulary, glm_tokenizer
 from ..tokenizers.tokenizer import Tokenizer
 from .blank_infilling import BlankInfilling, Mode
-from .pretraining import PretrainingData, objective
+from .pretraining import Format, Objective, objective
 
 SHORTEST_PIECE = 32
 
@@ -24,8 +24,11 @@ class GLMMixture:
     Published mixtures (token/sentence/document): GLM-10B .5/.3/.2 at 512 tokens, and .4/.3/.3 at 1024 tokens with
     single spans .05 and short texts .5; Large-Chinese .4/.3/.3.
 
-    The document mode has what `token` and `sentence` leave. `single_span` is the share of samples with one span, which
-    have no other mode; `short` is the share of shortened texts.
+    Args:
+        token: share of the token mode.
+        sentence: share of the sentence mode; the document mode has the rest.
+        single_span: share of samples with a single span, which have no other mode.
+        short: share of samples with a shortened text.
     """
 
     token: float = 0.5
@@ -81,6 +84,15 @@ class GLMDataset:
         if self.mixture.sentence > 0 and infilling.sentence_ends is None:
             raise ValueError("the sentence mode needs sentence_ends; see sentence_end_ids")
         self._ends = np.cumsum(indexed.document_lengths())
+
+    @property
+    def samples_per_epoch(self) -> float:
+        """Samples whose texts have as many tokens as the corpus. Texts are drawn, so some are not in them."""
+        return self.tokens_per_epoch / self.length
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        return self.indexed.num_tokens
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         if index < 0:
@@ -162,19 +174,43 @@ class GLMDataset:
         return piece
 
 
-def glm_lengths(config: PretrainingData) -> tuple[int, int]:
-    """Returns the maximum lengths: a span adds a mask and a start or end, and has at least one blanked token."""
-    length = config.sequence_length
-    length += 2 * (int(config.mask_probability * length) + 1)
-    return length, length
+@objective("glm")
+@dataclass(frozen=True)
+class GLMObjective(GLMMixture, Objective):
+    """Predicts the contents of blanks, in a mixture of modes.
 
+    Args:
+        vocabulary: the base vocabulary, which determines GLM's special tokens.
+        mask_probability: share of a text that is blanked in the token and sentence modes.
+        block_mask_probability: share of the generated inputs that are hidden by [dBLOCK].
+    """
 
-@objective("glm", lengths=glm_lengths)
-def build_glm(config: PretrainingData, indexed: IndexedDataset, tokenizer: Tokenizer) -> GLMDataset:
-    """Builds samples with GLM's positions, and adds GLM's special tokens to a tokenizer that lacks them."""
-    ids = glm_tokenizer(tokenizer, config.glm_vocabulary)
-    infilling = BlankInfilling(
-        ids, config.mask_probability, config.block_mask_probability, sentence_ends=sentence_end_ids(tokenizer)
-    )
-    mixture = GLMMixture(config.glm_token, config.glm_sentence, config.glm_single_span, config.glm_short)
-    return GLMDataset(indexed, config.sequence_length, infilling, mixture, seed=config.seed)
+    format: ClassVar[Format] = "blanks"
+
+    vocabulary: GLMVocabulary = DEFAULT_VOCABULARY
+    mask_probability: float = 0.15
+    block_mask_probability: float = 0.0
+
+    def add_special_tokens(self, tokenizer: Tokenizer) -> None:
+        glm_tokenizer(tokenizer, self.vocabulary)
+
+    def lengths(self, sequence_length: int, target_length: int | None = None) -> tuple[int, int]:
+        # A span adds a mask and a start or end, and has at least one blanked token.
+        length = sequence_length + 2 * (int(self.mask_probability * sequence_length) + 1)
+        return length, length
+
+    def build(
+        self,
+        indexed: IndexedDataset,
+        tokenizer: Tokenizer,
+        sequence_length: int,
+        target_length: int | None = None,
+        seed: int = 1234,
+    ) -> GLMDataset:
+        infilling = BlankInfilling(
+            glm_tokenizer(tokenizer, self.vocabulary),
+            self.mask_probability,
+            self.block_mask_probability,
+            sentence_ends=sentence_end_ids(tokenizer),
+        )
+        return GLMDataset(indexed, sequence_length, infilling, self, seed=seed)

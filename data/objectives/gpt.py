@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from ..indexed.dataset import IndexedDataset
 from ..tokenizers.tokenizer import Tokenizer
 from .packed import PackedTokens
-from .pretraining import PretrainingData, objective
+from .pretraining import Format, Objective, objective
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +44,18 @@ class GPTDataset(PackedTokens):
 
 
 @objective("gpt")
-def build_gpt(config: PretrainingData, indexed: IndexedDataset, tokenizer: Tokenizer) -> GPTDataset:
-    """Builds samples for a decoder."""
-    return GPTDataset(indexed, config.sequence_length, config.seed)
+@dataclass(frozen=True)
+class GPTObjective(Objective):
+    """Predicts each token from those before it. It has no settings."""
+
+    format: ClassVar[Format] = "causal"
+
+    def build(
+        self,
+        indexed: IndexedDataset,
+        tokenizer: Tokenizer,
+        sequence_length: int,
+        target_length: int | None = None,
+        seed: int = 1234,
+    ) -> GPTDataset:
+        return GPTDataset(indexed, sequence_length, seed)

@@ -6,11 +6,13 @@ Devlin et al., "BERT", 2019, section 3.1; n-grams with probability 1/n as in Meg
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
 from ..tokenizers.tokenizer import Tokenizer
 from .labels import IGNORED
+from .pretraining import Objective
 
 
 @dataclass(frozen=True)
@@ -111,16 +113,31 @@ def continuation_ids(tokens: list[str]) -> np.ndarray:
     return np.array([not token.startswith(begins) for token in tokens])
 
 
-def masking_with(
-    tokenizer: Tokenizer, probability: float, *, whole_words: bool = False, longest_ngram: int = 1
-) -> Masking:
-    """Returns a `Masking` with a tokenizer's mask and special tokens."""
-    names = [tokenizer.id_to_token(index) for index in range(tokenizer.vocab_size)] if whole_words else []
-    return Masking(
-        tokenizer.special_id("mask_token"),
-        tokenizer.vocab_size,
-        tuple(sorted(set(tokenizer.special.values()))),
-        probability,
-        continuation_ids(names) if names else None,
-        longest_ngram,
-    )
+@dataclass(frozen=True)
+class MaskedObjective(Objective):
+    """Predicts masked tokens.
+
+    Args:
+        mask_probability: share of tokens that is masked.
+        whole_words: mask whole words.
+        longest_ngram: mask up to this many words at once.
+    """
+
+    needs: ClassVar[tuple[str, ...]] = ("cls_token", "sep_token", "mask_token")
+    tokenizers: ClassVar[str] = "BERT's or RoBERTa's, or train one: shardzoo data train-tokenizer --kind wordpiece"
+
+    mask_probability: float = 0.15
+    whole_words: bool = False
+    longest_ngram: int = 1
+
+    def masking(self, tokenizer: Tokenizer) -> Masking:
+        """Returns a `Masking` with a tokenizer's mask and special tokens."""
+        names = [tokenizer.id_to_token(index) for index in range(tokenizer.vocab_size)] if self.whole_words else []
+        return Masking(
+            tokenizer.special_id("mask_token"),
+            tokenizer.vocab_size,
+            tuple(sorted(set(tokenizer.special.values()))),
+            self.mask_probability,
+            continuation_ids(names) if names else None,
+            self.longest_ngram,
+        )

@@ -139,6 +139,10 @@ class ObjectiveDataset:
     def samples_per_epoch(self) -> float:
         return self.packed.samples_per_epoch
 
+    @property
+    def tokens_per_epoch(self) -> int:
+        return self.packed.tokens_per_epoch
+
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         tokens = np.concatenate([self.prefix, self.packed.tokens(index), self.suffix]).astype(np.int64)
         return self.objective(tokens, np.random.default_rng([self.seed, 2, index]))

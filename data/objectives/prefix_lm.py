@@ -14,7 +14,7 @@ from ..indexed.dataset import IndexedDataset
 from ..tokenizers.tokenizer import Tokenizer
 from .labels import IGNORED
 from .packed import ObjectiveDataset
-from .pretraining import PretrainingData, objective, source_and_target
+from .pretraining import Seq2SeqObjective, objective
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,20 @@ class PrefixLM:
         return {"input_ids": np.append(tokens[:border], end), "labels": np.append(tokens[border:], end)}
 
 
-@objective("prefix-lm", lengths=source_and_target)
-def build_prefix_lm(config: PretrainingData, indexed: IndexedDataset, tokenizer: Tokenizer) -> ObjectiveDataset:
-    """Builds samples for an encoder-decoder."""
-    # Prefix and rest are parts of one run of tokens, so each is at least one token shorter than the run, which leaves
-    # room for its end-of-sequence token.
-    length = min(config.sequence_length, config.target_length)
-    return ObjectiveDataset(indexed, length, PrefixLM(tokenizer.eos_token_id), seed=config.seed)
+@objective("prefix-lm")
+@dataclass(frozen=True)
+class PrefixLMObjective(Seq2SeqObjective):
+    """Predicts the end of a text from its beginning. It has no settings."""
+
+    def build(
+        self,
+        indexed: IndexedDataset,
+        tokenizer: Tokenizer,
+        sequence_length: int,
+        target_length: int | None = None,
+        seed: int = 1234,
+    ) -> ObjectiveDataset:
+        # Prefix and rest are parts of one run of tokens, so each is at least one token shorter than the run, which
+        # leaves room for its end-of-sequence token.
+        length = min(self.lengths(sequence_length, target_length))
+        return ObjectiveDataset(indexed, length, PrefixLM(tokenizer.eos_token_id), seed=seed)

@@ -1,119 +1,169 @@
-"""Turns a prepared corpus into batches for any pretraining objective, from one configuration.
+"""Turns a prepared corpus into batches for any pretraining objective.
 
-An objective is a file of this folder. Its function that builds samples registers itself under the objective's name.
+An objective is a file of this folder, with a dataclass of its settings that registers itself under a name.
 """
 
 from __future__ import annotations
 
 import pkgutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import ClassVar, Literal, Protocol, TypeVar
 
 from ..indexed.dataset import IndexedDataset
 from ..loading.loader import PadBatch, ResumableLoader, Samples, Share
-from ..tokenizers.glm_tokens import DEFAULT_VOCABULARY, GLMVocabulary
 from ..tokenizers.tokenizer import Tokenizer
 
-
-@dataclass(frozen=True)
-class PretrainingData:
-    """The objective and shape of batches.
-
-    Args:
-        objective: gpt (packed, every token predicted); bert-nsp, bert-sop (sentence pairs); roberta (packed,
-            masked); t5 (span corruption); prefix-lm (encoder-decoder); glm (blank infilling).
-        sequence_length: tokens of the decoder's or encoder's input.
-        target_length: tokens of an encoder-decoder's target.
-        padded: pad every batch to these lengths, so that all batches have the same shape.
-        micro_batch_size: samples in a batch of one rank.
-        mask_probability: share of tokens that is masked, corrupted or blanked.
-        mean_span_length: mean length of T5's spans in tokens.
-        whole_words: BERT and RoBERTa mask whole words.
-        longest_ngram: BERT and RoBERTa mask up to this many words at once.
-        glm_vocabulary: the base vocabulary of GLM, which determines its special tokens.
-        glm_token: share of GLM's token mode.
-        glm_sentence: share of GLM's sentence mode; the document mode has the rest.
-        glm_single_span: share of GLM samples with a single span.
-        glm_short: share of GLM samples with a shortened text.
-        block_mask_probability: share of GLM's generated inputs that are hidden by [dBLOCK].
-        seed: seed of the samples.
-    """
-
-    objective: str = "gpt"
-    sequence_length: int = 512
-    target_length: int = 128
-    padded: bool = True
-    micro_batch_size: int = 16
-    mask_probability: float = 0.15
-    mean_span_length: float = 3.0
-    whole_words: bool = False
-    longest_ngram: int = 1
-    glm_vocabulary: GLMVocabulary = DEFAULT_VOCABULARY
-    glm_token: float = 0.5
-    glm_sentence: float = 0.3
-    glm_single_span: float = 0.0
-    glm_short: float = 0.0
-    block_mask_probability: float = 0.0
-    seed: int = 1234
+Format = Literal["causal", "masked", "sentence-pairs", "seq2seq", "blanks"]
 
 
-Builder = Callable[[PretrainingData, IndexedDataset, Tokenizer], Samples]
-Lengths = Callable[[PretrainingData], tuple[int, int]]
+class PretrainingSamples(Samples, Protocol):
+    """Endless samples of a corpus; sample i depends on (corpus, settings, seed, i) alone."""
+
+    @property
+    def samples_per_epoch(self) -> float:
+        """Samples in one pass over the corpus; not an integer if samples may extend into the next pass."""
+        ...
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        """Tokens of the corpus."""
+        ...
 
 
 @dataclass(frozen=True)
-class Objective:
-    """A registered objective.
+class Objective(ABC):
+    """The settings of an objective, which are the fields of its subclass, and how its samples are made.
 
     Attributes:
-        lengths: returns the maximum number of tokens of an input, and of its labels.
+        name: the name it is registered under.
+        format: what a model must take: causal (the labels equal the input, and the model shifts them), masked (labels
+            at the input's positions), sentence-pairs (masked, with a label for the pair), seq2seq (an input and a
+            target), blanks (two-dimensional positions).
+        needs: special tokens that the tokenizer must have, by their Hugging Face names.
+        tokenizers: where tokenizers with these tokens come from, for the message if one lacks them.
+        split_sentences: whether the corpus must have one sequence per sentence.
     """
 
-    build: Builder
-    lengths: Lengths
+    name: ClassVar[str]
+    format: ClassVar[Format]
+    needs: ClassVar[tuple[str, ...]] = ()
+    tokenizers: ClassVar[str] = ""
+    split_sentences: ClassVar[bool] = False
+
+    def add_special_tokens(self, tokenizer: Tokenizer) -> None:
+        """Adds the special tokens that the objective puts into samples to a tokenizer that lacks them.
+
+        Raises:
+            ValueError: the tokenizer lacks tokens that cannot be added, because they are part of its vocabulary.
+        """
+        missing = [name for name in self.needs if name not in tokenizer.special]
+        if missing:
+            known = ", ".join(tokenizer.special) or "no special tokens"
+            raise ValueError(
+                f"objective {self.name!r} needs a tokenizer with {', '.join(self.needs)}; this one has no "
+                f"{', '.join(missing)} (it has {known}); use {self.tokenizers}"
+            )
+
+    @abstractmethod
+    def build(
+        self,
+        indexed: IndexedDataset,
+        tokenizer: Tokenizer,
+        sequence_length: int,
+        target_length: int | None = None,
+        seed: int = 1234,
+    ) -> PretrainingSamples:
+        """Returns the samples of a corpus, for a tokenizer that `add_special_tokens` was called with."""
+
+    def lengths(self, sequence_length: int, target_length: int | None = None) -> tuple[int, int]:
+        """Returns the maximum number of tokens of an input, and of its labels."""
+        return sequence_length, sequence_length
 
 
-_OBJECTIVES: dict[str, Objective] = {}
+@dataclass(frozen=True)
+class Seq2SeqObjective(Objective):
+    """The base of the objectives of encoder-decoders, whose input and target end with an end-of-sequence token."""
+
+    format: ClassVar[Format] = "seq2seq"
+    needs: ClassVar[tuple[str, ...]] = ("eos_token",)
+    tokenizers: ClassVar[str] = "T5's, or train one: shardzoo data train-tokenizer --kind sentencepiece"
+
+    def lengths(self, sequence_length: int, target_length: int | None = None) -> tuple[int, int]:
+        return sequence_length, target_length or sequence_length
 
 
-def one_length(config: PretrainingData) -> tuple[int, int]:
-    """Returns the lengths for an objective whose labels have the positions of its input."""
-    return config.sequence_length, config.sequence_length
+AnyObjective = TypeVar("AnyObjective", bound=Objective)
+_OBJECTIVES: dict[str, type[Objective]] = {}
 
 
-def source_and_target(config: PretrainingData) -> tuple[int, int]:
-    """Returns the lengths for an encoder-decoder's objective."""
-    return config.sequence_length, config.target_length
+def objective(name: str) -> Callable[[type[AnyObjective]], type[AnyObjective]]:
+    """Registers an objective's class under a name. ValueError if another class has it."""
 
-
-def objective(*names: str, lengths: Lengths = one_length) -> Callable[[Builder], Builder]:
-    """Registers the function that builds an objective's samples, under its names."""
-
-    def register(build: Builder) -> Builder:
-        _OBJECTIVES.update(dict.fromkeys(names, Objective(build, lengths)))
-        return build
+    def register(kind: type[AnyObjective]) -> type[AnyObjective]:
+        if name in _OBJECTIVES:
+            raise ValueError(f"{_OBJECTIVES[name].__name__} is already registered as objective {name!r}")
+        kind.name = name
+        _OBJECTIVES[name] = kind
+        return kind
 
     return register
 
 
-def find_objective(name: str) -> Objective:
-    """Returns the objective registered under a name. ValueError lists all names if there is none."""
+def objective_names() -> list[str]:
+    """Returns the names of all objectives, sorted."""
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         import_module(f".{module.name}", __package__)
-    if name not in _OBJECTIVES:
-        raise ValueError(f"unknown objective {name!r}; use one of {', '.join(sorted(_OBJECTIVES))}")
+    return sorted(_OBJECTIVES)
+
+
+def find_objective(name: str) -> type[Objective]:
+    """Returns the class that is registered under a name. ValueError lists all names if there is none."""
+    names = objective_names()
+    if name not in names:
+        raise ValueError(f"unknown objective {name!r}; use one of {', '.join(names)}")
     return _OBJECTIVES[name]
 
 
-def build_dataset(config: PretrainingData, indexed: IndexedDataset, tokenizer: Tokenizer) -> Samples:
+def as_objective(objective: Objective | str) -> Objective:
+    """Returns an objective's settings. A name stands for its defaults."""
+    return find_objective(objective)() if isinstance(objective, str) else objective
+
+
+@dataclass(frozen=True)
+class PretrainingData:
+    """The objective and the shape of its batches.
+
+    Args:
+        objective: an objective's settings, or its name for the default settings.
+        sequence_length: tokens of a decoder's or an encoder's input.
+        target_length: tokens of an encoder-decoder's target; None: as many as the input's text needs with span
+            corruption, otherwise `sequence_length`.
+        padded: pad every batch to the objective's `lengths`, so that all batches have the same shape.
+        micro_batch_size: samples in a batch of one rank.
+        seed: seed of the samples.
+    """
+
+    objective: Objective | str = "gpt"
+    sequence_length: int = 512
+    target_length: int | None = None
+    padded: bool = True
+    micro_batch_size: int = 16
+    seed: int = 1234
+
+
+def build_dataset(config: PretrainingData, indexed: IndexedDataset, tokenizer: Tokenizer) -> PretrainingSamples:
     """Builds the endless dataset of a configuration; sample n is a function of (corpus, configuration, n).
 
     Adds the objective's sentinels and other special tokens to the tokenizer if it lacks them, so that its
     `vocab_size` afterwards is the model's.
     """
-    return find_objective(config.objective).build(config, indexed, tokenizer)
+    settings = as_objective(config.objective)
+    settings.add_special_tokens(tokenizer)
+    return settings.build(indexed, tokenizer, config.sequence_length, config.target_length, config.seed)
 
 
 def build_loader(
@@ -127,17 +177,19 @@ def build_loader(
     num_workers: int = 0,
 ) -> ResumableLoader:
     """Builds a loader of batches for one data-parallel rank, from `consumed` samples (of all ranks) on."""
-    dataset = build_dataset(config, indexed, tokenizer)
-    pad = tokenizer.special.get("pad_token", tokenizer.special.get("eos_token", 0))
     return ResumableLoader(
-        dataset,
+        build_dataset(config, indexed, tokenizer),
         Share(config.micro_batch_size, rank, world_size),
         consumed=consumed,
         num_workers=num_workers,
-        collate=PadBatch(pad, _fixed_lengths(config) if config.padded else {}),
+        collate=pad_batch(config, tokenizer),
     )
 
 
-def _fixed_lengths(config: PretrainingData) -> dict[str, int]:
-    length, labels = find_objective(config.objective).lengths(config)
-    return {"input_ids": length, "position_ids": length, "token_type_ids": length, "labels": labels}
+def pad_batch(config: PretrainingData, tokenizer: Tokenizer) -> PadBatch:
+    """Returns what turns a configuration's samples into a batch."""
+    pad = tokenizer.special.get("pad_token", tokenizer.special.get("eos_token", 0))
+    if not config.padded:
+        return PadBatch(pad)
+    length, labels = as_objective(config.objective).lengths(config.sequence_length, config.target_length)
+    return PadBatch(pad, {"input_ids": length, "position_ids": length, "token_type_ids": length, "labels": labels})

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from ..indexed.dataset import IndexedDataset
 from ..tokenizers.tokenizer import Tokenizer
-from .masking import Masking, masking_with
+from .masking import MaskedObjective, Masking
 from .packed import ObjectiveDataset
-from .pretraining import PretrainingData, objective
+from .pretraining import Format, objective
 
 
 def masked_dataset(
@@ -21,15 +22,20 @@ def masked_dataset(
 
 
 @objective("roberta")
-def build_roberta(config: PretrainingData, indexed: IndexedDataset, tokenizer: Tokenizer) -> ObjectiveDataset:
-    """Builds samples for an encoder."""
-    return masked_dataset(
-        indexed,
-        masking_with(
-            tokenizer, config.mask_probability, whole_words=config.whole_words, longest_ngram=config.longest_ngram
-        ),
-        config.sequence_length,
-        cls_token_id=tokenizer.special_id("cls_token"),
-        sep_token_id=tokenizer.special_id("sep_token"),
-        seed=config.seed,
-    )
+@dataclass(frozen=True)
+class RobertaObjective(MaskedObjective):
+    """Predicts masked tokens of packed text, whose masks differ in every epoch."""
+
+    format: ClassVar[Format] = "masked"
+
+    def build(
+        self,
+        indexed: IndexedDataset,
+        tokenizer: Tokenizer,
+        sequence_length: int,
+        target_length: int | None = None,
+        seed: int = 1234,
+    ) -> ObjectiveDataset:
+        cls, sep = tokenizer.special_id("cls_token"), tokenizer.special_id("sep_token")
+        masking = self.masking(tokenizer)
+        return masked_dataset(indexed, masking, sequence_length, cls_token_id=cls, sep_token_id=sep, seed=seed)

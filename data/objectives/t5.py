@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..indexed.dataset import IndexedDataset
-from ..tokenizers.sentinels import add_sentinels
-from ..tokenizers.tokenizer import Tokenizer
+from ..tokenizers.sentinels import add_sentinels, sentinel_ids
+from ..tokenizers.tokenizer import T5_SENTINELS, Tokenizer
 from .packed import ObjectiveDataset
-from .pretraining import PretrainingData, objective, source_and_target
+from .pretraining import PretrainingData, Seq2SeqObjective, objective
 
 Sample = dict[str, np.ndarray]
 
@@ -133,14 +133,43 @@ def span_corruption_dataset(
     return ObjectiveDataset(indexed, raw, corruption, seed=seed)
 
 
-@objective("t5", lengths=source_and_target)
-def build_t5(config: PretrainingData, indexed: IndexedDataset, tokenizer: Tokenizer) -> ObjectiveDataset:
-    """Builds samples for an encoder-decoder, and adds the sentinels to a tokenizer that lacks them."""
-    corruption = SpanCorruption(
-        add_sentinels(tokenizer), tokenizer.eos_token_id, config.mask_probability, config.mean_span_length
-    )
-    return span_corruption_dataset(indexed, corruption, config.sequence_length, config.target_length, seed=config.seed)
+@objective("t5")
+@dataclass(frozen=True)
+class T5Objective(Seq2SeqObjective):
+    """Predicts the spans of a text that are replaced by sentinels.
+
+    Args:
+        mask_probability: share of tokens that is corrupted.
+        mean_span_length: mean length of a span in tokens.
+    """
+
+    mask_probability: float = 0.15
+    mean_span_length: float = 3.0
+
+    def add_special_tokens(self, tokenizer: Tokenizer) -> None:
+        super().add_special_tokens(tokenizer)
+        add_sentinels(tokenizer)
+
+    def lengths(self, sequence_length: int, target_length: int | None = None) -> tuple[int, int]:
+        if target_length is None:
+            corruption = self._corruption(tuple(range(T5_SENTINELS)), 0)
+            target_length = corruption.lengths(corruption.raw_length(sequence_length))[1]
+        return sequence_length, target_length
+
+    def build(
+        self,
+        indexed: IndexedDataset,
+        tokenizer: Tokenizer,
+        sequence_length: int,
+        target_length: int | None = None,
+        seed: int = 1234,
+    ) -> ObjectiveDataset:
+        corruption = self._corruption(sentinel_ids(tokenizer), tokenizer.eos_token_id)
+        return span_corruption_dataset(indexed, corruption, *self.lengths(sequence_length, target_length), seed=seed)
+
+    def _corruption(self, sentinels: tuple[int, ...], eos_token_id: int) -> SpanCorruption:
+        return SpanCorruption(sentinels, eos_token_id, self.mask_probability, self.mean_span_length)
 
 
 # LiBai's published mT5 benchmark: encoder 512 tokens, decoder 128, always padded, 15 % masked, 16 samples per rank.
-LIBAI_MT5 = PretrainingData("t5", 512, 128, True, 16, 0.15, 3.0)
+LIBAI_MT5 = PretrainingData(T5Objective(), sequence_length=512, target_length=128, padded=True, micro_batch_size=16)

@@ -33,6 +33,9 @@ def sentinel_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def add_sentinels(tokenizer: Tokenizer, count: int = T5_SENTINELS) -> tuple[int, ...]:
-    """Appends `<extra_id_0>` … to a vocabulary, `<extra_id_0>` last as in T5 (32099 there), and returns their ids."""
-    tokenizer.add_tokens(t5_sentinel_names(count))
+    """Appends `<extra_id_0>` … to a vocabulary, `<extra_id_0>` last as in T5 (32099 there), and returns their ids.
+
+    Those that the vocabulary has keep their ids, also under mT5's names `▁<extra_id_0>` ….
+    """
+    tokenizer.add_tokens([name for name in t5_sentinel_names(count) if tokenizer.token_to_id("▁" + name) is None])
     return sentinel_ids(tokenizer)

@@ -194,7 +194,7 @@ class TransformersTokenizer(Tokenizer):
 
     def token_to_id(self, token: str) -> int | None:
         index = self.backend.convert_tokens_to_ids(token)
-        return index if self.id_to_token(index) == token else None
+        return index if index is not None and self.id_to_token(index) == token else None
 
     def add_tokens(self, tokens: Sequence[str]) -> None:
         self.backend.add_special_tokens({"extra_special_tokens": list(tokens)})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -10,11 +10,14 @@ import torch
 
 from shardzoo.data import (
     LIBAI_MT5,
+    GLMObjective,
     IndexedDataset,
+    Objective,
     ObjectiveDataset,
     PrepareOptions,
     PretrainingData,
     build_loader,
+    find_objective,
     load_tokenizer,
     prepare_dataset,
     sentinel_ids,
@@ -72,7 +75,7 @@ def test_the_libai_workload_builds_its_batches_from_one_configuration(jsonl, spi
 @pytest.mark.parametrize("objective", ["bert-nsp", "bert-sop"])
 def test_bert_batches(objective, jsonl, wordpiece_dir, tmp_path):
     indexed, tokenizer = prepare(jsonl, wordpiece_dir, tmp_path, append_eos=False, split_sentences=True)
-    config = PretrainingData(objective, 128, micro_batch_size=4, whole_words=True)
+    config = PretrainingData(find_objective(objective)(whole_words=True), 128, micro_batch_size=4)
     batch = next(iter(build_loader(config, indexed, tokenizer)))
     for name in ("input_ids", "labels", "token_type_ids", "attention_mask"):
         assert batch[name].shape == (4, 128)
@@ -102,7 +105,7 @@ def test_gpt_and_prefix_lm_batches(jsonl, tokenizer_dir, tmp_path):
 @pytest.mark.parametrize("padded", [True, False])
 def test_glm_batches(padded, jsonl, tokenizer_dir, tmp_path):
     indexed, tokenizer = prepare(jsonl, tokenizer_dir, tmp_path)
-    config = PretrainingData("glm", 96, padded=padded, micro_batch_size=8, glm_token=0.4, glm_short=0.3)
+    config = PretrainingData(GLMObjective(token=0.4, short=0.3), 96, padded=padded, micro_batch_size=8)
     loader = iter(build_loader(config, indexed, tokenizer, num_workers=2))
     for _ in range(10):
         batch = next(loader)
@@ -118,11 +121,12 @@ def test_glm_batches(padded, jsonl, tokenizer_dir, tmp_path):
 
 def test_configurations_that_cannot_work_are_named(jsonl, tokenizer_dir, tmp_path):
     indexed, tokenizer = prepare(jsonl, tokenizer_dir, tmp_path)
-    with pytest.raises(ValueError, match="has no mask_token"):
+    lacking = "'roberta' needs a tokenizer with cls_token, sep_token, mask_token; this one has no .*mask_token"
+    with pytest.raises(ValueError, match=lacking + ".* use .*--kind wordpiece"):
         build_loader(PretrainingData("roberta"), indexed, tokenizer)
     names = "bert-nsp, bert-sop, glm, gpt, prefix-lm, roberta, t5"
     with pytest.raises(ValueError, match=f"unknown objective 'electra'; use one of {names}"):
-        build_loader(replace(PretrainingData(), objective="electra"), indexed, tokenizer)
+        build_loader(PretrainingData("electra"), indexed, tokenizer)
     tokenizer.special |= {"mask_token": 5, "cls_token": 6, "sep_token": 7}
     with pytest.raises(ValueError, match="--split-sentences"):
         build_loader(PretrainingData("bert-sop"), indexed, tokenizer)
@@ -133,13 +137,20 @@ def test_an_objective_registers_itself(jsonl, tokenizer_dir, tmp_path, monkeypat
     indexed, tokenizer = prepare(jsonl, tokenizer_dir, tmp_path)
     monkeypatch.setattr(pretraining, "_OBJECTIVES", dict(pretraining._OBJECTIVES))
 
-    @pretraining.objective("reversed", lengths=lambda config: (config.sequence_length, config.target_length))
-    def build(config, indexed, tokenizer):
-        def reverse(tokens, generator):
-            return {"input_ids": tokens, "labels": tokens[::-1][: config.target_length].copy()}
+    @pretraining.objective("reversed")
+    @dataclass(frozen=True)
+    class Reversed(pretraining.Seq2SeqObjective):
+        offset: int = 0
 
-        return ObjectiveDataset(indexed, config.sequence_length, reverse, seed=config.seed)
+        def build(self, indexed, tokenizer, sequence_length, target_length=None, seed=1234):
+            def reverse(tokens, generator):
+                return {"input_ids": tokens, "labels": tokens[::-1][:target_length] + self.offset}
 
-    batch = next(iter(build_loader(PretrainingData("reversed", 32, 8, micro_batch_size=2), indexed, tokenizer)))
-    assert batch["labels"].shape == (2, 8)
-    assert torch.equal(batch["labels"], batch["input_ids"].flip(1)[:, :8])
+            return ObjectiveDataset(indexed, sequence_length, reverse, seed=seed)
+
+    for objective, offset in (("reversed", 0), (Reversed(offset=7), 7)):
+        batch = next(iter(build_loader(PretrainingData(objective, 32, 8, micro_batch_size=2), indexed, tokenizer)))
+        assert batch["labels"].shape == (2, 8)
+        assert torch.equal(batch["labels"], batch["input_ids"].flip(1)[:, :8] + offset)
+    with pytest.raises(ValueError, match="Reversed is already registered as objective 'reversed'"):
+        pretraining.objective("reversed")(Objective)

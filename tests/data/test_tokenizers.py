@@ -118,6 +118,22 @@ def test_sentinels_of_bpe_are_appended_once(tokenizer_dir):
     assert tokenizer.encode("<extra_id_0>") != [ids[0]]  # text that spells a sentinel stays text
 
 
+def test_the_sentinels_of_a_published_mt5_keep_their_ids(texts, tmp_path):
+    """Its SentencePiece model has them as pieces with a leading space."""
+    from sentencepiece import SentencePieceTrainer
+
+    pieces = [f"▁<extra_id_{number}>" for number in range(99, -1, -1)]
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_prefix=str(tmp_path / "spiece"), vocab_size=420, hard_vocab_limit=False,
+        user_defined_symbols=pieces, minloglevel=2,
+    )  # fmt: skip
+    tokenizer = load_tokenizer(tmp_path / "spiece.model")
+    size = tokenizer.vocab_size
+    ids = add_sentinels(tokenizer)
+    assert [tokenizer.id_to_token(index) for index in ids] == pieces[::-1]
+    assert tokenizer.vocab_size == size > max(ids)
+
+
 def test_gaps_in_the_sentinels_are_named(tokenizer_dir):
     tokenizer = load_tokenizer(tokenizer_dir)
     tokenizer.add_tokens(["<extra_id_0>", "<extra_id_2>"])
