@@ -14,6 +14,7 @@ import tyro
 from rich.console import Console
 
 from ..ops import current_choice, library
+from ..trainer.logging.provenance import hardware, versions
 
 
 @dataclass
@@ -34,11 +35,10 @@ def main(argv: list[str]) -> int:
 
 
 def machine() -> dict[str, str]:
-    """Returns the versions, and the compilers that a build would find."""
+    """Returns the versions, the hardware, and the compilers that a build would find."""
     facts = {
-        "python": platform.python_version(),
-        "torch": f"{torch.__version__}, {torch.get_num_threads()} threads",
-        "CUDA devices": ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) or "none",
+        **versions(),
+        **hardware(),
         "triton": "installed" if importlib.util.find_spec("triton") else "not installed",
         "C++ compiler": os.environ.get("CXX")
         or next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), "")

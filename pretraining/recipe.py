@@ -83,7 +83,7 @@ class Pretraining:
             if arguments.precision != "fp32":
                 self.model.float()  # the exported model is evaluated in fp32
             values = trainer.evaluate(self.model, held_out_samples(self.held_out, arguments.final_eval_sequences))
-            reporter.evaluation(int(step), values)
+            reporter.evaluation(int(step), values, kind="final")
         on_first_rank(lambda: self._finish(int(step), values["loss"], (time.monotonic() - started) / 60))
 
     def _prepare_folder(self) -> tuple[RunFolder, int, Corpus]:
@@ -155,7 +155,8 @@ class Pretraining:
             folder.metrics(),
             folder.loss_plot,
             tokens_per_step=arguments.global_batch(ranks.dp_size) * (self.sequence_length - 1),
-            unigram_entropy=self.unigram_entropy,
+            entropy=self.unigram_entropy,
+            entropy_label="unigram entropy of the held-out text",
             title=f"{arguments.model_name} on {ranks.tp_size} tensor-parallel processes",
         )
         shutil.rmtree(folder.hf, ignore_errors=True)
@@ -174,6 +175,7 @@ class Pretraining:
             )
         )
         text = sample_continuation(folder.hf, arguments.sample_prompt)
+        self.trainer.write_report({"Sample": text})
         self.console.print(Panel(Text(text), title="the exported model continues", title_align="left"))
 
 

@@ -170,9 +170,11 @@ class RunFolder:
                 folder.rename(next(name for name in names if not name.exists()))
 
     def drop_metrics_after(self, step: int, *, evaluated: bool = True) -> None:
+        """Removes the metrics after `step`, and a final evaluation's, because the run goes on."""
         if not self.metrics_file.exists():
             return
-        kept = [record for record in self.metrics() if record["step"] <= step]
+        records = [record for record in self.metrics() if not any(name.startswith("final/") for name in record)]
+        kept = [record for record in records if record["step"] <= step]
         if not evaluated:
             kept = [r for r in kept if r["step"] < step or not any(name.startswith("valid/") for name in r)]
         partial = self.metrics_file.with_suffix(".partial")

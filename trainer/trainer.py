@@ -34,7 +34,8 @@ from .launch.environment import initialize_distributed, keep_freed_memory, singl
 from .launch.launch import ensure_processes_of
 from .launch.ranks import Ranks, on_first_rank
 from .logging.diagnostics import StepProfiler
-from .logging.report import write_report
+from .logging.provenance import command_line, git_commit, hardware, versions
+from .logging.report import Section, write_report
 from .logging.reporter import MetricsFile, Reporter, RunReporter, SilentReporter, TensorBoard, WeightsAndBiases
 from .loop import TrainingLoop
 from .run_folder import RunFolder
@@ -107,7 +108,8 @@ class Trainer:
             valid_dataset: A map-style dataset.
             metric_methods: Name -> function of the whole logits and the labels: a mean over the rows, or (sum, count).
             collate_fn: Makes a batch from samples. By default equal lengths are stacked and others padded.
-            reporter: A reporter that the caller has opened. The caller then evaluates after the last step.
+            reporter: A reporter that the caller has opened. The caller then evaluates after the last step, and calls
+                `write_report`.
             extra_files: A folder, such as a tokenizer's, whose files are copied into each checkpoint.
 
         Raises ValueError if arguments, data and model do not fit together, FloatingPointError if the loss is no longer
@@ -222,7 +224,8 @@ class Trainer:
                 self._resume(loop, point)
             with reporting:
                 loop.run()
-            on_first_rank(self.write_report)
+            if loop.evaluate_last:
+                on_first_rank(self.write_report)
             succeeded = True
         finally:
             loop.saver.close()
@@ -241,11 +244,23 @@ class Trainer:
         steps = self.arguments.profile_steps
         return StepProfiler(steps, self.run_folder.trace) if steps and self.ranks.rank == 0 else None
 
-    def write_report(self) -> None:
-        """Writes `report.html` into the run's folder, from the logged values."""
+    def write_report(self, sections: Mapping[str, Section] | None = None) -> None:
+        """Writes `report.html` into the run's folder, from the logged values. Called by the first rank.
+
+        `sections` are further ones, heading -> text or table rows; versions, hardware and command follow them.
+        """
         records, name = self.run_folder.metrics(), self.arguments.experiment_name or self.run_folder.path.name
-        if records:
-            write_report(self.run_folder.report, records, asdict(self.arguments), title=name)
+        if not records:
+            return
+        ranks = self.ranks
+        mesh = f"{ranks.world_size}: {ranks.tp_size} tensor-parallel x {ranks.dp_size} data-parallel"
+        environment = {
+            "Versions": {**versions(), "git commit": git_commit() or "none: not in a repository"},
+            "Hardware": {**hardware(), "processes": mesh},
+            "Command": command_line(),
+        }
+        parts = {**(sections or {}), **environment}
+        write_report(self.run_folder.report, records, asdict(self.arguments), title=name, sections=parts)
 
     def make_reporter(self, first_step: int, total_steps: int | None) -> Reporter:
         """Returns the reporter that shows and logs a run starting at `first_step`."""

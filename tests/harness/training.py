@@ -86,7 +86,7 @@ def run_training(
             if on_step is not None:
                 on_step(step, values["loss"])
 
-        def evaluation(self, step: int, values: dict[str, float]) -> None:
+        def evaluation(self, step: int, values: dict[str, float], kind: str = "valid") -> None:
             self.steps[-1] |= {f"valid_{name}": value for name, value in values.items()}
 
     settings = {"lr": 1e-2, "micro_batch_size": 2, "train_steps": 4, "log_interval": 1, "save_dir": str(folder)}

@@ -14,15 +14,45 @@ PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222 }}
 table {{ border-collapse: collapse; margin: 1em 0 }} td, th {{ padding: .15em 1em .15em 0; text-align: left }}
-td + td {{ font-variant-numeric: tabular-nums }} svg {{ width: 100%; height: auto }}
-</style></head><body><h1>{title}</h1>{plots}<h2>Results</h2>{results}<h2>Arguments</h2>{arguments}</body></html>
+td + td {{ font-variant-numeric: tabular-nums }} svg {{ width: 100%; height: auto }} pre {{ white-space: pre-wrap }}
+</style></head><body><h1>{title}</h1>{plots}{sections}</body></html>
 """
 
+Section = str | Mapping[str, Any]  # a text, or the rows of a table: name -> value
 
-def write_report(path: Path, records: list[dict[str, float]], arguments: Mapping[str, Any], *, title: str) -> None:
-    """Writes the page from the records of `metrics.jsonl` and the run's arguments."""
-    train = [record for record in records if "train/loss" in record]
-    valid = [record for record in records if "valid/loss" in record]
+
+def write_report(
+    path: Path,
+    records: list[dict[str, float]],
+    arguments: Mapping[str, Any],
+    *,
+    title: str,
+    sections: Mapping[str, Section] | None = None,
+) -> None:
+    """Writes the page from the records of `metrics.jsonl` and the run's arguments.
+
+    Args:
+        sections: Heading -> text or table, shown between the results and the arguments.
+    """
+    shown = {name: value for name, value in arguments.items() if value is not None}
+    parts = {"Results": _results(records), **(sections or {}), "Arguments": shown}
+    plots = _plots(*(_series(records, kind) for kind in KINDS))
+    page = PAGE.format(title=html.escape(title), plots=plots, sections="".join(map(_section, parts, parts.values())))
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(page, encoding="utf-8", errors="backslashreplace")  # an argument may have a lone surrogate
+    partial.rename(path)
+
+
+KINDS = ("train", "valid", "final")
+
+
+def _series(records: list[dict[str, float]], kind: str) -> list[dict[str, float]]:
+    """Returns the records of "train", "valid" (evaluations at intervals) or "final" (that of all held-out samples)."""
+    return [record for record in records if f"{kind}/loss" in record]
+
+
+def _results(records: list[dict[str, float]]) -> dict[str, str]:
+    train, valid, final = (_series(records, kind) for kind in KINDS)
     results: dict[str, str] = {}
     if train:
         seconds = np.array([record["train/seconds"] for record in train])
@@ -37,18 +67,18 @@ def write_report(path: Path, records: list[dict[str, float]], arguments: Mapping
     if valid:
         best = min(valid, key=lambda record: record["valid/loss"])
         results["best validation loss"] = f"{best['valid/loss']:.4f} at step {best['step']:,.0f}"
-        last = {name.removeprefix("valid/"): value for name, value in valid[-1].items() if name != "step"}
-        results["last validation"] = ", ".join(f"{name} {value:.4f}" for name, value in last.items())
-    shown = {name: str(value) for name, value in arguments.items() if value is not None}
-    page = PAGE.format(
-        title=html.escape(title), plots=_plots(train, valid), results=_table(results), arguments=_table(shown)
-    )
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(page)
-    partial.rename(path)
+        results["last validation"] = _values(valid[-1], "valid/")
+    if final:
+        results["final evaluation"] = _values(final[-1], "final/")
+    return results
 
 
-def _plots(train: list[dict[str, float]], valid: list[dict[str, float]]) -> str:
+def _values(record: dict[str, float], prefix: str) -> str:
+    values = {name.removeprefix(prefix): value for name, value in record.items() if name.startswith(prefix)}
+    return ", ".join(f"{name} {value:.4f}" for name, value in values.items()) + f" at step {record['step']:,.0f}"
+
+
+def _plots(train: list[dict[str, float]], valid: list[dict[str, float]], final: list[dict[str, float]]) -> str:
     """Returns plots of loss, learning rate and gradient norm over the steps, as inline SVG."""
     from matplotlib.figure import Figure  # imported here because only one rank plots
 
@@ -59,10 +89,8 @@ def _plots(train: list[dict[str, float]], valid: list[dict[str, float]]) -> str:
     if len(train):
         loss.plot(steps, values, color="#c9d7ea", linewidth=0.8)
         loss.plot(steps, smoothed(values), color="#5f8fc9", linewidth=1.8, label="training")
-    if valid:
-        at = [record["step"] for record in valid]
-        loss.plot(at, [record["valid/loss"] for record in valid], "o-", color="#14365f", label="validation")
-    if train or valid:
+    _plot_evaluations(loss, valid, final, 1.0)
+    if train or valid or final:
         loss.legend()
     loss.set_ylabel("loss")
     for axes, name, label in zip(others, ("train/lr", "train/grad_norm"), ("learning rate", "grad norm"), strict=True):
@@ -76,30 +104,48 @@ def _plots(train: list[dict[str, float]], valid: list[dict[str, float]]) -> str:
     return buffer.getvalue()[buffer.getvalue().index("<svg") :]
 
 
-def _table(rows: Mapping[str, str]) -> str:
-    cells = "".join(f"<tr><th>{html.escape(n)}</th><td>{html.escape(v)}</td></tr>" for n, v in rows.items())
-    return f"<table>{cells}</table>"
+def _plot_evaluations(axes: Any, valid: list[dict[str, float]], final: list[dict[str, float]], per_step: float) -> None:
+    """Draws the evaluations at intervals as a line and the final one as a point, and writes its value."""
+    if valid:
+        at = [record["step"] * per_step for record in valid]
+        axes.plot(at, [record["valid/loss"] for record in valid], "o-", color="#14365f", label="held-out, at intervals")
+    if final:
+        point = (final[-1]["step"] * per_step, final[-1]["final/loss"])
+        axes.plot(*point, "D", color="#b5532a", label="held-out, final evaluation")
+    elif valid:
+        point = (valid[-1]["step"] * per_step, valid[-1]["valid/loss"])
+    else:
+        return
+    axes.annotate(f"{point[1]:.4f}", point, textcoords="offset points", xytext=(0, 10), ha="right")
+
+
+def _section(heading: str, content: Section) -> str:
+    if isinstance(content, str):
+        body = f"<pre>{html.escape(content)}</pre>"
+    else:
+        rows = ((html.escape(str(name)), html.escape(str(value))) for name, value in content.items())
+        body = "<table>" + "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in rows) + "</table>"
+    return f"<h2>{html.escape(heading)}</h2>{body}"
 
 
 def plot_loss(
-    records: list[dict[str, float]], path: Path, *, tokens_per_step: int, unigram_entropy: float, title: str
+    records: list[dict[str, float]], path: Path, *, tokens_per_step: int, entropy: float, entropy_label: str, title: str
 ) -> None:
-    """Plots the records of `metrics.jsonl` to a PNG. Losses and entropy are in nats per token."""
+    """Plots the records of `metrics.jsonl` to a PNG. Losses and `entropy` are in nats per target token."""
     from matplotlib.figure import Figure  # imported here because only one rank plots
 
-    train = np.array([(r["step"], r["train/loss"]) for r in records if "train/loss" in r])
-    valid = np.array([(r["step"], r["valid/loss"]) for r in records if "valid/loss" in r])
-    tokens = tokens_per_step / 1e6
+    train, valid, final = (_series(records, kind) for kind in KINDS)
+    millions = tokens_per_step / 1e6
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    axes.plot(train[:, 0] * tokens, train[:, 1], color="#c9d7ea", linewidth=0.8)
-    axes.plot(train[:, 0] * tokens, smoothed(train[:, 1]), color="#5f8fc9", linewidth=1.8, label="training")
-    if len(valid):
-        axes.plot(valid[:, 0] * tokens, valid[:, 1], "o-", color="#14365f", label="held-out text")
-        last = (valid[-1, 0] * tokens, valid[-1, 1])
-        axes.annotate(f"{last[1]:.2f}", last, textcoords="offset points", xytext=(0, 10), ha="center")
-    axes.axhline(unigram_entropy, color="#b5532a", linestyle="--", label="unigram entropy of the held-out text")
-    axes.set(xlabel="tokens trained on (millions)", ylabel="loss (nats per token)", title=title)
+    at = [record["step"] * millions for record in train]
+    losses = np.array([record["train/loss"] for record in train])
+    axes.plot(at, losses, color="#c9d7ea", linewidth=0.8)
+    axes.plot(at, smoothed(losses), color="#5f8fc9", linewidth=1.8, label="training")
+    _plot_evaluations(axes, valid, final, millions)
+    axes.axhline(entropy, color="#b5532a", linestyle="--", label=entropy_label)
+    axes.set(xlabel="tokens trained on (millions)", ylabel="loss (nats per token)")
+    axes.set_title(title, parse_math=False)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)

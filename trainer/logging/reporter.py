@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Literal, Protocol, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 LINES_WITHOUT_TERMINAL = 20  # number of progress lines if the output is a file
+
+
+# "valid": an evaluation at an interval. "final": the one at the end, over all held-out samples.
+Evaluation = Literal["valid", "final"]
 
 
 class Sink(Protocol):
@@ -73,7 +77,7 @@ class Reporter(Protocol):
     def __enter__(self) -> Any: ...
     def __exit__(self, *exception: object) -> None: ...
     def training(self, step: int, values: dict[str, float]) -> None: ...
-    def evaluation(self, step: int, values: dict[str, float]) -> None: ...
+    def evaluation(self, step: int, values: dict[str, float], kind: Evaluation = "valid") -> None: ...
     def saved(self, step: int, folder: Path) -> None: ...
     def notice(self, text: str) -> None: ...
 
@@ -115,10 +119,10 @@ class RunReporter:
         if not self._console.is_terminal and (step % every == 0 or step == self._total):
             self._console.print(f"step {step}/{self._total or '?'}  loss {loss:.3f}  {speed:,.0f} tokens/s")
 
-    def evaluation(self, step: int, values: dict[str, float]) -> None:
-        self._log(step, "valid", values)
+    def evaluation(self, step: int, values: dict[str, float], kind: Evaluation = "valid") -> None:
+        self._log(step, kind, values)
         shown = ", ".join(f"{name} {value:.3f}" for name, value in values.items())
-        self._console.print(f"step {step}: held-out {shown}")
+        self._console.print(f"step {step}: {'final ' if kind == 'final' else ''}held-out {shown}")
 
     def saved(self, step: int, folder: Path) -> None:
         self._console.print(f"step {step}: saved {folder}")
@@ -144,7 +148,7 @@ class SilentReporter:
     def training(self, step: int, values: dict[str, float]) -> None:
         pass
 
-    def evaluation(self, step: int, values: dict[str, float]) -> None:
+    def evaluation(self, step: int, values: dict[str, float], kind: Evaluation = "valid") -> None:
         pass
 
     def saved(self, step: int, folder: Path) -> None:
