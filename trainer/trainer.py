@@ -18,6 +18,7 @@ from ..data import Share
 from ..mpu import ParallelMesh
 from .arguments.training_arguments import TrainingArguments
 from .batches.collate import DefaultCollate
+from .batches.dataset_kinds import check_agreement
 from .batches.loss_normalization import LossNormalizer
 from .batches.training_data import make_training_data
 from .checkpointing.model_files import model_files
@@ -199,6 +200,7 @@ class Trainer:
         plain = type(self).validate is Trainer.validate  # an overriding method may use other data and values
         if valid_dataset is not None and plain:
             check_samples(valid_dataset)
+            check_agreement(valid_dataset, self.ranks, name="valid_dataset")
         self.check_arguments(["loss", *metrics] if plain else None)
 
     def _join(self, mesh: ParallelMesh | None) -> tuple[ParallelMesh | None, torch.device]:

@@ -108,7 +108,7 @@ class ResumableLoader:
         order: Callable[[int], int] | None = None,
         seed: int = 1234,
     ) -> None:
-        self.share = share
+        self.dataset, self.share = dataset, share
         self.consumed = consumed
         self.total = total
         self.last: Literal["drop", "pad"] = last

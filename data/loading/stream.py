@@ -165,6 +165,10 @@ class ResumableStream:
         for batch, self._consumed, self._bookmark in loader:
             yield batch
 
+    def peek(self, count: int) -> list[Any]:
+        """Returns the first records of the first epoch, from the beginning."""
+        return [record for record, _ in islice(self.records.read(0, None), count)]
+
     def state_dict(self) -> dict[str, Any]:
         return {"consumed_samples": self._consumed, "bookmark": dict(self._bookmark)}
 

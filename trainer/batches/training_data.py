@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
-
-from ...data import EpochShuffle, IterableRecords, ResumableLoader, ResumableStream, Share
+from ...data import EpochShuffle, ResumableLoader, ResumableStream, Share
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.ranks import Ranks
-from .collate import DefaultCollate, is_table
+from .collate import DefaultCollate
+from .dataset_kinds import check_agreement, check_kind, is_stream, length_of, stream_records
 
 Collate = Callable[[Sequence[Any]], Any]
 
@@ -40,27 +38,29 @@ def make_training_data(
 
     A dataset of known length is shuffled in each epoch. A dataset without a length is read in order, endlessly.
 
-    Raises ValueError if the dataset is of another kind, is empty, or has fewer samples than a global batch, or if
-    `epochs` is set for a dataset without a length.
+    Raises ValueError if the dataset is of another kind, is empty, differs between processes, or has fewer samples than
+    a global batch, or if `epochs` is set for a dataset without a length.
     """
     share = Share(arguments.micro_batch_size, ranks.dp_rank, ranks.dp_size)
     check_kind(dataset)
-    if hasattr(dataset, "load_state_dict") and not hasattr(dataset, "__getitem__"):
+    makes_batches = hasattr(dataset, "load_state_dict") and not hasattr(dataset, "__getitem__")
+    if makes_batches:
         _check_batches(dataset, share, collate, arguments)
+    if not makes_batches or hasattr(dataset, "peek") or isinstance(dataset, ResumableLoader):
+        check_agreement(dataset, ranks, workers=getattr(dataset, "num_workers", arguments.num_workers))
+    if makes_batches:
         return TrainingData(dataset, _steps_of_loader(dataset, arguments, ranks))
     collate = collate or DefaultCollate(pad_token_id)
     workers, seed = arguments.num_workers, arguments.seed
     epochs = None if arguments.train_steps else arguments.epochs
-    global_batch, size = arguments.global_batch(ranks.dp_size), _length(dataset)
+    global_batch, size = arguments.global_batch(ranks.dp_size), length_of(dataset)
     if size is not None:
         check_size(size, global_batch)
     total = None if size is None or epochs is None else size * epochs
     steps = None if total is None else total // global_batch
-    if _is_stream(dataset):
-        records = IterableRecords(lambda epoch: _epoch_of(dataset, epoch))
-        stream = ResumableStream(
-            records, lambda record, generator: record, share, epochs=epochs, num_workers=workers, collate=collate
-        )
+    if is_stream(dataset):
+        records, unchanged = stream_records(dataset), lambda record, generator: record
+        stream = ResumableStream(records, unchanged, share, epochs=epochs, num_workers=workers, collate=collate)
         return TrainingData(stream, steps)
     if size is None and epochs is not None:
         raise ValueError(
@@ -70,41 +70,6 @@ def make_training_data(
     order = None if size is None else EpochShuffle(size, seed)
     loader = ResumableLoader(dataset, share, total=total, order=order, collate=collate, num_workers=workers, seed=seed)
     return TrainingData(loader, steps)
-
-
-def check_kind(dataset: Any) -> None:
-    """Raises ValueError for an object that is not a dataset, or can be read only once."""
-    if isinstance(dataset, Iterator):
-        raise ValueError(
-            f"train_dataset is a {type(dataset).__name__}, which can be read only once; pass an object whose __iter__ "
-            "starts again, such as datasets.IterableDataset.from_generator(function)"
-        )
-    if isinstance(dataset, DataLoader) and not hasattr(dataset, "load_state_dict"):
-        raise ValueError(
-            "train_dataset is a DataLoader, which cannot resume where a run was stopped; pass its dataset as "
-            "train_dataset, and its collate_fn as collate_fn"
-        )
-    readable = (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")) and not is_table(dataset)
-    if not readable or isinstance(dataset, (type, str, bytes, Mapping)):
-        kind = f"the class {dataset.__name__}" if isinstance(dataset, type) else f"a {type(dataset).__name__}"
-        raise ValueError(
-            f"train_dataset is {kind}; use a dataset with __getitem__, an iterable of samples, or a resumable loader "
-            "or stream of batches"
-        )
-
-
-def _is_stream(dataset: Any) -> bool:
-    # torch's IterableDataset, the base class of Hugging Face's, has a __getitem__ that only raises.
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        return True
-    return hasattr(dataset, "__iter__") and not hasattr(dataset, "__len__")
-
-
-def _length(dataset: Any) -> int | None:
-    try:
-        return len(dataset) if hasattr(dataset, "__len__") else None
-    except TypeError:  # torch's ChainDataset over streams has a __len__, but no length
-        return None
 
 
 def check_size(size: int, global_batch: int) -> None:
@@ -134,13 +99,3 @@ def _check_batches(batches: Any, share: Share, collate: Collate | None, argument
 def _steps_of_loader(batches: Any, arguments: TrainingArguments, ranks: Ranks) -> int | None:
     total = getattr(batches, "total", None)
     return None if total is None else total // arguments.global_batch(ranks.dp_size)
-
-
-def _epoch_of(dataset: Any, epoch: int) -> Iterable[Any]:
-    number = getattr(dataset, "_epoch", None)
-    # Hugging Face datasets shares it between workers, which may be in different epochs.
-    if isinstance(number, Tensor) and number.is_shared():
-        dataset._epoch = number.clone()
-    if hasattr(dataset, "set_epoch"):
-        dataset.set_epoch(epoch)
-    return dataset

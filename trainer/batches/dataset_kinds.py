@@ -1,0 +1,177 @@
+"""Tells the kinds of datasets apart, and checks that all processes were given the same data."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from ...data import IterableRecords, ResumableLoader
+from ..checkpointing.random_state import random_state_tensors, restore_random_state, seed_everything
+from ..launch.ranks import Ranks
+from .collate import is_table
+
+COMPARED = 4  # records of a stream
+UNDIVIDED = (
+    "pass the same, undivided data on every process (no rank and world_size, split_dataset_by_node or "
+    "DistributedSampler; a fixed seed if it is shuffled): the trainer gives each process its part"
+)
+
+
+def check_kind(dataset: Any) -> None:
+    """Raises ValueError for an object that is not a dataset, or can be read only once."""
+    if isinstance(dataset, Iterator):
+        raise ValueError(
+            f"train_dataset is a {type(dataset).__name__}, which can be read only once; pass an object whose __iter__ "
+            "starts again, such as datasets.IterableDataset.from_generator(function)"
+        )
+    if isinstance(dataset, DataLoader) and not hasattr(dataset, "load_state_dict"):
+        raise ValueError(
+            "train_dataset is a DataLoader, which cannot resume where a run was stopped; pass its dataset as "
+            "train_dataset, and its collate_fn as collate_fn"
+        )
+    readable = (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")) and not is_table(dataset)
+    if not readable or isinstance(dataset, (type, str, bytes, Mapping)):
+        kind = f"the class {dataset.__name__}" if isinstance(dataset, type) else f"a {type(dataset).__name__}"
+        raise ValueError(
+            f"train_dataset is {kind}; use a dataset with __getitem__, an iterable of samples, or a resumable loader "
+            "or stream of batches"
+        )
+
+
+def is_stream(dataset: Any) -> bool:
+    """Returns whether samples can be read in order only."""
+    # torch's IterableDataset, the base class of Hugging Face's, has a __getitem__ that only raises.
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        return True
+    return hasattr(dataset, "__iter__") and not hasattr(dataset, "__len__")
+
+
+def length_of(dataset: Any) -> int | None:
+    try:
+        return len(dataset) if hasattr(dataset, "__len__") else None
+    except TypeError:  # torch's ChainDataset over streams has a __len__, but no length
+        return None
+
+
+def stream_records(dataset: Any) -> IterableRecords:
+    """Returns the records of an iterable dataset, which is told the epoch if it has a `set_epoch`."""
+    return IterableRecords(lambda epoch: _epoch_of(dataset, epoch))
+
+
+def _epoch_of(dataset: Any, epoch: int) -> Iterable[Any]:
+    number = getattr(dataset, "_epoch", None)
+    # Hugging Face datasets shares it between workers, which may be in different epochs.
+    if isinstance(number, Tensor) and number.is_shared():
+        dataset._epoch = number.clone()
+    if hasattr(dataset, "set_epoch"):
+        dataset.set_epoch(epoch)
+    return dataset
+
+
+def check_agreement(dataset: Any, ranks: Ranks, *, name: str = "train_dataset", workers: int = 0) -> None:
+    """Raises ValueError on every process if their data differs, or a stream that several read is not repeatable.
+
+    Every process reads a whole stream and keeps its part, so the first records must be equal. Of a map-style dataset
+    the length and three samples are compared. The global random generators are left as they were.
+
+    Args:
+        workers: processes that read the data for each rank.
+    """
+    if max(1, workers) * ranks.world_size == 1:
+        return
+    streams = hasattr(dataset, "peek") or (is_stream(dataset) and not isinstance(dataset, ResumableLoader))
+    # Randomness from the global generators must not change the order of a stream. Samples of a map-style dataset may
+    # depend on it, so that they are compared under the same seed.
+    state = random_state_tensors()
+    try:
+        own: Any = []
+        for seed in (0, 1 if streams else 0):
+            seed_everything(seed)
+            own.append(_first_of_stream(dataset) if streams else _some_samples(dataset))
+    except Exception as error:  # the other processes wait for this one
+        own = error
+    finally:
+        restore_random_state(state)
+    parts = getattr(getattr(dataset, "_distributed", None), "world_size", 1)  # of split_dataset_by_node
+    found = ranks.gather((f"{type(own).__name__}: {own}" if isinstance(own, Exception) else own, parts))
+    if isinstance(own, Exception):
+        raise own
+    problem = _disagreement(found, streams, one_model=ranks.dp_size < ranks.world_size)
+    if problem:
+        raise ValueError(f"{name} {problem}")
+
+
+def _disagreement(found: list[tuple[Any, int]], streams: bool, *, one_model: bool) -> str | None:
+    """Returns what is wrong with (readings or an error, parts) of all processes, or None."""
+    for process, (readings, parts) in enumerate(found):
+        if isinstance(readings, str):
+            return f"cannot be read on process {process}: {readings}"
+        if parts > 1 and len(found) > 1:
+            return f"was divided into {parts} parts by split_dataset_by_node; {UNDIVIDED}"
+    random = any(first != second for (first, second), _ in found)
+    if random and streams:
+        return (
+            "gave other records when it was read again, but several processes read it; it must give the same records "
+            "in each epoch's __iter__, so its randomness may depend on the epoch alone (set_epoch); random changes of "
+            "samples belong into collate_fn"
+        )
+    first = found[0][0][0]
+    other = next((process for process, (readings, _) in enumerate(found) if readings[0] != first), None)
+    # Replicas may draw different random changes of a sample, but the parts of one model need the same.
+    if other is None or (random and not one_model):
+        return None
+    lengths = f" (of {first[0]} and {found[other][0][0][0]} samples)" if first[0] != found[other][0][0][0] else ""
+    return f"is not the same on process 0 and process {other}{lengths}; {UNDIVIDED}"
+
+
+def _first_of_stream(dataset: Any) -> tuple[None, str]:
+    if hasattr(dataset, "peek"):
+        return None, _digest(dataset.peek(COMPARED))
+    return None, _digest([record for record, _ in islice(stream_records(dataset).read(0, None), COMPARED)])
+
+
+def _some_samples(dataset: Any) -> tuple[int | None, str]:
+    """Returns the length of a map-style dataset, and a digest of its first, middle and last sample."""
+    total = None
+    if isinstance(dataset, ResumableLoader):
+        dataset, total = dataset.dataset, dataset.total
+    size = length_of(dataset)
+    size = total if size is None else size
+    numbers = {0} if size is None else {0, size // 2, size - 1} if size else set()
+    return size, _digest([dataset[number] for number in sorted(numbers)])
+
+
+def _digest(value: Any) -> str:
+    """Returns a hash of numbers and texts in nested containers. Of other objects only the type counts."""
+    found = hashlib.blake2b(digest_size=16)
+    for part in _parts(value):
+        found.update(part)
+    return found.hexdigest()
+
+
+def _parts(value: Any) -> Iterator[bytes]:
+    if isinstance(value, Tensor):
+        value = value.detach().float() if value.is_floating_point() else value.detach()
+        value = value.cpu().numpy()
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype != object:
+        yield f"array {value.dtype} {value.shape}".encode()
+        yield value.tobytes()
+    elif isinstance(value, Mapping):
+        yield f"map {len(value)}".encode()
+        for name in sorted(value, key=str):
+            yield repr(name).encode()
+            yield from _parts(value[name])
+    elif isinstance(value, (list, tuple)):
+        yield f"list {len(value)}".encode()
+        for entry in value:
+            yield from _parts(entry)
+    elif value is None or isinstance(value, (str, bytes, bool, int, float)):
+        yield repr(value).encode()
+    else:
+        yield type(value).__name__.encode()
