@@ -20,7 +20,7 @@ from ..data.text.documents import SourceReport, fail_on_bad, iter_documents, ski
 from ..data.text.entropy import token_counts
 from ..data.text.prepare import PrepareOptions, PrepareProgress, PrepareReport, prepare_dataset
 from ..data.tokenizers.tokenizer import load_tokenizer
-from ..data.tokenizers.training import train_byte_level_bpe, train_sentencepiece, train_wordpiece
+from ..data.tokenizers.training import TokenizerKind, train_tokenizer
 
 
 @dataclass(frozen=True)
@@ -123,14 +123,14 @@ class Split:
 
 @dataclass(frozen=True)
 class TrainTokenizer:
-    """Train a tokenizer: byte-level BPE (GPT-2's), SentencePiece unigram (T5's) or WordPiece (BERT's)."""
+    """Train a tokenizer: byte-level BPE, SentencePiece unigram (T5's) or WordPiece (BERT's)."""
 
     output: Path
     """Folder to write; transformers' AutoTokenizer can load it."""
     input: tuple[Path, ...] = field(default=())
     """Texts, as for `prepare`."""
-    kind: Literal["bpe", "sentencepiece", "wordpiece"] = "bpe"
-    """Kind of tokenizer."""
+    kind: TokenizerKind = "bpe"
+    """Kind of tokenizer; roberta and glm are byte-level BPEs with the special tokens of those models."""
     vocab_size: int = 32000
     """Number of entries."""
     text_key: str = "text"
@@ -140,8 +140,7 @@ class TrainTokenizer:
         source = None if not self.input else self.input[0] if len(self.input) == 1 else list(self.input)
         report = SourceReport()
         texts = iter_documents(source, text_key=self.text_key, on_bad=skip_bad, report=report)
-        trainers = {"bpe": train_byte_level_bpe, "sentencepiece": train_sentencepiece, "wordpiece": train_wordpiece}
-        tokenizer = trainers[self.kind](texts, self.vocab_size, self.output)
+        tokenizer = train_tokenizer(self.kind, texts, self.vocab_size, self.output)
         console.print(f"{self.output}: {tokenizer.vocab_size} entries from {report.documents} documents")
         _print_bad(console, report)
 

@@ -51,8 +51,9 @@ if TYPE_CHECKING:
     from .text.sources import python_stdlib
     from .tokenizers.glm_tokens import GLMTokens, glm_token_ids, glm_tokenizer
     from .tokenizers.sentinels import add_sentinels, sentinel_ids
-    from .tokenizers.tokenizer import Tokenizer, load_tokenizer
-    from .tokenizers.training import train_byte_level_bpe, train_sentencepiece, train_wordpiece
+    from .tokenizers.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
+    from .tokenizers.training import train_byte_level_bpe, train_sentencepiece, train_tokenizer, train_wordpiece
+    from .tokenizers.vocabulary import Vocabulary
 
 # fmt: off
 _NAMES = {
@@ -87,22 +88,24 @@ _NAMES = {
     "text.sources": ("python_stdlib",),
     "tokenizers.glm_tokens": ("GLMTokens", "glm_token_ids", "glm_tokenizer"),
     "tokenizers.sentinels": ("add_sentinels", "sentinel_ids"),
-    "tokenizers.tokenizer": ("Tokenizer", "load_tokenizer"),
-    "tokenizers.training": ("train_byte_level_bpe", "train_sentencepiece", "train_wordpiece"),
+    "tokenizers.tokenizer": ("Tokenizer", "load_tokenizer", "save_tokenizer"),
+    "tokenizers.training": ("train_byte_level_bpe", "train_sentencepiece", "train_tokenizer", "train_wordpiece"),
+    "tokenizers.vocabulary": ("Vocabulary",),
 }
 __all__ = [
     "LIBAI_MT5", "BlankInfilling", "BlockDataset", "Corpus", "DocumentRecords", "EpochShuffle", "GLMDataset",
-    "GLMMixture", "GLMObjective", "GLMTokens", "GPTDataset", "GPTObjective", "IndexedDataset",
-    "IndexedDatasetWriter", "IterableRecords", "LengthBuckets", "Masking", "NextSentenceObjective", "Objective",
-    "ObjectiveDataset", "PackedDataset", "PackedTokens", "PadBatch", "PrefixLM", "PrefixLMObjective",
-    "PrepareOptions", "PrepareReport", "PretrainingData", "PromptDataset", "ResumableLoader", "ResumableStream",
-    "RobertaObjective", "SentenceOrderObjective", "SentencePairDataset", "SentencePairs", "Seq2SeqDataset", "Share",
-    "SourceReport", "SpanCorruption", "T5Objective", "Tokenizer", "WriterState", "add_sentinels", "build_dataset",
+    "GLMMixture", "GLMObjective", "GLMTokens", "GPTDataset", "GPTObjective", "IndexedDataset", "IndexedDatasetWriter",
+    "IterableRecords", "LengthBuckets", "Masking", "NextSentenceObjective", "Objective", "ObjectiveDataset",
+    "PackedDataset", "PackedTokens", "PadBatch", "PrefixLM", "PrefixLMObjective", "PrepareOptions", "PrepareReport",
+    "PretrainingData", "PromptDataset", "ResumableLoader", "ResumableStream", "RobertaObjective",
+    "SentenceOrderObjective", "SentencePairDataset", "SentencePairs", "Seq2SeqDataset", "Share", "SourceReport",
+    "SpanCorruption", "T5Objective", "Tokenizer", "Vocabulary", "WriterState", "add_sentinels", "build_dataset",
     "build_loader", "dtype_for_vocabulary", "fail_on_bad", "find_objective", "glm_token_ids", "glm_tokenizer",
     "iter_documents", "load_pairs", "load_tokenizer", "masked_dataset", "merge_datasets", "objective",
-    "objective_names", "pack_lengths", "prepare_corpus", "prepare_dataset", "python_stdlib", "sentence_end_ids",
-    "sentinel_ids", "skip_bad", "span_corruption_dataset", "split_dataset", "split_sentences", "token_counts",
-    "train_byte_level_bpe", "train_sentencepiece", "train_wordpiece", "unigram_entropy",
+    "objective_names", "pack_lengths", "prepare_corpus", "prepare_dataset", "python_stdlib", "save_tokenizer",
+    "sentence_end_ids", "sentinel_ids", "skip_bad", "span_corruption_dataset", "split_dataset", "split_sentences",
+    "token_counts", "train_byte_level_bpe", "train_sentencepiece", "train_tokenizer", "train_wordpiece",
+    "unigram_entropy",
 ]
 # fmt: on
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}

@@ -104,3 +104,10 @@ def _check_config(path: Path, values: dict[str, Any]) -> None:
     count = values.get("extra_ids", 0)
     if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MOST_SENTINELS:
         raise ValueError(f"{path}: extra_ids must be an integer from 0 to {MOST_SENTINELS:,}, not {count!r:.100}")
+    named = values.get("added_tokens_decoder") or {}
+    if not isinstance(named, dict) or not all(
+        index.isdecimal() and isinstance(token, dict) and isinstance(token.get("content"), str)
+        for index, token in named.items()
+    ):
+        raise ValueError(f"{path}: added_tokens_decoder must map ids to objects with a content, not {named!r:.100}")
+    _check_ids(path, {token["content"]: int(index) for index, token in named.items()})

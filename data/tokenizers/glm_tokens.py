@@ -11,12 +11,12 @@ GLMVocabulary = Literal["bert", "gpt2", "roberta", "chinese", "chinese-10b"]
 DEFAULT_VOCABULARY: GLMVocabulary = "gpt2"
 
 # Order in which the reference appends tokens to a base vocabulary; the last three only if they are switched on.
-_APPENDED: dict[str, tuple[str, ...]] = {
+_APPENDED: dict[GLMVocabulary, tuple[str, ...]] = {
     "bert": ("sop", "eop", "gmask", "smask", "dblock"),
     "gpt2": ("sop", "eop", "cls", "mask", "sep", "unk", "gmask", "smask", "dblock"),
     "roberta": ("sop", "eop", "gmask", "smask", "dblock"),
 }
-_OWN: dict[str, dict[str, str]] = {  # roles of tokens of the base vocabulary
+_OWN: dict[GLMVocabulary, dict[str, str]] = {  # roles of tokens of the base vocabulary
     "bert": {"eos": "[PAD]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]", "unk": "[UNK]"},
     "gpt2": {"eos": "<|endoftext|>"},
     "roberta": {"eos": "</s>", "cls": "<s>", "sep": "</s>", "mask": "<mask>", "unk": "<unk>"},
@@ -33,6 +33,7 @@ TOKEN_NAMES = {
     "dblock": "[dBLOCK]",
     "eos": "<|endoftext|>",
 }
+_HOLE = "<|unused_5|>"  # the id that the Chinese vocabularies leave out
 # Offsets from the size of the Chinese SentencePiece vocabulary (50000). The reference gave sop and eop the
 # counter + 1 and + 2, but moved the counter by 3 only after a fix; the 10B model came before the fix, so its gMASK
 # is the same token as eop.
@@ -119,6 +120,18 @@ def glm_tokenizer(tokenizer: Tokenizer, family: GLMVocabulary) -> GLMTokens:
     tokens = glm_token_ids(base, family, own)
     tokenizer.add_tokens(names)
     return tokens
+
+
+def find_glm_vocabulary(tokenizer: Tokenizer) -> GLMVocabulary | None:
+    """Returns the vocabulary that a tokenizer's special tokens belong to; None unless it has all of them.
+
+    The Chinese vocabularies cannot be told apart by their tokens, and are not found.
+    """
+    for family, appended in _APPENDED.items():
+        names = [*_OWN[family].values(), *(TOKEN_NAMES[role] for role in appended)]
+        if all(tokenizer.token_to_id(name) is not None for name in names) and not tokenizer.token_to_id(_HOLE):
+            return family
+    return None
 
 
 def _base_size(tokenizer: Tokenizer, appended: set[str]) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,10 @@ from .files import check_tokenizer_file, check_tokenizer_folder, library_errors
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 T5_SENTINELS = 100
 PROBE = "A word, \u4f60"  # a text that a tokenizer must be able to encode when it is loaded
+TOKENIZER_JSON = "tokenizer.json"
+CONFIG = "tokenizer_config.json"
 SENTENCEPIECE_FILES = ("spiece.model", "sentencepiece.bpe.model", "tokenizer.model")
+SIDE_FILES = (CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 
 class Tokenizer(ABC):
@@ -43,8 +49,20 @@ class Tokenizer(ABC):
     def add_tokens(self, tokens: Sequence[str]) -> None:
         """Appends special tokens to the vocabulary; existing ones keep their ids."""
 
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Writes the files of `save_tokenizer` to an existing folder."""
+
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
+
+    def tokens(self, size: int) -> list[str | None]:
+        """Returns the tokens of the ids below `size`; None for an id that has none."""
+        found: list[str | None] = [None] * size
+        for index in range(min(size, self.vocab_size)):
+            with suppress(ValueError):  # vocabularies may have holes
+                found[index] = self.id_to_token(index)
+        return found
 
     def special_id(self, name: str) -> int:
         """Returns the id of a special token such as "eos_token". ValueError if the tokenizer has none."""
@@ -52,6 +70,10 @@ class Tokenizer(ABC):
             known = ", ".join(f"{key}={value}" for key, value in self.special.items()) or "none"
             raise ValueError(f"this tokenizer has no {name}; its special tokens are {known}")
         return self.special[name]
+
+    def special_tokens(self) -> dict[str, str]:
+        """Returns the special tokens by their Hugging Face name, as tokenizer_config.json has them."""
+        return {name: self.id_to_token(index) for name, index in self.special.items()}
 
     @property
     def eos_token_id(self) -> int:
@@ -114,6 +136,20 @@ class FastTokenizer(Tokenizer):
             raise ValueError(f"token id {index} is not in the vocabulary of {self.vocab_size}")
         return token
 
+    def tokens(self, size: int) -> list[str | None]:
+        return list(map(self.backend.id_to_token, range(size)))
+
+    def save(self, folder: Path) -> None:
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens(), **_config_beside(self.file)}
+        if self.vocab_size == FastTokenizer(self.file).vocab_size:
+            _copy_files(self.file, folder / TOKENIZER_JSON, SIDE_FILES + SENTENCEPIECE_FILES)
+        else:
+            self.backend.save(str(folder / TOKENIZER_JSON))
+            config.pop("added_tokens_decoder", None)  # it would hide the tokens that tokenizer.json has now
+            write_config(folder, config)
+        if not (folder / CONFIG).exists():
+            write_config(folder, config)
+
 
 class SentencePieceTokenizer(Tokenizer):
     """Reads a SentencePiece `.model` and applies its normalization; added tokens follow its pieces."""
@@ -173,6 +209,18 @@ class SentencePieceTokenizer(Tokenizer):
         self.added += [token for token in dict.fromkeys(tokens) if self.token_to_id(token) is None]
         self.vocab_size = self.pieces + len(self.added)
 
+    def save(self, folder: Path) -> None:
+        copied = folder / SENTENCEPIECE_FILES[0]
+        _copy_files(self.file, copied, SIDE_FILES)
+        read_back = _sentencepiece(copied)
+        if (folder / CONFIG).exists() and read_back is not None and read_back.added == self.added:
+            return
+        config = {"tokenizer_class": "T5Tokenizer", **self.special_tokens(), **_config_beside(self.file)}
+        config["extra_ids"] = sentinels = sum(token in self.added for token in t5_sentinel_names(len(self.added)))
+        others = enumerate(self.added[sentinels:], self.pieces + sentinels)
+        config["added_tokens_decoder"] = {str(index): {"content": token, "special": True} for index, token in others}
+        write_config(folder, config)
+
 
 class TransformersTokenizer(Tokenizer):
     """Reads any other folder that `transformers.AutoTokenizer` supports."""
@@ -203,6 +251,9 @@ class TransformersTokenizer(Tokenizer):
     def id_to_token(self, index: int) -> str:
         return self.backend.convert_ids_to_tokens(index)
 
+    def save(self, folder: Path) -> None:
+        self.backend.save_pretrained(str(folder))
+
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Reads a tokenizer from a `tokenizer.json`, a SentencePiece `.model`, or a folder with one; downloads nothing."""
@@ -213,12 +264,27 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         return SentencePieceTokenizer(path) if path.suffix == ".model" else _fast(path, path.parent)
     if not path.is_dir():
         raise ValueError(f"{path} does not exist; give a tokenizer.json, a SentencePiece .model, or a folder with one")
-    if (path / "tokenizer.json").is_file():
-        return _fast(path / "tokenizer.json", path)
+    if (path / TOKENIZER_JSON).is_file():
+        return _fast(path / TOKENIZER_JSON, path)
     for name in SENTENCEPIECE_FILES:
-        if (path / name).is_file() and (added := _behind_sentencepiece(path)) is not None:
-            return SentencePieceTokenizer(path / name, added)
+        if (path / name).is_file() and (found := _sentencepiece(path / name)) is not None:
+            return found
     return TransformersTokenizer(path)
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: str | Path) -> None:
+    """Writes a tokenizer and the tokens added to it, so that `load_tokenizer` and transformers read them.
+
+    The files of a tokenizer to which nothing was added are copied unchanged.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(folder)
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> None:
+    """Writes a folder's tokenizer_config.json."""
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def load_transformers_tokenizer(folder: Path) -> Any:
@@ -240,17 +306,30 @@ def t5_sentinel_names(count: int = T5_SENTINELS) -> list[str]:
     return [f"<extra_id_{number}>" for number in reversed(range(count))]
 
 
-def _behind_sentencepiece(folder: Path) -> list[str] | None:
-    """Returns the tokens that follow the pieces of a folder's model; None if its vocabulary differs in other ways."""
-    config = folder / "tokenizer_config.json"
-    if not config.is_file():
-        return []
-    values = read_json_object(config)
-    kind = str(values.get("tokenizer_class", "")).removesuffix("Fast")
+def _sentencepiece(file: Path) -> SentencePieceTokenizer | None:
+    """Reads a folder's model and the tokens that follow its pieces; None if its vocabulary differs in other ways."""
+    values = _config_beside(file)
+    kind = str(values.get("tokenizer_class", "")).removesuffix("Fast") if values else "MT5Tokenizer"
     sentinels = {"T5Tokenizer": T5_SENTINELS, "MT5Tokenizer": 0}
     if kind not in sentinels:
         return None
-    return t5_sentinel_names(values.get("extra_ids", sentinels[kind]))
+    tokenizer = SentencePieceTokenizer(file, t5_sentinel_names(values.get("extra_ids", sentinels[kind])))
+    named = {int(index): token["content"] for index, token in (values.get("added_tokens_decoder") or {}).items()}
+    tokenizer.add_tokens([named[index] for index in sorted(named)])
+    return tokenizer if all(tokenizer.token_to_id(token) == index for index, token in named.items()) else None
+
+
+def _config_beside(file: Path) -> dict[str, Any]:
+    config = file.with_name(CONFIG)
+    return read_json_object(config) if config.is_file() else {}
+
+
+def _copy_files(file: Path, target: Path, beside: Sequence[str]) -> None:
+    """Copies a tokenizer's file, and those of its folder that are named in `beside`, to the folder of `target`."""
+    names = {target.name: file} | {name: file.with_name(name) for name in beside}
+    for name, path in names.items():
+        if path.is_file() and path.resolve() != (copy := target.with_name(name)).resolve():
+            shutil.copyfile(path, copy)
 
 
 def _fast(file: Path, folder: Path) -> FastTokenizer:

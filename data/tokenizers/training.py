@@ -1,18 +1,31 @@
-"""Trains tokenizers: byte-level BPE (as GPT-2's), WordPiece (as BERT's) and SentencePiece unigram (as T5's)."""
+"""Trains tokenizers: byte-level BPE (as GPT-2's, RoBERTa's and GLM's), WordPiece (BERT's) and SentencePiece (T5's)."""
 
 from __future__ import annotations
 
 import io
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar, get_args
 
+from .glm_tokens import TOKEN_NAMES, glm_tokenizer
 from .sentinels import T5_SENTINELS
-from .tokenizer import FastTokenizer, SentencePieceTokenizer, load_tokenizer
+from .tokenizer import FastTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer, save_tokenizer, write_config
+
+TokenizerKind = Literal["bpe", "roberta", "wordpiece", "sentencepiece", "glm"]
+TOKENIZER_KINDS: tuple[TokenizerKind, ...] = get_args(TokenizerKind)
+AnyTokenizer = TypeVar("AnyTokenizer", bound=Tokenizer)
 
 END_OF_TEXT = "<|endoftext|>"
-LEAST_BPE_VOCABULARY = 257  # every byte, and the end-of-text token
+BYTES = 256
+ROBERTA_TOKENS = {
+    "bos_token": "<s>",
+    "cls_token": "<s>",
+    "pad_token": "<pad>",
+    "eos_token": "</s>",
+    "sep_token": "</s>",
+    "unk_token": "<unk>",
+    "mask_token": "<mask>",
+}
 BERT_TOKENS = {
     "pad_token": "[PAD]",
     "unk_token": "[UNK]",
@@ -20,6 +33,22 @@ BERT_TOKENS = {
     "sep_token": "[SEP]",
     "mask_token": "[MASK]",
 }
+
+
+def train_tokenizer(
+    kind: TokenizerKind, documents: Iterable[str], vocab_size: int, output_dir: str | Path
+) -> Tokenizer:
+    """Trains a tokenizer of a family's kind and saves it; see the function of each kind."""
+    trainers = {
+        "bpe": train_byte_level_bpe,
+        "roberta": train_roberta_bpe,
+        "wordpiece": train_wordpiece,
+        "sentencepiece": train_sentencepiece,
+        "glm": train_glm_bpe,
+    }
+    if kind not in trainers:
+        raise ValueError(f"no tokenizer of the kind {kind!r} can be trained; use one of {', '.join(trainers)}")
+    return trainers[kind](documents, vocab_size, output_dir)
 
 
 def train_byte_level_bpe(
@@ -30,23 +59,66 @@ def train_byte_level_bpe(
     `<|endoftext|>` has id 0 and is the beginning-of-sequence, end-of-sequence and unknown token. The vocabulary is
     smaller than `vocab_size` if the text has too few pairs. Any text can be encoded, and decoding restores it exactly.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from tokenizers import processors
 
-    if vocab_size < LEAST_BPE_VOCABULARY:
-        raise ValueError(f"a byte-level vocabulary needs at least {LEAST_BPE_VOCABULARY} entries, not {vocab_size}")
+    tokenizer = _byte_level_bpe(documents, vocab_size, [END_OF_TEXT], progress=progress)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    return _save(tokenizer, Path(output_dir), dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT))
+
+
+def train_roberta_bpe(documents: Iterable[str], vocab_size: int, output_dir: str | Path) -> FastTokenizer:
+    """Trains a byte-level BPE with RoBERTa's special tokens and saves it so that transformers loads it as RoBERTa's.
+
+    `<s>`, `<pad>`, `</s>` and `<unk>` have the ids 0 to 3, `<mask>` the last one. `<mask>` takes the white space
+    before it, as in the published vocabulary.
+    """
+    from tokenizers import AddedToken, processors
+
+    first = list(dict.fromkeys(ROBERTA_TOKENS.values()))[:-1]
+    tokenizer = _byte_level_bpe(documents, vocab_size, first, behind=1)
+    mask = AddedToken(ROBERTA_TOKENS["mask_token"], lstrip=True, normalized=False, special=True)
+    tokenizer.add_special_tokens([mask])
+    sep, cls = ((name, first.index(name)) for name in ("</s>", "<s>"))
+    tokenizer.post_processor = processors.RobertaProcessing(sep, cls, trim_offsets=True, add_prefix_space=False)
+    return _save(tokenizer, Path(output_dir), ROBERTA_TOKENS, "RobertaTokenizer")
+
+
+def train_glm_bpe(documents: Iterable[str], vocab_size: int, output_dir: str | Path) -> FastTokenizer:
+    """Trains a byte-level BPE, appends GLM's special tokens to it and saves it for transformers.
+
+    `<|endoftext|>` has id 0. `glm_tokenizer(tokenizer, "gpt2")` finds the special tokens, which are the last ids, in
+    the order of the released English models.
+    """
+    names = {role: TOKEN_NAMES[role] for role in ("eos", "cls", "sep", "mask", "unk")}
+    roles = {f"{role}_token": token for role, token in names.items()} | {"pad_token": END_OF_TEXT}
+    folder = Path(output_dir)
+    bpe = _save(_byte_level_bpe(documents, vocab_size, [END_OF_TEXT], behind=len(TOKEN_NAMES) - 1), folder, roles)
+    glm_tokenizer(bpe, "gpt2")
+    save_tokenizer(bpe, folder)
+    return _reloaded(folder, FastTokenizer)
+
+
+def _byte_level_bpe(
+    documents: Iterable[str], vocab_size: int, special: Sequence[str], *, behind: int = 0, progress: bool = False
+) -> Any:
+    """Trains a byte-level BPE of `vocab_size - behind` entries, which begin with the special tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    least = BYTES + len(special) + behind
+    if vocab_size < least:
+        raise ValueError(f"a byte-level vocabulary needs at least {least} entries, not {vocab_size}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=vocab_size - behind,
         min_frequency=2,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=progress,
     )
     tokenizer.train_from_iterator(_not_empty(documents), trainer)
-    return _save(tokenizer, Path(output_dir), dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT))
+    return tokenizer
 
 
 def train_wordpiece(
@@ -80,19 +152,25 @@ def train_wordpiece(
     return _save(tokenizer, Path(output_dir), BERT_TOKENS)
 
 
-def _save(tokenizer: Any, folder: Path, special: dict[str, str]) -> FastTokenizer:
+def _save(
+    tokenizer: Any, folder: Path, special: dict[str, str], tokenizer_class: str = "PreTrainedTokenizerFast"
+) -> FastTokenizer:
     """Writes the files that transformers reads, and loads them."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+        "tokenizer_class": tokenizer_class,
         **special,
         "clean_up_tokenization_spaces": False,
         "model_max_length": int(1e30),
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_config(folder, config)
+    return _reloaded(folder, FastTokenizer)
+
+
+def _reloaded(folder: Path, kind: type[AnyTokenizer]) -> AnyTokenizer:
     loaded = load_tokenizer(folder)
-    assert isinstance(loaded, FastTokenizer)
+    assert isinstance(loaded, kind)
     return loaded
 
 
@@ -105,7 +183,7 @@ def _not_empty(documents: Iterable[str]) -> Iterator[str]:
         raise ValueError("cannot train a tokenizer: the corpus has no document with text")
 
 
-LEAST_VOCABULARY = 256 + 3 + 1  # bytes, special pieces, one more
+LEAST_VOCABULARY = BYTES + 3 + 1  # bytes, special pieces, one more
 SENTENCE_BYTES = 4000  # the trainer skips longer pieces of text (its limit is 4192 bytes)
 
 
@@ -156,10 +234,8 @@ def train_sentencepiece(
         "eos_token": "</s>",
         "unk_token": "<unk>",
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    loaded = load_tokenizer(folder)
-    assert isinstance(loaded, SentencePieceTokenizer)
-    return loaded
+    write_config(folder, config)
+    return _reloaded(folder, SentencePieceTokenizer)
 
 
 def _sentences(documents: Iterable[str]) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ...data.tokenizers.glm_tokens import GLMTokens, GLMVocabulary, glm_tokenizer
+from ...data.tokenizers.glm_tokens import GLMTokens, GLMVocabulary, find_glm_vocabulary, glm_tokenizer
 from ...data.tokenizers.tokenizer import load_tokenizer
 
 _VOCABULARIES: dict[int, GLMVocabulary] = {30522: "bert", 50257: "gpt2", 50265: "roberta", 50000: "chinese"}
@@ -17,12 +17,13 @@ class GLMText:
 
     Args:
         folder: The folder with the tokenizer's files.
-        vocabulary: The vocabulary that GLM's special tokens extend. None finds a released vocabulary by its size;
-            that of glm-10b-chinese must be named.
+        vocabulary: The vocabulary that GLM's special tokens extend. None finds it by the special tokens, or a released
+            vocabulary by its size; that of glm-10b-chinese must be named.
     """
 
     def __init__(self, folder: Path, vocabulary: GLMVocabulary | None = None) -> None:
         self.tokenizer = load_tokenizer(folder)
+        vocabulary = vocabulary or find_glm_vocabulary(self.tokenizer)
         vocabulary = vocabulary or _VOCABULARIES.get(self.tokenizer.vocab_size)
         if vocabulary is None:
             raise ValueError(

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
+import shutil
+import time
 
 import numpy as np
 import pytest
+import tokenizers
 
 from shardzoo.data import (
+    Vocabulary,
     add_sentinels,
     glm_token_ids,
     glm_tokenizer,
     load_tokenizer,
+    save_tokenizer,
     sentence_end_ids,
     sentinel_ids,
     split_sentences,
     train_byte_level_bpe,
     train_sentencepiece,
+    train_tokenizer,
     train_wordpiece,
 )
-from shardzoo.data.tokenizers.glm_tokens import gmask_from_hf
+from shardzoo.data.tokenizers.glm_tokens import find_glm_vocabulary, gmask_from_hf
+from shardzoo.data.tokenizers.training import TOKENIZER_KINDS
+from shardzoo.models.glm.text import GLMText
 
 
 @pytest.fixture(scope="module")
@@ -242,3 +251,176 @@ def test_too_little_to_train_on_is_named(tmp_path):
     for train in (train_byte_level_bpe, train_sentencepiece):
         with pytest.raises(ValueError, match="no document with text"):
             train([], 300, tmp_path)
+    for kind in ("roberta", "glm"):
+        with pytest.raises(ValueError, match="entries, not 260"):
+            train_tokenizer(kind, ["a"], 260, tmp_path)
+    with pytest.raises(ValueError, match="'xlnet' can be trained; use one of bpe, roberta"):
+        train_tokenizer("xlnet", ["a"], 300, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def trained(texts, tmp_path_factory):
+    """A trained tokenizer's folder of each kind; the vocabularies have 320 entries, SentencePiece's sentinels apart."""
+    root = tmp_path_factory.mktemp("kinds")
+    for kind in TOKENIZER_KINDS:
+        train_tokenizer(kind, texts, 320, root / kind)
+    return root
+
+
+@pytest.mark.parametrize("kind", TOKENIZER_KINDS)
+def test_transformers_loads_each_trained_kind(kind, trained, texts):
+    from transformers import AutoTokenizer
+
+    mine, reference = load_tokenizer(trained / kind), AutoTokenizer.from_pretrained(trained / kind)
+    assert mine.vocab_size == len(reference)
+    if kind != "wordpiece":  # it runs out of pairs
+        assert mine.vocab_size == (420 if kind == "sentencepiece" else 320)
+    assert reference.convert_ids_to_tokens(list(range(len(reference)))) == mine.tokens(len(reference))
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token", "cls_token", "sep_token", "mask_token"):
+        assert mine.special.get(name) == getattr(reference, f"{name}_id")
+    for text in texts[:5]:
+        assert reference(text, add_special_tokens=False).input_ids == mine.encode(text)
+
+
+def test_robertas_tokens_have_robertas_places(trained):
+    from transformers import AutoTokenizer, RobertaTokenizer
+
+    reference = AutoTokenizer.from_pretrained(trained / "roberta")
+    assert isinstance(reference, RobertaTokenizer)
+    assert reference.convert_ids_to_tokens([0, 1, 2, 3, len(reference) - 1]) == [
+        "<s>",
+        "<pad>",
+        "</s>",
+        "<unk>",
+        "<mask>",
+    ]
+    ids = reference("of the <mask> of", "the").input_ids
+    assert reference.decode(ids) == "<s>of the<mask> of</s></s>the</s>"
+    assert ids.count(reference.mask_token_id) == 1
+    tokenizer = load_tokenizer(trained / "roberta")
+    for text in ("\0 \t\n", "中文 \U0001f600", "<mask></s>"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_trained_glm_tokenizer_has_the_special_tokens_last(trained):
+    tokenizer = load_tokenizer(trained / "glm")
+    tokens = glm_tokenizer(tokenizer, "gpt2")
+    assert tokenizer.vocab_size == tokens.vocab_size == 320
+    assert [tokens.sop, tokens.eop, tokens.cls, tokens.mask, tokens.gmask, tokens.dblock] == [
+        311,
+        312,
+        313,
+        314,
+        317,
+        319,
+    ]
+    assert tokens.eos == tokenizer.eos_token_id == tokenizer.pad_token_id == 0
+    text = GLMText(trained / "glm")  # finds the vocabulary by its tokens
+    assert text.tokens == tokens
+    ids = text.encode("the [MASK] of")
+    assert (ids[0], ids.count(tokens.mask), ids[-1], text.decode(ids)) == (tokens.cls, 1, tokens.eos, "the  of")
+
+
+def test_the_vocabularies_of_glm_are_found_by_their_tokens_alone(trained, spiece_dir):
+    for kind, vocabulary in (("bpe", "gpt2"), ("wordpiece", "bert"), ("roberta", "roberta")):
+        tokenizer = load_tokenizer(trained / kind)
+        assert find_glm_vocabulary(tokenizer) is None
+        glm_tokenizer(tokenizer, vocabulary)
+        assert find_glm_vocabulary(tokenizer) == vocabulary
+    chinese = load_tokenizer(spiece_dir / "spiece.model")
+    glm_tokenizer(chinese, "chinese")
+    assert find_glm_vocabulary(chinese) is None
+
+
+ADDED = ["[NLU]", "[S2S]", "two words"]
+
+
+@pytest.mark.parametrize("kind", TOKENIZER_KINDS)
+@pytest.mark.parametrize("added", [[], ["<extra_id_1>", "<extra_id_0>"], ADDED])
+def test_a_saved_tokenizer_has_the_added_tokens_everywhere(kind, added, trained, tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = load_tokenizer(trained / kind)
+    tokenizer.add_tokens(added)
+    save_tokenizer(tokenizer, tmp_path / "saved")
+    size = tokenizer.vocab_size
+    back, reference = load_tokenizer(tmp_path / "saved"), AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert type(back) is type(tokenizer)
+    assert back.tokens(size + 1) == [*tokenizer.tokens(size), None]
+    assert reference.convert_ids_to_tokens(list(range(len(reference)))) == tokenizer.tokens(size)
+    assert back.special == tokenizer.special
+    assert back.encode("of the [NLU]") == tokenizer.encode("of the [NLU]")
+    save_tokenizer(back, tmp_path / "again")
+    for path in (tmp_path / "saved").iterdir():
+        assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes()
+        if not set(added) - set(load_tokenizer(trained / kind).tokens(size)):
+            assert (trained / kind / path.name).read_bytes() == path.read_bytes()  # nothing is new: a copy
+
+
+def test_a_saved_model_file_and_a_saved_transformers_folder(spiece_dir, wordpiece_dir, tmp_path):
+    bare = load_tokenizer(spiece_dir / "spiece.model")  # as T5 publishes it: no sentinels, although the folder has them
+    save_tokenizer(bare, tmp_path / "bare")
+    assert load_tokenizer(tmp_path / "bare").vocab_size == bare.vocab_size
+    add_sentinels(bare, 7)
+    glm_tokenizer(bare, "chinese")
+    save_tokenizer(bare, tmp_path / "glm")
+    assert load_tokenizer(tmp_path / "glm").tokens(bare.vocab_size) == bare.tokens(bare.vocab_size)
+    shutil.copy(spiece_dir / "spiece.model", tmp_path / "mine.model")
+    save_tokenizer(load_tokenizer(tmp_path / "mine.model"), tmp_path / "named")
+    assert load_tokenizer(tmp_path / "named").encode("the") == load_tokenizer(spiece_dir).encode("the")
+    save_tokenizer(load_tokenizer(tmp_path / "named"), tmp_path / "named")  # onto itself
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\nb")
+    (tmp_path / "old/tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
+    old = load_tokenizer(tmp_path / "old")
+    old.add_tokens(["[NEW]"])
+    save_tokenizer(old, tmp_path / "new")
+    assert load_tokenizer(tmp_path / "new").tokens(9) == [*old.tokens(8), None]
+
+
+def test_the_digest_is_that_of_the_tokens_in_any_format(trained, tmp_path):
+    from transformers import AutoTokenizer
+
+    pieces = load_tokenizer(trained / "sentencepiece")
+    AutoTokenizer.from_pretrained(trained / "sentencepiece").save_pretrained(tmp_path)
+    assert not (tmp_path / "spiece.model").exists()
+    vocabulary = Vocabulary.of(pieces)
+    assert Vocabulary.of(load_tokenizer(tmp_path)) == vocabulary
+    stored = b"".join(len(raw := token.encode()).to_bytes(4, "little") + raw for token in pieces.tokens(420))
+    assert vocabulary == Vocabulary(420, hashlib.sha256(stored).hexdigest())
+    others = {Vocabulary.of(load_tokenizer(trained / kind)).sha256 for kind in TOKENIZER_KINDS}
+    assert len(others) == len(TOKENIZER_KINDS)
+
+
+def test_a_vocabulary_begins_those_that_extend_it(tokenizer_dir):
+    tokenizer = load_tokenizer(tokenizer_dir)
+    before = Vocabulary.of(tokenizer)
+    assert before.begins(tokenizer)
+    tokenizer.add_tokens(["<extra_id_0>"])
+    after = Vocabulary.of(tokenizer)
+    assert before.begins(tokenizer)
+    assert not after.begins(load_tokenizer(tokenizer_dir))
+    other = load_tokenizer(tokenizer_dir)
+    other.add_tokens(["<extra_id_1>"])
+    assert not after.begins(other)
+    assert Vocabulary.of(tokenizer, before.size) == before
+
+
+def test_holes_and_token_borders_change_the_digest(tmp_path):
+    def digest(ids: dict[str, int], size: int | None = None) -> str:
+        rust = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="A"))
+        rust.save(str(tmp_path / "tokenizer.json"))
+        return Vocabulary.of(load_tokenizer(tmp_path), size).sha256
+
+    cases = [({"A": 0, "bc": 1}, None), ({"A": 0, "b": 1, "c": 2}, None), ({"Ab": 0, "A": 1}, None),
+             ({"A": 0, "bc": 2}, None), ({"A": 0, "": 1, "bc": 2}, None), ({"A": 0, "bc": 1}, 3)]  # fmt: skip
+    assert len({digest(*case) for case in cases}) == len(cases)
+
+
+def test_a_large_vocabulary_is_quick_to_identify(tmp_path):
+    rust = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"word{n}": n for n in range(250_000)}, unk_token="word0"))
+    rust.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    start = time.process_time()
+    Vocabulary.of(tokenizer)
+    assert time.process_time() - start < 1

@@ -1,0 +1,48 @@
+"""Identifies a vocabulary by the tokens of its ids, whatever file they were read from."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+from .tokenizer import Tokenizer
+
+HOLE = (-1).to_bytes(4, "little", signed=True)  # the length that stands for an id without a token
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The size of a vocabulary and the SHA-256 of its tokens in the order of their ids.
+
+    T5's `spiece.model` and its `tokenizer.json` hold the same vocabulary, so both give the same digest.
+    """
+
+    size: int
+    sha256: str
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, size: int | None = None) -> Vocabulary:
+        """Returns the vocabulary of a tokenizer, or of its first `size` ids; ids beyond its tokens count as holes."""
+        size = tokenizer.vocab_size if size is None else size
+        parts: list[bytes] = []
+        for token in tokenizer.tokens(size):
+            raw = b"" if token is None else token.encode("utf-8", "surrogatepass")
+            parts += [HOLE if token is None else len(raw).to_bytes(4, "little"), raw]
+        return cls(size, hashlib.sha256(b"".join(parts)).hexdigest())
+
+    @classmethod
+    def from_json(cls, value: Any, what: str) -> Vocabulary:
+        """Returns the vocabulary of a parsed JSON object. ValueError, naming `what`, if it is none."""
+        size, digest = (value.get("size"), value.get("sha256")) if isinstance(value, dict) else (None, None)
+        is_size = isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 1 << 31
+        is_digest = isinstance(digest, str) and len(digest) == 64 and not digest.strip("0123456789abcdef")
+        if not (is_size and is_digest):
+            raise ValueError(
+                f"{what}: a vocabulary must have a size and the hexadecimal sha256 of its tokens, not {value!r:.100}"
+            )
+        return cls(size, digest)
+
+    def begins(self, tokenizer: Tokenizer) -> bool:
+        """Returns whether the tokenizer's first `size` ids have these tokens; tokens may have been added behind."""
+        return tokenizer.vocab_size >= self.size and Vocabulary.of(tokenizer, self.size) == self
