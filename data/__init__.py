@@ -41,11 +41,12 @@ if TYPE_CHECKING:
     )
     from .objectives.roberta import RobertaObjective, masked_dataset
     from .objectives.t5 import LIBAI_MT5, SpanCorruption, T5Objective, span_corruption_dataset
+    from .objectives.ul2 import MixtureOfDenoisers, UL2Objective
     from .pairs.datasets import BlockDataset, PromptDataset, Seq2SeqDataset
     from .pairs.pairs import load_pairs
     from .text.corpus import Corpus, prepare_corpus
     from .text.documents import SourceReport, fail_on_bad, iter_documents, skip_bad
-    from .text.entropy import token_counts, unigram_entropy
+    from .text.entropy import target_entropy, token_counts, unigram_entropy
     from .text.prepare import PrepareOptions, PrepareReport, prepare_dataset
     from .text.sentences import sentence_end_ids, split_sentences
     from .text.sources import python_stdlib
@@ -78,11 +79,12 @@ _NAMES = {
     ),
     "objectives.roberta": ("RobertaObjective", "masked_dataset"),
     "objectives.t5": ("LIBAI_MT5", "SpanCorruption", "T5Objective", "span_corruption_dataset"),
+    "objectives.ul2": ("MixtureOfDenoisers", "UL2Objective"),
     "pairs.datasets": ("BlockDataset", "PromptDataset", "Seq2SeqDataset"),
     "pairs.pairs": ("load_pairs",),
     "text.corpus": ("Corpus", "prepare_corpus"),
     "text.documents": ("SourceReport", "fail_on_bad", "iter_documents", "skip_bad"),
-    "text.entropy": ("token_counts", "unigram_entropy"),
+    "text.entropy": ("target_entropy", "token_counts", "unigram_entropy"),
     "text.prepare": ("PrepareOptions", "PrepareReport", "prepare_dataset"),
     "text.sentences": ("sentence_end_ids", "split_sentences"),
     "text.sources": ("python_stdlib",),
@@ -95,17 +97,17 @@ _NAMES = {
 __all__ = [
     "LIBAI_MT5", "BlankInfilling", "BlockDataset", "Corpus", "DocumentRecords", "EpochShuffle", "GLMDataset",
     "GLMMixture", "GLMObjective", "GLMTokens", "GPTDataset", "GPTObjective", "IndexedDataset", "IndexedDatasetWriter",
-    "IterableRecords", "LengthBuckets", "Masking", "NextSentenceObjective", "Objective", "ObjectiveDataset",
-    "PackedDataset", "PackedTokens", "PadBatch", "PrefixLM", "PrefixLMObjective", "PrepareOptions", "PrepareReport",
-    "PretrainingData", "PromptDataset", "ResumableLoader", "ResumableStream", "RobertaObjective",
+    "IterableRecords", "LengthBuckets", "Masking", "MixtureOfDenoisers", "NextSentenceObjective", "Objective",
+    "ObjectiveDataset", "PackedDataset", "PackedTokens", "PadBatch", "PrefixLM", "PrefixLMObjective", "PrepareOptions",
+    "PrepareReport", "PretrainingData", "PromptDataset", "ResumableLoader", "ResumableStream", "RobertaObjective",
     "SentenceOrderObjective", "SentencePairDataset", "SentencePairs", "Seq2SeqDataset", "Share", "SourceReport",
-    "SpanCorruption", "T5Objective", "Tokenizer", "Vocabulary", "WriterState", "add_sentinels", "build_dataset",
-    "build_loader", "dtype_for_vocabulary", "fail_on_bad", "find_objective", "glm_token_ids", "glm_tokenizer",
-    "iter_documents", "load_pairs", "load_tokenizer", "masked_dataset", "merge_datasets", "objective",
+    "SpanCorruption", "T5Objective", "Tokenizer", "UL2Objective", "Vocabulary", "WriterState", "add_sentinels",
+    "build_dataset", "build_loader", "dtype_for_vocabulary", "fail_on_bad", "find_objective", "glm_token_ids",
+    "glm_tokenizer", "iter_documents", "load_pairs", "load_tokenizer", "masked_dataset", "merge_datasets", "objective",
     "objective_names", "pack_lengths", "prepare_corpus", "prepare_dataset", "python_stdlib", "save_tokenizer",
     "sentence_end_ids", "sentinel_ids", "skip_bad", "span_corruption_dataset", "split_dataset", "split_sentences",
-    "token_counts", "train_byte_level_bpe", "train_sentencepiece", "train_tokenizer", "train_wordpiece",
-    "unigram_entropy",
+    "target_entropy", "token_counts", "train_byte_level_bpe", "train_sentencepiece", "train_tokenizer",
+    "train_wordpiece", "unigram_entropy",
 ]
 # fmt: on
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}

@@ -124,7 +124,9 @@ class MaskedObjective(Objective):
     """
 
     needs: ClassVar[tuple[str, ...]] = ("cls_token", "sep_token", "mask_token")
-    tokenizers: ClassVar[str] = "BERT's or RoBERTa's, or train one: shardzoo data train-tokenizer --kind wordpiece"
+    tokenizers: ClassVar[str] = (
+        "BERT's or RoBERTa's, or train one: shardzoo data train-tokenizer --kind wordpiece or roberta"
+    )
 
     mask_probability: float = 0.15
     whole_words: bool = False

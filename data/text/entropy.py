@@ -1,10 +1,14 @@
-"""Computes the unigram entropy of a corpus, the baseline for a language model's loss."""
+"""Computes the unigram entropy of a corpus and of an objective's targets, the baselines for a model's loss."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
 from ..indexed.dataset import IndexedDataset
+from ..objectives.labels import IGNORED
 
 BLOCK_TOKENS = 1 << 22
 
@@ -28,8 +32,32 @@ def unigram_entropy(indexed: IndexedDataset) -> float:
     No model that ignores context can have a lower mean loss on this text.
     """
     counts = token_counts(indexed)
-    total = counts.sum()
-    if total == 0:
+    if counts.sum() == 0:
         raise ValueError(f"{indexed.prefix} holds no tokens, so its entropy is undefined")
-    p = counts[counts > 0] / total
+    return _entropy(counts)
+
+
+def target_entropy(samples: Iterable[Mapping[str, Any]]) -> float:
+    """Returns the entropy of the distribution of the samples' targets, in nats per target token.
+
+    A target is a label that is not −100; if the labels equal the input, the model shifts them, so the first is none.
+    The entropy of `next_sentence_label` is added if the samples have it, as its mean loss is added to that of the
+    tokens. No model that ignores its input can have a lower mean loss on these samples.
+    """
+    tokens: list[np.ndarray] = []
+    pairs: list[np.ndarray] = []
+    for sample in samples:
+        labels = np.asarray(sample["labels"])
+        shifted = np.array_equal(labels, np.asarray(sample["input_ids"]))
+        tokens.append(labels[1:] if shifted else labels[labels != IGNORED])
+        pairs += [np.atleast_1d(sample["next_sentence_label"])] if "next_sentence_label" in sample else []
+    if not any(map(len, tokens)):
+        raise ValueError("the samples have no target tokens, so the entropy is undefined")
+    targets = [np.concatenate(parts) for parts in (tokens, pairs) if parts]
+    return sum(_entropy(np.unique(values, return_counts=True)[1]) for values in targets)
+
+
+def _entropy(counts: np.ndarray) -> float:
+    """Returns the entropy of a distribution that is given by counts, -Σ p log p."""
+    p = counts[counts > 0] / counts.sum()
     return float(-(p * np.log(p)).sum())

@@ -109,12 +109,7 @@ def glm_tokenizer(tokenizer: Tokenizer, family: GLMVocabulary) -> GLMTokens:
         holes = {index: f"<|unused_{index - base}|>" for index in range(base, tokens.vocab_size)}
         tokenizer.add_tokens([taken.get(index, name) for index, name in holes.items()])
         return tokens
-    own: dict[str, int] = {}
-    for role, token in _OWN[family].items():
-        index = tokenizer.token_to_id(token)
-        if index is None:
-            raise ValueError(f"this is not a {family} vocabulary: it has no {token}")
-        own[role] = index
+    own = _own_ids(tokenizer, family)
     names = [TOKEN_NAMES[role] for role in _APPENDED[family]]
     base = _base_size(tokenizer, set(names))
     tokens = glm_token_ids(base, family, own)
@@ -132,6 +127,19 @@ def find_glm_vocabulary(tokenizer: Tokenizer) -> GLMVocabulary | None:
         if all(tokenizer.token_to_id(name) is not None for name in names) and not tokenizer.token_to_id(_HOLE):
             return family
     return None
+
+
+def _own_ids(tokenizer: Tokenizer, family: GLMVocabulary) -> dict[str, int]:
+    """Returns the ids of the roles of tokens of the base vocabulary. ValueError if it is of another family."""
+    ids = {role: tokenizer.token_to_id(token) for role, token in _OWN[family].items()}
+    missing = [_OWN[family][role] for role, index in ids.items() if index is None]
+    if missing:
+        fitting = [name for name, own in _OWN.items() if None not in map(tokenizer.token_to_id, own.values())]
+        raise ValueError(
+            f"this is not a {family} vocabulary: it has no {', '.join(missing)}; use the vocabulary "
+            + (" or ".join(fitting) or "chinese if it is a SentencePiece model, or another tokenizer")
+        )
+    return {role: index for role, index in ids.items() if index is not None}
 
 
 def _base_size(tokenizer: Tokenizer, appended: set[str]) -> int:

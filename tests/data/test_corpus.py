@@ -10,7 +10,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from shardzoo.data import IndexedDataset, load_tokenizer, prepare_corpus, unigram_entropy
+from shardzoo.data import IndexedDataset, load_tokenizer, prepare_corpus, target_entropy, unigram_entropy
 
 
 def documents(prefix, tokenizer) -> list[str]:
@@ -152,3 +152,20 @@ def test_unigram_entropy_is_that_of_the_counts(write_dataset):
     assert unigram_entropy(write_dataset([[5] * 10])) == 0
     with pytest.raises(ValueError, match="holds no tokens"):
         unigram_entropy(write_dataset([[]]))
+
+
+def test_target_entropy_is_that_of_an_objectives_targets():
+    labels = [-100, 4, -100, 4, 5, 5, -100, 4]
+    masked = {"input_ids": [9] * 8, "labels": labels}
+    of_five = -(0.6 * math.log(0.6) + 0.4 * math.log(0.4))
+    assert target_entropy([masked]) == pytest.approx(of_five)
+    assert target_entropy([{**masked, "labels": labels[:4]}, {**masked, "labels": labels[4:]}]) == pytest.approx(
+        of_five
+    )
+    half = [{**masked, "next_sentence_label": np.array(number)} for number in (0, 1)]
+    assert target_entropy(half) == pytest.approx(of_five + math.log(2))
+    causal = {"input_ids": np.array([8, 4, 4, 5, 4, 5]), "labels": np.array([8, 4, 4, 5, 4, 5])}
+    assert target_entropy([causal]) == pytest.approx(of_five)  # the first label is no target
+    for nothing in ([], [{"input_ids": [3, 4], "labels": [-100, -100]}]):
+        with pytest.raises(ValueError, match="no target tokens"):
+            target_entropy(nothing)
