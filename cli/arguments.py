@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 import tyro
 import yaml
 
-from ..trainer.arguments.aliases import ALIASES, SWITCHES, argument_aliases, resolve_aliases
+from ..trainer.arguments.aliases import ALIASES, EXPLAINED, SWITCHES, argument_aliases, hint, resolve_aliases
 
 Arguments = TypeVar("Arguments")
 
@@ -37,8 +37,7 @@ def parse(
     program: str,
     description: str,
     quiet: bool,
-    defaults: Path | None = None,
-    overrides: bool = False,
+    values: Mapping[str, Any] | None = None,
 ) -> Arguments:
     """Parses a command line into an object of the dataclass `kind`.
 
@@ -47,18 +46,26 @@ def parse(
 
     Args:
         quiet: Do not print that message; for every rank except the first.
-        defaults: A YAML file with defaults, used if `--config` does not name one.
-        overrides: Accept `key=value` as `--key value`, and `part.key=value` for a field of the dataclass in the field
-            `part`. Values are written as in YAML.
+        values: The defaults, by the names of fields; by default those of the YAML file that `--config` names.
 
     Raises ValueError if the dataclass refuses a value, or the YAML file cannot be used.
     """
-    config = _config_file(argv) or defaults
-    default = kind(**read_yaml(kind, config)) if config else kind()
-    if overrides:
-        argv = [text for argument in argv for text in _as_option(argument)]
+    if values is None:
+        config = given_value(argv, "config")
+        values = read_yaml(kind, Path(config)) if config else {}
+    default = kind(**values)
     argv = resolve_alias_options(argv, default)
     return tyro.cli(kind, prog=program, args=argv, default=default, description=description, console_outputs=not quiet)
+
+
+def given_value(argv: Sequence[str], name: str) -> str | None:
+    """Returns the last value that a command line gives an option, `True` for one without a value, else None."""
+    found = None
+    for word, following in pairwise((*argv, "--")):
+        option, equals, value = word.partition("=")
+        if option.startswith("--") and option[2:].replace("-", "_") == name:
+            found = value if equals else "True" if following.startswith("--") else following
+    return found
 
 
 def read_yaml(kind: type, path: Path) -> dict[str, Any]:
@@ -84,9 +91,7 @@ def _checked(kind: type, values: Any, path: Path, part: str) -> dict[str, Any]:
     named = {str(given).replace("-", "_"): value for given, value in values.items()}
     for name in named:
         if name not in taken:
-            close = difflib.get_close_matches(name, taken, n=1)
-            hint = f"; did you mean {part}{close[0]}?" if close else ""
-            raise ValueError(f"--config: {path} sets {part}{name}, which is not an argument{hint}")
+            raise ValueError(f"--config: {path} sets {part}{name}, which is not an argument{hint(name, taken, part)}")
     try:
         named = resolve_aliases(named, known)
     except ValueError as error:
@@ -101,20 +106,25 @@ def _part(kind: Any, value: Any, path: Path, part: str) -> Any:
     return kind(**_checked(kind, value, path, part)) if nested else value
 
 
-def _as_option(argument: str) -> tuple[str, ...]:
-    override = OVERRIDE.fullmatch(argument)
-    if override is None:
-        return (argument,)
-    return f"--{override[1]}", YAML_NAMES.get(override[2], override[2])
+def overrides_as_options(argv: Sequence[str], kind: type) -> list[str]:
+    """Returns a command line with `--key value` for each `key=value`, whose value is written as in YAML.
 
-
-def _config_file(argv: Sequence[str]) -> Path | None:
-    for position, argument in enumerate(argv):
-        if argument.startswith("--config="):
-            return Path(argument.partition("=")[2])
-        if argument == "--config" and position + 1 < len(argv):
-            return Path(argv[position + 1])
-    return None
+    A word after an option of `kind` that takes a value is that value.
+    """
+    switches = {*SWITCHES, *(name for name, annotation in get_type_hints(kind).items() if annotation is bool)}
+    options: list[str] = []
+    for word in argv:
+        before = options[-1] if options else ""
+        is_value = before.startswith("--") and "=" not in before and before[2:].replace("-", "_") not in switches
+        override = None if is_value else OVERRIDE.fullmatch(word)
+        if override is None:
+            options.append(word)
+            continue
+        name, value = override.groups()
+        is_list = value.startswith("[") and value.endswith("]")
+        items = value[1:-1].split(",") if is_list else [YAML_NAMES.get(value, value)]
+        options += [f"--{name}", *(item.strip() for item in items if item)]
+    return options
 
 
 VALUES = {"True": True, "true": True, "False": False, "false": False, "None": None}
@@ -124,9 +134,10 @@ def resolve_alias_options(argv: Sequence[str], default: Any) -> list[str]:
     """Returns the command line with all options in the form that tyro reads.
 
     Options may have FlagAI's or transformers' names, as in `--learning_rate` and `--bf16`. A boolean may have a value,
-    as in `--bf16=False` or `--bf16 False`; another value raises ValueError. `default` holds the default values.
+    as in `--bf16=False` or `--bf16 False`; another value raises ValueError. So does an option for something that this
+    package does otherwise, or not. `default` holds the default values.
     """
-    kinds = get_type_hints(type(default), include_extras=True)
+    kinds = dict(_kinds(default))
     aliases = argument_aliases(kinds)
     options: list[str] = []
     words = deque(argv)
@@ -134,6 +145,8 @@ def resolve_alias_options(argv: Sequence[str], default: Any) -> list[str]:
         word = words.popleft()
         option, equals, value = word.partition("=")
         name = option[2:].replace("-", "_") if option.startswith("--") else ""
+        if name in EXPLAINED and name not in kinds:
+            raise ValueError(f"there is no option {option}{hint(name, kinds)}")
         optional = kinds.get(name.removeprefix("no_")) == bool | None
         switch = name in aliases and name in SWITCHES
         if switch or kinds.get(name) is bool or (optional and name in kinds):
@@ -143,7 +156,8 @@ def resolve_alias_options(argv: Sequence[str], default: Any) -> list[str]:
             if switch:
                 options = _switched(options, *SWITCHES[name], on, default)
             else:
-                options.append(f"--{name}={on}" if optional else f"--{'' if on else 'no_'}{name}")
+                part, dot, leaf = name.rpartition(".")
+                options.append(f"--{name}={on}" if optional else f"--{part}{dot}{'' if on else 'no_'}{leaf}")
         elif optional and not equals:
             options.append(f"--{name.removeprefix('no_')}=False")
         elif name in aliases:
@@ -151,6 +165,15 @@ def resolve_alias_options(argv: Sequence[str], default: Any) -> list[str]:
         else:
             options.append(word)
     return options
+
+
+def _kinds(default: Any, part: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the dotted name and the type of each field of a dataclass object, and of the objects in its fields."""
+    hints = get_type_hints(type(default), include_extras=True)
+    for field in fields(default):
+        yield f"{part}{field.name}", hints[field.name]
+        if is_dataclass(value := getattr(default, field.name)):
+            yield from _kinds(value, f"{part}{field.name}.")
 
 
 def _truth(name: str, value: str, optional: bool) -> bool | None:

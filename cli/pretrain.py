@@ -1,40 +1,46 @@
-"""Pretrain a causal language model of the zoo under DeepSpeed, its layers split over several processes.
+"""Pretrain a model of the zoo under DeepSpeed, its layers split over several processes.
 
-Without arguments a small GPT-2 learns the source of the Python standard library.
+Without arguments a small GPT-2 learns the source of the Python standard library. `key=value` stands for `--key value`.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 # torch reads it at the first tensor. Huge pages speed up memory-bound work on a CPU.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import tyro
 
-from ..data.objectives.pretraining import Objective
-from ..pretraining.arguments import FIXED, PretrainingArguments, check_run
+from ..data.objectives.pretraining import Objective, find_objective, objective_names
+from ..pretraining.arguments import DEFAULT_MODEL, FIXED, PretrainingArguments, check_run, default_objective
 from ..trainer.launch.environment import end_process
 from ..trainer.launch.launch import ensure_processes_of
 from ..trainer.launch.rank_info import RankInfo
 from ..trainer.run_folder import RunFolder
-from .arguments import parse, read_yaml
+from .arguments import given_value, overrides_as_options, parse, read_yaml
 from .rank_errors import exit_code_of_rank
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+OBJECTIVE_OPTION = "--objective"
+SETTING = f"{OBJECTIVE_OPTION}."
 
 
 @dataclass(frozen=True)
 class PretrainCommand(PretrainingArguments):
     """The arguments of `pretrain.py`."""
 
-    # its settings are read with the objectives' own names
-    objective: tyro.conf.Suppress[Objective | None] = None
+    objective: Annotated[Objective | None, tyro.conf.AvoidSubcommands] = None
+    """What the model learns to predict: `--objective NAME`, by default the family's own. Its settings:"""
     config: Path | None = None
-    """YAML file with values for these arguments; the command line takes precedence."""
+    """YAML file with values for these arguments; the command line takes precedence. By default the recipe of the model,
+    if recipes/ has one."""
     local_rank: Annotated[int, tyro.conf.arg(help="Set by launchers.")] = 0
 
 
@@ -49,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if launch.world_size < size and not arguments.dry_run and not arguments.hostfile:
             print(f"--model-parallel-size {size} needs {size} processes; starting them on this machine")
         ensure_processes_of(arguments)
+        if launch.is_first and arguments.config and arguments.config.parent == RECIPES:
+            print(f"defaults of recipes/{arguments.config.name}")
         from ..pretraining.recipe import Pretraining  # DeepSpeed takes seconds to import
 
         Pretraining(arguments, config, launch).run()
@@ -63,22 +71,121 @@ def run_script() -> NoReturn:
 
 
 def read_arguments(argv: Sequence[str], *, quiet: bool) -> PretrainCommand:
-    """Returns the command line's arguments. With `--resume`, the run's saved arguments are the defaults."""
-    describe = {"program": "pretrain.py", "description": __doc__ or "", "quiet": quiet}
-    arguments = parse(PretrainCommand, argv, **describe)
-    if not arguments.resume:
-        return arguments
-    if arguments.output_dir is None:
+    """Returns the command line's arguments.
+
+    Where it is silent, those of the file that `--config` names count, or else those of the model's recipe. If a run
+    continues, its saved arguments are the defaults instead of a recipe's.
+    """
+    argv, name = _without_objective(overrides_as_options(argv, PretrainCommand))
+    config = given_value(argv, "config")
+    path = Path(config) if config else _recipe(argv)
+    values: dict[str, Any] = {**read_yaml(PretrainCommand, path), "config": path} if path else {}
+    saved = _saved_values(argv, values)
+    if saved is not None:
+        values = _merged(saved, values if config else {})
+    values["objective"] = _objective(argv, name, values)
+    chosen = f"--objective NAME: one of {', '.join(objective_names())}; here {values['objective'].name}."
+    describe = {"program": "pretrain.py", "description": f"{__doc__}\n{chosen}", "quiet": quiet}
+    arguments = parse(PretrainCommand, argv, values=values, **describe)
+    if saved is not None:
+        _check_unchanged(arguments, PretrainCommand(**{**saved, "objective": _objective((), None, saved)}))
+    if arguments.fast_dev_run:
+        arguments = replace(arguments, train_steps=20, eval_interval=10)
+    return arguments
+
+
+def _recipe(argv: Sequence[str]) -> Path | None:
+    """Returns the recipe with the name of the model, if there is one."""
+    default = None if given_value(argv, "init_from") else DEFAULT_MODEL
+    model = given_value(argv, "model") or default
+    recipes = {path.stem: path for path in RECIPES.glob("*.yaml")}
+    return recipes.get(model or "")
+
+
+def _saved_values(argv: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the saved arguments of the run in the output folder, if the command line continues or evaluates it."""
+    resume, eval_only = (
+        (given_value(argv, name) or str(values.get(name, False))).lower() == "true" for name in ("resume", "eval_only")
+    )
+    folder = given_value(argv, "output_dir") or values.get("output_dir")
+    saved = RunFolder(Path(folder)).arguments_file if folder else None
+    if resume and saved is None:
         raise ValueError("--resume continues the run in --output-dir: name that folder too")
-    saved = RunFolder(Path(arguments.output_dir)).arguments_file
-    if not saved.exists():
-        raise ValueError(f"--resume: {arguments.output_dir} holds no run; start one without --resume")
-    arguments = parse(PretrainCommand, argv, defaults=saved, **describe)
-    before = PretrainCommand(**read_yaml(PretrainCommand, saved))
+    if resume and not saved.exists():
+        raise ValueError(f"--resume: {folder} holds no run; start one without --resume")
+    if saved is None or not saved.exists() or not (resume or eval_only):
+        return None
+    return read_yaml(PretrainCommand, saved)
+
+
+def _check_unchanged(arguments: PretrainCommand, before: PretrainCommand) -> None:
+    """Raises ValueError if arguments differ from those of the run in a value that a run cannot change."""
     for name in FIXED:
         if (value := getattr(before, name)) != (now := getattr(arguments, name)):
             raise ValueError(
                 f"--resume: the run has {name}={value}, which cannot change to {now}; "
                 f"leave {name} out, or start a new run in another --output-dir"
             )
-    return arguments
+
+
+def _without_objective(argv: Sequence[str]) -> tuple[list[str], str | None]:
+    """Returns the command line without `--objective NAME`, and the name, or None."""
+    rest, name = [], None
+    words = deque(argv)
+    while words:
+        option, equals, value = (word := words.popleft()).partition("=")
+        if option != OBJECTIVE_OPTION:
+            rest.append(word)
+            continue
+        name = value if equals else words.popleft() if words and not words[0].startswith("-") else ""
+        find_objective(name)
+    return rest, name
+
+
+def _objective(argv: Sequence[str], name: str | None, values: Mapping[str, Any]) -> Objective:
+    """Returns the objective of the command line, with the settings of a file if it names the same.
+
+    Args:
+        name: The objective that the command line names.
+        values: The arguments of the file. The objective in them is a name, or a mapping of settings with a name.
+
+    Raises ValueError if there is no such objective, or it lacks a setting of the command line or the file.
+    """
+    settings = _settings(values.get("objective"))
+    model, init_from = (given_value(argv, key) or values.get(key) for key in ("model", "init_from"))
+    in_file = settings.pop("name", None) or default_objective(model or init_from or DEFAULT_MODEL)
+    name = name or in_file
+    settings = settings if name == in_file else {}
+    kind = find_objective(name)
+    given = [word[len(SETTING) :].partition("=")[0].replace("-", "_") for word in argv if word.startswith(SETTING)]
+    known = [field.name for field in fields(kind)]
+    for setting in (*settings, *given):
+        if setting not in known and setting.removeprefix("no_") not in known:
+            raise ValueError(_no_setting(name, setting, known))
+    try:
+        return kind(**settings)
+    except TypeError as error:
+        raise ValueError(f"the settings {settings} of objective {name!r} are not of the right types: {error}") from None
+
+
+def _no_setting(name: str, setting: str, known: Sequence[str]) -> str:
+    owners = [other for other in objective_names() if setting in (f.name for f in fields(find_objective(other)))]
+    elsewhere = f" (a setting of {', '.join(owners)})" if owners else ""
+    listed = f"its settings are {', '.join(known)}" if known else "it has no settings"
+    return f"objective {name!r} has no setting {setting!r}{elsewhere}; {listed}"
+
+
+def _settings(value: Any) -> dict[str, Any]:
+    """Returns an argument file's objective as settings, among them `name`."""
+    if value is None or isinstance(value, str):
+        return {"name": value} if value else {}
+    if not isinstance(value, dict):
+        raise ValueError(f"objective must be a name, or settings with a name, not {value!r}")
+    return {str(key).replace("-", "_"): setting for key, setting in value.items()}
+
+
+def _merged(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of two argument files. The second takes precedence; it may set a part of an objective."""
+    before, after = _settings(low.get("objective")), _settings(high.get("objective"))
+    same = after.get("name", before.get("name")) == before.get("name")
+    return {**low, **high, "objective": {**before, **after} if same else after}

@@ -10,7 +10,7 @@ from ..models import family, find_config, presets
 from ..models.common.config import ModelConfig
 from ..models.common.transformer import check_heads
 from ..mpu import validate_layout
-from ..trainer.arguments.training_arguments import EnvType, TrainingArguments
+from ..trainer.arguments.training_arguments import EnvType, TrainingArguments, check_types
 from ..trainer.engines.deepspeed_config import zero_stage
 from ..trainer.launch.launch import processes_of
 from ..trainer.launch.rank_info import RankInfo
@@ -89,6 +89,8 @@ class PretrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "data", (self.data,) if isinstance(self.data, str) else tuple(self.data or ()))
+        if self.objective is not None:
+            check_types(self.objective)
         if self.eval_sequences < 1:
             raise ValueError(f"eval_sequences must be at least 1, not {self.eval_sequences}")
         if self.train_steps is None:
@@ -145,6 +147,11 @@ def model_config(arguments: PretrainingArguments) -> ModelConfig:
     config = find_config(arguments.model_name)
     changes = {name: getattr(arguments, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
     return config.with_changes(**{name: value for name, value in changes.items() if value is not None})
+
+
+def default_objective(model_name: str) -> str:
+    """Returns the name of the objective that a model's family is pretrained with."""
+    return family(find_config(model_name).model_type).objective
 
 
 def check_objective(arguments: PretrainingArguments, config: ModelConfig) -> None:

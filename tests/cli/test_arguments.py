@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import pytest
 
-from shardzoo.cli.arguments import parse
+from shardzoo.cli.arguments import given_value, overrides_as_options, parse, read_yaml
 from shardzoo.cli.console import exit_code_of
 from shardzoo.cli.rank_errors import exit_code_of_rank
 from shardzoo.data import Share
+from shardzoo.trainer.arguments.aliases import hint
+from shardzoo.trainer.arguments.training_arguments import TrainingArguments
 from shardzoo.trainer.launch.rank_info import RankInfo
 
 
@@ -74,9 +76,8 @@ class Parts:
 
 def read_parts(tmp_path, content: str, *argv: str) -> Parts:
     (tmp_path / "run.yaml").write_text(content)
-    return parse(
-        Parts, argv, program="test", description="", quiet=False, defaults=tmp_path / "run.yaml", overrides=True
-    )
+    options, values = overrides_as_options(argv, Parts), read_yaml(Parts, tmp_path / "run.yaml")
+    return parse(Parts, options, program="test", description="", quiet=False, values=values)
 
 
 def test_parts_and_overrides(tmp_path):
@@ -248,3 +249,50 @@ def test_what_others_call_a_value_error_is_told_with_its_place(capsys):
 def test_errors_that_are_no_mistakes_keep_their_traceback():
     with pytest.raises(ZeroDivisionError):
         exit_code_of_rank(lambda: 1 // 0, RankInfo(0, 1, 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["a=1"], ["--a", "1"]),
+        (["--lr", "a=1"], ["--lr", "a=1"]),  # the value of an option
+        (["--lr=2", "a=1"], ["--lr=2", "--a", "1"]),
+        (["--gradient-checkpointing", "a=1"], ["--gradient-checkpointing", "--a", "1"]),
+        (["--bf16", "a=null"], ["--bf16", "--a", "None"]),
+        (["a=[x, y:0.5]", "a.b=[]"], ["--a", "x", "y:0.5", "--a.b"]),
+        (["/x=1", "A=1"], ["/x=1", "A=1"]),
+    ],
+)
+def test_overrides(argv, expected):
+    assert overrides_as_options(argv, Training) == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "value"),
+    [
+        ([], None),
+        (["--lr", "2"], "2"),
+        (["--lr=2", "--lr", "3"], "3"),
+        (["--lr"], "True"),
+        (["--lr", "--x"], "True"),
+        (["--lr-x", "2", "lr"], None),
+        (["--lr_rate", "2"], None),
+    ],
+)
+def test_the_value_of_an_option_before_parsing(argv, value):
+    assert given_value(argv, "lr") == value
+
+
+@pytest.mark.parametrize("spelling", ["--pipeline-parallel-size=2", "--pp", "--pipeline_model_parallel_size"])
+def test_pipeline_parallelism_is_answered_plainly(spelling, tmp_path):
+    with pytest.raises(ValueError, match=r"pipeline parallelism is not supported yet.*model_parallel_size"):
+        read_training(spelling, "2")
+    file = tmp_path / "run.yaml"
+    file.write_text(f"{spelling.strip('-').partition('=')[0]}: 2\n")
+    with pytest.raises(ValueError, match=r"pipeline parallelism is not supported yet.*model_parallel_size"):
+        read_training("--config", str(file))
+
+
+@pytest.mark.parametrize("name", ["dropout", "world_size", "save_every", "virtual_pipeline_size"])
+def test_another_argument_is_not_suggested(name):
+    assert hint(name, [field.name for field in fields(TrainingArguments)]) == ""

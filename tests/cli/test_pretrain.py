@@ -54,7 +54,9 @@ def workspace(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def finished(workspace) -> subprocess.CompletedProcess[str]:
     """The README's own command, on a tiny model: `deepspeed pretrain.py --model-parallel-size 2`, as make has it."""
-    return run("make", "pretrain", cwd=workspace, VENV=sys.prefix, ARGS="--config tiny.yaml --eval_interval 3")
+    installed = ("-o", f"{sys.prefix}/.complete")  # whatever has changed since
+    arguments = {"VENV": sys.prefix, "ARGS": "--config tiny.yaml --eval_interval 3"}
+    return run("make", *installed, "pretrain", cwd=workspace, **arguments)
 
 
 def metrics(folder: Path, name: str) -> list[float]:
@@ -217,3 +219,127 @@ def test_a_world_that_does_not_divide(workspace, run_ranks):
     assert "3 processes" in outcomes[0][1]
     assert "use tensor_parallel_size 1 or 3" in outcomes[0][1]
     assert outcomes[1][1] == outcomes[2][1] == ""
+
+
+def read(*argv: str):
+    from shardzoo.cli.pretrain import read_arguments
+
+    return read_arguments(argv, quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("argv", "name", "mask_probability"),
+    [
+        (["--model", "t5-v1_1-base"], "t5", 0.15),  # of its recipe
+        (["--model", "t5-small"], "t5", 0.15),  # of its family
+        (["--init-from", "t5-small"], "t5", 0.15),
+        (["--objective.mask-probability", "0.2", "--model", "t5-small"], "t5", 0.2),
+        (["--objective", "roberta", "--objective.mask-probability", "0.2"], "roberta", 0.2),
+        (["--objective.mask-probability=0.2", "--lr", "1", "--objective=roberta"], "roberta", 0.2),
+        (["objective.mask_probability=0.2", "objective=bert-sop"], "bert-sop", 0.2),
+        (["--objective", "t5", "--objective", "roberta"], "roberta", 0.15),
+        (["--config", "t5.yaml"], "t5", 0.25),
+        (["--config", "t5.yaml", "--objective.mask-probability", "0.2"], "t5", 0.2),
+        (["--config", "t5.yaml", "--objective", "t5"], "t5", 0.25),
+        (["--config", "t5.yaml", "--objective", "roberta"], "roberta", 0.15),  # the file's settings are of another
+        (["--config", "named.yaml"], "roberta", 0.15),
+        (["--config", "default.yaml"], "glm", 0.3),
+    ],
+)
+def test_the_objective_and_its_settings(argv, name, mask_probability, tmp_path, monkeypatch):
+    (tmp_path / "t5.yaml").write_text("objective: {name: t5, mask-probability: 0.25}\n")
+    (tmp_path / "named.yaml").write_text("objective: roberta\n")
+    (tmp_path / "default.yaml").write_text("model: glm-base\nobjective: {mask_probability: 0.3}\n")
+    monkeypatch.chdir(tmp_path)
+    objective = read(*argv).objective
+    assert (objective.name, objective.mask_probability) == (name, mask_probability)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--objective", "t6"], "unknown objective 't6'; use one of bert-nsp"),
+        (["--objective"], "unknown objective ''; use one of"),
+        (["--objective=t5", "--objective.whole-words"], r"'t5' has no setting 'whole_words' \(a setting of bert-nsp"),
+        (
+            ["objective.spans=3", "objective=t5"],
+            "no setting 'spans'; its settings are mask_probability, mean_span_length",
+        ),
+        (
+            ["--objective.mask-probability", "0.1"],
+            r"'gpt' has no setting 'mask_probability' \(a .*; it has no settings",
+        ),
+        (["--config", "wrong.yaml"], r"'t5' has no setting 'whole_words' \(a setting of bert-nsp"),
+        (["--config", "text.yaml"], "mask_probability must be a finite number, not 'x'"),
+        (["--config", "list.yaml"], "objective must be a name, or settings with a name"),
+        (["--config", "glm.yaml"], "objective 'glm' are not of the right types"),
+        (["pipeline_parallel_size=2"], "pipeline parallelism is not supported yet"),
+    ],
+)
+def test_a_wrong_objective_or_setting(argv, message, tmp_path, monkeypatch):
+    (tmp_path / "wrong.yaml").write_text("objective: {name: t5, whole_words: true}\n")
+    (tmp_path / "text.yaml").write_text("objective: {name: t5, mask_probability: x}\n")
+    (tmp_path / "list.yaml").write_text("objective: [t5]\n")
+    (tmp_path / "glm.yaml").write_text("objective: {name: glm, token: x}\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        read(*argv)
+
+
+def test_help_shows_the_settings_of_the_objective_in_use(capsys):
+    from shardzoo.cli.pretrain import read_arguments
+
+    with pytest.raises(SystemExit):
+        read_arguments(["--help", "--objective", "roberta"], quiet=False)
+    shown = capsys.readouterr().out
+    assert "--objective.whole-words" in shown
+    assert "--objective NAME: one of bert-nsp" in shown
+    assert "mean-span-length" not in shown
+
+
+def test_a_recipe_gives_defaults_and_a_config_replaces_it(tmp_path):
+    recipe = read("--model", "bert-large-uncased", "--lr", "1e-3")
+    assert (recipe.lr, recipe.warmup_steps, recipe.model_parallel_size) == (1e-3, 10000, 2)
+    (tmp_path / "own.yaml").write_text("model: bert-large-uncased\n")
+    own = read("--config", str(tmp_path / "own.yaml"), "--model", "bert-large-uncased")
+    assert (own.warmup_steps, own.model_parallel_size) == (100, 1)
+    assert read("--init-from", "gpt2").config is None
+    assert read().config.name == "gpt2-quickstart.yaml"
+
+
+def test_the_saved_arguments_of_a_run_are_read_again(tmp_path):
+    import yaml
+
+    arguments = read("--model", "glm-10b", "--data", "a:0.5", "b:0.5", "--objective.short", "0.1")
+    saved = tmp_path / "arguments.yaml"
+    saved.write_text(yaml.safe_dump(arguments.of_the_run()))
+    again = read("--config", str(saved))
+    assert again.of_the_run() == arguments.of_the_run()
+    assert again.objective == arguments.objective
+    assert again.data == ("a:0.5", "b:0.5")
+
+
+def test_a_resumed_run_keeps_its_objective_and_settings(tmp_path):
+    import yaml
+
+    begun = read("--model", "t5-small", "--objective.mask-probability", "0.3", "--lr", "1e-3", "--data", "a", "b")
+    (tmp_path / "arguments.yaml").write_text(yaml.safe_dump(begun.of_the_run()))
+    resume = ["--resume", "--output-dir", str(tmp_path)]
+    again = read(*resume, "--train-steps", "7")
+    assert (again.objective, again.data, again.lr, again.train_steps) == (begun.objective, ("a", "b"), 1e-3, 7)
+    assert read(*resume, "--model", "t5-small").objective == begun.objective  # not its recipe's
+    for change in (["--objective", "prefix-lm"], ["--objective.mask-probability", "0.2"], ["--data", "a"]):
+        with pytest.raises(ValueError, match=r"--resume: the run has .*, which cannot change"):
+            read(*resume, *change)
+    (tmp_path / "other.yaml").write_text("lr: 2e-3\nobjective: {mean_span_length: 3.0}\n")
+    with_file = read(*resume, "--config", str(tmp_path / "other.yaml"))
+    assert (with_file.lr, with_file.objective) == (2e-3, begun.objective)
+    (tmp_path / "other.yaml").write_text("objective: roberta\n")
+    with pytest.raises(ValueError, match="--resume: the run has objective="):
+        read(*resume, "--config", str(tmp_path / "other.yaml"))
+
+
+def test_a_quick_run_to_find_mistakes():
+    arguments = read("--fast-dev-run", "--train-steps", "100")
+    assert (arguments.train_steps, arguments.eval_interval) == (20, 10)
+    assert "fast_dev_run" not in arguments.of_the_run()

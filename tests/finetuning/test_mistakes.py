@@ -18,7 +18,7 @@ ARGUMENTS = [
     ({"validation_split": 100}, "a percentage from 0 to 99"),
     ({"native": False, "model_parallel_size": 2}, "only the zoo's models support; use native=True"),
     ({"resume": True}, "resume needs output_dir"),
-    ({"model_name_or_pth": "x"}, "did you mean 'model_name_or_path'"),
+    ({"model_name_or_pth": "x"}, "did you mean model_name_or_path"),
     ({"learning_rate": 1e-3, "lr": 1e-3}, "learning_rate and lr both set lr|lr and learning_rate both set lr"),
     ({"predict_with_generate": True, "zero_stage": 3}, "use stage 2"),
     ({"save_dir": "runs"}, "save_dir='runs' is not supported in fine-tuning; set --output-dir"),

@@ -14,8 +14,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from training import Pairs, Stream, run_training, tiny_t5
 
 REFUSED = [
-    ({"model_paralle_size": 2}, "no argument 'model_paralle_size'; did you mean 'model_parallel_size'"),
-    ({"batchsize": 2}, "did you mean 'batch_size'"),
+    ({"model_paralle_size": 2}, "no argument 'model_paralle_size'; did you mean model_parallel_size"),
+    ({"pipeline_parallel_size": 2}, "no argument 'pipeline_parallel_size': pipeline parallelism is not supported yet"),
+    ({"tensor_parallel_size": 2}, "is called model_parallel_size"),
+    ({"data_parallel_size": 2}, "it follows from the number of processes"),
+    ({"batchsize": 2}, "did you mean batch_size"),
     ({"batch_size": 2, "micro_batch_size": 2}, "batch_size and micro_batch_size both set micro_batch_size"),
     ({"env_type": "deepspeed+mpu", "zero_stage": 3}, "use zero_stage 0, 1 or 2, or env_type='deepspeed'"),
     ({"env_type": "pytorchDDP", "model_parallel_size": 2}, "use env_type='deepspeed[+]mpu'"),

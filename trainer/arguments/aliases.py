@@ -34,6 +34,26 @@ SWITCHES = {
     "bf16": ("precision", "bf16"),
     "checkpoint_activations": ("recompute", "full"),
 }
+# Names that resemble one of our arguments, but mean something else -> what to do instead.
+_PIPELINE = (
+    "pipeline parallelism is not supported yet; to fit a larger model, raise model_parallel_size, which splits every "
+    "layer, or use recompute, zero_stage or offload_optimizer"
+)
+_TENSOR = "the number of processes that each layer is split over is called model_parallel_size"
+_DATA = (
+    "it follows from the number of processes: num_nodes x num_gpus / model_parallel_size; set num_gpus, or start more "
+    "processes"
+)
+_CONTEXT = "sequences are split only within a tensor-parallel group: use sequence_parallel with model_parallel_size"
+_EXPERT = "the zoo has no mixture-of-experts models; leave it out"
+EXPLAINED = {
+    **dict.fromkeys(("pp", "pp_size", "pipeline_parallel", "pipeline_parallel_size"), _PIPELINE),
+    **dict.fromkeys(("pipeline_model_parallel_size", "num_pipeline_stages", "pipe_parallel_size"), _PIPELINE),
+    **dict.fromkeys(("tp", "tp_size", "tensor_parallel_size", "tensor_model_parallel_size"), _TENSOR),
+    **dict.fromkeys(("dp", "dp_size", "data_parallel_size"), _DATA),
+    **dict.fromkeys(("cp", "context_parallel_size", "sequence_parallel_size"), _CONTEXT),
+    **dict.fromkeys(("ep", "expert_parallel_size", "expert_model_parallel_size"), _EXPERT),
+}
 
 
 def with_argument_aliases(kind: type[Arguments]) -> type[Arguments]:
@@ -69,13 +89,32 @@ def resolve_aliases(keywords: Mapping[str, Any], known: list[str]) -> dict[str, 
                 continue
             target, set_to = SWITCHES[name]
         elif target not in known:
-            raise ValueError(f"there is no argument {name!r}{_suggestion(name, [*known, *aliases])}")
+            raise ValueError(f"there is no argument {name!r}{hint(name, [*known, *aliases])}")
         if target in values:
             raise ValueError(f"{origin[target]} and {name} both set {target}; give one of them")
         values[target], origin[target] = set_to, name
     return values
 
 
-def _suggestion(name: str, taken: list[str]) -> str:
-    close = difflib.get_close_matches(name, taken, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
+def hint(name: str, taken: Collection[str], prefix: str = "") -> str:
+    """Returns the end of a message about an unknown argument: what to use instead, if that is known.
+
+    Args:
+        taken: The arguments that exist.
+        prefix: A dotted prefix of their names.
+    """
+    if name in EXPLAINED and name not in taken:
+        return f": {EXPLAINED[name]}"
+    close = [other for other in difflib.get_close_matches(name, taken, n=5, cutoff=0.5) if _resembles(name, other)]
+    return f"; did you mean {prefix}{close[0]}?" if close else ""
+
+
+def _resembles(name: str, other: str) -> bool:
+    """Returns whether `name` is a misspelling of `other`, or consists of words of it or their beginnings."""
+    if difflib.get_close_matches(name, [other], cutoff=0.9):
+        return True
+    words = other.split("_")
+    return all(
+        difflib.get_close_matches(word, words, cutoff=0.7) or any(longer.startswith(word) for longer in words)
+        for word in name.split("_")
+    )
