@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from .loading.stream import DocumentRecords, IterableRecords, ResumableStream
     from .objectives.bert import NextSentenceObjective, SentenceOrderObjective, SentencePairDataset, SentencePairs
     from .objectives.blank_infilling import BlankInfilling
+    from .objectives.denoising import PrefixLM, SpanCorruption
     from .objectives.glm import GLMDataset, GLMMixture, GLMObjective
     from .objectives.gpt import GPTDataset, GPTObjective
     from .objectives.masking import Masking
     from .objectives.packed import ObjectiveDataset, PackedTokens
-    from .objectives.prefix_lm import PrefixLM, PrefixLMObjective
+    from .objectives.prefix_lm import PrefixLMObjective
     from .objectives.pretraining import (
         Objective,
         PretrainingData,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
         objective_names,
     )
     from .objectives.roberta import RobertaObjective, masked_dataset
-    from .objectives.t5 import LIBAI_MT5, SpanCorruption, T5Objective, span_corruption_dataset
+    from .objectives.t5 import LIBAI_MT5, T5Objective, span_corruption_dataset
     from .objectives.ul2 import MixtureOfDenoisers, UL2Objective
     from .pairs.datasets import BlockDataset, PromptDataset, Seq2SeqDataset
     from .pairs.pairs import load_pairs
@@ -68,17 +69,18 @@ _NAMES = {
     "loading.stream": ("DocumentRecords", "IterableRecords", "ResumableStream"),
     "objectives.bert": ("NextSentenceObjective", "SentenceOrderObjective", "SentencePairDataset", "SentencePairs"),
     "objectives.blank_infilling": ("BlankInfilling",),
+    "objectives.denoising": ("PrefixLM", "SpanCorruption"),
     "objectives.glm": ("GLMDataset", "GLMMixture", "GLMObjective"),
     "objectives.gpt": ("GPTDataset", "GPTObjective"),
     "objectives.masking": ("Masking",),
     "objectives.packed": ("ObjectiveDataset", "PackedTokens"),
-    "objectives.prefix_lm": ("PrefixLM", "PrefixLMObjective"),
+    "objectives.prefix_lm": ("PrefixLMObjective",),
     "objectives.pretraining": (
         "Objective", "PretrainingData", "build_dataset", "build_loader", "find_objective", "objective",
         "objective_names",
     ),
     "objectives.roberta": ("RobertaObjective", "masked_dataset"),
-    "objectives.t5": ("LIBAI_MT5", "SpanCorruption", "T5Objective", "span_corruption_dataset"),
+    "objectives.t5": ("LIBAI_MT5", "T5Objective", "span_corruption_dataset"),
     "objectives.ul2": ("MixtureOfDenoisers", "UL2Objective"),
     "pairs.datasets": ("BlockDataset", "PromptDataset", "Seq2SeqDataset"),
     "pairs.pairs": ("load_pairs",),

@@ -12,10 +12,9 @@ import numpy as np
 from ..indexed.dataset import IndexedDataset
 from ..tokenizers.sentinels import add_sentinels, sentinel_ids
 from ..tokenizers.tokenizer import Tokenizer
+from .denoising import PrefixLM, SpanCorruption
 from .packed import ObjectiveDataset, Transform
-from .prefix_lm import PrefixLM
 from .pretraining import Seq2SeqObjective, objective
-from .t5 import SpanCorruption
 
 REGULAR, EXTREME, SEQUENTIAL = MODE_TOKENS = ("[NLU]", "[NLG]", "[S2S]")  # as in the published google/ul2
 # (corrupted share, mean span length) of each denoiser.

@@ -7,9 +7,8 @@ import os
 import numpy as np
 import pytest
 
-from shardzoo.data import SpanCorruption, span_corruption_dataset
-from shardzoo.data.objectives.prefix_lm import PrefixLM
-from shardzoo.data.objectives.t5 import random_segments
+from shardzoo.data import PrefixLM, SpanCorruption, span_corruption_dataset
+from shardzoo.data.objectives.denoising import random_segments
 
 SAMPLES = int(os.environ.get("SHARDZOO_TEST_SAMPLES", "20000"))  # run with 100000 before a release
 SENTINELS = tuple(range(999, 899, -1))
