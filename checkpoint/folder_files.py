@@ -14,14 +14,17 @@ OWN_FILES = frozenset(("manifest.json", "trainer_state.json", "latest", "latest_
 LARGEST_COMPANION = 1 << 30  # bytes
 
 
+def holds_weights(name: str) -> bool:
+    """Returns whether a file of this name belongs to the weights or to their description, apart from config.json."""
+    is_weight = Path(name).suffix in WEIGHT_SUFFIXES or name.endswith((".safetensors.index.json", ".bin.index.json"))
+    return is_weight or name in OWN_FILES
+
+
 def companion_files(folder: Path) -> list[Path]:
     """Returns the files to copy with the weights: config.json, tokenizer and generation files, other small files."""
     files: list[Path] = []
     for entry in sorted(folder.iterdir()):
-        is_weight = entry.suffix in WEIGHT_SUFFIXES or entry.name.endswith(
-            (".safetensors.index.json", ".bin.index.json")
-        )
-        if is_weight or entry.name in OWN_FILES or entry.name.startswith(".") or entry.is_dir():
+        if holds_weights(entry.name) or entry.name.startswith(".") or entry.is_dir():
             continue
         path = checked_file(folder, entry.name)
         if path.stat().st_size <= LARGEST_COMPANION:

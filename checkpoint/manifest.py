@@ -13,6 +13,7 @@ from types import NoneType
 from typing import Any, cast
 
 from ..data.files import maps_to_text, read_folder_json
+from ..data.tokenizers.vocabulary import Vocabulary
 from .json_digest import add_digest, remove_digest, write_durably
 
 FORMAT_VERSION = 1
@@ -56,6 +57,7 @@ class Manifest:
         tensors: The parameters by native name.
         ties: Name of a tensor of the Hugging Face folder that repeats another one -> name of that other tensor.
         extras: The tensors in `extras.safetensors`.
+        vocabulary: The vocabulary of the tokenizer that the model was trained with, if it is known.
     """
 
     model_type: str
@@ -65,9 +67,13 @@ class Manifest:
     tensors: dict[str, TensorRecord]
     ties: dict[str, str] = field(default_factory=dict[str, str])
     extras: dict[str, ExtraRecord] = field(default_factory=dict[str, ExtraRecord])
+    vocabulary: Vocabulary | None = None
 
     def to_json(self) -> str:
-        return json.dumps(add_digest({"format_version": FORMAT_VERSION, **asdict(self)}), indent=1)
+        content = {"format_version": FORMAT_VERSION, **asdict(self)}
+        if self.vocabulary is None:
+            del content["vocabulary"]
+        return json.dumps(add_digest(content), indent=1)
 
     def write(self, folder: Path) -> None:
         """Writes the manifest durably: under another name first."""
@@ -88,7 +94,9 @@ class Manifest:
             del content["format_version"]
             tensors = {name: _record(TensorRecord, record) for name, record in content.pop("tensors").items()}
             extras = {name: _record(ExtraRecord, record) for name, record in content.pop("extras").items()}
-            manifest = cls(tensors=tensors, extras=extras, **content)
+            recorded = content.pop("vocabulary", None)
+            vocabulary = None if recorded is None else Vocabulary.from_json(recorded, str(path))
+            manifest = cls(tensors=tensors, extras=extras, vocabulary=vocabulary, **content)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is not a manifest of shards: {error!r}") from None
         manifest._check(path)

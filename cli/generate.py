@@ -30,6 +30,8 @@ class GenerateArguments(GenerationSettings):
 
     model: str = ""
     """A Hugging Face folder or a shardzoo folder, with its tokenizer."""
+    tokenizer: Path | None = None
+    """A folder with the tokenizer that the model was trained with; by default the model's."""
     prompt: tuple[str, ...] = ()
     """Prompts."""
     file: Path | None = None
@@ -118,6 +120,7 @@ def run(arguments: GenerateArguments, settings: dict[str, Any], launch: RankInfo
         device=device,
         batch_size=arguments.batch_size,
         glm_vocabulary=arguments.glm_vocabulary,
+        tokenizer=arguments.tokenizer,
     )
     prompts = read_prompts(arguments) if launch.is_first else iter(())
     together = 1 if arguments.stream or is_interactive(arguments) else arguments.batch_size

@@ -189,7 +189,7 @@ def _companions(todo: ConversionPlan, options: Options) -> dict[str, bytes | Pat
 
 
 def _manifest(todo: ConversionPlan, digests: Digests) -> Manifest:
-    model, target, names = todo.mapped.model, todo.target, todo.mapped.names
+    source, model, target, names = todo.mapped.checkpoint, todo.mapped.model, todo.target, todo.mapped.names
     canonical = {name: entry.stored_names() for name, entry in model.entries().items()}
     records = {}
     for name, parameter in model.parameters.items():
@@ -213,6 +213,7 @@ def _manifest(todo: ConversionPlan, digests: Digests) -> Manifest:
         tensors=records,
         ties=dict(names.ties),
         extras=extras,
+        vocabulary=source.manifest.vocabulary if source.manifest else None,
     )
 
 

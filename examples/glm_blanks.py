@@ -87,7 +87,7 @@ def main(
         net = shardzoo.from_pretrained(model, trainer.mesh)
     else:
         net = shardzoo.from_config({"model_type": "glm", "vocab_size": vocabulary, **SIZES}, trainer.mesh)
-    values = trainer.train(net, train_dataset=loader, extra_files=folder)
+    values = trainer.train(net, train_dataset=loader, extra_files=None if model else folder)
 
     trained = trainer.run_folder.checkpoint(int(values["step"]))  # a checkpoint also has its tokenizer
     fill = TextGenerationPipeline(trained, trainer.mesh, device=trainer.device, glm_vocabulary=glm_vocabulary)

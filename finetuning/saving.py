@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from ..convert import Options, merge
+from ..trainer.checkpointing.extra_files import ExtraFiles, read_folder
 from ..trainer.checkpointing.model_files import model_files
 from ..trainer.checkpointing.snapshot import STATE, Snapshot, TrainerState, write_snapshot
 from ..trainer.engines.state import model_tensors
@@ -89,7 +90,8 @@ def save_whole(model: Any, source: ModelSource, companions: Path, folder: Path, 
     mine = {files.weights_file(ranks): model_tensors(model)} if ranks.dp_rank == 0 else {}
     weights = files.weights_file(ranks) if ranks.dp_rank == 0 else None
     state = TrainerState(step=0, consumed_samples=0)
-    write_snapshot(Snapshot(state, mine, weights, files, companions), shards, ranks, None)
+    extras = ExtraFiles(read_folder(companions) if ranks.rank == 0 else {})
+    write_snapshot(Snapshot(state, mine, weights, files, extras), shards, ranks, None)
 
     def merge_shards() -> None:
         merge(shards, folder, Options(overwrite=True))

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.manifest import MANIFEST, Manifest
 from ..data.files import read_folder_json
 from ..data.tokenizers.glm_tokens import GLMVocabulary
-from ..data.tokenizers.tokenizer import load_transformers_tokenizer
+from ..data.tokenizers.tokenizer import load_tokenizer, load_transformers_tokenizer
+from ..data.tokenizers.vocabulary import Vocabulary
 from ..models import from_pretrained
 from ..models.registry import BlankText, family
 from ..mpu import ParallelMesh
@@ -34,6 +36,9 @@ class TextGenerationPipeline:
         dtype: The model's dtype; by default the stored one.
         batch_size: Prompts that are decoded together.
         glm_vocabulary: The base vocabulary of a GLM, if its size does not determine it.
+        tokenizer: A folder with the tokenizer; by default the model's.
+
+    Raises ValueError if there is no tokenizer, or it is not the one that the model was trained with.
     """
 
     def __init__(
@@ -45,15 +50,24 @@ class TextGenerationPipeline:
         device: torch.device | str = "cpu",
         batch_size: int = 8,
         glm_vocabulary: GLMVocabulary | None = None,
+        tokenizer: str | Path | None = None,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+        folder = Path(path)
+        text_folder = folder if tokenizer is None else Path(tokenizer)
+        size = _check_tokenizer(folder, text_folder)  # before the weights are read, which may take minutes
         self.model: Any = from_pretrained(path, mesh, dtype, device=device)
-        self.batch_size, folder = batch_size, Path(path)
+        if tokenizer is not None and size > self.model.config.vocab_size:
+            raise ValueError(
+                f"the tokenizer in {tokenizer} has {size:,} tokens, but the model in {path} has a vocabulary of "
+                f"{self.model.config.vocab_size:,}; use the tokenizer that it was trained with"
+            )
+        self.batch_size = batch_size
         self.generation_config = read_folder_json(folder, "generation_config.json")
         make_blank_text = family(self.model.config.model_type).blank_text
-        self.blank_text = None if make_blank_text is None else make_blank_text(folder, glm_vocabulary)
-        self.tokenizer = None if self.blank_text else load_transformers_tokenizer(folder)
+        self.blank_text = None if make_blank_text is None else make_blank_text(text_folder, glm_vocabulary)
+        self.tokenizer = None if self.blank_text else load_transformers_tokenizer(text_folder)
 
     def __call__(
         self, texts: str | Sequence[str], *, return_full_text: bool = True, streamer: Any = None, **settings: Any
@@ -132,3 +146,20 @@ class TextGenerationPipeline:
             for row in zip(found.tokens.tolist(), found.scores.tolist(), strict=True)
         ]
         return {"prompt": text, "masks": masks}
+
+
+def _check_tokenizer(folder: Path, text_folder: Path) -> int:
+    """Returns the number of tokens of the tokenizer in `text_folder`.
+
+    Raises ValueError if there is none, or if the model in `folder` was trained with another vocabulary.
+    """
+    if not text_folder.is_dir():
+        raise ValueError(f"{text_folder} is not a folder; name a folder on this disk with a tokenizer")
+    tokenizer = load_tokenizer(text_folder)
+    trained_with = Manifest.read(folder).vocabulary if (folder / MANIFEST).exists() else None
+    if trained_with is not None and not trained_with.begins(tokenizer):
+        raise ValueError(
+            f"the tokenizer in {text_folder} has another vocabulary ({Vocabulary.of(tokenizer)}) than the one that the "
+            f"model in {folder} was trained with ({trained_with}); use that run's tokenizer"
+        )
+    return tokenizer.vocab_size

@@ -74,6 +74,7 @@ def from_pretrained(
     _tie_equal(model, mapped, mesh)
     for name in new:
         initialize(model.get_submodule(name), model.init_weights, seed, mesh, prefix=name)
+    model.name_or_path = str(folder)  # transformers' name; the trainer finds the tokenizer there
     return model.eval()
 
 

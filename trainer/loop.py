@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +16,7 @@ from ..mpu import dropout_state
 from .arguments.training_arguments import TrainingArguments
 from .batches.loss_normalization import LossNormalizer, label_problem, loss_of, to_device
 from .batches.training_data import Batches
+from .checkpointing.extra_files import ExtraFiles
 from .checkpointing.model_files import ModelFiles, read_optimizer
 from .checkpointing.random_state import random_state_tensors, restore_random_state
 from .checkpointing.resume import ResumePoint
@@ -62,7 +62,7 @@ class TrainingLoop:
     Args:
         evaluate: Returns the validation values; None without validation data.
         total_steps: The last step; None to train until the data ends.
-        extra_files: A folder whose files are copied into each checkpoint.
+        extra_files: Further files of each checkpoint, such as the tokenizer's.
     """
 
     arguments: TrainingArguments
@@ -78,8 +78,8 @@ class TrainingLoop:
     reporter: Reporter
     profiler: StepProfiler | None
     total_steps: int | None
-    extra_files: Path | None = None
-    evaluate_last: bool = True
+    extra_files: ExtraFiles
+    evaluate_last: bool
 
     def __post_init__(self) -> None:
         self.accumulation_steps = self.arguments.accumulation_steps(self.ranks.dp_size)

@@ -21,6 +21,7 @@ from .batches.collate import DefaultCollate
 from .batches.dataset_kinds import check_agreement
 from .batches.loss_normalization import LossNormalizer
 from .batches.training_data import make_training_data
+from .checkpointing.extra_files import read_extra_files, with_tokenizer
 from .checkpointing.model_files import model_files
 from .checkpointing.random_state import seed_everything
 from .checkpointing.resume import ResumePoint, open_run, restore_random
@@ -100,7 +101,7 @@ class Trainer:
         collate_fn: Callable[[Sequence[Any]], Any] | None = None,
         *,
         reporter: Reporter | None = None,
-        extra_files: Path | None = None,
+        extra_files: str | Path | None = None,
     ) -> dict[str, float]:
         """Trains `model` in place and returns the last validation values, with `step`.
 
@@ -111,7 +112,8 @@ class Trainer:
             collate_fn: Makes a batch from samples. By default equal lengths are stacked and others padded.
             reporter: A reporter that the caller has opened. The caller then evaluates after the last step, and calls
                 `write_report`.
-            extra_files: A folder, such as a tokenizer's, whose files are copied into each checkpoint.
+            extra_files: A folder, such as a tokenizer's, whose files are copied into each checkpoint. Without one, each
+                holds the tokenizer of the data, or of the folder that the model was loaded from.
 
         Raises ValueError if arguments, data and model do not fit together, FloatingPointError if the loss is no longer
         finite, and OSError if a checkpoint cannot be written.
@@ -119,6 +121,7 @@ class Trainer:
         arguments, ranks = self.arguments, self.ranks
         metrics = metric_functions(metric_methods)
         self._check_task(train_dataset, valid_dataset, metrics)
+        extras = read_extra_files(extra_files, model, self.console.print)
         prepare_model(model, self.device, arguments, ranks)
         optimizer = make_optimizer(model, arguments) if optimizer is None else optimizer
         check_optimizer(optimizer, model, ranks.tp_size)
@@ -126,6 +129,7 @@ class Trainer:
         total_steps = arguments.train_steps or data.steps
         schedule = make_schedule(lr_scheduler, optimizer, arguments, total_steps)
         point = open_run(self.run_folder, arguments, ranks, self.console.print)
+        extras = with_tokenizer(extras, model, point.folder if point else None, train_dataset, self.console.print)
         files = model_files(model)
         if point:
             files.load_weights(point.folder, ranks)
@@ -146,7 +150,7 @@ class Trainer:
             reporter=reporter or self.make_reporter(point.step if point else 0, total_steps),
             profiler=self._make_profiler(),
             total_steps=total_steps,
-            extra_files=extra_files,
+            extra_files=extras,
             evaluate_last=reporter is None,
         )
         return self._run(loop, point, loop.reporter if reporter is None else contextlib.nullcontext())

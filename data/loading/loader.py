@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from ..objectives.labels import IGNORED, without_labels
+from ..tokenizers.tokenizer import Tokenizer
 
 Collate = Callable[[Sequence[Any]], Any]
 
@@ -93,6 +94,9 @@ class ResumableLoader:
         last: what to do with an incomplete last global batch; see `GlobalBatches`.
         collate: turns samples into a batch; default `PadBatch()`.
         order: maps a position to a sample number (see `EpochShuffle` and `LengthBuckets`); default: the identity.
+
+    Attributes:
+        tokenizer: the tokenizer of the samples, if known; the trainer's checkpoints then hold it.
     """
 
     def __init__(
@@ -114,6 +118,7 @@ class ResumableLoader:
         self.last: Literal["drop", "pad"] = last
         self.num_workers = num_workers
         self.collate = collate or PadBatch()
+        self.tokenizer: Tokenizer | None = None
         self._view = _Placed(dataset, order, seed)
 
     def __iter__(self) -> Iterator[Any]:

@@ -177,13 +177,15 @@ def build_loader(
     num_workers: int = 0,
 ) -> ResumableLoader:
     """Builds a loader of batches for one data-parallel rank, from `consumed` samples (of all ranks) on."""
-    return ResumableLoader(
+    loader = ResumableLoader(
         build_dataset(config, indexed, tokenizer),
         Share(config.micro_batch_size, rank, world_size),
         consumed=consumed,
         num_workers=num_workers,
         collate=pad_batch(config, tokenizer),
     )
+    loader.tokenizer = tokenizer
+    return loader
 
 
 def pad_batch(config: PretrainingData, tokenizer: Tokenizer) -> PadBatch:

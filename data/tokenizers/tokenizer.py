@@ -15,6 +15,7 @@ from .files import check_tokenizer_file, check_tokenizer_folder, library_errors
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 T5_SENTINELS = 100
+FALLBACK_TOKENS = 1  # what transformers returns for a folder without a vocabulary has at most this ordinary token
 PROBE = "A word, \u4f60"  # a text that a tokenizer must be able to encode when it is loaded
 TOKENIZER_JSON = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
@@ -298,6 +299,12 @@ def load_transformers_tokenizer(folder: Path) -> Any:
     with library_errors(folder):
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         tokenizer(PROBE)
+        ordinary = set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids)
+    if len(ordinary) <= FALLBACK_TOKENS:
+        raise ValueError(
+            f"{folder} holds no tokenizer: copy the files of the model's tokenizer into it, such as tokenizer.json, "
+            "vocab.txt, or spiece.model with tokenizer_config.json"
+        )
     return tokenizer
 
 

@@ -21,6 +21,9 @@ class Vocabulary:
     size: int
     sha256: str
 
+    def __str__(self) -> str:
+        return f"{self.size:,} tokens, sha256 {self.sha256[:12]}…"
+
     @classmethod
     def of(cls, tokenizer: Tokenizer, size: int | None = None) -> Vocabulary:
         """Returns the vocabulary of a tokenizer, or of its first `size` ids; ids beyond its tokens count as holes."""

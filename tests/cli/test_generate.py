@@ -5,15 +5,18 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from tiny_models import PRETRAINED, save_glm, save_model, tokenizer_like
+from tiny_models import PRETRAINED, hf_model, save_glm, save_model, tokenizer_like
 
 from shardzoo.cli import main as cli
+from shardzoo.finetuning.recipe import Finetuning
 from shardzoo.generation import TextGenerationPipeline
 
 TEXTS = ["the cat sat", "a dog", "where are the two birds that flew", "x"]
@@ -151,6 +154,82 @@ def test_mistakes(folders, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert cli.main(["generate", *model]) == 2
     assert "there is no prompt" in capsys.readouterr().err
+
+
+def without_tokenizer(folder: Path, copy: Path) -> Path:
+    """A model's folder as a checkpoint without its tokenizer was: configuration and weights."""
+    copy.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(folder / name, copy)
+    return copy
+
+
+@pytest.mark.parametrize("config", [None, "{}", '{"tokenizer_class": "GPT2Tokenizer"}'])
+@pytest.mark.parametrize("family", ["gpt2", "t5", "bert"])
+def test_a_folder_without_a_tokenizer_is_refused(folders, tmp_path, capsys, family, config):
+    """transformers answers with the empty tokenizer that it returns for such a folder."""
+    folder = without_tokenizer(folders[family], tmp_path / "bare")
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(config)
+    assert cli.main(["generate", "--model", str(folder), "--prompt", "[MASK]"]) == 2
+    shown = capsys.readouterr()
+    assert f"{folder} holds no tokenizer" in shown.err.replace("\n", " ")
+    assert shown.out == ""
+    with pytest.raises(ValueError, match="holds no tokenizer"):
+        Finetuning(model_name_or_path=str(folder), train_file=__file__)
+
+
+def test_a_glm_without_a_tokenizer_is_refused(folders, tmp_path, capsys):
+    tokenizer_like("gpt2").save_pretrained(tmp_path)
+    folder = without_tokenizer(save_glm(tmp_path, "gpt2"), tmp_path / "bare")
+    assert cli.main(["generate", "--model", str(folder), "--prompt", "a", "--glm-vocabulary", "gpt2"]) == 2
+    assert "tokenizer" in capsys.readouterr().err
+
+
+def test_a_tokenizer_of_bytes_needs_no_vocabulary_file(tmp_path):
+    """A ByT5 has a tokenizer_config.json alone."""
+    transformers.ByT5Tokenizer().save_pretrained(tmp_path)
+    assert not (tmp_path / "tokenizer.json").exists()
+    hf_model("T5ForConditionalGeneration", 0.0, vocab_size=384).save_pretrained(tmp_path)
+    assert len(TextGenerationPipeline(tmp_path)("abc", max_new_tokens=2)) == 1
+
+
+def trained(folder: Path, run: Path) -> Path:
+    """A checkpoint after one step, which records the vocabulary."""
+    import shardzoo
+    from shardzoo.trainer import Trainer
+
+    trainer = Trainer(env_type="pytorch", train_steps=1, save_dir=str(run))
+    row = torch.arange(5)
+    trainer.train(shardzoo.from_pretrained(folder).train(), train_dataset=[{"input_ids": row, "labels": row}])
+    return trainer.run_folder.checkpoint(1)
+
+
+def test_a_tokenizer_that_does_not_belong_to_the_model_is_refused(folders, tmp_path, capsys):
+    own, folder = folders["gpt2"], trained(folders["gpt2"], tmp_path / "run")
+    capsys.readouterr()
+    prompt = ["--max-new-tokens", "4", "--prompt", TEXTS[0]]
+    wanted = run(["--model", str(folder), *prompt], capsys)
+    bare = without_tokenizer(own, tmp_path / "bare")
+    assert run(["--model", str(folder), "--tokenizer", str(own), *prompt], capsys) == wanted
+    assert len(run(["--model", str(bare), "--tokenizer", str(own), *prompt], capsys)) == 1
+    larger = tokenizer_like("gpt2")
+    larger.add_tokens([f"new{number}" for number in range(9)])
+    larger.save_pretrained(tmp_path / "larger")
+    for model, tokenizer, message in (
+        (folder, folders["t5"], f"in {folders['t5']} has another vocabulary"),
+        (bare, tmp_path / "larger", f"but the model in {bare} has a vocabulary of"),
+        (folder, tmp_path / "larger", f"but the model in {folder} has a vocabulary of"),
+        (folder, tmp_path / "none", "none is not a folder"),
+        (folder, bare, f"{bare} holds no tokenizer"),
+    ):
+        assert cli.main(["generate", "--model", str(model), "--tokenizer", str(tokenizer), *prompt]) == 2
+        shown = capsys.readouterr()
+        assert message in shown.err.replace("\n", " ")
+        assert shown.out == ""
+    shutil.copy(folders["t5"] / "tokenizer.json", folder)
+    assert cli.main(["generate", "--model", str(folder), *prompt]) == 2
+    assert "has another vocabulary" in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_two_processes_read_standard_input_once(folders, tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from ...checkpoint.safetensors_header import read_header
 from ...checkpoint.stored_tensor import index_by_name
 from ...checkpoint.tensor_reader import TensorReader
 from ...data.files import checked_file
+from ...data.tokenizers.vocabulary import Vocabulary
 from ...models.common.config import ModelConfig
 from ..engines.state import persistent_buffers
 from ..launch.ranks import Ranks
@@ -36,10 +37,10 @@ class ModelFiles(Protocol):
         """Returns the name of this rank's file. Data-parallel rank 0 writes it."""
         ...
 
-    def describe(self, hashes: Sequence[Hashes]) -> Callable[[Path], None]:
+    def describe(self, hashes: Sequence[Hashes], vocabulary: Vocabulary | None) -> Callable[[Path], None]:
         """Returns a function that writes the other files of the model, such as its configuration, into a folder.
 
-        `hashes` are the sha256 of each tensor by name, for each tensor-parallel rank.
+        `hashes` are the sha256 of each tensor by name, for each tensor-parallel rank. `vocabulary` is the tokenizer's.
         """
         ...
 
@@ -64,9 +65,9 @@ class ShardedFiles:
     def weights_file(self, ranks: Ranks) -> str:
         return rank_file(Path(), WEIGHTS, ranks.tp_rank).name
 
-    def describe(self, hashes: Sequence[Hashes]) -> Callable[[Path], None]:
+    def describe(self, hashes: Sequence[Hashes], vocabulary: Vocabulary | None) -> Callable[[Path], None]:
         config = self.model.config
-        manifest = make_manifest(self.model, config, hashes)
+        manifest = replace(make_manifest(self.model, config, hashes), vocabulary=vocabulary)
 
         def write(folder: Path) -> None:
             config.save(folder)
@@ -101,7 +102,7 @@ class WholeFiles:
     def weights_file(self, ranks: Ranks) -> str:
         return MODEL_FILE
 
-    def describe(self, hashes: Sequence[Hashes]) -> Callable[[Path], None]:
+    def describe(self, hashes: Sequence[Hashes], vocabulary: Vocabulary | None) -> Callable[[Path], None]:
         config: Any = getattr(self.model, "config", None)
         generation: Any = getattr(self.model, "generation_config", None)
         texts = {}

@@ -19,6 +19,7 @@ from ...checkpoint.tensor_reader import tensor_bytes
 from ...data.files import read_json_object
 from ..engines.engine import Engine
 from ..launch.ranks import Ranks
+from .extra_files import ExtraFiles
 from .model_files import OPTIMIZER, ModelFiles
 from .random_state import random_state_tensors
 from .staging_buffers import StagingBuffers
@@ -62,14 +63,14 @@ class Snapshot:
     Attributes:
         files: The tensors of each file. Before `copy` they are the model's and the optimizer's own tensors.
         weights: The name of the file with the model's parameters; None on ranks that do not write it.
-        extra_files: A folder, such as a tokenizer's, whose files are copied into the checkpoint.
+        extra_files: Further files, such as the tokenizer's.
     """
 
     state: TrainerState
     files: dict[str, dict[str, Tensor]]
     weights: str | None
     model_files: ModelFiles
-    extra_files: Path | None
+    extra_files: ExtraFiles
 
     def copy(self, buffers: StagingBuffers) -> None:
         """Copies all tensors to the buffers, so that the next update may change the originals.
@@ -87,7 +88,7 @@ def take_snapshot(
     *,
     optimizer: bool,
     random: bool,
-    extra_files: Path | None,
+    extra_files: ExtraFiles,
 ) -> Snapshot:
     """Returns all data of a checkpoint of the current step. `copy` must run before the next update. Collective.
 
@@ -160,11 +161,9 @@ def _write_files(snapshot: Snapshot, folder: Path) -> tuple[dict[str, str], dict
 def _complete(
     snapshot: Snapshot, partial: Path, folder: Path, digests: dict[str, str], hashes: list[dict[str, str]]
 ) -> None:
-    snapshot.model_files.describe(hashes)(partial)
-    if snapshot.extra_files is not None:
-        for file in snapshot.extra_files.iterdir():
-            if file.is_file():
-                shutil.copy2(file, partial)
+    snapshot.model_files.describe(hashes, snapshot.extra_files.vocabulary)(partial)
+    for name, content in snapshot.extra_files.contents.items():
+        (partial / name).write_bytes(content)
     write_state(partial / STATE, snapshot.state, digests)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
