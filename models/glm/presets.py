@@ -1,4 +1,4 @@
-"""Lists every released size of the original GLM under its name on the hub.
+"""Lists every released size of the original GLM under its name on the hub, and a small model for two CPU cores.
 
 The authors padded the vocabularies to a multiple of 128: 30592 for BERT's word pieces, 50304 for the byte-level BPE of
 GPT-2 and RoBERTa, 50048 for the Chinese SentencePiece model.
@@ -26,4 +26,14 @@ PRESETS: dict[str, GLMConfig] = {
     "glm-2b": _10B.with_changes(num_layers=36, hidden_size=2048, num_attention_heads=32),
     "glm-10b": _10B,
     "glm-10b-chinese": _10B.with_changes(vocab_size=50048),
+    "glm-quickstart": GLMConfig(
+        vocab_size=1152,
+        num_layers=3,
+        hidden_size=192,
+        num_attention_heads=4,
+        max_sequence_length=256,
+        embedding_dropout_prob=0.0,  # the text is read about once, so the model cannot learn it by heart
+        attention_dropout_prob=0.0,
+        output_dropout_prob=0.0,
+    ),
 }

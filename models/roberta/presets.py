@@ -1,4 +1,7 @@
-"""Lists the released RoBERTa sizes under Hugging Face's names. 514 positions are enough for 512 tokens."""
+"""Lists the released RoBERTa sizes under Hugging Face's names, and a small model that two CPU cores train in minutes.
+
+514 positions are enough for 512 tokens.
+"""
 
 from __future__ import annotations
 
@@ -10,5 +13,15 @@ PRESETS: dict[str, RobertaConfig] = {
     "roberta-base": _BASE,
     "roberta-large": _BASE.with_changes(
         hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
+    ),
+    "roberta-quickstart": _BASE.with_changes(
+        vocab_size=1024,
+        hidden_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=768,
+        max_position_embeddings=130,
+        hidden_dropout_prob=0.0,  # the text is read about once, so the model cannot learn it by heart
+        attention_probs_dropout_prob=0.0,
     ),
 }
