@@ -16,10 +16,12 @@ from rich.table import Table
 
 from ..data.indexed.dataset import IndexedDataset
 from ..data.indexed.merge import merge_datasets, split_dataset
+from ..data.text.corpus import check_vocabulary
 from ..data.text.documents import SourceReport, fail_on_bad, iter_documents, skip_bad
+from ..data.text.encoding import end_token
 from ..data.text.entropy import token_counts
 from ..data.text.prepare import PrepareOptions, PrepareProgress, PrepareReport, prepare_dataset
-from ..data.tokenizers.tokenizer import load_tokenizer
+from ..data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from ..data.tokenizers.training import TokenizerKind, train_tokenizer
 
 
@@ -86,15 +88,17 @@ class Inspect:
     prefix: Annotated[Path, tyro.conf.Positional]
     """PREFIX of the files."""
     tokenizer: Path | None = None
-    """Tokenizer with which to show the beginning of the first documents."""
+    """Tokenizer with which to show the beginning of the first documents; it must be the dataset's."""
     documents: int = 3
     """Number of documents to show."""
 
     def run(self, console: Console) -> None:
         dataset = IndexedDataset(self.prefix)
-        console.print(_description(dataset))
-        if self.tokenizer is not None:
-            tokenizer = load_tokenizer(self.tokenizer)
+        tokenizer = None if self.tokenizer is None else load_tokenizer(self.tokenizer)
+        if tokenizer is not None:
+            check_vocabulary(dataset, tokenizer)
+        console.print(_description(dataset, tokenizer))
+        if tokenizer is not None:
             for number in range(min(self.documents, dataset.num_documents)):
                 text = tokenizer.decode(dataset.document(number)[:64].tolist())
                 console.print(f"[bold]document {number}[/bold]", highlight=False)
@@ -186,19 +190,24 @@ def _print_bad(console: Console, report: SourceReport) -> None:
             console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _description(dataset: IndexedDataset) -> Table:
-    lengths = dataset.document_lengths()
-    counts = token_counts(dataset)
+def _description(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Table:
+    lengths, meta = dataset.document_lengths(), dataset.meta
+    ids, _ = token_counts(dataset)
     rows = {
         "documents": str(dataset.num_documents),
         "sequences": str(len(dataset)),
         "tokens": str(dataset.num_tokens),
         "token type": str(dataset.dtype),
-        "largest token id": str(len(counts) - 1 if dataset.num_tokens else "-"),
-        "distinct tokens": str(int((counts > 0).sum())),
+        "largest token id": str(ids[-1] if len(ids) else "-"),
+        "distinct tokens": str(len(ids)),
+        "vocabulary": f"{meta.vocabulary.size} tokens, sha256 {meta.vocabulary.sha256}" if meta else "not recorded",
     }
     if len(lengths):
         rows["tokens per document"] = f"{lengths.min()} to {lengths.max()}, mean {lengths.mean():.1f}"
+    end = meta.end_token if meta else end_token(tokenizer, split_sentences=False) if tokenizer else None
+    if end is not None:
+        last = dataset.last_tokens()
+        rows["documents that end with"] = f"token {end}: {(last == end).sum()} of {len(last)}"
     table = Table(title=str(dataset.prefix), show_header=False)
     for name, value in rows.items():
         table.add_row(name, value)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from .format import HEADER, bin_path, idx_path, parse_header
+from .meta import CorpusMeta, read_meta
 
 CHECK_BLOCK = 1 << 22  # index entries checked at a time, so that memory does not grow with the number of sequences
 
@@ -19,6 +20,7 @@ class IndexedDataset:
     Attributes:
         dtype: numpy dtype of a token.
         sizes: int32 [sequences], tokens per sequence.
+        meta: what is recorded beside the pair; None if another tool wrote it.
         document_indices: int64 [documents + 1]; document k has the sequences from `document_indices[k]` up to, not
             including, `document_indices[k + 1]`.
 
@@ -26,6 +28,8 @@ class IndexedDataset:
         FileNotFoundError: a file of the pair is missing.
         ValueError: the pair is damaged; the message names the file and the record.
     """
+
+    meta: CorpusMeta | None = None
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = Path(prefix)
@@ -36,12 +40,15 @@ class IndexedDataset:
         with index.open("rb") as file:
             self.dtype, sequences, documents = parse_header(file.read(HEADER.size), index)
         expected = HEADER.size + sequences * 12 + documents * 8
-        if index.stat().st_size != expected:
+        if index.stat().st_size not in (expected, expected + sequences):
             raise ValueError(
                 f"{index} has {index.stat().st_size} bytes, but {sequences} sequences and {documents} document "
-                f"marks need {expected}; it is truncated or damaged (or holds Megatron-LM's multimodal modes)"
+                f"marks need {expected}; it is truncated or damaged"
             )
         raw = np.memmap(index, mode="r", dtype=np.uint8)
+        if raw[expected:].any():  # Megatron-LM's multimodal pairs end with a mode for each sequence; text has 0
+            raise ValueError(f"{index} has sequences of Megatron-LM's modes other than 0, which are not text")
+        self.meta = read_meta(prefix)
         pointers_at = HEADER.size + 4 * sequences
         documents_at = pointers_at + 8 * sequences
         self.sizes = np.frombuffer(raw, "<i4", sequences, HEADER.size)
@@ -82,6 +89,11 @@ class IndexedDataset:
     def token_range(self, document: int) -> tuple[int, int]:
         """Returns the position of the document in `tokens`: (start, stop)."""
         return self._token_at(self.document_indices[document]), self._token_at(self.document_indices[document + 1])
+
+    def last_tokens(self) -> np.ndarray:
+        """Returns the last token of each document that has tokens: [documents]."""
+        ends = np.cumsum(self.document_lengths())
+        return self._tokens[np.unique(ends[ends > 0]) - 1]
 
     def document_lengths(self) -> np.ndarray:
         """Returns the tokens per document: int64 [documents]."""
@@ -130,7 +142,8 @@ class IndexedDataset:
         if len(marks) == 0 or marks[0] != 0 or marks[-1] != len(self.sizes):
             raise ValueError(
                 f"{path}: the document marks must run from 0 to the {len(self.sizes)} sequences, but are "
-                f"{marks[:1].tolist()} to {marks[-1:].tolist()}"
+                f"{marks[:1].tolist()} to {marks[-1:].tolist()} (older tools lost them when they merged pairs; merge "
+                "the parts again with `shardzoo data merge`)"
             )
         for first in range(0, len(marks) - 1, CHECK_BLOCK):
             steps = np.diff(marks[first : first + CHECK_BLOCK + 1])

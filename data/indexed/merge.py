@@ -10,13 +10,18 @@ from pathlib import Path
 import numpy as np
 
 from .dataset import IndexedDataset
+from .meta import CorpusMeta
 from .writer import IndexedDatasetWriter
 
 DOCUMENTS_AT_ONCE = 1024
 
 
 def merge_datasets(prefixes: Sequence[str | Path], output: str | Path) -> None:
-    """Writes the documents of several datasets, one dataset after the other; all must have the same token dtype."""
+    """Writes the documents of several datasets, one dataset after the other.
+
+    Raises:
+        ValueError: the token types differ, or what is recorded of the datasets does (vocabularies, end tokens).
+    """
     if not prefixes:
         raise ValueError("nothing to merge: give at least one prefix")
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
@@ -24,9 +29,24 @@ def merge_datasets(prefixes: Sequence[str | Path], output: str | Path) -> None:
     if len(dtypes) > 1:
         described = ", ".join(f"{dataset.prefix}: {dataset.dtype}" for dataset in datasets)
         raise ValueError(f"datasets of different token dtypes cannot be merged ({described})")
-    with IndexedDatasetWriter(output, datasets[0].dtype) as writer:
+    with IndexedDatasetWriter(output, datasets[0].dtype, meta=_common_meta(datasets)) as writer:
         for dataset in datasets:
             writer.add_dataset(dataset)
+
+
+def _common_meta(datasets: Sequence[IndexedDataset]) -> CorpusMeta | None:
+    """Returns what is recorded of all datasets; None if another tool wrote one of them."""
+    known = [(dataset.prefix, dataset.meta) for dataset in datasets if dataset.meta is not None]
+    for prefix, meta in known[1:]:
+        first, expected = known[0]
+        for name, mine, theirs in (
+            ("vocabularies", expected.vocabulary, meta.vocabulary),
+            ("end tokens", expected.end_token, meta.end_token),
+            ("values of split_sentences", expected.split_sentences, meta.split_sentences),
+        ):
+            if mine != theirs:
+                raise ValueError(f"{first} and {prefix} have different {name}: {mine} and {theirs}")
+    return known[0][1] if len(known) == len(datasets) else None
 
 
 def split_dataset(dataset: IndexedDataset, shares: Mapping[Path, float], *, seed: int) -> dict[Path, int]:
@@ -47,7 +67,7 @@ def split_dataset(dataset: IndexedDataset, shares: Mapping[Path, float], *, seed
     owner = np.empty(dataset.num_documents, np.int8)
     owner[order] = np.repeat(np.arange(len(names)), counts)
     with ExitStack() as stack:
-        writers = [stack.enter_context(IndexedDatasetWriter(name, dataset.dtype)) for name in names]
+        writers = [stack.enter_context(IndexedDatasetWriter(name, dataset.dtype, meta=dataset.meta)) for name in names]
         for start, stop in _runs(owner):
             marks = dataset.document_indices[start : stop + 1]
             tokens = dataset.tokens[dataset.token_range(start)[0] : dataset.token_range(stop - 1)[1]]

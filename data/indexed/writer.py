@@ -15,6 +15,7 @@ import numpy as np
 
 from .dataset import IndexedDataset
 from .format import HEADER, MAGIC, VERSION, bin_path, dtype_code, idx_path
+from .meta import CorpusMeta, meta_path
 
 COPY_BYTES = 1 << 24
 
@@ -41,6 +42,7 @@ class IndexedDatasetWriter:
             wrapped around.
         resume: continue the partial files from this state; anything after it is truncated.
         keep_partial: whether to keep the partial files after an exception.
+        meta: what to record beside the pair.
     """
 
     def __init__(
@@ -50,12 +52,14 @@ class IndexedDatasetWriter:
         *,
         resume: WriterState | None = None,
         keep_partial: bool = False,
+        meta: CorpusMeta | None = None,
     ) -> None:
         self.prefix = Path(prefix)
         self.dtype = np.dtype(dtype)
         self._code = dtype_code(self.dtype)
         self._limits = np.iinfo(self.dtype) if self.dtype.kind in "iu" else None
         self._keep_partial = keep_partial
+        self._meta = meta
         self._index_partial = Path(f"{prefix}.idx.partial")
         self._names = {part: Path(f"{prefix}.{part}.partial") for part in ("bin", "sizes", "documents")}
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -173,6 +177,9 @@ class IndexedDatasetWriter:
         # The old index is removed first and the new one comes last, so a reader never pairs an index with the wrong
         # tokens.
         idx_path(self.prefix).unlink(missing_ok=True)
+        meta_path(self.prefix).unlink(missing_ok=True)
+        if self._meta is not None:
+            self._meta.write(self.prefix)
         self._names["bin"].replace(bin_path(self.prefix))
         self._index_partial.replace(idx_path(self.prefix))
         for file in self._files.values():

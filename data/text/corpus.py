@@ -1,22 +1,23 @@
-"""Prepares a source of text for pretraining: a tokenizer, a training corpus and a held-out corpus."""
+"""Prepares sources of text for pretraining: a tokenizer, and a training and a held-out corpus of each source."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from ..indexed.dataset import IndexedDataset
 from ..indexed.format import bin_path, dtype_for_vocabulary, idx_path
 from ..indexed.merge import split_dataset
+from ..indexed.meta import CorpusMeta
 from ..indexed.writer import IndexedDatasetWriter
-from ..tokenizers.tokenizer import Tokenizer, load_tokenizer
-from ..tokenizers.training import train_byte_level_bpe, train_sentencepiece
+from ..tokenizers.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
+from ..tokenizers.training import TOKENIZER_KINDS, train_tokenizer
+from ..tokenizers.vocabulary import Vocabulary, tokenizer_digest
 from .documents import SourceReport, iter_documents, skip_bad, source_name
-from .encoding import encode_documents
+from .encoding import encode_documents, encode_sentences, end_token
 from .entropy import token_counts
 from .sources import Source, fingerprint
 
@@ -29,15 +30,43 @@ Progress = Callable[[str, int, int], None]  # (stage, bytes done, bytes in total
 
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared corpus. The prefixes name `.bin/.idx` pairs; every document ends with `eos_token_id`."""
+    """A prepared corpus. The prefixes name `.bin/.idx` pairs; documents end with `eos_token_id` unless it is None.
+
+    `notes` say what a user may want to know of a pair that another tool wrote.
+    """
 
     train_prefix: Path
     valid_prefix: Path
     tokenizer_dir: Path
     vocab_size: int
-    eos_token_id: int
+    eos_token_id: int | None
     bad_records: int = 0
     first_bad: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """The arguments of `prepare_corpus`; `tokenizer` is a kind to train, or a tokenizer."""
+
+    tokenizer: str | Tokenizer
+    vocab_size: int
+    split_sentences: bool
+    held_out_fraction: float
+    seed: int
+    progress: Progress
+
+    def identity(self, source: str) -> dict[str, object]:
+        """Returns what determines the prepared files. Settings that older manifests lack are left out by default."""
+        trained = isinstance(self.tokenizer, str)
+        values: dict[str, object] = {"source": source}
+        values |= {"vocab_size": self.vocab_size} if trained else {}
+        values |= {"held_out_fraction": self.held_out_fraction, "seed": self.seed}
+        if self.tokenizer != TOKENIZER_KINDS[0]:
+            values["tokenizer"] = (
+                self.tokenizer if isinstance(self.tokenizer, str) else tokenizer_digest(self.tokenizer)
+            )
+        return values | ({"split_sentences": True} if self.split_sentences else {})
 
 
 def prepare_corpus(
@@ -45,7 +74,8 @@ def prepare_corpus(
     output_dir: str | Path,
     *,
     vocab_size: int = 8192,
-    tokenizer: Literal["bpe", "sentencepiece"] = "bpe",
+    tokenizer: str | Path | Tokenizer = "bpe",
+    split_sentences: bool = False,
     held_out_fraction: float = 0.05,
     seed: int = 1234,
     progress: Progress | None = None,
@@ -53,53 +83,91 @@ def prepare_corpus(
     """Tokenizes a source into `output_dir`, or returns the corpus there if it was prepared from the same source.
 
     A hash of its text and the seed decides whether a document is held out, so the split is deterministic and equal
-    documents are on the same side. The tokenizer is trained on the training documents alone. Records that are
-    not text are skipped; the result has their number and describes the first ones.
+    documents are on the same side. A tokenizer is trained on the training documents alone. Documents end with the
+    tokenizer's end-of-sequence token (or [SEP], in vocabularies without one), except those that are split into
+    sentences. Records that are not text are skipped; the result has their number and describes the first ones.
 
     Args:
-        source: text file, folder, JSON lines, parquet, None for the Python standard library, or the prefix of
-            a `.bin/.idx` pair with its tokenizer beside it (`tokenizer/` or `tokenizer.json`).
+        source: text file, folder, JSON lines, parquet, a list of those, None for the Python standard library, or the
+            prefix of a `.bin/.idx` pair with its tokenizer beside it (`tokenizer/` or `tokenizer.json`).
         vocab_size: size of the trained tokenizer's vocabulary, without SentencePiece's sentinels; unused for a
-            `.bin/.idx` pair.
-        tokenizer: the kind to train: byte-level BPE (as GPT-2's) or SentencePiece unigram (as T5's).
+            `.bin/.idx` pair and for a given tokenizer.
+        tokenizer: a tokenizer, its file or folder; or the kind to train (see `train_tokenizer`), for which a
+            `.bin/.idx` pair has its own.
+        split_sentences: one sequence per sentence, which sentence pairs need.
         held_out_fraction: share of the documents that is held out, in (0, 1).
         progress: called with (stage, bytes done, bytes in total).
 
     Raises:
         ValueError: the source does not exist, has no text or fewer than two different documents, or is a pair
-            without a tokenizer beside it.
+            without a tokenizer or of another vocabulary.
     """
     if not 0 < held_out_fraction < 1:
         raise ValueError(f"held_out_fraction is {held_out_fraction}; it must be between 0 and 1, such as 0.05")
-    output = Path(output_dir)
+    settings = _Settings(
+        _find_tokenizer(tokenizer),
+        vocab_size,
+        split_sentences,
+        held_out_fraction,
+        seed,
+        progress or (lambda stage, done, total: None),
+    )
+    return _prepare(source, Path(output_dir), settings)
+
+
+def _find_tokenizer(tokenizer: str | Path | Tokenizer) -> str | Tokenizer:
+    if isinstance(tokenizer, Tokenizer) or tokenizer in TOKENIZER_KINDS:
+        return tokenizer
+    if not Path(tokenizer).exists():
+        raise ValueError(
+            f"tokenizer {tokenizer} is neither a file or folder nor one of the kinds that can be trained: "
+            f"{', '.join(TOKENIZER_KINDS)}"
+        )
+    return load_tokenizer(tokenizer)
+
+
+def _prepare(source: Source, output: Path, settings: _Settings) -> Corpus:
     prefix = as_prefix(source)
     if prefix is not None:
-        return _from_prefix(prefix, output, held_out_fraction, seed)
-    wanted = {
-        "source": fingerprint(source),
-        "vocab_size": vocab_size,
-        "held_out_fraction": held_out_fraction,
-        "seed": seed,
-    }
-    if tokenizer != "bpe":  # older manifests have no entry for BPE
-        wanted["tokenizer"] = tokenizer
+        return _from_prefix(prefix, output, settings)
+    wanted = settings.identity(fingerprint(source))
     if (known := _read_manifest(output, wanted)) is not None:
         return known
-    report = progress or (lambda stage, done, total: None)
-    split = _choose_held_out(source, held_out_fraction, seed, report)
+    split = _choose_held_out(source, settings)
     output.mkdir(parents=True, exist_ok=True)
     (output / MANIFEST).unlink(missing_ok=True)
-    train = train_byte_level_bpe if tokenizer == "bpe" else train_sentencepiece
-    trained = train(split.tokenizer_texts(report), vocab_size, output / "tokenizer")
-    _tokenize(split, trained, output, report)
-    corpus = _corpus(output, trained, split.report)
+    tokenizer = _make_tokenizer([split], output / "tokenizer", settings)
+    end = _tokenize(split, tokenizer, output, settings)
+    corpus = Corpus(
+        output / "train",
+        output / "valid",
+        output / "tokenizer",
+        tokenizer.vocab_size,
+        end,
+        split.report.bad,
+        tuple(split.report.first_bad),
+    )
     _write_manifest(output, wanted, corpus)
     return corpus
+
+
+def _make_tokenizer(splits: Sequence[_Split], folder: Path, settings: _Settings) -> Tokenizer:
+    """Trains a tokenizer on the training documents, or saves the given one."""
+    if isinstance(settings.tokenizer, Tokenizer):
+        save_tokenizer(settings.tokenizer, folder)
+        return settings.tokenizer
+    texts = (text for split in splits for text in split.tokenizer_texts(settings.progress))
+    return train_tokenizer(settings.tokenizer, texts, settings.vocab_size, folder)
 
 
 def as_prefix(source: Source) -> Path | None:
     """Returns the prefix if `source` names a `.bin/.idx` pair (with or without the suffix), otherwise None."""
     if not isinstance(source, (str, Path)):
+        for path in filter(as_prefix, source or ()):
+            raise ValueError(
+                f"{path} is one of {len(source or ())} sources and a .bin/.idx pair; give each source its share of a "
+                "mixture (a:0.5 b:0.5), or merge the pairs with `shardzoo data merge`"
+            )
         return None
     path = Path(source)
     for candidate in (path, path.with_suffix("") if path.suffix in (".bin", ".idx") else path):
@@ -137,14 +205,16 @@ def document_key(text: str, seed: int) -> bytes:
     return hashlib.blake2b(text.encode("utf-8"), digest_size=8, key=str(seed).encode()).digest()
 
 
-def _choose_held_out(source: Source, fraction: float, seed: int, progress: Progress) -> _Split:
+def _choose_held_out(source: Source, settings: _Settings, text_bytes: int = TOKENIZER_TEXT_BYTES) -> _Split:
+    """Chooses the documents that are held out, and at most `text_bytes` of the others to train a tokenizer on."""
+    seed = settings.seed
     report = SourceReport()
     keys: list[bytes] = []
     done = 0
     for text in iter_documents(source, on_bad=skip_bad, report=report):
         keys.append(document_key(text, seed))
         done += len(text)
-        progress("reading", report.bytes, report.bytes)
+        settings.progress("reading", report.bytes, report.bytes)
     ordered = sorted(set(keys))
     if not keys:
         named = f"; the first of {report.bad} bad records: {report.first_bad[0]}" if report.bad else ""
@@ -154,15 +224,21 @@ def _choose_held_out(source: Source, fraction: float, seed: int, progress: Progr
             f"{source_name(source)} holds {len(ordered)} distinct document(s); at least 2 are needed, one to train "
             "on and one to hold out"
         )
-    held_out = min(max(1, round(fraction * len(ordered))), len(ordered) - 1)
-    share = min(1.0, TOKENIZER_TEXT_BYTES / max(1, done))
+    held_out = min(max(1, round(settings.held_out_fraction * len(ordered))), len(ordered) - 1)
+    share = min(1.0, text_bytes / max(1, done))
     last = min(len(ordered) - 1, held_out + int(share * (len(ordered) - held_out)))
     return _Split(source, seed, ordered[held_out - 1], ordered[last], done, report)
 
 
-def _tokenize(split: _Split, tokenizer: Tokenizer, output: Path, progress: Progress) -> None:
+def _tokenize(split: _Split, tokenizer: Tokenizer, output: Path, settings: _Settings) -> int | None:
+    """Writes the training and the held-out pair, and returns the token that ends their documents."""
     dtype = dtype_for_vocabulary(tokenizer.vocab_size)
-    with IndexedDatasetWriter(output / "train", dtype) as train, IndexedDatasetWriter(output / "valid", dtype) as valid:
+    end = end_token(tokenizer, split_sentences=settings.split_sentences)
+    meta = CorpusMeta(Vocabulary.of(tokenizer), end, settings.split_sentences)
+    with (
+        IndexedDatasetWriter(output / "train", dtype, meta=meta) as train,
+        IndexedDatasetWriter(output / "valid", dtype, meta=meta) as valid,
+    ):
         batches: dict[bool, list[str]] = {False: [], True: []}
         waiting, done = 0, 0
         for text, key in split.documents():
@@ -170,52 +246,102 @@ def _tokenize(split: _Split, tokenizer: Tokenizer, output: Path, progress: Progr
             waiting += len(text)
             if waiting >= BATCH_CHARACTERS:
                 done, waiting = done + waiting, 0
-                _write_batches(batches, tokenizer, train, valid)
-                progress("tokenizing", done, split.total_bytes)
-        _write_batches(batches, tokenizer, train, valid)
-        progress("tokenizing", split.total_bytes, split.total_bytes)
+                _write_batches(batches, tokenizer, meta, train, valid)
+                settings.progress("tokenizing", done, split.total_bytes)
+        _write_batches(batches, tokenizer, meta, train, valid)
+        settings.progress("tokenizing", split.total_bytes, split.total_bytes)
+    return end
 
 
 def _write_batches(
-    batches: dict[bool, list[str]], tokenizer: Tokenizer, train: IndexedDatasetWriter, valid: IndexedDatasetWriter
+    batches: dict[bool, list[str]],
+    tokenizer: Tokenizer,
+    meta: CorpusMeta,
+    train: IndexedDatasetWriter,
+    valid: IndexedDatasetWriter,
 ) -> None:
     for held_out, writer in ((False, train), (True, valid)):
-        if batches[held_out]:
-            writer.add_documents(*encode_documents(tokenizer, batches[held_out], writer.dtype, tokenizer.eos_token_id))
-            batches[held_out].clear()
+        texts = batches[held_out]
+        if texts and meta.split_sentences:
+            tokens, lengths, sentences = encode_sentences(tokenizer, texts, writer.dtype, meta.end_token)
+            writer.add_sequences(tokens, lengths)
+            writer.end_documents(sentences)
+        elif texts:
+            writer.add_documents(*encode_documents(tokenizer, texts, writer.dtype, meta.end_token))
+        texts.clear()
 
 
-def _from_prefix(prefix: Path, output: Path, fraction: float, seed: int) -> Corpus:
-    tokenizer_dir = find_tokenizer(prefix)
-    tokenizer = load_tokenizer(tokenizer_dir)
-    dataset = IndexedDataset(prefix)
-    largest = len(token_counts(dataset)) - 1
-    if largest >= tokenizer.vocab_size:
-        raise ValueError(
-            f"{prefix} holds token id {largest}, but the tokenizer in {tokenizer_dir} has only "
-            f"{tokenizer.vocab_size} entries; use the tokenizer that the corpus was prepared with"
-        )
+def _from_prefix(prefix: Path, output: Path, settings: _Settings) -> Corpus:
+    given = settings.tokenizer if isinstance(settings.tokenizer, Tokenizer) else None
+    tokenizer = given or load_tokenizer(find_tokenizer(prefix))
+    corpus = _describe_pair(prefix, tokenizer, settings)
+    if given:
+        save_tokenizer(given, output / "tokenizer")
+        corpus = replace(corpus, tokenizer_dir=output / "tokenizer")
     sibling = prefix.with_name("valid")
     if prefix.name == "train" and idx_path(sibling).is_file():
-        train, valid = prefix, sibling
-    else:
-        train, valid = output / "train", output / "valid"
-        index = idx_path(prefix).stat()
-        wanted = {
-            "source": f"{prefix.resolve()} {index.st_size} {index.st_mtime_ns}",
-            "held_out_fraction": fraction,
-            "seed": seed,
-        }
-        if (known := _read_manifest(output, wanted)) is not None:
-            return known
-        if dataset.num_documents < 2:
-            raise ValueError(f"{prefix} holds {dataset.num_documents} document(s); splitting needs at least 2")
-        (output / MANIFEST).unlink(missing_ok=True)
-        split_dataset(dataset, {train: 1 - fraction, valid: fraction}, seed=seed)
-        corpus = Corpus(train, valid, tokenizer_dir, tokenizer.vocab_size, tokenizer.eos_token_id)
-        _write_manifest(output, wanted, corpus)
-        return corpus
-    return Corpus(train, valid, tokenizer_dir, tokenizer.vocab_size, tokenizer.eos_token_id)
+        check_vocabulary(IndexedDataset(sibling), tokenizer)
+        return replace(corpus, train_prefix=prefix, valid_prefix=sibling)
+    index = idx_path(prefix).stat()
+    values = settings.identity(f"{prefix.resolve()} {index.st_size} {index.st_mtime_ns}")
+    unused = {"vocab_size", "split_sentences", *(() if given else ("tokenizer",))}
+    wanted = {name: value for name, value in values.items() if name not in unused}
+    if (known := _read_manifest(output, wanted)) is not None:
+        return replace(known, notes=corpus.notes)
+    dataset = IndexedDataset(prefix)
+    if dataset.num_documents < 2:
+        raise ValueError(f"{prefix} holds {dataset.num_documents} document(s); splitting needs at least 2")
+    (output / MANIFEST).unlink(missing_ok=True)
+    fraction = settings.held_out_fraction
+    split_dataset(dataset, {output / "train": 1 - fraction, output / "valid": fraction}, seed=settings.seed)
+    corpus = replace(corpus, train_prefix=output / "train", valid_prefix=output / "valid")
+    _write_manifest(output, wanted, corpus)
+    return corpus
+
+
+def _describe_pair(prefix: Path, tokenizer: Tokenizer, settings: _Settings) -> Corpus:
+    """Returns a pair as both sides of a corpus. ValueError if the tokenizer or the objective does not fit it."""
+    dataset = IndexedDataset(prefix)
+    check_vocabulary(dataset, tokenizer)
+    if settings.split_sentences and len(dataset) == dataset.num_documents:
+        raise ValueError(
+            f"{prefix} holds one sequence per document, and sentence pairs need one per sentence; prepare it again "
+            "with --split-sentences"
+        )
+    end, notes = end_token(tokenizer, split_sentences=False), ()
+    if dataset.meta is not None:
+        end = dataset.meta.end_token
+    elif end is not None:
+        last = dataset.last_tokens()
+        others = int((last != end).sum())
+        token = f"token {end}, {tokenizer.id_to_token(end)!r}"
+        notes = (f"{others} of the {len(last)} documents of {prefix} do not end with {token}",) if others else ()
+        end = end if others < len(last) else None
+    folder = tokenizer.path if tokenizer.path.is_dir() else tokenizer.path.parent
+    return Corpus(prefix, prefix, folder, tokenizer.vocab_size, end, notes=notes)
+
+
+def check_vocabulary(dataset: IndexedDataset, tokenizer: Tokenizer) -> None:
+    """Raises ValueError, naming both, unless a corpus can have been prepared with a tokenizer.
+
+    The vocabulary that is recorded beside the pair must be the tokenizer's, which may have more tokens behind it.
+    Without a record, all ids must be in the vocabulary.
+    """
+    prefix, path, size = dataset.prefix, tokenizer.path, tokenizer.vocab_size
+    if dataset.meta is not None:
+        vocabulary = dataset.meta.vocabulary
+        if not vocabulary.begins(tokenizer):
+            raise ValueError(
+                f"{prefix} was prepared with another vocabulary ({vocabulary.size} tokens) than that of the tokenizer "
+                f"{path} ({size} tokens); use the tokenizer that the corpus was prepared with"
+            )
+        return
+    ids = token_counts(dataset)[0]
+    if len(ids) and ids[-1] >= size:
+        raise ValueError(
+            f"{prefix} holds token id {ids[-1]}, but the tokenizer {path} has only {size} entries; use the tokenizer "
+            "that the corpus was prepared with"
+        )
 
 
 def find_tokenizer(prefix: Path) -> Path:
@@ -229,21 +355,10 @@ def find_tokenizer(prefix: Path) -> Path:
     )
 
 
-def _corpus(output: Path, tokenizer: Tokenizer, report: SourceReport) -> Corpus:
-    return Corpus(
-        output / "train",
-        output / "valid",
-        output / "tokenizer",
-        tokenizer.vocab_size,
-        tokenizer.eos_token_id,
-        report.bad,
-        tuple(report.first_bad),
-    )
-
-
 def _write_manifest(output: Path, wanted: dict[str, object], corpus: Corpus) -> None:
     """Writes the manifest last and atomically, so that its presence means the corpus is complete."""
     values = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(corpus).items()}
+    values = {key: value for key, value in values.items() if key != "notes"}
     partial = output / f"{MANIFEST}.partial"
     partial.write_text(json.dumps({"prepared_from": wanted, **values}, indent=2) + "\n", encoding="utf-8")
     partial.replace(output / MANIFEST)

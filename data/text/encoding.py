@@ -12,6 +12,16 @@ from .sentences import split_sentences
 BATCH_CHARACTERS = 1 << 19  # characters per call of the tokenizer; larger batches only cost memory
 
 
+def end_token(tokenizer: Tokenizer, *, split_sentences: bool) -> int | None:
+    """Returns the id of the token that ends a document; None if nothing does.
+
+    It is the end-of-sequence token, or in vocabularies without one the separator. The segments of sentence pairs have
+    separators of their own, so nothing ends a document of sentences.
+    """
+    roles = () if split_sentences else ("eos_token", "sep_token")
+    return next((tokenizer.special[role] for role in roles if role in tokenizer.special), None)
+
+
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
     """Returns the concatenated tokens of all texts [total] and their lengths, int64 [texts]."""
     parts: list[np.ndarray] = []

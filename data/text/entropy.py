@@ -13,17 +13,31 @@ from ..objectives.labels import IGNORED
 BLOCK_TOKENS = 1 << 22
 
 
-def token_counts(indexed: IndexedDataset) -> np.ndarray:
-    """Returns how often each token id occurs: int64 [largest id + 1]."""
+def token_counts(indexed: IndexedDataset) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the token ids that occur, in ascending order, and how often each does: int64 [distinct tokens] each.
+
+    Memory grows with the number of distinct tokens, not with the largest id. ValueError for values that are no ids.
+    """
     if indexed.dtype.kind not in "iu":
         raise ValueError(f"{indexed.prefix} holds {indexed.dtype} values, which are not token ids")
-    counts = np.zeros(1, np.int64)
+    ids, counts = np.empty(0, np.int64), np.empty(0, np.int64)
     for start in range(0, indexed.num_tokens, BLOCK_TOKENS):
-        block = np.bincount(indexed.tokens[start : start + BLOCK_TOKENS])
-        if len(block) > len(counts):
-            counts = np.pad(counts, (0, len(block) - len(counts)))
-        counts[: len(block)] += block
-    return counts
+        found, more = _counts(indexed.tokens[start : start + BLOCK_TOKENS])
+        if found[0] < 0:
+            raise ValueError(f"{indexed.prefix} holds {found[0]}; a token id is at least 0")
+        ids, places = np.unique(np.concatenate([ids, found]), return_inverse=True)
+        total = np.zeros(len(ids), np.int64)
+        np.add.at(total, places, np.concatenate([counts, more]))
+        counts = total
+    return ids, counts
+
+
+def _counts(block: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    if block.min() < 0 or block.max() >= BLOCK_TOKENS:
+        return np.unique(block, return_counts=True)
+    counts = np.bincount(block)  # faster than sorting
+    ids = np.flatnonzero(counts)
+    return ids, counts[ids]
 
 
 def unigram_entropy(indexed: IndexedDataset) -> float:
@@ -31,8 +45,8 @@ def unigram_entropy(indexed: IndexedDataset) -> float:
 
     No model that ignores context can have a lower mean loss on this text.
     """
-    counts = token_counts(indexed)
-    if counts.sum() == 0:
+    counts = token_counts(indexed)[1]
+    if len(counts) == 0:
         raise ValueError(f"{indexed.prefix} holds no tokens, so its entropy is undefined")
     return _entropy(counts)
 
@@ -59,5 +73,5 @@ def target_entropy(samples: Iterable[Mapping[str, Any]]) -> float:
 
 def _entropy(counts: np.ndarray) -> float:
     """Returns the entropy of a distribution that is given by counts, -Σ p log p."""
-    p = counts[counts > 0] / counts.sum()
+    p = counts / counts.sum()
     return float(-(p * np.log(p)).sum())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -19,8 +18,10 @@ from pathlib import Path
 import numpy as np
 
 from ..indexed.format import dtype_for_vocabulary
+from ..indexed.meta import CorpusMeta
 from ..indexed.writer import IndexedDatasetWriter, WriterState
 from ..tokenizers.tokenizer import Tokenizer, load_tokenizer
+from ..tokenizers.vocabulary import Vocabulary, tokenizer_digest
 from .documents import LineNumbers, OnBad, SourceReport, skip_bad, source_name
 from .encoding import encode_documents, encode_sentences
 from .records import ChunkText, read_chunk
@@ -93,6 +94,8 @@ def prepare_dataset(
 ) -> PrepareReport:
     """Writes `output.bin` and `output.idx`, readable by Megatron-LM and LiBai, the same for any number of workers.
 
+    `output.meta.json` records the vocabulary and the end-of-text token.
+
     A run that was stopped or killed leaves `output.*.partial` and `output.progress.json`; the same call resumes it.
     The token dtype is uint16 below a vocabulary of 65500 entries, otherwise int32.
 
@@ -112,12 +115,13 @@ def prepare_dataset(
         raise ValueError(f"workers is {workers}; it must be at least 1")
     chunks = plan_chunks(source)
     tokenizer = load_tokenizer(options.tokenizer)
-    _end_of_text(tokenizer, options)  # raises a clear error here rather than in a worker
+    end = _end_of_text(tokenizer, options)  # raises a clear error here rather than in a worker
+    meta = CorpusMeta(Vocabulary.of(tokenizer), end, options.split_sentences)
     dtype = dtype_for_vocabulary(tokenizer.vocab_size)
-    journal = _Journal(Path(f"{output}.progress.json"), _settings(source, options))
+    journal = _Journal(Path(f"{output}.progress.json"), _settings(source, options, tokenizer))
     state, report, numbers = journal.read() if resume else journal.fresh()
     started = time.monotonic()
-    with IndexedDatasetWriter(output, dtype, resume=state, keep_partial=True) as writer:
+    with IndexedDatasetWriter(output, dtype, resume=state, keep_partial=True, meta=meta) as writer:
         committed = time.monotonic()
         done = report.resumed_chunks
         encoded = _encode_all(chunks[done:], options, tokenizer, workers)
@@ -224,14 +228,9 @@ def _work(chunk: Chunk) -> _Encoded:
     return _encode(chunk, *_worker)
 
 
-def _settings(source: Source, options: PrepareOptions) -> dict[str, object]:
+def _settings(source: Source, options: PrepareOptions, tokenizer: Tokenizer) -> dict[str, object]:
     """Returns the settings that must be unchanged for an interrupted run to be resumed."""
-    path = Path(options.tokenizer)
-    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
-    digest = hashlib.blake2b(digest_size=16)
-    for file in files:
-        digest.update(file.read_bytes())
-    return {**asdict(options), "tokenizer": digest.hexdigest(), "source": fingerprint(source)}
+    return {**asdict(options), "tokenizer": tokenizer_digest(tokenizer), "source": fingerprint(source)}
 
 
 class _Journal:

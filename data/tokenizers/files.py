@@ -34,6 +34,7 @@ OTHER_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
 )
+TOKENIZER_FILES = (*(name for name in JSON_FILES if name != "config.json"), *OTHER_FILES)  # that is the model's
 
 
 def check_tokenizer_folder(folder: Path) -> None:

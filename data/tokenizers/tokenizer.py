@@ -27,10 +27,12 @@ class Tokenizer(ABC):
     """Converts text to token ids and back. `encode` adds no special tokens, and treats a spelled-out one as text.
 
     Attributes:
+        path: the file or folder that it was read from.
         vocab_size: number of ids, including added tokens; every id is below it.
         special: ids of the special tokens by their Hugging Face name ("eos_token": 0, …).
     """
 
+    path: Path
     vocab_size: int
     special: dict[str, int]
 
@@ -88,13 +90,13 @@ class Tokenizer(ABC):
 class FastTokenizer(Tokenizer):
     """Reads a `tokenizer.json` with the Rust library `tokenizers`, without importing transformers."""
 
-    def __init__(self, file: str | Path, special_tokens: dict[str, str] | None = None) -> None:
+    def __init__(self, path: str | Path, special_tokens: dict[str, str] | None = None) -> None:
         from tokenizers import Tokenizer as RustTokenizer
 
-        self.file = Path(file)
-        check_tokenizer_file(self.file)
-        with library_errors(self.file):
-            self.backend = RustTokenizer.from_file(str(file))
+        self.path = Path(path)
+        check_tokenizer_file(self.path)
+        with library_errors(self.path):
+            self.backend = RustTokenizer.from_file(str(path))
             self.backend.encode_special_tokens = True  # "<|endoftext|>" inside a document is text, not its end
             self.backend.no_padding()
             self.backend.no_truncation()
@@ -105,18 +107,18 @@ class FastTokenizer(Tokenizer):
         self.special = {name: index for name, index in ids.items() if index is not None}
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {"file": self.file, "vocab_size": self.vocab_size, "special": self.special}
+        state = {"path": self.path, "vocab_size": self.vocab_size, "special": self.special}
         return {**state, "backend": self.backend.to_str()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         from tokenizers import Tokenizer as RustTokenizer
 
-        self.file, self.vocab_size, self.special = state["file"], state["vocab_size"], state["special"]
+        self.path, self.vocab_size, self.special = state["path"], state["vocab_size"], state["special"]
         self.backend = RustTokenizer.from_str(state["backend"])
         self.backend.encode_special_tokens = True  # not part of the serialized state
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        with library_errors(self.file):
+        with library_errors(self.path):
             return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
@@ -141,9 +143,9 @@ class FastTokenizer(Tokenizer):
         return list(map(self.backend.id_to_token, range(size)))
 
     def save(self, folder: Path) -> None:
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens(), **_config_beside(self.file)}
-        if self.vocab_size == FastTokenizer(self.file).vocab_size:
-            _copy_files(self.file, folder / TOKENIZER_JSON, SIDE_FILES + SENTENCEPIECE_FILES)
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens(), **_config_beside(self.path)}
+        if self.vocab_size == FastTokenizer(self.path).vocab_size:
+            _copy_files(self.path, folder / TOKENIZER_JSON, SIDE_FILES + SENTENCEPIECE_FILES)
         else:
             self.backend.save(str(folder / TOKENIZER_JSON))
             config.pop("added_tokens_decoder", None)  # it would hide the tokens that tokenizer.json has now
@@ -155,13 +157,13 @@ class FastTokenizer(Tokenizer):
 class SentencePieceTokenizer(Tokenizer):
     """Reads a SentencePiece `.model` and applies its normalization; added tokens follow its pieces."""
 
-    def __init__(self, file: str | Path, added: Sequence[str] = ()) -> None:
+    def __init__(self, path: str | Path, added: Sequence[str] = ()) -> None:
         from sentencepiece import SentencePieceProcessor
 
-        self.file = Path(file)
-        check_tokenizer_file(self.file)
-        with library_errors(self.file):
-            self.backend = SentencePieceProcessor(model_file=str(file))
+        self.path = Path(path)
+        check_tokenizer_file(self.path)
+        with library_errors(self.path):
+            self.backend = SentencePieceProcessor(model_file=str(path))
             self.pieces: int = self.backend.get_piece_size()
             self.backend.id_to_piece(list(range(self.pieces)))  # raises if a piece is not valid text
         self.added: list[str] = []
@@ -175,7 +177,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.special = {name: index for name, index in ids.items() if index >= 0}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"file": self.file, "added": self.added}
+        return {"path": self.path, "added": self.added}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)
@@ -212,11 +214,11 @@ class SentencePieceTokenizer(Tokenizer):
 
     def save(self, folder: Path) -> None:
         copied = folder / SENTENCEPIECE_FILES[0]
-        _copy_files(self.file, copied, SIDE_FILES)
+        _copy_files(self.path, copied, SIDE_FILES)
         read_back = _sentencepiece(copied)
         if (folder / CONFIG).exists() and read_back is not None and read_back.added == self.added:
             return
-        config = {"tokenizer_class": "T5Tokenizer", **self.special_tokens(), **_config_beside(self.file)}
+        config = {"tokenizer_class": "T5Tokenizer", **self.special_tokens(), **_config_beside(self.path)}
         config["extra_ids"] = sentinels = sum(token in self.added for token in t5_sentinel_names(len(self.added)))
         others = enumerate(self.added[sentinels:], self.pieces + sentinels)
         config["added_tokens_decoder"] = {str(index): {"content": token, "special": True} for index, token in others}
@@ -226,16 +228,16 @@ class SentencePieceTokenizer(Tokenizer):
 class TransformersTokenizer(Tokenizer):
     """Reads any other folder that `transformers.AutoTokenizer` supports."""
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        self.backend = load_transformers_tokenizer(self.folder)
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.backend = load_transformers_tokenizer(self.path)
         self.vocab_size = len(self.backend)
         ids = {name: getattr(self.backend, f"{name}_id") for name in SPECIAL_NAMES}
         self.special = {name: index for name, index in ids.items() if index is not None}
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
-        with library_errors(self.folder):
+        with library_errors(self.path):
             return self.backend(list(texts), **options).input_ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:

@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
+from .files import TOKENIZER_FILES
 from .tokenizer import Tokenizer
 
 HOLE = (-1).to_bytes(4, "little", signed=True)  # the length that stands for an id without a token
@@ -49,3 +50,14 @@ class Vocabulary:
     def begins(self, tokenizer: Tokenizer) -> bool:
         """Returns whether the tokenizer's first `size` ids have these tokens; tokens may have been added behind."""
         return tokenizer.vocab_size >= self.size and Vocabulary.of(tokenizer, self.size) == self
+
+
+def tokenizer_digest(tokenizer: Tokenizer) -> str:
+    """Returns a digest of all that decides how a tokenizer encodes: its files and the tokens added to them."""
+    path = tokenizer.path
+    files = [path] if path.is_file() else [path / name for name in TOKENIZER_FILES]
+    digest = hashlib.sha256(Vocabulary.of(tokenizer).sha256.encode())
+    for file in files:
+        if file.is_file():
+            digest.update(file.read_bytes())
+    return digest.hexdigest()

@@ -5,12 +5,30 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import tracemalloc
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from shardzoo.data import IndexedDataset, load_tokenizer, prepare_corpus, target_entropy, unigram_entropy
+from shardzoo.cli.data import main
+from shardzoo.data import (
+    IndexedDataset,
+    PrepareOptions,
+    Vocabulary,
+    add_sentinels,
+    load_tokenizer,
+    merge_datasets,
+    prepare_corpus,
+    prepare_dataset,
+    split_sentences,
+    target_entropy,
+    token_counts,
+    unigram_entropy,
+)
+from shardzoo.data.indexed.meta import CorpusMeta, read_meta
+from shardzoo.data.tokenizers.training import TOKENIZER_KINDS
 
 
 def documents(prefix, tokenizer) -> list[str]:
@@ -75,7 +93,7 @@ def test_transformers_loads_the_tokenizer(corpus, texts):
 
 
 def test_a_second_call_finds_the_work_done(jsonl, corpus, monkeypatch):
-    monkeypatch.setattr("shardzoo.data.text.corpus.train_byte_level_bpe", None)
+    monkeypatch.setattr("shardzoo.data.text.corpus.train_tokenizer", None)
     folder = corpus.tokenizer_dir.parent
     assert prepare_corpus(jsonl, folder, vocab_size=400, held_out_fraction=0.1, seed=5) == corpus
 
@@ -109,8 +127,10 @@ def test_a_prepared_pair_is_taken_with_the_tokenizer_beside_it(corpus, tmp_path)
 def test_a_tokenizer_of_another_corpus_is_refused(corpus, tmp_path, write_dataset):
     dataset = write_dataset([[1, corpus.vocab_size], [2]])
     shutil.copytree(corpus.tokenizer_dir, tmp_path / "tokenizer")
-    with pytest.raises(ValueError, match="use the tokenizer that the corpus"):
+    with pytest.raises(ValueError, match="use the tokenizer that the corpus") as error:
         prepare_corpus(dataset.prefix, tmp_path / "out")
+    for name in (str(dataset.prefix), str(tmp_path / "tokenizer"), f"token id {corpus.vocab_size}"):
+        assert name in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -169,3 +189,191 @@ def test_target_entropy_is_that_of_an_objectives_targets():
     for nothing in ([], [{"input_ids": [3, 4], "labels": [-100, -100]}]):
         with pytest.raises(ValueError, match="no target tokens"):
             target_entropy(nothing)
+
+
+END = {"bpe": "<|endoftext|>", "roberta": "</s>", "wordpiece": "[SEP]", "sentencepiece": "</s>", "glm": "<|endoftext|>"}
+
+
+@pytest.mark.parametrize("kind", TOKENIZER_KINDS)
+@pytest.mark.parametrize("split", [False, True])
+def test_documents_end_as_their_tokenizer_says_but_sentences_do_not(kind, split, jsonl, texts, tmp_path):
+    corpus = prepare_corpus(jsonl, tmp_path, vocab_size=300, tokenizer=kind, split_sentences=split)
+    tokenizer = load_tokenizer(corpus.tokenizer_dir)
+    end = None if split else tokenizer.token_to_id(END[kind])
+    assert corpus.eos_token_id == end
+    meta = CorpusMeta(Vocabulary.of(tokenizer), end, split)
+    assert json.loads((tmp_path / "train.meta.json").read_text()) == {
+        "vocabulary": {"size": tokenizer.vocab_size, "sha256": meta.vocabulary.sha256},
+        "end_token": end,
+        "split_sentences": split,
+    }
+    found = []
+    for prefix in (corpus.train_prefix, corpus.valid_prefix):
+        dataset = IndexedDataset(prefix)
+        assert dataset.meta == read_meta(prefix) == meta
+        marks = dataset.document_indices
+        found += [[dataset[i].tolist() for i in range(*marks[n : n + 2])] for n in range(dataset.num_documents)]
+    ended = [] if end is None else [end]
+    parts = [split_sentences(text) if split else [text] for text in texts]
+    assert sorted(found) == sorted([tokenizer.encode(part) + ended for part in document] for document in parts)
+    if split:
+        assert max(map(len, found)) > 2
+    assert prepare_corpus(jsonl, tmp_path, vocab_size=300, tokenizer=kind, split_sentences=split) == corpus
+    assert prepare_corpus(jsonl, tmp_path, vocab_size=300, tokenizer=kind, split_sentences=not split) != corpus
+
+
+def test_a_given_tokenizer_is_used_as_it_is(jsonl, texts, tokenizer_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr("shardzoo.data.text.corpus.train_tokenizer", None)
+    tokenizer = load_tokenizer(tokenizer_dir)
+    add_sentinels(tokenizer)
+    corpora = [
+        prepare_corpus(jsonl, tmp_path / str(number), tokenizer=given, vocab_size=7)
+        for number, given in enumerate((tokenizer_dir, str(tokenizer_dir / "tokenizer.json"), tokenizer))
+    ]
+    assert [corpus.vocab_size for corpus in corpora] == [345, 345, 445]
+    assert len({corpus.train_prefix.with_suffix(".bin").read_bytes() for corpus in corpora}) == 1
+    assert load_tokenizer(corpora[2].tokenizer_dir).tokens(445) == tokenizer.tokens(445)
+    train, valid = (documents(prefix, tokenizer) for prefix in (corpora[2].train_prefix, corpora[2].valid_prefix))
+    assert sorted(train + valid) == sorted(texts)
+    before = corpora[0].train_prefix.with_suffix(".idx").stat().st_mtime_ns
+    assert prepare_corpus(jsonl, tmp_path / "0", tokenizer=tokenizer_dir) == corpora[0]
+    assert corpora[0].train_prefix.with_suffix(".idx").stat().st_mtime_ns == before
+    assert prepare_corpus(jsonl, tmp_path / "0", tokenizer=tokenizer).vocab_size == 445  # another one: made again
+    with pytest.raises(ValueError, match=r"tokenizer nowhere is neither a file or folder nor one of the kinds .* bpe"):
+        prepare_corpus(jsonl, tmp_path, tokenizer="nowhere")
+
+
+def test_a_pair_and_a_tokenizer_that_do_not_belong_together(corpus, jsonl, tmp_path):
+    own = load_tokenizer(corpus.tokenizer_dir)
+    add_sentinels(own)  # tokens behind the recorded ones do not matter
+    assert prepare_corpus(corpus.train_prefix, tmp_path / "a", tokenizer=own).vocab_size == own.vocab_size
+    other = prepare_corpus(jsonl, tmp_path / "other", vocab_size=500, tokenizer="roberta")
+    for number, tokenizer in enumerate((other.tokenizer_dir, load_tokenizer(other.tokenizer_dir))):
+        with pytest.raises(ValueError, match="another vocabulary") as error:  # all of the corpus' ids are in it
+            prepare_corpus(corpus.train_prefix, tmp_path / f"b{number}", tokenizer=tokenizer)
+        for name in (str(corpus.train_prefix), str(other.tokenizer_dir)):
+            assert name in str(error.value)
+    for suffix in ("bin", "idx", "meta.json"):
+        shutil.copy(f"{corpus.train_prefix}.{suffix}", tmp_path / f"train.{suffix}")
+        shutil.copy(f"{other.valid_prefix}.{suffix}", tmp_path / f"valid.{suffix}")
+    with pytest.raises(ValueError, match=f"{tmp_path}/valid was prepared with another vocabulary"):
+        prepare_corpus(tmp_path / "train", tmp_path / "c", tokenizer=own)
+
+
+def test_sentence_pairs_need_a_pair_of_sentences(corpus, tmp_path):
+    with pytest.raises(ValueError, match=rf"{corpus.train_prefix} holds one sequence per document.*--split-sentences"):
+        prepare_corpus(corpus.train_prefix, tmp_path, split_sentences=True)
+
+
+def test_several_sources_are_one_corpus_and_pairs_are_not_among_them(corpus, texts, tmp_path):
+    for number, part in enumerate((texts[:90], texts[90:])):
+        (tmp_path / f"{number}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
+    both = prepare_corpus([tmp_path / "0.jsonl", tmp_path / "1.jsonl"], tmp_path / "out", vocab_size=300)
+    tokenizer = load_tokenizer(both.tokenizer_dir)
+    found = documents(both.train_prefix, tokenizer) + documents(both.valid_prefix, tokenizer)
+    assert sorted(found) == sorted(texts)
+    with pytest.raises(ValueError, match=rf"{corpus.train_prefix} is one of 2 sources and a .bin/.idx pair"):
+        prepare_corpus([tmp_path / "0.jsonl", corpus.train_prefix], tmp_path / "x")
+
+
+def test_a_pair_of_another_tool_is_taken_and_what_is_odd_is_noted(tokenizer_dir, write_dataset, tmp_path):
+    dataset = write_dataset([[5, 6, 0], [7, 0], [8], [], [9, 0]])
+    taken = prepare_corpus(dataset.prefix, tmp_path / "out", tokenizer=tokenizer_dir)
+    assert taken.notes == (f"1 of the 4 documents of {dataset.prefix} do not end with token 0, '<|endoftext|>'",)
+    assert taken.eos_token_id == 0
+    assert IndexedDataset(taken.train_prefix).meta is None
+    assert prepare_corpus(dataset.prefix, tmp_path / "out", tokenizer=tokenizer_dir) == taken
+    assert (
+        prepare_corpus(write_dataset([[5], [7]]).prefix, tmp_path / "o", tokenizer=tokenizer_dir).eos_token_id is None
+    )
+    assert not prepare_corpus(write_dataset([[5, 0], [0]]).prefix, tmp_path / "p", tokenizer=tokenizer_dir).notes
+
+
+def test_the_record_is_carried_and_an_old_one_is_removed(jsonl, tokenizer_dir, write_dataset, tmp_path, capsys):
+    prepare_dataset(jsonl, tmp_path / "all", PrepareOptions(tokenizer_dir))
+    meta = read_meta(tmp_path / "all")
+    assert meta == CorpusMeta(Vocabulary.of(load_tokenizer(tokenizer_dir)), 0, False)
+    assert main(["split", f"{tmp_path}/all", "--output", f"{tmp_path}/part", "--shares", "0.5", "0.25", "0.25"]) == 0
+    assert {read_meta(tmp_path / f"part_{part}") for part in ("train", "valid", "test")} == {meta}
+    merge_datasets([tmp_path / "part_train", tmp_path / "part_test"], tmp_path / "again")
+    assert read_meta(tmp_path / "again") == meta
+    plain = write_dataset([[1, 2]], np.uint16)
+    merge_datasets([tmp_path / "again", plain.prefix], tmp_path / "again2")
+    assert read_meta(tmp_path / "again2") is None
+    merge_datasets([plain.prefix], tmp_path / "again")  # another corpus under the old name
+    assert read_meta(tmp_path / "again") is None
+    changed = {
+        "vocabularies": CorpusMeta(Vocabulary(345, "0" * 64), 0),
+        "end tokens": CorpusMeta(meta.vocabulary, None),
+        "values of split_sentences": CorpusMeta(meta.vocabulary, 0, True),
+    }
+    for name, other in changed.items():
+        other.write(tmp_path / "part_test")
+        assert main(["merge", f"{tmp_path}/part_train", f"{tmp_path}/part_test", "--output", f"{tmp_path}/m"]) == 2
+        error = capsys.readouterr().err
+        assert f"{tmp_path}/part_train and {tmp_path}/part_test have different {name}" in error
+    assert not (tmp_path / "m.bin").exists()
+
+
+HOSTILE = [
+    "", "{", "[]", "null", "{}", '{"vocabulary": 3}', "NaN", "[" * 9999, '{"vocabulary": {"size": 5}}',
+    *(json.dumps({"vocabulary": {"size": 9, "sha256": "a" * 64} | part, **rest}) for part, rest in (
+        ({"size": -1}, {}), ({"size": True}, {}), ({"size": 1 << 40}, {}), ({"size": "9"}, {}), ({"size": 9.0}, {}),
+        ({"sha256": "A" * 64}, {}), ({"sha256": "a" * 63}, {}), ({"sha256": 5}, {}), ({"sha256": None}, {}),
+        ({}, {"end_token": 9}), ({}, {"end_token": -1}), ({}, {"end_token": "0"}), ({}, {"end_token": False}),
+        ({}, {"split_sentences": 1}), ({}, {"split_sentences": None}),
+    )),
+    " " * (1 << 16) + "{}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=lambda text: text[:70])
+def test_a_damaged_record_is_refused(text, write_dataset, tmp_path, capsys):
+    dataset = write_dataset([[1, 2], [3]])
+    path = Path(f"{dataset.prefix}.meta.json")
+    path.write_text(text)
+    for door in (lambda: IndexedDataset(dataset.prefix), lambda: merge_datasets([dataset.prefix], tmp_path / "m")):
+        with pytest.raises(ValueError, match=str(path)):
+            door()
+    assert main(["inspect", str(dataset.prefix)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_record_that_is_no_file_is_refused(write_dataset):
+    dataset = write_dataset([[1, 2]])
+    Path(f"{dataset.prefix}.meta.json").symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match="not a regular file"):
+        IndexedDataset(dataset.prefix)
+
+
+def test_the_largest_id_takes_no_memory(write_dataset, tokenizer_dir, capsys):
+    largest = (1 << 31) - 1
+    dataset = write_dataset([[0, 5, 5], [largest, 1 << 30]])
+    tracemalloc.start()
+    ids, counts = token_counts(dataset)
+    assert (ids.tolist(), counts.tolist()) == ([0, 5, 1 << 30, largest], [1, 2, 1, 1])
+    assert unigram_entropy(dataset) == pytest.approx(-(0.6 * math.log(0.2) + 0.4 * math.log(0.4)))
+    assert main(["inspect", str(dataset.prefix)]) == 0
+    assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    tracemalloc.stop()
+    assert str(largest) in capsys.readouterr().out
+    assert main(["inspect", str(dataset.prefix), "--tokenizer", str(tokenizer_dir)]) == 2
+    error = capsys.readouterr().err
+    assert all(name in error for name in (str(dataset.prefix), str(tokenizer_dir), f"token id {largest}"))
+    with pytest.raises(ValueError, match=r"data\d holds -3; a token id is at least 0"):
+        token_counts(write_dataset([[1, -3]]))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.uint16, np.int32, np.int64])
+def test_counts_over_several_blocks_of_each_type(dtype, write_dataset, monkeypatch):
+    monkeypatch.setattr("shardzoo.data.text.entropy.BLOCK_TOKENS", 100)
+    tokens = np.random.default_rng(1).integers(0, 128, 950)
+    ids, counts = token_counts(write_dataset([tokens], dtype))
+    assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == Counter(tokens.tolist())
+
+
+def test_inspect_shows_the_vocabulary_and_the_ends(corpus, capsys):
+    assert main(["inspect", str(corpus.train_prefix), "--tokenizer", str(corpus.tokenizer_dir)]) == 0
+    out = capsys.readouterr().out
+    assert "345 tokens, sha256" in out
+    assert "token 0: 180 of 180" in out

@@ -177,3 +177,52 @@ def test_a_pickled_dataset_reopens_its_files(write_dataset):
     copy = pickle.loads(pickle.dumps(dataset))
     assert len(pickle.dumps(dataset)) < 500
     assert copy[0].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("modes", [[0, 0, 0], [0, 1, 0]])
+def test_modes_of_megatrons_multimodal_pairs(modes, tmp_path):
+    import torch
+    from megatron.core.datasets import indexed_dataset as megatron
+
+    builder = megatron.IndexedDatasetBuilder(f"{tmp_path}/a.bin", dtype=np.int32, multimodal=True)
+    for number, mode in enumerate(modes):
+        builder.add_item(torch.tensor([number, 7]), mode)
+    builder.end_document()
+    builder.finalize(f"{tmp_path}/a.idx")
+    if any(modes):
+        with pytest.raises(ValueError, match=r"a.idx has sequences of Megatron-LM's modes other than 0"):
+            IndexedDataset(tmp_path / "a")
+    else:
+        assert IndexedDataset(tmp_path / "a").document(0).tolist() == [0, 7, 1, 7, 2, 7]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.uint16, np.int32, np.int64])
+def test_every_type_of_token_that_megatron_writes(dtype, tmp_path):
+    import torch
+    from megatron.core.datasets import indexed_dataset as megatron
+
+    builder = megatron.IndexedDatasetBuilder(f"{tmp_path}/a.bin", dtype=dtype)
+    builder.add_document(torch.tensor([1, 2, 3, 100]), [3, 1])
+    builder.finalize(f"{tmp_path}/a.idx")
+    dataset = IndexedDataset(tmp_path / "a")
+    assert dataset.dtype == dtype
+    assert [dataset[i].tolist() for i in range(2)] == [[1, 2, 3], [100]]
+
+
+def test_a_merge_that_lost_the_document_marks_is_named(tmp_path):
+    """`merge_file_` of older Megatron-LM and NeMo adds the sizes, but not the marks, of the second file."""
+    with IndexedDatasetWriter(tmp_path / "a", np.int32) as writer:
+        for sequence in ([1, 2], [3], [4]):
+            writer.add_documents(np.array(sequence), np.array([len(sequence)]))
+    index = (tmp_path / "a.idx").read_bytes()
+    marks = 4 * 8
+    header = index[:26] + (2).to_bytes(8, "little")  # the marks 0 and 1 of the first file alone
+    (tmp_path / "a.idx").write_bytes(header + index[34:-marks] + index[-marks:-16])
+    with pytest.raises(ValueError, match=r"marks must run from 0 to the 3 sequences.*shardzoo data merge"):
+        IndexedDataset(tmp_path / "a")
+
+
+def test_the_last_tokens_are_those_of_documents_with_tokens(write_dataset):
+    dataset = write_dataset([[[1, 2], [3]], [], [[4], []], [[5]]])
+    assert dataset.last_tokens().tolist() == [3, 4, 5]
+    assert write_dataset([[]]).last_tokens().tolist() == []

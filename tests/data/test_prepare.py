@@ -37,7 +37,7 @@ def test_documents_are_the_tokenizers_tokens_and_the_end(jsonl, texts, tokenizer
     assert [dataset.document(i).tolist() for i in range(dataset.num_documents)] == expected
     assert (report.documents, report.tokens) == (len(texts), dataset.num_tokens)
     assert dataset.dtype == np.uint16
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx", "a.meta.json"]
 
 
 def test_workers_do_not_change_the_files(jsonl, tokenizer_dir, tmp_path, small_chunks):

@@ -1,0 +1,51 @@
+"""Records beside a `.bin/.idx` pair which vocabulary its tokens belong to, in `PREFIX.meta.json`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..files import read_json_object
+from ..tokenizers.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True)
+class CorpusMeta:
+    """What the files of a pair do not say about themselves.
+
+    Args:
+        vocabulary: the vocabulary of the tokens.
+        end_token: id of the token after every document; None if there is none.
+        split_sentences: whether a sequence is a sentence, rather than a document.
+    """
+
+    vocabulary: Vocabulary
+    end_token: int | None
+    split_sentences: bool = False
+
+    def write(self, prefix: str | Path) -> None:
+        path = meta_path(prefix)
+        partial = path.with_name(f"{path.name}.partial")
+        partial.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        partial.replace(path)
+
+
+def read_meta(prefix: str | Path) -> CorpusMeta | None:
+    """Returns what is recorded of a pair; None for a pair of another tool. ValueError if the file is damaged."""
+    path = meta_path(prefix)
+    if not path.exists() and not path.is_symlink():
+        return None
+    values = read_json_object(path, largest=1 << 16)
+    vocabulary = Vocabulary.from_json(values.get("vocabulary"), str(path))
+    end, split = values.get("end_token"), values.get("split_sentences", False)
+    is_id = isinstance(end, int) and not isinstance(end, bool) and 0 <= end < vocabulary.size
+    if not (end is None or is_id):
+        raise ValueError(f"{path}: end_token must be null or an id below {vocabulary.size}, not {end!r:.100}")
+    if not isinstance(split, bool):
+        raise ValueError(f"{path}: split_sentences must be true or false, not {split!r:.100}")
+    return CorpusMeta(vocabulary, end, split)
+
+
+def meta_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.meta.json")
