@@ -17,8 +17,11 @@ $(VENV)/.complete: pyproject.toml setup.py constraints.txt
 	$(PIP) --no-deps megatron-core
 	touch $@
 
+# MODEL is a family, such as t5: its quickstart in runs/t5-quickstart. Without it, GPT-2's in runs/quickstart.
+RUN = $(if $(MODEL),--model $(MODEL)-quickstart --output-dir runs/$(MODEL)-quickstart,--output-dir runs/quickstart)
+
 pretrain: setup
-	$(BIN)/deepspeed pretrain.py --model-parallel-size 2 --output-dir runs/quickstart $(ARGS)
+	$(BIN)/deepspeed pretrain.py --model-parallel-size 2 $(RUN) $(ARGS)
 
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
