@@ -36,19 +36,26 @@ def row_of(step: int, rank: int, k: int, place: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
+def rows_of(step: int) -> list[dict[str, Tensor]]:
+    places = ((rank, k, place) for rank in range(RANKS) for k in range(ACCUMULATED) for place in range(SIZE))
+    return [row_of(step, *at) for at in places]
+
+
 class MicroBatches:
     """The micro-batches of one rank, padded by the trainer's own collate function."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, accumulated: int, size: int) -> None:
+        self.rank, self.accumulated, self.size = rank, accumulated, size
 
     def __iter__(self):
         from shardzoo.trainer.batches.collate import DefaultCollate
 
         collate = DefaultCollate(0)
         for step in range(len(STEPS)):
-            for k in range(ACCUMULATED):
-                yield collate([row_of(step, self.rank, k, place) for place in range(SIZE)])
+            rows = rows_of(step)
+            for k in range(self.accumulated):
+                first = (self.rank * self.accumulated + k) * self.size
+                yield collate(rows[first : first + self.size])
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -77,15 +84,12 @@ def reference() -> tuple[list[float], Any]:
     losses = []
     for step in range(len(STEPS)):
         total, targets = torch.zeros((), dtype=torch.float64), 0
-        for rank in range(RANKS):
-            for k in range(ACCUMULATED):
-                for place in range(SIZE):
-                    row = row_of(step, rank, k, place)
-                    log_probabilities = model(row["input_ids"][None]).logits[0].log_softmax(-1)
-                    for position, label in enumerate(row["labels"].tolist()[1:]):
-                        if label != IGNORED:
-                            total = total - log_probabilities[position, label]
-                            targets += 1
+        for row in rows_of(step):
+            log_probabilities = model(row["input_ids"][None]).logits[0].log_softmax(-1)
+            for position, label in enumerate(row["labels"].tolist()[1:]):
+                if label != IGNORED:
+                    total = total - log_probabilities[position, label]
+                    targets += 1
         optimizer.zero_grad()
         (total / targets).backward()
         optimizer.step()
@@ -93,7 +97,9 @@ def reference() -> tuple[list[float], Any]:
     return losses, model.float()
 
 
-def train(mesh: Any, folder: Any, *, native: bool) -> tuple[list[float], dict[str, Tensor]]:
+def train(
+    mesh: Any, folder: Any, *, native: bool, accumulated: int, size: int
+) -> tuple[list[float], dict[str, Tensor]]:
     """SGD without clipping: unlike Adam's, its updates are as wrong as the loss is."""
     import shardzoo
     from shardzoo.trainer import Trainer, TrainingArguments
@@ -107,18 +113,21 @@ def train(mesh: Any, folder: Any, *, native: bool) -> tuple[list[float], dict[st
             self.losses.append(values["loss"])
 
     arguments = TrainingArguments(
-        env_type="pytorchDDP", micro_batch_size=SIZE, gradient_accumulation_steps=ACCUMULATED, train_steps=len(STEPS),
+        env_type="pytorchDDP", micro_batch_size=size, gradient_accumulation_steps=accumulated, train_steps=len(STEPS),
         lr_schedule="constant", warmup_ratio=0.0, clip_grad=0.0, log_interval=1, save_dir=str(folder / "run"),
     )  # fmt: skip
     reporter, trainer = Losses(), Trainer(arguments, mesh=mesh)
     model = shardzoo.from_pretrained(folder / "hf").train() if native else hf_gpt2()
     optimizer = torch.optim.SGD(model.parameters(), LR)
-    trainer.train(model, optimizer, train_dataset=MicroBatches(trainer.share.rank), reporter=reporter)
+    data = MicroBatches(trainer.share.rank, accumulated, size)
+    trainer.train(model, optimizer, train_dataset=data, reporter=reporter)
     return reporter.losses, {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["transformers' model", "ours"])
-def test_ragged_accumulation_on_two_ranks_is_the_mean_over_all_targets(run_mesh, tmp_path, reference, native):
+@pytest.mark.parametrize(("ranks", "accumulated"), [(RANKS, ACCUMULATED), (1, RANKS * ACCUMULATED), (RANKS, 1)])
+def test_ragged_global_batches_are_the_mean_over_all_targets(run_mesh, tmp_path, reference, native, ranks, accumulated):
+    """The same global batches by accumulation on two ranks, by accumulation alone, and by two ranks alone."""
     import shardzoo
 
     expected_losses, trained = reference
@@ -126,7 +135,9 @@ def test_ragged_accumulation_on_two_ranks_is_the_mean_over_all_targets(run_mesh,
     trained.save_pretrained(tmp_path / "trained")
     expected = shardzoo.from_pretrained(tmp_path / "trained") if native else trained
     expected_weights = {name: value.detach() for name, value in expected.named_parameters()}
-    for losses, weights in run_mesh(1, partial(train, folder=tmp_path, native=native), data=RANKS):
+    size = RANKS * ACCUMULATED * SIZE // (ranks * accumulated)
+    work = partial(train, folder=tmp_path, native=native, accumulated=accumulated, size=size)
+    for losses, weights in run_mesh(1, work, data=ranks):
         assert losses == pytest.approx(expected_losses, rel=1e-6)
         torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
 
