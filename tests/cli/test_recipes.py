@@ -1,0 +1,126 @@
+"""Every file of recipes/ is a run that could start: its names, its model, its layout and its objective fit."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+import shardzoo.cli.pretrain
+from shardzoo.cli.models import measure
+from shardzoo.cli.pretrain import RECIPES, read_arguments
+from shardzoo.data.objectives.pretraining import find_objective
+from shardzoo.models import FAMILIES, family, find_config
+from shardzoo.pretraining.arguments import check_layout
+from shardzoo.trainer.launch.rank_info import RankInfo
+
+FILES = sorted(RECIPES.glob("*.yaml"))
+NAMES = [file.stem for file in FILES]
+
+
+def read(file: Path):
+    return read_arguments(["--config", str(file)], quiet=True)
+
+
+@pytest.mark.parametrize("file", FILES, ids=NAMES)
+def test_a_recipe_is_found_by_the_name_of_its_model(file):
+    by_config, by_model = read(file), read_arguments(["--model", file.stem], quiet=True)
+    assert by_model.config == file
+    assert by_model.of_the_run() == by_config.of_the_run()
+    assert by_config.model == file.stem
+
+
+@pytest.mark.parametrize("file", FILES, ids=NAMES)
+def test_a_recipe_says_what_it_is(file):
+    comment = [line for line in file.read_text().splitlines() if line.startswith("#")]
+    assert len(comment) >= 2
+    if not file.stem.endswith("-quickstart"):
+        assert any("Published" in line or "published" in line for line in comment)
+        assert any(line.startswith("# Hardware: ") for line in comment)
+
+
+@pytest.mark.parametrize("file", FILES, ids=NAMES)
+def test_the_layout_of_a_recipe_is_legal_on_its_hardware(file):
+    arguments = read(file)
+    config, size = find_config(arguments.model), arguments.model_parallel_size
+    assert size in measure(config, 1).legal
+    hardware = re.search(r"# Hardware: (\d+) GPU", file.read_text())
+    ranks = int(hardware[1]) if hardware else size
+    check_layout(arguments, config, RankInfo(0, ranks, 0, ranks))
+    assert (arguments.warmup_steps or 0) < arguments.train_steps
+
+
+@pytest.mark.parametrize("file", FILES, ids=NAMES)
+def test_the_objective_of_a_recipe_fits_its_model(file):
+    arguments = read(file)
+    facts = family(find_config(arguments.model).model_type)
+    assert arguments.objective.format == find_objective(facts.objective).format
+    assert set(yaml.safe_load(file.read_text()).get("objective", {})) <= {"name", *vars(arguments.objective)}
+
+
+def test_each_family_has_three_sizes():
+    families = [find_config(name).model_type for name in NAMES if name != "mt5-libai"]
+    assert sorted(families) == sorted([*FAMILIES] * 3)
+    assert [name for name in NAMES if name.endswith("-quickstart")] == [f"{name}-quickstart" for name in FAMILIES]
+
+
+# Figures of the papers' tables, as far as the recipe's own numbers are theirs.
+PUBLISHED = {
+    "bert-base-uncased": {"sequence_length": 512, "global_batch_size": 256, "train_steps": 1_000_000, "lr": 1e-4},
+    "bert-large-uncased": {"warmup_steps": 10_000, "weight_decay": 0.01, "lr_schedule": "linear", "beta2": 0.999},
+    "roberta-base": {"global_batch_size": 8192, "train_steps": 500_000, "lr": 6e-4, "warmup_steps": 24_000},
+    "roberta-large": {"lr": 4e-4, "warmup_steps": 30_000, "beta2": 0.98, "adam_eps": 1e-6, "clip_grad": 0.0},
+    "glm-base": {"global_batch_size": 1024, "train_steps": 120_000, "lr": 4e-4, "warmup_steps": 6_000},
+    "glm-10b": {"lr": 1e-4, "weight_decay": 0.1, "beta2": 0.95, "train_steps": 175_000, "warmup_steps": 7_000},
+    "t5-v1_1-xxl": {"sequence_length": 512, "target_length": 114, "global_batch_size": 2048},
+    "mt5-xxl": {"sequence_length": 1024, "target_length": 229, "global_batch_size": 1024},
+    "mt5-libai": {
+        "sequence_length": 512, "target_length": 128, "micro_batch_size": 16, "lr": 1e-4, "weight_decay": 0.01,
+        "beta1": 0.9, "beta2": 0.999, "clip_grad": 1.0, "tf32": True, "optimizer": "adamw",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_figures(name):
+    arguments = read(RECIPES / f"{name}.yaml")
+    assert {key: getattr(arguments, key) for key in PUBLISHED[name]} == PUBLISHED[name]
+
+
+def test_targets_are_as_long_as_span_corruption_makes_them():
+    """Three-token spans over 15 % of a text that fills the input: T5's code gives 114 for 512, and 229 for 1024."""
+    for name in ("t5-v1_1-base", "t5-v1_1-xxl", "mt5-base", "mt5-xxl"):
+        arguments = read(RECIPES / f"{name}.yaml")
+        assert arguments.target_length == {512: 114, 1024: 229}[arguments.sequence_length]
+
+
+def test_libai_model_is_the_benchmark_of_its_repository():
+    config = find_config("mt5-libai")
+    expected = {
+        "vocab_size": 21248, "d_model": 768, "num_layers": 12, "num_heads": 12, "d_kv": 64, "d_ff": 2048,
+        "feed_forward_proj": "gated-gelu", "relative_attention_num_buckets": 32, "tie_word_embeddings": False,
+        "dropout_rate": 0.0,
+    }  # fmt: skip
+    assert {key: getattr(config, key) for key in expected} == expected
+    assert config.num_decoder_layers in (12, None)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("train_stepz: 5", "sets train_stepz, which is not an argument; did you mean train_steps"),
+        ("model: t6-quickstart", "'t6-quickstart' is neither a preset nor a folder"),
+        ("objective: t6", "unknown objective 't6'"),
+        ("objective: {name: t5, mask: 0.1}", "objective 't5' has no setting 'mask'; its settings are mask_probability"),
+        ("lr: fast", "lr must be a finite number, not 'fast'"),
+    ],
+)
+def test_a_wrong_name_in_a_recipe_is_told(line, message, tmp_path, monkeypatch):
+    (tmp_path / "gpt2.yaml").write_text(f"{line}\n")
+    monkeypatch.setattr(shardzoo.cli.pretrain, "RECIPES", tmp_path)
+    with pytest.raises(ValueError, match=message):
+        read_arguments(
+            ["--model", "gpt2"] if "model" not in line else ["--config", str(tmp_path / "gpt2.yaml")], quiet=True
+        )
