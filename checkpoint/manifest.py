@@ -13,6 +13,7 @@ from types import NoneType
 from typing import Any, cast
 
 from ..data.files import maps_to_text, read_folder_json
+from ..data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from ..data.tokenizers.vocabulary import Vocabulary
 from .json_digest import add_digest, remove_digest, write_durably
 
@@ -132,3 +133,20 @@ def _record(kind: type, values: Mapping[str, Any]) -> Any:
     return kind(
         **{name: tuple(cast(list[Any], value)) if isinstance(value, list) else value for name, value in values.items()}
     )
+
+
+def checked_tokenizer(folder: Path, text_folder: Path) -> Tokenizer:
+    """Returns the tokenizer in `text_folder` for the model in `folder`.
+
+    Raises ValueError if there is none, or if a manifest records that the model was trained with another vocabulary.
+    """
+    if not text_folder.is_dir():
+        raise ValueError(f"{text_folder} is not a folder; name a folder on this disk with a tokenizer")
+    tokenizer = load_tokenizer(text_folder)
+    trained_with = Manifest.read(folder).vocabulary if (folder / MANIFEST).exists() else None
+    if trained_with is not None and not trained_with.begins(tokenizer):
+        raise ValueError(
+            f"the tokenizer in {text_folder} has another vocabulary ({Vocabulary.of(tokenizer)}) than the one that the "
+            f"model in {folder} was trained with ({trained_with}); use that run's tokenizer"
+        )
+    return tokenizer

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.manifest import checked_tokenizer
 from ..data.tokenizers.tokenizer import load_transformers_tokenizer
 from ..mpu import ParallelMesh
 from ..trainer.batches.training_data import check_size
@@ -58,6 +59,7 @@ class Finetuning:
         self.task = choose_task(arguments, self.source)
         stored_with = self.source.adapter or self.source.folder
         self.tokenizer: Any = load_transformers_tokenizer(stored_with)
+        checked_tokenizer(self.source.folder, stored_with)
         self._texts = TextTokenizer(self.tokenizer)
         self._data = FinetuningData(arguments, self.task, self.source, self._texts)
         self._trainer.is_language_model = self._data.labels is None

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.manifest import MANIFEST, Manifest
+from ..checkpoint.manifest import checked_tokenizer
 from ..data.files import read_folder_json
 from ..data.tokenizers.glm_tokens import GLMVocabulary
-from ..data.tokenizers.tokenizer import load_tokenizer, load_transformers_tokenizer
-from ..data.tokenizers.vocabulary import Vocabulary
+from ..data.tokenizers.tokenizer import load_transformers_tokenizer
 from ..models import from_pretrained
 from ..models.registry import BlankText, family
 from ..mpu import ParallelMesh
@@ -56,7 +55,7 @@ class TextGenerationPipeline:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
         folder = Path(path)
         text_folder = folder if tokenizer is None else Path(tokenizer)
-        size = _check_tokenizer(folder, text_folder)  # before the weights are read, which may take minutes
+        size = checked_tokenizer(folder, text_folder).vocab_size  # before the weights are read, which may take minutes
         self.model: Any = from_pretrained(path, mesh, dtype, device=device)
         if tokenizer is not None and size > self.model.config.vocab_size:
             raise ValueError(
@@ -146,20 +145,3 @@ class TextGenerationPipeline:
             for row in zip(found.tokens.tolist(), found.scores.tolist(), strict=True)
         ]
         return {"prompt": text, "masks": masks}
-
-
-def _check_tokenizer(folder: Path, text_folder: Path) -> int:
-    """Returns the number of tokens of the tokenizer in `text_folder`.
-
-    Raises ValueError if there is none, or if the model in `folder` was trained with another vocabulary.
-    """
-    if not text_folder.is_dir():
-        raise ValueError(f"{text_folder} is not a folder; name a folder on this disk with a tokenizer")
-    tokenizer = load_tokenizer(text_folder)
-    trained_with = Manifest.read(folder).vocabulary if (folder / MANIFEST).exists() else None
-    if trained_with is not None and not trained_with.begins(tokenizer):
-        raise ValueError(
-            f"the tokenizer in {text_folder} has another vocabulary ({Vocabulary.of(tokenizer)}) than the one that the "
-            f"model in {folder} was trained with ({trained_with}); use that run's tokenizer"
-        )
-    return tokenizer.vocab_size

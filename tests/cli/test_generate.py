@@ -230,6 +230,8 @@ def test_a_tokenizer_that_does_not_belong_to_the_model_is_refused(folders, tmp_p
     shutil.copy(folders["t5"] / "tokenizer.json", folder)
     assert cli.main(["generate", "--model", str(folder), *prompt]) == 2
     assert "has another vocabulary" in capsys.readouterr().err.replace("\n", " ")
+    with pytest.raises(ValueError, match="has another vocabulary"):
+        Finetuning(model_name_or_path=str(folder), train_file=__file__)
 
 
 def test_two_processes_read_standard_input_once(folders, tmp_path):
