@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         Share,
         pack_lengths,
     )
+    from .loading.mixture import MixedSamples, parse_mixture
     from .loading.stream import DocumentRecords, IterableRecords, ResumableStream
     from .objectives.bert import NextSentenceObjective, SentenceOrderObjective, SentencePairDataset, SentencePairs
     from .objectives.blank_infilling import BlankInfilling
@@ -66,6 +67,7 @@ _NAMES = {
     "loading.loader": (
         "EpochShuffle", "LengthBuckets", "PackedDataset", "PadBatch", "ResumableLoader", "Share", "pack_lengths",
     ),
+    "loading.mixture": ("MixedSamples", "parse_mixture"),
     "loading.stream": ("DocumentRecords", "IterableRecords", "ResumableStream"),
     "objectives.bert": ("NextSentenceObjective", "SentenceOrderObjective", "SentencePairDataset", "SentencePairs"),
     "objectives.blank_infilling": ("BlankInfilling",),
@@ -99,17 +101,17 @@ _NAMES = {
 __all__ = [
     "LIBAI_MT5", "BlankInfilling", "BlockDataset", "Corpus", "DocumentRecords", "EpochShuffle", "GLMDataset",
     "GLMMixture", "GLMObjective", "GLMTokens", "GPTDataset", "GPTObjective", "IndexedDataset", "IndexedDatasetWriter",
-    "IterableRecords", "LengthBuckets", "Masking", "MixtureOfDenoisers", "NextSentenceObjective", "Objective",
-    "ObjectiveDataset", "PackedDataset", "PackedTokens", "PadBatch", "PrefixLM", "PrefixLMObjective", "PrepareOptions",
-    "PrepareReport", "PretrainingData", "PromptDataset", "ResumableLoader", "ResumableStream", "RobertaObjective",
-    "SentenceOrderObjective", "SentencePairDataset", "SentencePairs", "Seq2SeqDataset", "Share", "SourceReport",
-    "SpanCorruption", "T5Objective", "Tokenizer", "UL2Objective", "Vocabulary", "WriterState", "add_sentinels",
-    "build_dataset", "build_loader", "dtype_for_vocabulary", "fail_on_bad", "find_objective", "glm_token_ids",
-    "glm_tokenizer", "iter_documents", "load_pairs", "load_tokenizer", "masked_dataset", "merge_datasets", "objective",
-    "objective_names", "pack_lengths", "prepare_corpus", "prepare_dataset", "python_stdlib", "save_tokenizer",
-    "sentence_end_ids", "sentinel_ids", "skip_bad", "span_corruption_dataset", "split_dataset", "split_sentences",
-    "target_entropy", "token_counts", "train_byte_level_bpe", "train_sentencepiece", "train_tokenizer",
-    "train_wordpiece", "unigram_entropy",
+    "IterableRecords", "LengthBuckets", "Masking", "MixedSamples", "MixtureOfDenoisers", "NextSentenceObjective",
+    "Objective", "ObjectiveDataset", "PackedDataset", "PackedTokens", "PadBatch", "PrefixLM", "PrefixLMObjective",
+    "PrepareOptions", "PrepareReport", "PretrainingData", "PromptDataset", "ResumableLoader", "ResumableStream",
+    "RobertaObjective", "SentenceOrderObjective", "SentencePairDataset", "SentencePairs", "Seq2SeqDataset", "Share",
+    "SourceReport", "SpanCorruption", "T5Objective", "Tokenizer", "UL2Objective", "Vocabulary", "WriterState",
+    "add_sentinels", "build_dataset", "build_loader", "dtype_for_vocabulary", "fail_on_bad", "find_objective",
+    "glm_token_ids", "glm_tokenizer", "iter_documents", "load_pairs", "load_tokenizer", "masked_dataset",
+    "merge_datasets", "objective", "objective_names", "pack_lengths", "parse_mixture", "prepare_corpus",
+    "prepare_dataset", "python_stdlib", "save_tokenizer", "sentence_end_ids", "sentinel_ids", "skip_bad",
+    "span_corruption_dataset", "split_dataset", "split_sentences", "target_entropy", "token_counts",
+    "train_byte_level_bpe", "train_sentencepiece", "train_tokenizer", "train_wordpiece", "unigram_entropy",
 ]
 # fmt: on
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
