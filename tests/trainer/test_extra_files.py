@@ -84,7 +84,9 @@ def a_huge_id(folder: Path) -> Path:
     ("make", "message"),
     [
         (lambda folder: folder / "missing", "missing does not exist; name a folder of small files"),
-        (a_file, "f is a file; name a folder"),
+        (a_file, "f is not a folder; name a folder"),
+        (lambda folder: "a" * 300, "cannot read a+: File name too long"),
+        (lambda folder: f"{folder}\0", "does not exist; name a folder"),
         (lambda folder: "", "must be the path of a folder, not ''"),
         (lambda folder: ["tokenizer.json"], "must be the path of a folder, not"),
         (lambda folder: a_link(folder, "/etc/passwd"), "is a link out of its folder, to /etc/passwd"),
@@ -201,6 +203,16 @@ def damaged(folder: Path) -> Path:
     return folder
 
 
+def replaced(folder: Path) -> Path:
+    """A checkpoint with a tokenizer that is not the one of its record."""
+    from shardzoo.models import from_pretrained
+
+    source = save_model(folder.with_name("source"), "T5ForConditionalGeneration", "t5")
+    checkpoint = train(None, folder, from_pretrained(source).train())
+    tokenizer_folder(checkpoint, "bert")
+    return checkpoint
+
+
 def without_tokenizer(folder: Path) -> Path:
     hf_model("T5ForConditionalGeneration", 0.0).save_pretrained(folder)
     return folder
@@ -212,6 +224,7 @@ def without_tokenizer(folder: Path) -> Path:
         (None, "the model was not loaded from a folder"),
         (without_tokenizer, "holds no tokenizer"),
         (damaged, "tokenizer.json"),
+        (replaced, "has another vocabulary"),
     ],
 )
 def test_a_run_without_a_tokenizer_says_so_once(tmp_path, capsys, make, reason):

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ...checkpoint.folder_files import CONFIG, holds_weights
+from ...checkpoint.manifest import checked_tokenizer
 from ...data.files import checked_file
 from ...data.tokenizers.files import JSON_FILES, OTHER_FILES, check_tokenizer_folder
 from ...data.tokenizers.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
@@ -87,10 +88,10 @@ def read_folder(folder: str | Path, own: set[str] | None = None) -> dict[str, by
     if not isinstance(folder, str | os.PathLike) or not str(folder):
         raise ValueError(f"extra_files must be the path of a folder, not {folder!r}")
     path = Path(folder)
-    if not path.is_dir():
-        problem = "is a file" if path.is_file() else "does not exist" if not path.exists() else "is not a folder"
-        raise ValueError(f"extra_files: {path} {problem}; name a folder of small files, such as a tokenizer's")
     try:
+        if not path.is_dir():
+            problem = "is not a folder" if path.exists() else "does not exist"
+            raise ValueError(f"extra_files: {path} {problem}; name a folder of small files, such as a tokenizer's")
         files = [checked_file(path, entry.name) for entry in sorted(path.iterdir()) if not entry.is_dir()]
         for file in files:
             if holds_weights(file.name) or file.name in {CONFIG, *(own or ())}:
@@ -135,10 +136,8 @@ def _tokenizer(carried: Any, folders: Sequence[Path], notify: Callable[[str], No
 
 
 def _read_tokenizer(folder: Path) -> ExtraFiles:
-    """Returns a folder's tokenizer files alone. ValueError if there is no readable tokenizer."""
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder")
-    vocabulary = Vocabulary.of(load_tokenizer(folder))
+    """Returns a folder's tokenizer files alone. ValueError if there is no readable one of a recorded vocabulary."""
+    vocabulary = Vocabulary.of(checked_tokenizer(folder, folder))
     present = [name for name in TOKENIZER_FILES if (folder / name).exists()]
     return ExtraFiles({name: checked_file(folder, name).read_bytes() for name in present}, vocabulary)
 

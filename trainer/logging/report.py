@@ -144,7 +144,7 @@ def plot_loss(
     axes.plot(at, smoothed(losses), color="#5f8fc9", linewidth=1.8, label="training")
     _plot_evaluations(axes, valid, final, millions)
     axes.axhline(entropy, color="#b5532a", linestyle="--", label=entropy_label)
-    axes.set(xlabel="tokens trained on (millions)", ylabel="loss (nats per token)")
+    axes.set(xlabel="tokens trained on (millions)", ylabel="loss (nats per target token)")
     axes.set_title(title, parse_math=False)
     axes.grid(alpha=0.3)
     axes.legend()
