@@ -17,9 +17,12 @@ from typing import Annotated, Any, NoReturn
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import tyro
+from rich.console import Console
 
 from ..data.objectives.pretraining import Objective, find_objective, objective_names
-from ..pretraining.arguments import DEFAULT_MODEL, FIXED, PretrainingArguments, check_run, default_objective
+from ..pretraining.arguments import DEFAULT_MODEL, FIXED, PretrainingArguments
+from ..pretraining.inputs import choose_inputs, default_objective
+from ..pretraining.tables import run_plan
 from ..trainer.launch.environment import end_process
 from ..trainer.launch.launch import ensure_processes_of
 from ..trainer.launch.rank_info import RankInfo
@@ -50,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> int:
         arguments = read_arguments(sys.argv[1:] if argv is None else argv, quiet=not launch.is_first)
-        config = check_run(arguments, launch)
+        inputs = choose_inputs(arguments, launch)
+        if arguments.dry_run and launch.is_first:
+            Console().print(run_plan(arguments, inputs))
         size = arguments.model_parallel_size
         if launch.world_size < size and not arguments.dry_run and not arguments.hostfile:
             print(f"--model-parallel-size {size} needs {size} processes; starting them on this machine")
@@ -59,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"defaults of recipes/{arguments.config.name}")
         from ..pretraining.recipe import Pretraining  # DeepSpeed takes seconds to import
 
-        Pretraining(arguments, config, launch).run()
+        Pretraining(arguments, inputs, launch).run()
         return 0
 
     return exit_code_of_rank(work, launch)
@@ -153,7 +158,7 @@ def _objective(argv: Sequence[str], name: str | None, values: Mapping[str, Any])
     """
     settings = _settings(values.get("objective"))
     model, init_from = (given_value(argv, key) or values.get(key) for key in ("model", "init_from"))
-    in_file = settings.pop("name", None) or default_objective(model or init_from or DEFAULT_MODEL)
+    in_file = settings.pop("name", None) or default_objective(model, init_from)
     name = name or in_file
     settings = settings if name == in_file else {}
     kind = find_objective(name)

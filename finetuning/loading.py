@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.checkpoint import open_checkpoint
 from ..checkpoint.folder_files import CONFIG
+from ..checkpoint.hub import find_folder
 from ..checkpoint.manifest import MANIFEST
 from ..data.files import read_folder_json
 from ..models import FAMILIES, ParallelConfig, config_from_dict, family, from_pretrained
+from ..models.loading import missing_modules
 from ..mpu import ParallelMesh
 from ..trainer.engines.precision import DTYPES
 from ..trainer.launch.ranks import on_first_rank
@@ -22,7 +23,6 @@ from .arguments import FinetuningArguments
 from .lora import import_peft
 
 ADAPTER = "adapter_config.json"
-DOWNLOADED = ("*.json", "*.safetensors", "*.model", "*.txt")
 
 
 @dataclass(frozen=True)
@@ -48,27 +48,10 @@ class ModelSource:
 
 
 def locate(name: str) -> Path:
-    """Returns the folder of a model, downloaded from the Hugging Face Hub if needed. ValueError if there is none."""
+    """Returns the folder of a model, downloaded by the first rank if needed. ValueError if there is none."""
     if not name:
         raise ValueError("model_name_or_path is missing: name the folder of a model, or one on the Hugging Face Hub")
-    if Path(name).is_dir():
-        return Path(name)
-    if Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ValueError(f"model_name_or_path: {name} is not a folder")
-
-    def fetch() -> Path:
-        from huggingface_hub import snapshot_download
-
-        try:
-            return Path(snapshot_download(name, allow_patterns=list(DOWNLOADED)))
-        except (OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise ValueError(
-                f"model_name_or_path: {name} is not a folder, and downloading it from the Hugging Face Hub failed: "
-                f"{reason}"
-            ) from None
-
-    return on_first_rank(fetch)
+    return on_first_rank(lambda: find_folder(name, "model_name_or_path"))
 
 
 def find_source(arguments: FinetuningArguments) -> ModelSource:
@@ -160,25 +143,11 @@ def _native(
         id2label={str(number): label for number, label in enumerate(labels)},
         label2id={label: number for number, label in enumerate(labels)},
     )
+    new = {"classifier", *missing_modules(source.folder, config)}
     try:
-        return from_pretrained(
-            source.folder, mesh, config=config, new=_new_modules(source), seed=arguments.seed, **made
-        )
+        return from_pretrained(source.folder, mesh, config=config, new=sorted(new), seed=arguments.seed, **made)
     except ValueError as error:
         raise ValueError(f"{error}; native=False loads it with transformers") from None
-
-
-def _new_modules(source: ModelSource) -> list[str]:
-    """Returns the modules to initialize: the classifier, and modules of a classifier that the folder does not have."""
-    stored = open_checkpoint(source.folder).ranks[0]
-    facts = family(source.model_type)
-
-    def is_stored(module: str) -> bool:
-        entries = [entry for entry in facts.name_map.entries if entry.native.startswith(f"{module}.")]
-        names = {name for entry in entries for name in (entry.native, *entry.stored_names())}
-        return any(facts.name_map.todays_name(name, names) in names for name in stored)
-
-    return [name for name in facts.new_modules if name == "classifier" or not is_stored(name)]
 
 
 def _transformers(

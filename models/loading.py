@@ -78,6 +78,19 @@ def from_pretrained(
     return model.eval()
 
 
+def missing_modules(folder: Path, config: ModelConfig) -> list[str]:
+    """Returns the family's `new_modules` that the architecture of `config` has, and a checkpoint does not store."""
+    stored, facts = open_checkpoint(folder).ranks[0], family(config.model_type)
+    own = dict(build_on_meta(config, None).named_children())
+
+    def is_stored(module: str) -> bool:
+        entries = [entry for entry in facts.name_map.entries if entry.native.startswith(f"{module}.")]
+        names = {name for entry in entries for name in (entry.native, *entry.stored_names())}
+        return any(facts.name_map.todays_name(name, names) in names for name in stored)
+
+    return [name for name in facts.new_modules if name in own and not is_stored(name)]
+
+
 def _absent_names(model: nn.Module, new: Sequence[str]) -> set[str]:
     """Returns the names of parameters that are not read: those of `new` modules, and of heads that the model lacks.
 

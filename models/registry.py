@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 from torch import nn
 
 from ..checkpoint.stored_tensor import StoredTensor
+from ..data.objectives.pretraining import Format
 from .activations import Activations
 from .common.config import ModelConfig
 from .common.name_map import NameMap
@@ -53,11 +54,13 @@ class Family:
         name_map: Where a Hugging Face checkpoint stores each parameter.
         presets: Name of a preset -> its configuration.
         kind: Which stacks of blocks the models have.
-        objective: Name of the pretraining objective in `shardzoo.data`.
+        objective: Name of the default pretraining objective in `shardzoo.data`.
+        pretrains: Format of an objective's samples -> the architecture that is pretrained on them.
+        tokenizer: Kind of tokenizer that is trained for a new model; see `shardzoo.data.train_tokenizer`.
         activations: Returns what a model of a configuration keeps for its backward pass; see docs/estimate.md.
         tasks: Name of a fine-tuning task -> the architecture that is trained for it.
         no_tasks: Why there are no fine-tuning tasks, and what to do instead.
-        new_modules: Modules of the tasks' architectures that a checkpoint with another head may lack.
+        new_modules: Modules of some architectures that a checkpoint with another head may lack.
         in_transformers: Whether transformers has this family under the same `model_type`.
         masks_padding: Whether a 0 in `attention_mask` [B, S] means padding, as in transformers.
         blank_text: Makes the `BlankText` of a folder. Its second argument names the vocabulary; None finds it.
@@ -71,6 +74,8 @@ class Family:
     presets: Mapping[str, Any]
     kind: Kind
     objective: str
+    pretrains: Mapping[Format, str]
+    tokenizer: str
     activations: Callable[[Any], Activations]
     tasks: Mapping[str, str] = field(default_factory=dict[str, str])
     no_tasks: str = ""

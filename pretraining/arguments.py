@@ -1,4 +1,4 @@
-"""Defines the arguments of a pretraining run, and the checks before its processes are joined."""
+"""Defines the arguments of a pretraining run, and checks that the model can be split as they say."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..data.objectives.pretraining import Objective
-from ..models import family, find_config, presets
 from ..models.common.config import ModelConfig
 from ..models.common.transformer import check_heads
 from ..mpu import validate_layout
@@ -83,8 +82,8 @@ class PretrainingArguments(TrainingArguments):
     """Only evaluate, on held-out text: the last checkpoint in output_dir, or the weights of `init_from`."""
     tf32: bool = False
     """Multiply fp32 matrices as TensorFloat-32 on a GPU that supports it."""
-    sample_prompt: str = "def __init__(self"
-    """Prompt of the text sample at the end."""
+    sample_prompt: str | None = None
+    """Text that the exported model continues, or whose spans, masks or blanks it fills; by default held-out text."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,7 +108,6 @@ class PretrainingArguments(TrainingArguments):
         return values
 
 
-OBJECTIVE = "gpt"
 DEFAULT_MODEL = "gpt2-quickstart"
 INVOCATION = ("resume", "overwrite", "config", "local_rank", "dry_run", "fast_dev_run", "eval_only")
 # Arguments that cannot change when a run is resumed.
@@ -129,39 +127,6 @@ FIXED = (
     "target_length",
     "seed",
 )
-
-
-def check_run(arguments: PretrainingArguments, launch: RankInfo) -> ModelConfig:
-    """Checks everything that can be checked before the processes are joined, and returns the model's configuration."""
-    config = model_config(arguments)
-    check_objective(arguments, config)
-    check_layout(arguments, config, launch)
-    longest, length = config.max_sequence_length, arguments.sequence_length
-    if length is not None and not 2 <= length <= longest:
-        raise ValueError(f"sequence_length must be from 2 to the model's {longest} positions, not {length}")
-    return config
-
-
-def model_config(arguments: PretrainingArguments) -> ModelConfig:
-    """Returns the configuration of the model that the arguments name, with their changes."""
-    config = find_config(arguments.model_name)
-    changes = {name: getattr(arguments, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
-    return config.with_changes(**{name: value for name, value in changes.items() if value is not None})
-
-
-def default_objective(model_name: str) -> str:
-    """Returns the name of the objective that a model's family is pretrained with."""
-    return family(find_config(model_name).model_type).objective
-
-
-def check_objective(arguments: PretrainingArguments, config: ModelConfig) -> None:
-    """Raises ValueError if the model cannot be trained by the objective."""
-    if family(config.model_type).objective != OBJECTIVE:
-        able = [name for name, other in presets() if family(other.model_type).objective == OBJECTIVE]
-        raise ValueError(
-            f"model {arguments.model_name} is a {config.architecture}, and pretrain.py trains causal language models; "
-            f"use a preset such as {', '.join(able)}"
-        )
 
 
 def check_layout(arguments: PretrainingArguments, config: ModelConfig, launch: RankInfo) -> None:

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any, cast
 
+import torch
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from torch import nn
 
-from ..models.sizes import full_size
-from ..trainer.arguments.training_arguments import TrainingArguments
+from ..models import family
+from ..models.common.config import ModelConfig
+from ..models.sizes import parameter_sizes
 from ..trainer.engines.deepspeed_config import zero_stage
+from ..trainer.estimate import Job, estimate
+from ..trainer.launch.launch import processes_of
 from ..trainer.launch.ranks import Ranks
+from ..trainer.run_folder import RunFolder
+from .arguments import PretrainingArguments
+from .inputs import Inputs
+
+GIB = 1 << 30
 
 
 def facts_table(title: str, facts: dict[str, str]) -> Table:
@@ -28,60 +38,113 @@ def facts_table(title: str, facts: dict[str, str]) -> Table:
     return table
 
 
-def run_summary(
-    *,
-    model_name: str,
-    model: nn.Module,
-    ranks: Ranks,
-    arguments: TrainingArguments,
-    train_tokens: int,
-    valid_tokens: int,
-    sequence_length: int,
-    unigram_entropy: float,
-    first_step: int,
-) -> Table:
-    """Returns a table of the model, how it is split, the corpus and the planned steps."""
-    full = sum(full_size(parameter) for parameter in model.parameters())
-    on_rank = sum(parameter.numel() for parameter in model.parameters())
+def run_facts(
+    arguments: PretrainingArguments,
+    inputs: Inputs,
+    config: ModelConfig,
+    tp_size: int,
+    dp_size: int,
+    first_step: int = 0,
+) -> dict[str, str]:
+    """Returns what is known of a run before its corpus: the model, how it is split, the objective, the steps."""
+    sizes = parameter_sizes(config, tp_size)
+    full, local = sum(size.full for size in sizes), sum(size.local for size in sizes)
     stage = zero_stage(arguments) if arguments.env_type.startswith("deepspeed") else 0
-    accumulation = arguments.accumulation_steps(ranks.dp_size)
-    sequences = arguments.micro_batch_size * accumulation * ranks.dp_size
-    train_steps = arguments.train_steps or 0
-    steps = f"{train_steps:,}" + (f", resuming from step {first_step:,}" if first_step else "")
-    return facts_table(
-        "Run",
-        {
-            "model": f"{model_name}: {full:,} parameters, {on_rank:,} on this rank",
-            "mesh": f"{ranks.tp_size} tensor-parallel x {ranks.dp_size} data-parallel = {ranks.world_size} processes",
-            "precision": arguments.precision,
-            "engine": arguments.env_type + (f", ZeRO stage {stage}" if stage else ""),
-            "corpus": f"{train_tokens:,} tokens to train on, {valid_tokens:,} held out",
-            "unigram entropy": f"{unigram_entropy:.3f} nats per token of the held-out text",
-            "global batch": f"{sequences} sequences x {sequence_length} tokens = {sequences * sequence_length:,} "
-            f"tokens ({accumulation} micro-batches of {arguments.micro_batch_size} a rank)",
-            "steps": f"{steps} = {train_steps * sequences * sequence_length:,} tokens",
-        },
+    accumulation = arguments.accumulation_steps(dp_size)
+    sequences, steps = arguments.global_batch(dp_size), arguments.train_steps or 0
+    tokens = sequences * inputs.tokens_per_sample
+    settings = ", ".join(f"{name}={value}" for name, value in asdict(inputs.objective).items())
+    return {
+        "model": f"{arguments.model_name}: {config.architecture}, {full:,} parameters, {local:,} on a rank",
+        "weights": f"those of {inputs.weights.name}" if inputs.weights else "new",
+        "tokenizer": inputs.tokenizer_name
+        or f"{family(config.model_type).tokenizer} of {config.vocab_size:,} tokens, trained on the corpus",
+        "objective": f"{inputs.objective.name}" + (f" ({settings})" if settings else ""),
+        "mesh": f"{tp_size} tensor-parallel x {dp_size} data-parallel = {tp_size * dp_size} processes",
+        "precision": arguments.precision,
+        "engine": arguments.env_type + (f", ZeRO stage {stage}" if stage else ""),
+        "global batch": f"{sequences} sequences x {inputs.tokens_per_sample} tokens = {tokens:,} tokens "
+        f"({accumulation} micro-batches of {arguments.micro_batch_size} a rank)",
+        "steps": f"{steps:,}" + (f", resuming from step {first_step:,}" if first_step else "")
+        + f" = {steps * tokens:,} tokens",
+    }  # fmt: skip
+
+
+def run_plan(arguments: PretrainingArguments, inputs: Inputs) -> Table:
+    """Returns a table of what a run would do, without its corpus, whose size is unknown before it is prepared."""
+    tp_size, processes = arguments.model_parallel_size, processes_of(arguments) * max(1, arguments.num_nodes)
+    if inputs.tokenizer is None and arguments.vocab_size is not None:
+        inputs = replace(inputs, config=inputs.config.with_changes(vocab_size=arguments.vocab_size))
+    facts = run_facts(arguments, inputs, inputs.config, tp_size, processes // tp_size)
+    peak = estimate(*estimated_job(arguments, inputs, processes // tp_size)).peak
+    facts["memory"] = f"about {peak.total / GIB:.2f} GiB on a rank, at the peak in {peak.name}"
+    facts["corpus"] = ", ".join(arguments.data) or "the Python standard library"
+    folder = RunFolder(Path(arguments.output_dir or Path("runs", f"{Path(arguments.model_name).name}-DATE")))
+    folder.first_step(resume=arguments.resume, overwrite=arguments.overwrite)  # ValueError if it is in use
+    return facts_table("Plan", facts | run_files(folder, inputs.config.architecture))
+
+
+def estimated_job(arguments: PretrainingArguments, inputs: Inputs, dp_size: int) -> tuple[ModelConfig, Job]:
+    """Returns a configuration and a job whose memory is that of a run."""
+    length, target = inputs.objective.lengths(inputs.sequence_length, inputs.target_length)
+    config = inputs.config
+    if length > config.max_sequence_length and family(config.model_type).kind != "encoder-decoder":
+        config = config.with_changes(max_position_embeddings=length)  # samples with blanks are longer than their text
+    deepspeed = arguments.env_type.startswith("deepspeed")
+    return config, Job(
+        micro_batch_size=arguments.micro_batch_size,
+        length=length,
+        target_length=target,
+        accumulation_steps=arguments.accumulation_steps(dp_size),
+        tensor_parallel_size=arguments.model_parallel_size,
+        data_parallel_size=dp_size,
+        zero_stage=cast(Any, zero_stage(arguments)) if deepspeed else None,
+        sequence_parallel=arguments.sequence_parallel,
+        recompute=arguments.recompute,
+        precision=arguments.precision,
+        optimizer="adamw" if arguments.optimizer == "adam" else arguments.optimizer,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+    )
+
+
+def corpus_facts(train_tokens: int, held_out_tokens: int, entropy: float) -> dict[str, str]:
+    """Returns the sizes of the corpus, and the baseline of the loss."""
+    return {
+        "corpus": f"{train_tokens:,} tokens to train on, {held_out_tokens:,} held out",
+        "target entropy": f"{entropy:.3f} nats per target of the held-out samples",
+    }
+
+
+def compared_loss(loss: float, entropy: float) -> str:
+    """Returns a loss beside its baseline, the entropy of the same targets."""
+    side = "below" if loss <= entropy else "above"
+    return (
+        f"{loss:.4f} nats per target, {abs(entropy - loss):.2f} {side} the entropy of the same targets ({entropy:.3f})"
     )
 
 
 def run_results(
-    *, folder: Path, loss: float, unigram_entropy: float, hf_loss: float, tensor_parallel_size: int, minutes: float
-) -> Table:
-    """Returns a table of a run's results and the paths of its files."""
-    return facts_table(
-        "Result",
-        {
-            "held-out loss": f"{loss:.4f} nats per token, {unigram_entropy - loss:.2f} below the unigram entropy "
-            f"of the same text ({unigram_entropy:.3f})",
-            "exported model": f"transformers' held-out loss {hf_loss:.6f}, native at TP={tensor_parallel_size} "
-            f"{loss:.6f}, difference {abs(hf_loss - loss):.1e}",
-            "time": f"{minutes:.1f} minutes",
-            "loss curve": f"{folder}/loss.png",
-            "TensorBoard": f"tensorboard --logdir {folder}/tensorboard",
-            "checkpoints": f"{folder}/checkpoints",
-            "Hugging Face folder": f'{folder}/hf  (AutoModelForCausalLM.from_pretrained("{folder}/hf"))',
-        },
-    )
+    *, loss: float, exported: float, entropy: float, loader: str, ranks: Ranks, minutes: float
+) -> dict[str, str]:
+    """Returns a run's results. `loader` is what evaluated the exported model."""
+    return {
+        "held-out loss": compared_loss(loss, entropy),
+        "exported model": f"held-out loss {exported:.6f} by {loader}, {loss:.6f} native at TP={ranks.tp_size}, "
+        f"difference {abs(exported - loss):.1e}",
+        "time": f"{minutes:.1f} minutes",
+    }
+
+
+def run_files(folder: RunFolder, architecture: str) -> dict[str, str]:
+    """Returns the files that a run leaves."""
+    return {
+        "loss curve": str(folder.loss_plot),
+        "report": str(folder.report),
+        "TensorBoard": f"tensorboard --logdir {folder.tensorboard}",
+        "checkpoints": str(folder.checkpoints),
+        "corpus, tokenizer": str(folder.data),
+        "Hugging Face folder": f"{folder.hf} ({architecture}; README.md is its model card)",
+    }
 
 
 @contextmanager

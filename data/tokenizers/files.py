@@ -37,6 +37,12 @@ OTHER_FILES = (
 TOKENIZER_FILES = (*(name for name in JSON_FILES if name != "config.json"), *OTHER_FILES)  # that is the model's
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Returns whether a folder has a file with a tokenizer's vocabulary."""
+    named = any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "vocab.txt"))
+    return named or any(folder.glob("*.model"))
+
+
 def check_tokenizer_folder(folder: Path) -> None:
     """Raises ValueError, naming the file and the cause, if one of the folder's tokenizer files is damaged."""
     for name in (*JSON_FILES, *OTHER_FILES):

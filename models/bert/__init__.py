@@ -18,9 +18,11 @@ FAMILY = Family(
     presets=PRESETS,
     kind="encoder",
     objective="bert-nsp",
+    pretrains={"masked": "BertForMaskedLM", "sentence-pairs": "BertForPreTraining"},
+    tokenizer="wordpiece",
     activations=activations,
     tasks={"text-classification": "BertForSequenceClassification"},
-    new_modules=("pooler", "classifier"),
+    new_modules=("pooler", "next_sentence", "classifier"),
 )
 
 __all__ = ["FAMILY", "BertConfig", "BertForMaskedLM", "BertForPreTraining", "BertForSequenceClassification"]

@@ -15,6 +15,8 @@ FAMILY = Family(
     presets=PRESETS,
     kind="decoder",
     objective="glm",
+    pretrains={"blanks": "GLMModel"},
+    tokenizer="glm",
     activations=activations,
     no_tasks=(
         "a GLM learns by filling blanks: train it with shardzoo.trainer.Trainer on samples of shardzoo.data.GLMDataset"

@@ -14,6 +14,8 @@ FAMILY = Family(
     presets=PRESETS,
     kind="decoder",
     objective="gpt",
+    pretrains={"causal": "GPT2LMHeadModel"},
+    tokenizer="bpe",
     activations=activations,
     tasks={"text-generation": "GPT2LMHeadModel", "text2text-generation": "GPT2LMHeadModel"},
 )

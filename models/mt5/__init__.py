@@ -14,6 +14,8 @@ FAMILY = Family(
     presets=PRESETS,
     kind="encoder-decoder",
     objective="t5",
+    pretrains={"seq2seq": "MT5ForConditionalGeneration"},
+    tokenizer="sentencepiece",
     activations=activations,
     tasks={"text2text-generation": "MT5ForConditionalGeneration"},
 )

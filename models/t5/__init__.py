@@ -14,6 +14,8 @@ FAMILY = Family(
     presets=PRESETS,
     kind="encoder-decoder",
     objective="t5",
+    pretrains={"seq2seq": "T5ForConditionalGeneration"},
+    tokenizer="sentencepiece",
     activations=activations,
     tasks={"text2text-generation": "T5ForConditionalGeneration"},
 )

@@ -8,7 +8,8 @@ from typing import get_args
 import pytest
 from documents import ROOT
 
-from shardzoo.data.objectives.pretraining import find_objective
+from shardzoo.data.objectives.pretraining import Format, find_objective
+from shardzoo.data.tokenizers.training import TOKENIZER_KINDS
 from shardzoo.finetuning.arguments import Task
 from shardzoo.models import FAMILIES, family
 from shardzoo.models.auto import build_on_meta
@@ -20,7 +21,10 @@ NOT_OF_THE_PACKAGE = {"tests", "benchmarks", "examples", "build", "models"}
 def test_the_facts_of_a_family_fit(name):
     facts = family(name)
     assert facts.config.model_type == name
-    find_objective(facts.objective)  # ValueError for a name that is unknown
+    assert find_objective(facts.objective).format in facts.pretrains
+    assert set(facts.pretrains) <= set(get_args(Format))
+    assert set(facts.pretrains.values()) <= facts.architectures.keys()
+    assert facts.tokenizer in TOKENIZER_KINDS
     assert set(facts.tasks) <= set(get_args(Task))
     assert set(facts.tasks.values()) <= facts.architectures.keys()
     assert bool(facts.tasks) != bool(facts.no_tasks)
@@ -29,9 +33,10 @@ def test_the_facts_of_a_family_fit(name):
         paths = [stack.path for stack in facts.activations(config).stacks]
         names = [parameter for parameter, _ in build_on_meta(config, None).named_parameters()]
         assert all(any(parameter.startswith(path) for parameter in names) for path in paths)
-    for architecture in set(facts.tasks.values()) if facts.new_modules else ():
-        config = next(iter(facts.presets.values())).with_changes(architecture=architecture)
-        assert set(facts.new_modules) <= {child for child, _ in build_on_meta(config, None).named_children()}
+    if facts.new_modules:
+        configs = [next(iter(facts.presets.values())).with_changes(architecture=name) for name in facts.architectures]
+        modules = {child for config in configs for child, _ in build_on_meta(config, None).named_children()}
+        assert set(facts.new_modules) <= modules
 
 
 def test_an_unknown_family_is_refused():

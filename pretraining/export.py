@@ -1,0 +1,199 @@
+"""Exports a trained model to a Hugging Face folder, evaluates it there, and lets it write a sample."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from ..data.tokenizers.sentinels import sentinel_ids
+from ..data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from ..generation import TextGenerationPipeline, fill_blanks, fill_mask, generate
+from ..models import family, find_config, from_pretrained
+from ..models.common.config import ModelConfig
+from ..trainer.evaluation import evaluate
+from ..trainer.launch.ranks import Ranks
+
+TOLERANCE = 1e-4
+"""Largest difference in nats between the losses of the sharded and the exported model, both in fp32."""
+NEW_TOKENS = 120
+MARKS = "[[", "]]"  # around what the model wrote
+
+Part = tuple[Sequence[int], bool]  # token ids, and whether the model wrote them
+
+
+def load_exported(folder: Path) -> Any:
+    """Loads the folder's model in fp32 with transformers, or with the zoo if transformers lacks the family.
+
+    Raises ValueError for missing or unexpected keys, of which transformers only warns.
+    """
+    config = find_config(str(folder))
+    if not family(config.model_type).in_transformers:
+        return from_pretrained(folder, dtype=torch.float32)
+    import transformers
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # missing keys, of which it would warn, are an error here
+    kind: Any = getattr(transformers, config.architecture)
+    model, report = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    problems = {kind: sorted(keys) for kind, keys in report.items() if keys}
+    if problems:
+        raise ValueError(f"transformers does not load {folder} completely: {problems}")
+    return model.eval()
+
+
+def exported_loss(folder: Path, samples: Any, *, batch_size: int, collate: Callable[[Sequence[Any]], Any]) -> float:
+    """Returns the mean loss of the exported model over samples, in nats per target; computed on the CPU."""
+    model = load_exported(folder)
+    with all_cores():
+        values = evaluate(
+            lambda batch, model, mems: model(**batch), model, model, samples, Ranks(None),
+            batch_size=batch_size, collate=collate,
+        )  # fmt: skip
+    return values["loss"]
+
+
+def check_export(folder: Path, exported: float, sharded: float) -> None:
+    """Raises ValueError unless the losses of the exported and the sharded model agree."""
+    if not abs(exported - sharded) <= TOLERANCE:
+        raise ValueError(
+            f"the model exported to {folder} has a held-out loss of {exported:.6f}, but the trained one {sharded:.6f}; "
+            f"they may differ by {TOLERANCE}. The checkpoint is complete; do not use the exported folder"
+        )
+
+
+def write_sample(folder: Path, sample: Mapping[str, Any], prompt: str | None = None) -> str:
+    """Returns a text of which the exported model wrote the parts in [[ ]], the same at every call.
+
+    The model continues the text, fills its spans, masks or blanks, as its family does.
+
+    Args:
+        sample: A held-out sample, whose input is used if there is no prompt.
+        prompt: A text; if it has no span, mask or blank, one is appended.
+    """
+    pipeline = TextGenerationPipeline(folder, dtype=torch.float32)
+    tokenizer = load_tokenizer(folder)
+    write = {"continuation": _continue, "answer": _answer, "masks": _fill_masks, "blanks": _fill_blanks}
+    torch.manual_seed(0)
+    with all_cores():
+        return _marked(write[pipeline.model.generates](pipeline, tokenizer, sample, prompt), tokenizer)
+
+
+def _continue(pipeline: TextGenerationPipeline, tokenizer: Tokenizer, sample: Any, prompt: str | None) -> list[Part]:
+    longest = pipeline.model.config.max_sequence_length
+    ids = _ids(sample["input_ids"]) if not prompt else _encoded(pipeline, prompt)
+    ids = ids[: max(1, min(len(ids) if prompt else len(ids) // 2, longest - 1))]
+    new = min(NEW_TOKENS, longest + 1 - len(ids))
+    found = _generated(pipeline, ids, do_sample=True, temperature=0.7, top_k=40, max_new_tokens=new)
+    return [(ids, False), (found[len(ids) :], True)]
+
+
+def _answer(pipeline: TextGenerationPipeline, tokenizer: Tokenizer, sample: Any, prompt: str | None) -> list[Part]:
+    known = sentinel_ids(tokenizer)
+    ids = _ids(sample["input_ids"])
+    if prompt:
+        ids = _encoded(pipeline, prompt)
+        if not set(ids) & set(known):
+            ids = _encoded(pipeline, f"{prompt} {tokenizer.id_to_token(known[0])}")
+    found = _generated(pipeline, ids, max_new_tokens=NEW_TOKENS)
+    blanks = set(ids) & set(known)
+    if not blanks:
+        return [(ids, False), (found, True)]
+    fills: dict[int, list[int]] = {}
+    span: list[int] = []
+    for token in found:
+        if token in known:
+            span = fills.setdefault(token, [])
+        else:
+            span.append(token)
+    return _filled(ids, {place: fills.get(token, []) for place, token in enumerate(ids) if token in blanks})
+
+
+def _fill_masks(pipeline: TextGenerationPipeline, tokenizer: Tokenizer, sample: Any, prompt: str | None) -> list[Part]:
+    mask = tokenizer.special_id("mask_token")
+    ids = _ids(sample["input_ids"])
+    if prompt:
+        ids = _encoded(pipeline, prompt)
+        ids = ids if mask in ids else _encoded(pipeline, f"{prompt} {tokenizer.id_to_token(mask)}")
+    segments = None if prompt or "token_type_ids" not in sample else torch.tensor([_ids(sample["token_type_ids"])])
+    found = fill_mask(pipeline.model, torch.tensor([ids]), token_type_ids=segments, mask_token_id=mask, top_k=1)
+    return _filled(ids, dict(zip(found.places[:, 1].tolist(), found.tokens.tolist(), strict=True)))
+
+
+def _fill_blanks(pipeline: TextGenerationPipeline, tokenizer: Tokenizer, sample: Any, prompt: str | None) -> list[Part]:
+    text: Any = pipeline.blank_text
+    ids = text.encode(prompt) if prompt else _ids(sample["input_ids"])[: int(sample["attention_mask"])]
+    new = min(NEW_TOKENS, pipeline.model.config.max_sequence_length // 2)
+    found = fill_blanks(pipeline.model, torch.tensor([ids]), text.tokens, max_new_tokens=new)[0]
+    blanks = (text.tokens.mask, text.tokens.smask, text.tokens.gmask)
+    return _filled(ids, dict(zip([i for i, token in enumerate(ids) if token in blanks], found.pieces, strict=True)))
+
+
+def _ids(values: Any) -> list[int]:
+    return torch.as_tensor(values).tolist()
+
+
+def _encoded(pipeline: TextGenerationPipeline, prompt: str) -> list[int]:
+    tokenizer: Any = pipeline.tokenizer
+    return tokenizer(prompt, verbose=False)["input_ids"]
+
+
+def _generated(pipeline: TextGenerationPipeline, ids: list[int], **settings: Any) -> list[int]:
+    found = generate(pipeline.model, torch.tensor([ids]), generation_config=pipeline.generation_config, **settings)
+    assert isinstance(found, Tensor)
+    return found[0].tolist()
+
+
+def _filled(ids: Sequence[int], fills: Mapping[int, Sequence[int]]) -> list[Part]:
+    """Returns the parts of a text whose positions `fills` are replaced."""
+    parts: list[Part] = []
+    start = 0
+    for place in sorted(fills):
+        parts += [(ids[start:place], False), (fills[place], True)]
+        start = place + 1
+    return [*parts, (ids[start:], False)]
+
+
+def _marked(parts: Sequence[Part], tokenizer: Tokenizer) -> str:
+    """Returns the text of the parts without special tokens, with marks around what the model wrote."""
+    exact = tokenizer.decode(tokenizer.encode(" a")) == " a"  # else decoding drops the white space around a part
+    texts = [(tokenizer.decode(ids, skip_special_tokens=True), written) for ids, written in parts]
+    return ("" if exact else " ").join(text.join(MARKS) if written else text for text, written in texts)
+
+
+def write_card(folder: Path, config: ModelConfig, facts: Mapping[str, str], *, command: str, sample: str) -> None:
+    """Writes the folder's README.md: what the model is, how it was trained and how it is loaded."""
+    known = family(config.model_type).in_transformers
+    header = {"library_name": "transformers" if known else "shardzoo", "tags": ["shardzoo", config.model_type]}
+    load = (
+        f"from transformers import AutoTokenizer, {config.architecture}\n\n"
+        f'model = {config.architecture}.from_pretrained(".")\ntokenizer = AutoTokenizer.from_pretrained(".")'
+        if known
+        else 'import shardzoo\n\nmodel = shardzoo.from_pretrained(".")'
+    )
+    rows = "".join(f"| {name} | {value} |\n" for name, value in facts.items())
+    text = (
+        f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n# {config.architecture}, pretrained with shardzoo\n\n"
+        f"| | |\n|---|---|\n{rows}\n## How it was trained\n\n```bash\n{command}\n```\n\n"
+        f"## How it is loaded\n\nIn this folder:\n\n```python\n{load}\n```\n\n"
+        f"## Sample\n\nThe model wrote what is between {MARKS[0]} and {MARKS[1]}, on held-out text.\n\n"
+        + "".join(f"    {line}\n" for line in sample.splitlines())
+    )
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+class all_cores:
+    """Lets torch use all cores for work that one rank does while the others wait."""
+
+    def __enter__(self) -> None:
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(os.cpu_count() or 1)
+
+    def __exit__(self, *exception: object) -> None:
+        torch.set_num_threads(self._threads)
