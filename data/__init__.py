@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from .objectives.ul2 import MixtureOfDenoisers, UL2Objective
     from .pairs.datasets import BlockDataset, PromptDataset, Seq2SeqDataset
     from .pairs.pairs import load_pairs
-    from .text.corpus import Corpus, prepare_corpus
+    from .text.corpus import Corpus, prepare_corpora, prepare_corpus
     from .text.documents import SourceReport, fail_on_bad, iter_documents, skip_bad
     from .text.entropy import target_entropy, token_counts, unigram_entropy
     from .text.prepare import PrepareOptions, PrepareReport, prepare_dataset
@@ -86,7 +86,7 @@ _NAMES = {
     "objectives.ul2": ("MixtureOfDenoisers", "UL2Objective"),
     "pairs.datasets": ("BlockDataset", "PromptDataset", "Seq2SeqDataset"),
     "pairs.pairs": ("load_pairs",),
-    "text.corpus": ("Corpus", "prepare_corpus"),
+    "text.corpus": ("Corpus", "prepare_corpora", "prepare_corpus"),
     "text.documents": ("SourceReport", "fail_on_bad", "iter_documents", "skip_bad"),
     "text.entropy": ("target_entropy", "token_counts", "unigram_entropy"),
     "text.prepare": ("PrepareOptions", "PrepareReport", "prepare_dataset"),
@@ -108,9 +108,9 @@ __all__ = [
     "SourceReport", "SpanCorruption", "T5Objective", "Tokenizer", "UL2Objective", "Vocabulary", "WriterState",
     "add_sentinels", "build_dataset", "build_loader", "dtype_for_vocabulary", "fail_on_bad", "find_objective",
     "glm_token_ids", "glm_tokenizer", "iter_documents", "load_pairs", "load_tokenizer", "masked_dataset",
-    "merge_datasets", "objective", "objective_names", "pack_lengths", "parse_mixture", "prepare_corpus",
-    "prepare_dataset", "python_stdlib", "save_tokenizer", "sentence_end_ids", "sentinel_ids", "skip_bad",
-    "span_corruption_dataset", "split_dataset", "split_sentences", "target_entropy", "token_counts",
+    "merge_datasets", "objective", "objective_names", "pack_lengths", "parse_mixture", "prepare_corpora",
+    "prepare_corpus", "prepare_dataset", "python_stdlib", "save_tokenizer", "sentence_end_ids", "sentinel_ids",
+    "skip_bad", "span_corruption_dataset", "split_dataset", "split_sentences", "target_entropy", "token_counts",
     "train_byte_level_bpe", "train_sentencepiece", "train_tokenizer", "train_wordpiece", "unigram_entropy",
 ]
 # fmt: on

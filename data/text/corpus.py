@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -102,17 +103,66 @@ def prepare_corpus(
         ValueError: the source does not exist, has no text or fewer than two different documents, or is a pair
             without a tokenizer or of another vocabulary.
     """
+    options = (tokenizer, vocab_size, split_sentences, held_out_fraction, seed, progress)
+    return _prepare(source, Path(output_dir), _settings(*options))
+
+
+def prepare_corpora(
+    mixture: Sequence[tuple[Source, object]],
+    output_dir: str | Path,
+    *,
+    vocab_size: int = 8192,
+    tokenizer: str | Path | Tokenizer = "bpe",
+    split_sentences: bool = False,
+    held_out_fraction: float = 0.05,
+    seed: int = 1234,
+    progress: Progress | None = None,
+) -> list[Corpus]:
+    """Prepares each source of a mixture (see `parse_mixture`) as `prepare_corpus` does, with one tokenizer for all.
+
+    The tokenizer is trained on the training documents of all sources, an equal amount of each if there is much text.
+    If one source is a `.bin/.idx` pair, its tokenizer is used for all. The shares change nothing here. The files of
+    source n are in `output_dir/part_n`; those of a single source are in `output_dir`.
+    """
+    options = (tokenizer, vocab_size, split_sentences, held_out_fraction, seed, progress)
+    settings, output = _settings(*options), Path(output_dir)
+    sources = [source for source, _ in mixture]
+    if len(sources) == 1:
+        return [_prepare(sources[0], output, settings)]
+    if isinstance(settings.tokenizer, str):
+        settings = replace(settings, tokenizer=_shared_tokenizer(sources, output, settings))
+    return [_prepare(source, output / f"part_{number}", settings) for number, source in enumerate(sources)]
+
+
+def _settings(
+    tokenizer: str | Path | Tokenizer,
+    vocab_size: int,
+    split_sentences: bool,
+    held_out_fraction: float,
+    seed: int,
+    progress: Progress | None,
+) -> _Settings:
     if not 0 < held_out_fraction < 1:
         raise ValueError(f"held_out_fraction is {held_out_fraction}; it must be between 0 and 1, such as 0.05")
-    settings = _Settings(
-        _find_tokenizer(tokenizer),
-        vocab_size,
-        split_sentences,
-        held_out_fraction,
-        seed,
-        progress or (lambda stage, done, total: None),
-    )
-    return _prepare(source, Path(output_dir), settings)
+    progress = progress or (lambda stage, done, total: None)
+    return _Settings(_find_tokenizer(tokenizer), vocab_size, split_sentences, held_out_fraction, seed, progress)
+
+
+def _shared_tokenizer(sources: Sequence[Source], output: Path, settings: _Settings) -> Tokenizer:
+    """Returns the tokenizer of the first pair among the sources, or trains one on all, unless that was done before."""
+    for prefix in filter(None, map(as_prefix, sources)):
+        return load_tokenizer(find_tokenizer(prefix))
+    folder, manifest = output / "tokenizer", output / MANIFEST
+    wanted = settings.identity(" ".join(map(fingerprint, sources)))
+    with suppress(OSError, ValueError):
+        if json.loads(manifest.read_text(encoding="utf-8")) == {"prepared_from": wanted}:
+            return load_tokenizer(folder)
+    splits = [_choose_held_out(source, settings, TOKENIZER_TEXT_BYTES // len(sources)) for source in sources]
+    output.mkdir(parents=True, exist_ok=True)
+    manifest.unlink(missing_ok=True)
+    tokenizer = _make_tokenizer(splits, folder, settings)
+    _write_json(manifest, {"prepared_from": wanted})
+    return tokenizer
 
 
 def _find_tokenizer(tokenizer: str | Path | Tokenizer) -> str | Tokenizer:
@@ -359,9 +409,13 @@ def _write_manifest(output: Path, wanted: dict[str, object], corpus: Corpus) -> 
     """Writes the manifest last and atomically, so that its presence means the corpus is complete."""
     values = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(corpus).items()}
     values = {key: value for key, value in values.items() if key != "notes"}
-    partial = output / f"{MANIFEST}.partial"
-    partial.write_text(json.dumps({"prepared_from": wanted, **values}, indent=2) + "\n", encoding="utf-8")
-    partial.replace(output / MANIFEST)
+    _write_json(output / MANIFEST, {"prepared_from": wanted, **values})
+
+
+def _write_json(path: Path, values: dict[str, object]) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)
 
 
 def _read_manifest(output: Path, wanted: dict[str, object]) -> Corpus | None:

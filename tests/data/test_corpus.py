@@ -20,11 +20,14 @@ from shardzoo.data import (
     add_sentinels,
     load_tokenizer,
     merge_datasets,
+    parse_mixture,
+    prepare_corpora,
     prepare_corpus,
     prepare_dataset,
     split_sentences,
     target_entropy,
     token_counts,
+    train_tokenizer,
     unigram_entropy,
 )
 from shardzoo.data.indexed.meta import CorpusMeta, read_meta
@@ -377,3 +380,72 @@ def test_inspect_shows_the_vocabulary_and_the_ends(corpus, capsys):
     out = capsys.readouterr().out
     assert "345 tokens, sha256" in out
     assert "token 0: 180 of 180" in out
+
+
+@pytest.fixture
+def parts(texts, tmp_path) -> list[str]:
+    """Two sources of different texts, and their shares."""
+    for name, part in {"a": texts[:120], "b": [text.upper() for text in texts[120:]]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
+    return [f"{tmp_path}/a.jsonl:0.7", f"{tmp_path}/b.jsonl:0.3"]
+
+
+def test_a_mixture_has_one_tokenizer_and_two_sides_of_each_source(parts, texts, tmp_path, monkeypatch):
+    seen: list[str] = []
+
+    def train(kind, documents, vocab_size, folder):
+        seen.extend(documents)
+        return train_tokenizer(kind, seen, vocab_size, folder)
+
+    monkeypatch.setattr("shardzoo.data.text.corpus.train_tokenizer", train)
+    arguments = {"vocab_size": 320, "tokenizer": "roberta", "held_out_fraction": 0.1}
+    corpora = prepare_corpora(parse_mixture(parts), tmp_path / "out", **arguments)
+    tokenizer = load_tokenizer(corpora[0].tokenizer_dir)
+    assert load_tokenizer(corpora[1].tokenizer_dir).tokens(320) == tokenizer.tokens(320)
+    sides = [[documents(p, tokenizer) for p in (corpus.train_prefix, corpus.valid_prefix)] for corpus in corpora]
+    assert [[len(side) for side in both] for both in sides] == [[108, 12], [72, 8]]
+    assert sorted(sides[0][0] + sides[0][1]) == sorted(texts[:120])
+    assert sorted(sides[1][0] + sides[1][1]) == sorted(text.upper() for text in texts[120:])
+    assert sorted(seen) == sorted(sides[0][0] + sides[1][0])  # nothing that is held out
+    monkeypatch.setattr("shardzoo.data.text.corpus.train_tokenizer", None)
+    other_shares = parse_mixture([part.replace("0.7", "2") for part in parts])
+    before = corpora[1].train_prefix.with_suffix(".idx").stat().st_mtime_ns
+    assert prepare_corpora(other_shares, tmp_path / "out", **arguments) == corpora
+    assert corpora[1].train_prefix.with_suffix(".idx").stat().st_mtime_ns == before
+    with pytest.raises(TypeError):  # a changed source: trained again
+        prepare_corpora(parse_mixture(parts[::-1]), tmp_path / "out", **arguments)
+
+
+def test_the_tokenizer_of_a_mixture_sees_as_much_of_each_source(parts, texts, tmp_path, monkeypatch):
+    seen: list[str] = []
+    monkeypatch.setattr("shardzoo.data.text.corpus.TOKENIZER_TEXT_BYTES", 12_000)
+    monkeypatch.setattr(
+        "shardzoo.data.text.corpus.train_tokenizer",
+        lambda kind, documents, *rest: seen.extend(documents) or train_tokenizer(kind, seen, *rest),
+    )
+    prepare_corpora(parse_mixture(parts), tmp_path / "out", vocab_size=300)
+    loud = sum(len(text) for text in seen if text.isupper())
+    assert loud == pytest.approx(6000, rel=0.2)
+    assert sum(map(len, seen)) - loud == pytest.approx(6000, rel=0.2)
+
+
+def test_a_pair_brings_its_tokenizer_to_a_mixture(corpus, parts, tmp_path):
+    mixture = parse_mixture([parts[0], f"{corpus.train_prefix}:1"])
+    first, second = prepare_corpora(mixture, tmp_path / "out", vocab_size=300)
+    assert second.train_prefix == corpus.train_prefix
+    assert IndexedDataset(first.train_prefix).meta == IndexedDataset(corpus.train_prefix).meta
+    other = prepare_corpus(f"{tmp_path}/b.jsonl", tmp_path / "other", vocab_size=300)
+    mixture = parse_mixture([f"{corpus.train_prefix}:1", f"{other.train_prefix}:1"])
+    with pytest.raises(ValueError, match="another vocabulary") as error:
+        prepare_corpora(mixture, tmp_path / "out2")
+    assert all(str(name) in str(error.value) for name in (other.train_prefix, corpus.tokenizer_dir))
+
+
+def test_a_mixture_of_one_is_its_source(jsonl, tmp_path):
+    (one,) = prepare_corpora(parse_mixture([f"{jsonl}:3"]), tmp_path / "a", vocab_size=300)
+    assert one.train_prefix == tmp_path / "a/train"
+    same = prepare_corpus(jsonl, tmp_path / "b", vocab_size=300)
+    for suffix in (".bin", ".idx", ".meta.json"):
+        assert Path(f"{one.train_prefix}{suffix}").read_bytes() == Path(f"{same.train_prefix}{suffix}").read_bytes()
+    with pytest.raises(ValueError, match="held_out_fraction is 2"):
+        prepare_corpora(parse_mixture([f"{jsonl}:3"]), tmp_path / "a", held_out_fraction=2)
