@@ -47,7 +47,7 @@ class BlankInfilling:
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio < 1:
-            raise ValueError(f"ratio is {self.ratio}; it must be between 0 and 1")
+            raise ValueError(f"ratio is {self.ratio}; it must be more than 0 and less than 1")
 
     def __call__(self, tokens: np.ndarray, mode: Mode, generator: np.random.Generator) -> dict[str, np.ndarray]:
         if len(tokens) < 3:

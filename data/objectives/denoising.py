@@ -37,7 +37,7 @@ class SpanCorruption:
 
     def __post_init__(self) -> None:
         if not 0 < self.noise_density < 1:
-            raise ValueError(f"noise_density is {self.noise_density}; it must be between 0 and 1")
+            raise ValueError(f"noise_density is {self.noise_density}; it must be more than 0 and less than 1")
         if self.mean_span_length < 1:
             raise ValueError(f"mean_span_length is {self.mean_span_length}; a span has at least 1 token")
         object.__setattr__(self, "_sentinel_array", np.array(self.sentinels, np.int64))

@@ -47,8 +47,8 @@ class GLMDataset:
 
     A document is chosen with probability proportional to its length. A long document gives a window that begins
     after a sentence (or anywhere, with probability `anywhere`) and ends with a sentence if at least half of the
-    window remains. Short documents are joined, each with its own [CLS], until `length` is full. Documents in the
-    corpus must end with GLM's eos.
+    window remains. Short documents are joined, each with its own [CLS], until `length` is full. Documents must end with
+    GLM's eos, or with [SEP], as those prepared with BERT's vocabulary; GLM's eos then takes its place.
 
     Args:
         length: maximum number of tokens of a text, before blanks are made.
@@ -132,7 +132,9 @@ class GLMDataset:
             at = generator.integers(self.indexed.num_tokens)
             document = self.indexed.document(int(np.searchsorted(self._ends, at, side="right")))
             if len(document) > 1 or self.indexed.num_tokens == self.indexed.num_documents:
-                return document.astype(np.int64)
+                ids, document = self.infilling.tokens, document.astype(np.int64)
+                document[-1:][document[-1:] == ids.sep] = ids.eos
+                return document
 
     def _with_cls(self, document: np.ndarray) -> np.ndarray:
         return np.concatenate([[self.infilling.tokens.cls], document])
@@ -190,6 +192,10 @@ class GLMObjective(GLMMixture, Objective):
     vocabulary: GLMVocabulary = DEFAULT_VOCABULARY
     mask_probability: float = 0.15
     block_mask_probability: float = 0.0
+
+    def __post_init__(self) -> None:
+        GLMMixture.__post_init__(self)
+        Objective.__post_init__(self)
 
     def add_special_tokens(self, tokenizer: Tokenizer) -> None:
         glm_tokenizer(tokenizer, self.vocabulary)

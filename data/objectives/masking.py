@@ -43,7 +43,7 @@ class Masking:
 
     def __post_init__(self) -> None:
         if not 0 < self.probability < 1:
-            raise ValueError(f"the masking probability is {self.probability}; it must be between 0 and 1")
+            raise ValueError(f"the masking probability is {self.probability}; it must be more than 0 and less than 1")
         if self.longest_ngram < 1:
             raise ValueError(f"longest_ngram is {self.longest_ngram}; it must be at least 1")
         drawable = np.setdiff1d(np.arange(self.vocab_size), [*self.special_ids, self.mask_token_id])
@@ -134,7 +134,7 @@ class MaskedObjective(Objective):
 
     def masking(self, tokenizer: Tokenizer) -> Masking:
         """Returns a `Masking` with a tokenizer's mask and special tokens."""
-        names = [tokenizer.id_to_token(index) for index in range(tokenizer.vocab_size)] if self.whole_words else []
+        names = [token or "" for token in tokenizer.tokens(tokenizer.vocab_size)] if self.whole_words else []
         return Masking(
             tokenizer.special_id("mask_token"),
             tokenizer.vocab_size,

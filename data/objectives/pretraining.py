@@ -54,6 +54,11 @@ class Objective(ABC):
     tokenizers: ClassVar[str] = ""
     split_sentences: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name.endswith("probability") and not 0 <= value <= 1:
+                raise ValueError(f"{name} is {value}; it must be between 0 and 1")
+
     def add_special_tokens(self, tokenizer: Tokenizer) -> None:
         """Adds the special tokens that the objective puts into samples to a tokenizer that lacks them.
 
@@ -153,6 +158,11 @@ class PretrainingData:
     padded: bool = True
     micro_batch_size: int = 16
     seed: int = 1234
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_length", "target_length"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
 
 
 def build_dataset(config: PretrainingData, indexed: IndexedDataset, tokenizer: Tokenizer) -> PretrainingSamples:

@@ -61,6 +61,7 @@ class UL2Objective(Seq2SeqObjective):
     extreme: float = 4 / 7
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if min(self.regular, self.extreme) < 0 or self.regular + self.extreme > 1:
             raise ValueError(
                 f"regular is {self.regular} and extreme {self.extreme}; shares must not be negative, and their sum at "

@@ -37,11 +37,7 @@ def split_sentences(text: str) -> list[str]:
 def sentence_end_ids(tokenizer: Tokenizer, marks: frozenset[str] = SENTENCE_MARKS) -> np.ndarray:
     """Returns bool [V]: whether a token is one of the marks, ignoring the vocabulary's symbols for spaces."""
     ends = np.zeros(tokenizer.vocab_size, bool)
-    for index in range(tokenizer.vocab_size):
-        try:
-            token = tokenizer.id_to_token(index)
-        except ValueError:  # vocabularies may have holes
-            continue
-        bare = token.replace("Ċ", "\n").lstrip("Ġ▁ ").removeprefix("##")
+    for index, token in enumerate(tokenizer.tokens(tokenizer.vocab_size)):
+        bare = (token or "").replace("Ċ", "\n").lstrip("Ġ▁ ").removeprefix("##")
         ends[index] = bare in marks or token == "<0x0A>"
     return ends

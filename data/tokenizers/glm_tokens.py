@@ -83,9 +83,7 @@ def glm_token_ids(base_size: int, family: GLMVocabulary, base_ids: dict[str, int
             **{role: base_size + offset for role, offset in offsets.items()},
             vocab_size=base_size + max(offsets.values()) + 1,
         )
-    if family not in _APPENDED:
-        known = ", ".join([*_APPENDED, *_CHINESE_TASKS])
-        raise ValueError(f"unknown GLM vocabulary {family!r}; use one of {known}")
+    _check_family(family)
     ids = dict(base_ids or {})
     missing = [role for role in _OWN[family] if role not in ids]
     if missing:
@@ -129,8 +127,14 @@ def find_glm_vocabulary(tokenizer: Tokenizer) -> GLMVocabulary | None:
     return None
 
 
+def _check_family(family: str) -> None:
+    if family not in (known := [*_APPENDED, *_CHINESE_TASKS]):
+        raise ValueError(f"unknown GLM vocabulary {family!r}; use one of {', '.join(known)}")
+
+
 def _own_ids(tokenizer: Tokenizer, family: GLMVocabulary) -> dict[str, int]:
     """Returns the ids of the roles of tokens of the base vocabulary. ValueError if it is of another family."""
+    _check_family(family)
     ids = {role: tokenizer.token_to_id(token) for role, token in _OWN[family].items()}
     missing = [_OWN[family][role] for role, index in ids.items() if index is None]
     if missing:

@@ -17,12 +17,8 @@ def sentinel_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     does.
     """
     found: dict[int, int] = {}
-    for index in range(tokenizer.vocab_size):
-        try:
-            match = EXTRA_ID.match(tokenizer.id_to_token(index))
-        except ValueError:  # a hole in the vocabulary
-            continue
-        if match:
+    for index, token in enumerate(tokenizer.tokens(tokenizer.vocab_size)):
+        if match := EXTRA_ID.match(token or ""):
             found[int(match[1])] = index
     if not found:
         raise ValueError("this vocabulary has no <extra_id_0> …; append them with add_sentinels")

@@ -445,3 +445,32 @@ def test_glm_names_what_a_tokenizer_without_its_tokens_can_be(tokenizer_dir):
     bare.names[:6] = [f"x{n}" for n in range(6)]
     with pytest.raises(ValueError, match="use the vocabulary chinese if it is a SentencePiece model"):
         GLMObjective().add_special_tokens(bare)
+
+
+def test_settings_that_cannot_work_are_named(write_dataset):
+    indexed = write_dataset(counting(3000, 3))
+    for name in ("roberta", "bert-nsp", "t5", "glm"):
+        for value in (-0.1, 1.5):
+            with pytest.raises(ValueError, match=f"^mask_probability is {value}; it must be between 0 and 1$"):
+                find_objective(name)(mask_probability=value)
+    with pytest.raises(ValueError, match=r"short_probability is 2\.0"):
+        NextSentenceObjective(short_probability=2.0)
+    with pytest.raises(ValueError, match="unknown GLM vocabulary 'xlnet'; use one of bert, gpt2"):
+        GLMObjective(vocabulary="xlnet").add_special_tokens(Numbers(60))
+    for objective in (RobertaObjective(0.0), T5Objective(1.0), GLMObjective(vocabulary="bert", mask_probability=0.0)):
+        with pytest.raises(ValueError, match="it must be more than 0 and less than 1"):
+            build_dataset(PretrainingData(objective, 64), indexed, Numbers(3010))
+    for lengths in ({"sequence_length": 0}, {"target_length": 0}):
+        with pytest.raises(ValueError, match="_length is 0; it must be at least 1"):
+            PretrainingData("t5", **lengths)
+
+
+def test_glm_documents_that_end_with_sep_end_with_its_own_end(write_dataset):
+    """BERT's vocabulary has no end-of-text token, so its corpora have [SEP] there; GLM's end is [PAD]."""
+    first, second = ([[*range(10, 20), end], [*range(20, 30), end]] for end in (SEP, PAD))
+    config = PretrainingData(GLMObjective(vocabulary="bert"), 64)
+    datasets = [build_dataset(config, write_dataset(documents), Numbers(60)) for documents in (first, second)]
+    for number in range(50):
+        ours, expected = (dataset[number] for dataset in datasets)
+        assert all(np.array_equal(ours[name], expected[name]) for name in expected)
+        assert SEP not in ours["input_ids"]
