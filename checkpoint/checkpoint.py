@@ -11,15 +11,16 @@ from typing import Any, Literal, cast
 from ..data.files import checked_file, maps_to_text, read_folder_json, read_json_object
 from .folder_files import CONFIG
 from .manifest import MANIFEST, Manifest
+from .megatron import TRACKER, SavedRun, open_megatron, rank_folders
 from .safetensors_header import read_header
 from .stored_tensor import StoredTensor, index_by_name
 
-Kind = Literal["huggingface", "shards", "legacy"]
+Kind = Literal["huggingface", "shards", "legacy", "megatron"]
 
 EXTRAS = "extras.safetensors"
 # Files of tensor-parallel ranks: those of the original GLM and of DeepSpeed, and those of FlagAI.
 LEGACY_FILES = (re.compile(r"mp_rank_(\d{2,})_model_states\.pt"), re.compile(r"pytorch_model_(\d+)\.bin"))
-LEGACY_TRACKERS = ("latest", "latest_checkpointed_iteration.txt")
+TRACKERS = ("latest", TRACKER)
 WEIGHT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -34,11 +35,12 @@ class Checkpoint:
 
     Attributes:
         kind: "huggingface"; "shards" for shardzoo's folders and training checkpoints; "legacy" for files of
-            tensor-parallel ranks by the original GLM, DeepSpeed or FlagAI.
+            tensor-parallel ranks by the original GLM, DeepSpeed or FlagAI; "megatron" for Megatron-LM's folders.
         config: The contents of `config.json`, or None without such a file.
         ranks: For each tensor-parallel rank, its tensors by name. A Hugging Face folder has one rank.
         extras: Tensors that are not parameters of the model; only for "shards".
         manifest: The contents of `manifest.json`; only for "shards".
+        saved: What is known about the program that wrote it; only for "megatron".
     """
 
     kind: Kind
@@ -47,6 +49,7 @@ class Checkpoint:
     ranks: tuple[Mapping[str, StoredTensor], ...]
     extras: Mapping[str, StoredTensor] = field(default_factory=dict[str, StoredTensor])
     manifest: Manifest | None = None
+    saved: SavedRun | None = None
 
     def tensors(self) -> Iterator[StoredTensor]:
         """Yields all tensors of all files."""
@@ -64,6 +67,8 @@ class Checkpoint:
     @property
     def description(self) -> str:
         size = len(self.ranks)
+        if (saved := self.saved) is not None:
+            return f"{saved.tool} checkpoint, {size} x {saved.stages} (tensor-parallel x pipeline) ranks"
         return {
             "huggingface": "Hugging Face folder",
             "shards": f"shardzoo folder of {size} {'rank' if size == 1 else 'ranks'}",
@@ -83,13 +88,13 @@ def open_checkpoint(folder: Path, config_file: Path | None = None) -> Checkpoint
         return _open_shards(folder, config_file)
     if any((folder / name).exists() for name in WEIGHT_FILES):
         return _open_huggingface(folder, config_file)
-    if (legacy := _legacy_folder(folder)) is not None:
-        return _open_legacy(folder, legacy, config_file)
+    if (files_in := _folder_of_ranks(folder)) is not None:
+        return (_open_megatron if rank_folders(files_in) else _open_legacy)(folder, files_in, config_file)
     if any(folder.glob("rank_*.safetensors*")):
         raise ValueError(f"{folder} has no {MANIFEST}: it is not a complete folder of shards")
     raise ValueError(
         f"{folder} has no weights: it must contain one of {MANIFEST}, {', '.join(WEIGHT_FILES)}, "
-        f"mp_rank_XX_model_states.pt, pytorch_model_XX.bin"
+        f"mp_rank_XX_model_states.pt, pytorch_model_XX.bin, {TRACKER}, mp_rank_XX/model_optim_rng.pt"
     )
 
 
@@ -171,11 +176,13 @@ def _open_shards(folder: Path, config_file: Path | None) -> Checkpoint:
     return Checkpoint("shards", folder, _config(folder, config_file), tuple(ranks), extras, manifest)
 
 
-def _legacy_folder(folder: Path) -> Path | None:
+def _folder_of_ranks(folder: Path) -> Path | None:
     """Returns the folder with the rank files: `folder`, or the one that a tracker file names; None without any."""
-    if any(pattern.fullmatch(entry.name) for entry in folder.iterdir() for pattern in LEGACY_FILES):
+    if rank_folders(folder) or any(
+        pattern.fullmatch(entry.name) for entry in folder.iterdir() for pattern in LEGACY_FILES
+    ):
         return folder
-    for tracker in LEGACY_TRACKERS:
+    for tracker in TRACKERS:
         if (folder / tracker).exists():
             with checked_file(folder, tracker).open("rb") as file:
                 tag = file.read(256).decode(errors="replace").strip()
@@ -205,5 +212,14 @@ def _open_legacy(folder: Path, files_in: Path, config_file: Path | None) -> Chec
         if ranks and (differing := sorted(tensors.keys() ^ ranks[0].keys())):
             raise ValueError(f"tensor {differing[0]} is not in both {by_rank[0]} and {by_rank[rank]} of {files_in}")
         ranks.append(tensors)
+    return Checkpoint("legacy", folder, _config_beside(folder, files_in, config_file), tuple(ranks))
+
+
+def _open_megatron(folder: Path, files_in: Path, config_file: Path | None) -> Checkpoint:
+    saved, ranks = open_megatron(files_in)
+    return Checkpoint("megatron", folder, _config_beside(folder, files_in, config_file), ranks, saved=saved)
+
+
+def _config_beside(folder: Path, files_in: Path, config_file: Path | None) -> Mapping[str, Any] | None:
     home = next((place for place in (files_in, folder) if (place / CONFIG).exists()), folder)
-    return Checkpoint("legacy", folder, _config(home, config_file), tuple(ranks))
+    return _config(home, config_file)

@@ -6,22 +6,33 @@ along the dimension of its `Shard`. It may be stored transposed, and it may have
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from math import prod
+from typing import Literal
 
 from ..mpu import Shard
 from .stored_tensor import StoredTensor
 
+# How a rank stores the rows of a fused QKV weight: all of q, k and v; q, k and v of each head; or, for each head, the
+# first rows of q, k and v, then the second rows, …
+RowOrder = Literal["blocks", "heads", "interleaved"]
+
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A parameter as the model declares it: full shape without padding; `shard` is None if it is replicated."""
+    """A parameter as the model declares it: full shape without padding; `shard` is None if it is replicated.
+
+    `order` is that of the rows of a rank's part; the model's own is "blocks".
+    """
 
     name: str
     shape: tuple[int, ...]
     shard: Shard | None
+    order: RowOrder = "blocks"
 
     @property
     def dim(self) -> int:
@@ -29,7 +40,7 @@ class ParameterSpec:
 
     def ranges(self, rank: int, size: int) -> tuple[tuple[int, int], ...]:
         """Returns the ranges along `dim` that rank `rank` of `size` holds; the whole length if replicated."""
-        return tuple(self.shard.ranges(rank, size)) if self.shard else ((0, (self.shape or (1,))[0]),)
+        return stored_ranges(self.shard, rank, size, self.order) if self.shard else ((0, (self.shape or (1,))[0]),)
 
     def local_shape(self, size: int) -> tuple[int, ...]:
         """Returns the shape of a rank's part. ValueError, naming the sizes that work, if `size` is not one of them."""
@@ -43,12 +54,35 @@ class ParameterSpec:
         return replace(self, shard=replace(self.shard, pad_multiple=0)) if self.shard else self
 
 
+@lru_cache(maxsize=4096)  # the layers of a model share their ranges
+def stored_ranges(shard: Shard, rank: int, size: int, order: RowOrder) -> tuple[tuple[int, int], ...]:
+    """Returns the ranges along the split dimension that a rank stores, in the order in which it stores them.
+
+    With grouped queries, "heads" means the query heads of a group, then its k, then its v, as in Megatron-LM.
+    """
+    blocks = shard.ranges(rank, size)
+    if order == "blocks":
+        return tuple(blocks)
+    groups = min(stop - start for start, stop in blocks) // shard.unit  # of heads, on this rank
+    steps = [(start, (stop - start) // groups) for start, stop in blocks]
+    heads = [(start + group * step, step) for group in range(groups) for start, step in steps]
+    if order == "heads":
+        return tuple((start, start + step) for start, step in heads)
+    count = len(blocks)
+    return tuple(
+        (start + row, start + row + 1)
+        for group in range(groups)
+        for row in range(shard.unit)
+        for start, _ in heads[group * count : (group + 1) * count]
+    )
+
+
 @dataclass(frozen=True)
 class TensorSlice:
     """The part of a parameter that one stored tensor holds.
 
     Attributes:
-        ranges: Ascending ranges [start, stop) along the parameter's `dim`, in the order in which `tensor` holds them.
+        ranges: Ranges [start, stop) along the parameter's `dim`, in the order in which `tensor` holds them.
         transposed: Whether the tensor is stored with its two dimensions swapped.
     """
 
@@ -86,6 +120,30 @@ class ParameterPlacement:
     @property
     def dtype(self) -> str:
         return self.copies[0][0].tensor.dtype
+
+    @property
+    def is_ascending(self) -> bool:
+        """Whether every stored tensor holds its ranges in the parameter's order."""
+        return all(first[0] <= second[0] for part in self.slices() for first, second in pairwise(part.ranges))
+
+    def renumbered(self, order: Sequence[tuple[int, int]]) -> ParameterPlacement:
+        """Returns the placement of the same tensors along another numbering: these ranges, one after the other."""
+        starts = list(accumulate((stop - start for start, stop in order), initial=0))
+        known = sorted(zip(order, starts, strict=False))
+        beginnings = [old for (old, _), _ in known]
+
+        def renumber(start: int, stop: int) -> Iterator[tuple[int, int]]:
+            for (old, end), new in known[max(0, bisect_right(beginnings, start) - 1) :]:
+                if old >= stop:
+                    break
+                low, high = max(old, start), min(end, stop)
+                if low < high:
+                    yield new + low - old, new + high - old
+
+        def moved(part: TensorSlice) -> TensorSlice:
+            return replace(part, ranges=tuple(r for span in part.ranges for r in renumber(*span)))
+
+        return replace(self, copies=tuple(tuple(moved(part) for part in copy) for copy in self.copies))
 
     def wanted(self, ranges: Iterable[tuple[int, int]], copy: int = 0) -> Iterator[tuple[TensorSlice, int, int, int]]:
         """Yields what a rank that holds `ranges` along `dim` must read from one copy: (slice, start, stop, position).

@@ -12,7 +12,7 @@ import pickle
 import struct
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -119,10 +119,16 @@ class NewTorchFile(NewFile):
 
 
 def new_torch_file(
-    name: str, shapes: Mapping[str, tuple[str, tuple[int, ...]]], beside: Mapping[str, Any]
+    name: str, shapes: Mapping[str, tuple[str, tuple[int, ...]]], arrange: Callable[[OrderedDict[str, Any]], Any]
 ) -> NewTorchFile:
-    """Lays out a torch file that loads as `{"module": tensors, **beside}`; `shapes` is name -> (type, shape)."""
-    contents: list[tuple[str, bytes | int]] = [("data.pkl", _pickle(shapes, beside)), ("byteorder", b"little")]
+    """Lays out a torch file that loads as what `arrange` makes of the named tensors; `shapes` is name -> (type, shape).
+
+    Raises ValueError if such files cannot store a type.
+    """
+    for tensor, (dtype, _) in shapes.items():
+        if dtype not in STORAGES:
+            raise ValueError(f"a torch file cannot hold {dtype}, the type of {tensor}; choose another one with --dtype")
+    contents: list[tuple[str, bytes | int]] = [("data.pkl", _pickle(shapes, arrange)), ("byteorder", b"little")]
     contents += [(f"data/{key}", prod(s) * item_size(d)) for key, (d, s) in enumerate(shapes.values())]
     contents.append(("version", b"3\n"))
     position = 0
@@ -177,13 +183,15 @@ class _Pickler(pickle.Pickler):
         return None
 
 
-def _pickle(shapes: Mapping[str, tuple[str, tuple[int, ...]]], beside: Mapping[str, Any]) -> bytes:
-    module = OrderedDict(
+def _pickle(
+    shapes: Mapping[str, tuple[str, tuple[int, ...]]], arrange: Callable[[OrderedDict[str, Any]], Any]
+) -> bytes:
+    tensors = OrderedDict(
         (name, _Tensor(_Storage(str(key), dtype, prod(shape)), shape))
         for key, (name, (dtype, shape)) in enumerate(shapes.items())
     )
     stream = io.BytesIO()
-    _Pickler(stream, protocol=2).dump({"module": module, **beside})
+    _Pickler(stream, protocol=2).dump(arrange(tensors))
     return stream.getvalue()
 
 

@@ -1,8 +1,8 @@
 """Finds the tensors in a file written by `torch.save`. No code in the file runs.
 
 Pickled objects are read with `weights_only=True`. Tensors get no storage, but each records the position of its bytes in
-the file. Objects that training frameworks save next to the weights become a `PlaceholderObject`; all other classes are
-refused.
+the file. An `argparse.Namespace` becomes `SavedArguments`, and other objects that training frameworks save next to the
+weights become a `PlaceholderObject`; all other classes are refused.
 """
 
 # (torch leaves the types of its unpickler and of its safe globals open)
@@ -19,6 +19,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, cast
 
 import torch
@@ -32,22 +33,40 @@ from .stored_tensor import StoredTensor
 LARGEST_PICKLE = 4 << 20
 LARGEST_DIRECTORY = 16 << 20  # bytes of the zip format's list of records, about 70 bytes for each
 
-# Classes of objects that are saved next to the weights: arguments, random states, loss scalers.
+# Classes of objects that are saved next to the weights: random states, loss scalers, values of arguments.
 PLACEHOLDER_TYPES = (
-    "argparse.Namespace",
+    "_io.BytesIO",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
     "fp16.loss_scaler.DynamicLossScaler",
     "fp16.loss_scaler.LossScaler",
+    "megatron.core.enums.Fp8Recipe",
+    "megatron.core.enums.ModelType",
+    "megatron.core.rerun_state_machine.RerunDiagnostic",
+    "megatron.core.rerun_state_machine.RerunMode",
+    "megatron.core.rerun_state_machine.RerunState",
+    "megatron.core.transformer.enums.AttnBackend",
+    "megatron.core.transformer.enums.CudaGraphScope",
+    "megatron.core.transformer.enums.LayerType",
+    "megatron.core.transformer.enums.ModelType",
+    "megatron.enums.PositionEmbeddingType",
+    "megatron.legacy.model.enums.ModelType",
+    "megatron.model.enums.ModelType",
+    "megatron.model.enums.PositionEmbeddingType",
     "numpy._core.multiarray._reconstruct",
     "numpy._core.multiarray.scalar",
     "numpy.core.multiarray._reconstruct",
     "numpy.core.multiarray.scalar",
     "numpy.dtype",
     "numpy.ndarray",
+    "pathlib.PosixPath",
+    "signal.Signals",
 )
+
+PlainValue = bool | int | float | str | None
+PLAIN_TYPES = (bool, int, float, str, type(None))
 
 _LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip record: the lengths of its name and of its extra field
 _END = struct.Struct("<4s8xL6x")  # of a zip file: signature and bytes of its directory
@@ -169,6 +188,7 @@ def _only_placeholder_types() -> Generator[None]:
     allowed_by_others = cast(list[Any], torch.serialization.get_safe_globals())
     torch.serialization.clear_safe_globals()
     torch.serialization.add_safe_globals([(PlaceholderObject, name) for name in PLACEHOLDER_TYPES])
+    torch.serialization.add_safe_globals([(SavedArguments, "argparse.Namespace")])
     try:
         yield
     finally:
@@ -187,6 +207,16 @@ class PlaceholderObject:
 
     def __setstate__(self, state: object) -> None:
         pass
+
+
+class SavedArguments(PlaceholderObject):
+    """Replaces an `argparse.Namespace`: its plain values by name. Values of other types are left out."""
+
+    values: Mapping[str, PlainValue] = MappingProxyType({})
+
+    def __setstate__(self, state: object) -> None:
+        entries = cast(dict[Any, Any], state).items() if isinstance(state, dict) else ()
+        self.values = {name: value for name, value in entries if type(name) is str and type(value) in PLAIN_TYPES}
 
 
 def _load_before_zip(path: Path) -> Any:

@@ -24,7 +24,8 @@ INTERRUPTED = 130
 MOST_DIFFERENCES = 50
 
 DType = Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
-Format = Literal["shardzoo", "legacy"]
+Format = Literal["shardzoo", "legacy", "megatron"]
+Names = Literal["transformer_engine", "local", "legacy"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +63,21 @@ class PlanConversion(Common):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitCheckpoint(Converting):
-    """Split a model over tensor-parallel ranks."""
-
+class WritingRanks(Converting):
     tp: int = 2
-    """Number of ranks."""
-    format: Format = "shardzoo"
-    """Of the destination; legacy: mp_rank_XX_model_states.pt files."""
+    """Number of tensor-parallel ranks."""
+    to: Format = "shardzoo"
+    """Of the destination; legacy: mp_rank_XX_model_states.pt files; megatron: Megatron-LM's folders."""
+    pp: int = 1
+    """Number of pipeline stages, for megatron."""
+    names: Names | None = None
+    """Of the tensors, for megatron: those of Transformer Engine, of megatron-core's local layers, or before
+    megatron-core. By default the first that can hold the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitCheckpoint(WritingRanks):
+    """Split a model over tensor-parallel ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,13 +89,8 @@ class MergeShards(Converting):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReshardCheckpoint(Converting):
+class ReshardCheckpoint(WritingRanks):
     """Split shards over another number of ranks."""
-
-    tp: int = 2
-    """Number of ranks."""
-    format: Format = "shardzoo"
-    """Of the destination; legacy: mp_rank_XX_model_states.pt files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,8 +174,9 @@ def run_conversion(command: SplitCheckpoint | MergeShards | ReshardCheckpoint) -
             if isinstance(command, MergeShards):
                 outcome = operations.merge(command.source, command.destination, options, report)
             else:
+                ranks = {"stages": command.pp, "names": command.names}
                 outcome = operations.split(
-                    command.source, command.destination, command.tp, options, report, command.format
+                    command.source, command.destination, command.tp, options, report, command.to, **ranks
                 )
     except KeyboardInterrupt:
         print("interrupted; continue with --resume", file=sys.stderr)

@@ -50,6 +50,12 @@ def run_copy(
         chunk: Bytes of the largest block.
     """
     source, target = copy.source, copy.target
+    if not target.is_ascending:  # the rows are numbered as they are written, which is in the order of the bytes
+        order = [span for part in target.copies[0] for span in part.ranges if span[0] < span[1]]
+        source, target = source.renumbered(order), target.renumbered(order)
+    if not source.is_ascending:
+        _check_hashes(source, files, hashes, chunk)
+        hashes = {}
     if all(part.transposed for part in target.slices()):
         source, target = _transposed(source), _transposed(target)
     groups: dict[tuple, list[TensorSlice]] = {}
@@ -65,6 +71,15 @@ def run_copy(
         digest = output.finish()
         digests |= {(tensor.file, tensor.name): digest for tensor in output.tensors}
     return digests
+
+
+def _check_hashes(
+    source: ParameterPlacement, files: OpenFiles, hashes: Mapping[tuple[Path, str], str], chunk: int
+) -> None:
+    """Checks the recorded hashes of tensors that will not be read in the order of their bytes."""
+    for part in source.copies[0]:
+        if recorded := hashes.get((part.tensor.file, part.tensor.name)):
+            check_hash(part.tensor, hash_stored(part.tensor, files[part.tensor.file], chunk), recorded)
 
 
 def _transposed(placement: ParameterPlacement) -> ParameterPlacement:
@@ -265,9 +280,7 @@ def copy_transposed(
     Targets are written in bands of rows, and for each band the source's columns are read. Sources are therefore not
     read in the order of their bytes, so their recorded hashes are checked first.
     """
-    for part in source.copies[0]:
-        if recorded := hashes.get((part.tensor.file, part.tensor.name)):
-            check_hash(part.tensor, hash_stored(part.tensor, files[part.tensor.file], chunk), recorded)
+    _check_hashes(source, files, hashes, chunk)
     itemsize = item_size(target.dtype)
     for part, output in outputs:
         height, width = part.tensor.shape if not part.transposed else part.tensor.shape[::-1]
@@ -299,26 +312,40 @@ def _band(
     band = np.zeros((bottom - top, width), f"u{item_size(dtype)}")
     for part in parts:
         descriptor = files[part.tensor.file]
-        for count, here, there in _shared(target, part):
+        for run in _runs(target, part, (top, bottom) if dim == 0 else (0, width)):
+            first, last = run[0][0], run[-1][0] + run[-1][2]
             if dim == 0:
-                low, high = max(here, top), min(here + count, bottom)
-                if low < high:
-                    columns = (there + low - here, there + high - here)
-                    tile = _read_tile(part.tensor, descriptor, (0, width), columns, chunk)
-                    _transpose_into(band[low - top : high - top], tile)
+                tile = _read_tile(part.tensor, descriptor, (0, width), (first, last), chunk)
+                out = band.T
             else:
-                tile = _read_tile(part.tensor, descriptor, (there, there + count), (top, bottom), chunk)
-                _transpose_into(band[:, here : here + count], tile)
+                tile = _read_tile(part.tensor, descriptor, (first, last), (top, bottom), chunk).T
+                out = band
+            _place(out, tile, [(there - first, here - (top if dim == 0 else 0), count) for there, here, count in run])
     return band
 
 
-def _shared(target: TensorSlice, source: TensorSlice) -> Iterator[tuple[int, int, int]]:
-    """Yields (count, position in the target, position in the source) of each range that both tensors hold."""
+def _runs(target: TensorSlice, source: TensorSlice, window: tuple[int, int]) -> Iterator[list[tuple[int, int, int]]]:
+    """Yields what both tensors hold in `window` of the target, in runs that are contiguous in the source.
+
+    A run consists of (position in the source, position in the target, count).
+    """
+    pieces: list[tuple[int, int, int]] = []
     position = 0
     for start, stop in target.ranges:
         for low, high, there in source.local(start, stop):
-            yield high - low, position + low - start, there
+            here = position + low - start
+            skipped = max(0, window[0] - here)
+            if (count := min(here + high - low, window[1]) - here - skipped) > 0:
+                pieces.append((there + skipped, here + skipped, count))
         position += stop - start
+    run: list[tuple[int, int, int]] = []
+    for piece in sorted(pieces):
+        if run and piece[0] != run[-1][0] + run[-1][2]:
+            yield run
+            run = []
+        run.append(piece)
+    if run:
+        yield run
 
 
 def _read_tile(
@@ -337,13 +364,24 @@ def _read_tile(
     return tile
 
 
-def _transpose_into(out: np.ndarray, tile: np.ndarray) -> None:
-    """Copies the transposed tile into `out`. torch does so several times faster than numpy for dense matrices."""
+def _place(band: np.ndarray, tile: np.ndarray, pieces: Sequence[tuple[int, int, int]]) -> None:
+    """Copies columns of `tile` to columns of `band`, of which one is stored by rows and the other one by columns.
+
+    Each piece is (first column of the tile, first column of the band, count). torch transposes dense matrices several
+    times faster than numpy.
+    """
     import torch
 
-    signed = f"i{out.itemsize}"
-    dense = torch.from_numpy(np.ascontiguousarray(tile).view(signed))
-    if out.flags.c_contiguous:
-        torch.from_numpy(out.view(signed)).copy_(dense.t())
+    signed = f"i{band.itemsize}"
+    if band.flags.c_contiguous:  # the tile is stored by columns
+        dense = torch.from_numpy(np.ascontiguousarray(tile.T).view(signed))
+        rows = torch.empty(tile.shape, dtype=dense.dtype).copy_(dense.t()).numpy().view(band.dtype)
+        for start, at, count in pieces:
+            band[:, at : at + count] = rows[:, start : start + count]
     else:
-        out[...] = torch.empty(dense.shape[::-1], dtype=dense.dtype).copy_(dense.t()).numpy().view(out.dtype)
+        dense = torch.from_numpy(np.ascontiguousarray(tile).view(signed))
+        whole = len(pieces) == 1 and pieces[0][2] == band.shape[1]
+        out = band.T if whole else np.empty(tile.shape[::-1], band.dtype)
+        torch.from_numpy(out.view(signed)).copy_(dense.t())
+        for start, at, count in () if whole else pieces:
+            band.T[at : at + count] = out[start : start + count]

@@ -76,7 +76,7 @@ class Destination:
             missing = [file for file in files if not self._is_made(file)]
             self._check_space(sum(file.size for file in missing))
             for file in missing:
-                self.partial(file.name).parent.mkdir(exist_ok=True)
+                self.partial(file.name).parent.mkdir(parents=True, exist_ok=True)
                 file.create(self.partial(file.name))
         except (OSError, ValueError) as error:
             journal.close()

@@ -37,6 +37,18 @@ def inspect_folder(folder: Path, config_file: Path | None = None) -> Inspection:
     return Inspection(_facts(source), tuple(rows))
 
 
+def _family(source: Checkpoint) -> str:
+    """Returns the model's family, or why it is unknown. Only formats of torch need the families for that."""
+    if source.config is not None or source.saved is None:
+        return str((source.config or {}).get("model_type", "unknown"))
+    from ..models.auto import infer_config
+
+    try:
+        return infer_config(source.ranks, source.saved).model_type
+    except ValueError as error:
+        return f"unknown: {error}"
+
+
 def _row(name: str, tensor: StoredTensor, source: Checkpoint) -> dict[str, Any]:
     row = {"name": name, "dtype": tensor.dtype, "shape": list(tensor.shape), "bytes": tensor.nbytes}
     if source.manifest is not None and name in source.manifest.tensors:
@@ -49,12 +61,16 @@ def _facts(source: Checkpoint) -> dict[str, Any]:
     dtypes = Counter(tensor.dtype for rank in source.ranks for tensor in rank.values())
     facts = {
         "format": source.description,
-        "family": str((source.config or {}).get("model_type", "unknown")),
+        "family": _family(source),
         "files": len(source.files),
         "bytes": source.nbytes,
         "tensors": len(source.ranks[0]),
         "types": ", ".join(f"{dtype} x {count}" for dtype, count in dtypes.most_common()),
     }
+    if (saved := source.saved) is not None:
+        facts["ranks"], facts["pipeline stages"] = len(source.ranks), saved.stages
+        facts["version"] = f"{saved.version:.1f}, rows of fused QKV in the order of {saved.row_order}"
+        facts["iteration"] = "unknown" if saved.iteration is None else saved.iteration
     if (manifest := source.manifest) is not None:
         facts["ranks"] = manifest.tensor_parallel_size
         facts["vocabulary"] = f"{manifest.vocab_size}, padded to {manifest.padded_vocab_size}"
@@ -86,8 +102,9 @@ class Comparison:
 
 
 def comparable(first: Checkpoint, second: Checkpoint) -> bool:
-    """Returns whether both folders have the same format and the same number of ranks."""
-    return first.kind == second.kind and len(first.ranks) == len(second.ranks)
+    """Returns whether both folders have the same format, the same number of ranks, and the same order of rows."""
+    orders = [checkpoint.saved and checkpoint.saved.row_order for checkpoint in (first, second)]
+    return first.kind == second.kind and len(first.ranks) == len(second.ranks) and orders[0] == orders[1]
 
 
 def diff(first: Checkpoint, second: Checkpoint) -> Comparison:

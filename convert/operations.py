@@ -16,12 +16,13 @@ from ..checkpoint.file_io import OpenFiles, Writer, hash_stored, open_for_readin
 from ..checkpoint.folder_files import companion_files
 from ..checkpoint.manifest import ExtraRecord, Manifest, TensorRecord
 from ..checkpoint.stored_tensor import StoredTensor
+from ..models.common.megatron import Style
 from ..models.mapping import MappedCheckpoint
 from .copying import Digests, run_copies
 from .destination import Destination
 from .journal import Journal
 from .plan import ConversionPlan, plan_conversion, source_state
-from .target import LARGEST_FILE, Target, huggingface_target, legacy_target, shards_target
+from .target import LARGEST_FILE, Target, huggingface_target, legacy_target, megatron_target, shards_target
 
 ProgressReport = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -68,16 +69,25 @@ def split(
     size: int,
     options: Options | None = None,
     report: ProgressReport | None = None,
-    style: Literal["shardzoo", "legacy"] = "shardzoo",
+    style: Literal["shardzoo", "legacy", "megatron"] = "shardzoo",
+    *,
+    stages: int = 1,
+    names: Style | None = None,
 ) -> Outcome:
-    """Writes a shardzoo folder of `size` tensor-parallel ranks, or mp_rank files, from a folder of any format.
+    """Writes a folder of `size` tensor-parallel ranks from a folder of any format.
 
-    The style is "shardzoo" for `rank_XX.safetensors` files, or "legacy" for `mp_rank_XX_model_states.pt` files.
+    The style is "shardzoo" for `rank_XX.safetensors` files, "legacy" for `mp_rank_XX_model_states.pt` files, or
+    "megatron" for Megatron-LM's folders. Only those have pipeline stages, and several kinds of names for the tensors.
 
     Raises ValueError if the source is damaged or incomplete, the model cannot be split over `size` ranks, the
     destination exists, or its disk is too full. Nothing is left of the failed conversion.
     """
-    make_target = legacy_target if style == "legacy" else shards_target
+    if style == "megatron":
+        make_target = partial(megatron_target, stages=stages, style=names)
+    elif stages != 1 or names is not None:
+        raise ValueError(f"pipeline stages and names of tensors can be chosen for Megatron-LM only, not for {style}")
+    else:
+        make_target = legacy_target if style == "legacy" else shards_target
     return _convert(source, destination, options, report, lambda mapped, dtype: make_target(mapped, size, dtype))
 
 

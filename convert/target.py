@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 
 from ..checkpoint.checkpoint import EXTRAS
 from ..checkpoint.dtypes import FLOATS, item_size
 from ..checkpoint.layout import CheckpointLayout, ParameterPlacement, TensorSlice, place_by_rank
-from ..checkpoint.new_file import STORAGES, NewFile, new_safetensors_file, new_torch_file
+from ..checkpoint.megatron import RANK_FILES, TRACKER, megatron_state
+from ..checkpoint.new_file import NewFile, new_safetensors_file, new_torch_file
 from ..checkpoint.stored_tensor import StoredTensor
-from ..models.mapping import MappedCheckpoint, stacked_ranges, stored_shape
+from ..models.common.megatron import Style
+from ..models.mapping import MappedCheckpoint, megatron_map, stacked_ranges, stored_shape
 
 LEGACY_FOLDER = "release"  # the file `latest` names this folder
 LARGEST_FILE = 5 * 10**9  # bytes of one file in a Hugging Face folder
@@ -134,16 +137,12 @@ def legacy_target(mapped: MappedCheckpoint, size: int, dtype: str | None = None)
     original = all(len(entry.stored_names()) == 1 and not entry.transpose for entry in known.values())
     parameters = {name: p.without_padding() if original else p for name, p in model.parameters.items()}
     names = {name: known[name].stored_names()[0] if original else name for name in parameters}
-    if mapped.layout.extras:
-        extra = next(iter(mapped.layout.extras))
-        raise ValueError(f"mp_rank files can hold only parameters of the model, and {extra} is not one")
-    for name, kind in dtypes.items():
-        if kind not in STORAGES:
-            raise ValueError(f"mp_rank files cannot hold {kind}, the type of {name}; choose another one with --dtype")
+    _refuse_extras(mapped, "mp_rank files")
     shapes = {names[name]: (dtypes[name], p.local_shape(size)) for name, p in parameters.items()}
     files, ranks = [], []
     for rank in range(size):
-        file = new_torch_file(f"{LEGACY_FOLDER}/mp_rank_{rank:02d}_model_states.pt", shapes, {"mp_world_size": size})
+        path = f"{LEGACY_FOLDER}/mp_rank_{rank:02d}_model_states.pt"
+        file = new_torch_file(path, shapes, lambda tensors: {"module": tensors, "mp_world_size": size})
         files.append(file)
         ranks.append({name: file.tensors[names[name]] for name in parameters})
     return Target(
@@ -153,6 +152,46 @@ def legacy_target(mapped: MappedCheckpoint, size: int, dtype: str | None = None)
         tuple(files),
         {"latest": LEGACY_FOLDER + "\n"},
     )
+
+
+def _refuse_extras(mapped: MappedCheckpoint, what: str) -> None:
+    for extra in mapped.layout.extras:
+        raise ValueError(f"{what} can hold only parameters of the model, and {extra} is not one")
+
+
+def megatron_target(
+    mapped: MappedCheckpoint, size: int, dtype: str | None = None, stages: int = 1, style: Style | None = None
+) -> Target:
+    """Lays out Megatron-LM's files of `size` tensor-parallel ranks and `stages` pipeline stages, version 3.0.
+
+    Each rank's part of the vocabulary is padded to a multiple of 128. The style names the tensors; by default it is the
+    family's first. Raises ValueError if Megatron-LM does not have the model, or cannot divide it so.
+    """
+    model, dtypes = mapped.model, new_dtypes(mapped, dtype)
+    found = megatron_map(model.config)
+    style = found.checked_style(style)
+    _refuse_extras(mapped, "Megatron-LM's files")
+    model.check_size(size)
+    specs = {name: found.stored_spec(parameter, "heads") for name, parameter in model.parameters.items()}
+    arguments = found.all_arguments(model.config, specs, (size, stages), style)
+    arrange = partial(megatron_state, arguments=arguments, nested=style == "legacy")
+    plan = found.divide(model.parameters, stages, style)
+    files: list[NewFile] = []
+    ranks: list[dict[str, StoredTensor]] = []
+    tied: list[dict[str, StoredTensor]] = []
+    for rank in range(size):
+        ranks.append({})
+        tied.append({})
+        for stage, names in enumerate(plan):
+            shapes = {stored: (dtypes[name], specs[name].local_shape(size)) for stored, name in names.items()}
+            folder = f"{LEGACY_FOLDER}/mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else "")
+            files.append(new_torch_file(f"{folder}/{RANK_FILES[0]}", shapes, arrange))
+            for stored, name in names.items():
+                (tied if name in ranks[-1] else ranks)[-1][name] = files[-1].tensors[stored]
+    placements = place_by_rank(specs, ranks)
+    for name, again in place_by_rank({name: specs[name] for name in tied[0]}, tied).items():
+        placements[name] = replace(placements[name], copies=placements[name].copies + again.copies)
+    return Target("megatron", size, CheckpointLayout(placements), tuple(files), {TRACKER: LEGACY_FOLDER})
 
 
 def new_dtypes(mapped: MappedCheckpoint, dtype: str | None) -> dict[str, str]:

@@ -66,7 +66,7 @@ def _differing_copies(mapped: MappedCheckpoint, digests: dict[tuple[Path, str], 
 
 def _repeated_ranks(mapped: MappedCheckpoint, digests: dict[tuple[Path, str], str]) -> list[str]:
     """Describes rank files that are copies of one another, if the format records no hashes."""
-    if mapped.checkpoint.kind != "legacy":
+    if mapped.checkpoint.kind not in ("legacy", "megatron"):
         return []
     parts = [placement.copies[0] for placement in mapped.layout.placements.values() if len(placement.copies[0]) > 1]
     seen: dict[tuple, int] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from ..checkpoint.folder_files import CONFIG
+from ..checkpoint.megatron import SavedRun
 from ..checkpoint.stored_tensor import StoredTensor
 from ..data.files import read_folder_json
 from ..mpu import ParallelMesh, initialize, materialize
 from .common.config import ModelConfig
+from .common.megatron import MegatronMap
 from .common.parallel_config import ParallelConfig
 from .registry import FAMILIES, family, family_of, presets
 
@@ -37,8 +39,13 @@ def config_from_dict(values: dict[str, Any]) -> ModelConfig:
     return family_of(values).config.from_dict(values)
 
 
-def infer_config(ranks: Sequence[Mapping[str, StoredTensor]]) -> ModelConfig:
-    """Infers the configuration of a model without a `config.json` from each rank's tensors, or raises ValueError."""
+def infer_config(ranks: Sequence[Mapping[str, StoredTensor]], saved: SavedRun | None = None) -> ModelConfig:
+    """Infers the configuration of a model without a `config.json` from each rank's tensors, or raises ValueError.
+
+    `saved` is what is known about the program that wrote them.
+    """
+    if saved is not None:
+        return find_megatron_map(ranks[0]).infer_config(saved.arguments, ranks)
     reasons: list[str] = []
     for infer in filter(None, (family(name).infer_config for name in FAMILIES)):
         try:
@@ -46,6 +53,18 @@ def infer_config(ranks: Sequence[Mapping[str, StoredTensor]]) -> ModelConfig:
         except ValueError as error:
             reasons.append(str(error))
     raise ValueError(f"there is no {CONFIG}, and {'; '.join(reasons)}; name one with --config")
+
+
+def find_megatron_map(names: Iterable[str]) -> MegatronMap:
+    """Returns the map of the family to which tensors of these names, in Megatron-LM's files, belong."""
+    names = list(names)
+    if any("cross_attention" in name or "inter_attention" in name for name in names):
+        raise ValueError("it is Megatron-LM's T5, which has learned positions; no T5 of transformers has those")
+    for found in filter(None, (family(name).megatron for name in FAMILIES)):
+        if found.owns(found.spell(names)):
+            return found
+    listed = ", ".join(sorted(names)[:5])
+    raise ValueError(f"its tensors are of no family that Megatron-LM shares with the zoo: {listed}, …")
 
 
 def as_config(config: ModelConfig | dict[str, Any] | str | Any) -> ModelConfig:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,11 +20,13 @@ from ..checkpoint.dtypes import FLOATS, torch_name
 from ..checkpoint.file_io import open_for_reading, read_bytes
 from ..checkpoint.layout import CheckpointLayout, ParameterPlacement, ParameterSpec, TensorSlice, place_by_rank
 from ..checkpoint.manifest import Manifest
+from ..checkpoint.megatron import SavedRun
 from ..checkpoint.stored_tensor import StoredTensor
 from .auto import build_on_meta, config_from_dict, infer_config
 from .common.config import ModelConfig
+from .common.megatron import EMBEDDING, TIED_HEAD, MegatronMap
 from .common.name_map import Entry, NameMap, refuse_names
-from .registry import family
+from .registry import FAMILIES, family
 
 CHUNK = 1 << 20
 MOST_PROBLEMS = 20  # that one error message lists
@@ -124,7 +126,9 @@ def map_checkpoint(
         if model is None:
             model = native_model(stored_config(checkpoint))
         wanted = {name: parameter for name, parameter in model.parameters.items() if name not in absent}
-        finder = {"huggingface": _map_huggingface, "shards": _map_shards, "legacy": _map_legacy}[checkpoint.kind]
+        finder = {
+            "huggingface": _map_huggingface, "shards": _map_shards, "legacy": _map_legacy, "megatron": _map_megatron,
+        }[checkpoint.kind]  # fmt: skip
         mapped = finder(checkpoint, NativeModel(model.config, model.name_map, wanted), absent)
         _check_types(mapped.layout)
         mapped.layout.check()
@@ -157,9 +161,9 @@ def stored_config(
         except ValueError as error:
             raise ValueError(f"config.json: {str(error).removeprefix('config.json: ')}") from None
     elif config is None:
-        if checkpoint.kind != "legacy":
+        if checkpoint.kind not in ("legacy", "megatron"):
             raise ValueError("there is no config.json; name one with --config")
-        config = infer_config(checkpoint.ranks)
+        config = infer_config(checkpoint.ranks, checkpoint.saved)
     most = sum(1 for _ in checkpoint.tensors())
     layers = getattr(config, config.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
     layers += getattr(config, "decoder_layers", 0)
@@ -234,6 +238,8 @@ def _is_tied(
     untied = set(name_map.untied_names())
     if not untied:
         return None
+    if checkpoint.saved is not None:
+        return _is_tied_in_megatron(checkpoint, checkpoint.saved, config, repeats)
     if checkpoint.kind != "huggingface":
         return not {entry.native for entry in name_map.untied_entries()} & checkpoint.ranks[0].keys()
     known = name_map.stored_names()
@@ -247,6 +253,28 @@ def _is_tied(
         if not (getattr(config, "tie_word_embeddings", True) if stored is None else repeats(tensors[head], stored)):
             return False
     return True
+
+
+def _is_tied_in_megatron(
+    checkpoint: Checkpoint, saved: SavedRun, config: ModelConfig, repeats: Callable[[StoredTensor, StoredTensor], bool]
+) -> bool:
+    """Returns whether the head is tied: the arguments decide, or else whether the last stage repeats the embedding."""
+    names, tensors = megatron_map(config).spell(checkpoint.ranks[0]), checkpoint.ranks[0]
+    if TIED_HEAD not in names:
+        return True
+    untied = saved.arguments.get("untie_embeddings_and_output_weights")
+    if isinstance(untied, bool):
+        return not untied
+    return EMBEDDING in names and repeats(tensors[names[TIED_HEAD]], tensors[names[EMBEDDING]])
+
+
+def megatron_map(config: ModelConfig) -> MegatronMap:
+    """Returns how Megatron-LM stores models of a configuration's family. ValueError if it does not have the family."""
+    found = family(config.model_type).megatron
+    if found is None:
+        having = ", ".join(name for name in FAMILIES if family(name).megatron is not None)
+        raise ValueError(f"Megatron-LM has no {config.model_type} that equals transformers'; it has {having}")
+    return found
 
 
 def _check_types(layout: CheckpointLayout) -> None:
@@ -377,6 +405,34 @@ def _map_legacy(checkpoint: Checkpoint, model: NativeModel, absent: Collection[s
     padded = {name for name in names if _is_padded(model.parameters[name], checkpoint, names[name])}
     parameters |= {name: model.parameters[name] for name in padded}
     placements = _by_rank(checkpoint, parameters, names)
+    _check_ranks_differ(checkpoint, model, names)
+    stored = {name: entry.stored_names() for name, entry in model.entries().items()}
+    return MappedCheckpoint(checkpoint, model, CheckpointLayout(placements), StoredNames(stored, {}), {})
+
+
+def _map_megatron(checkpoint: Checkpoint, model: NativeModel, absent: Collection[str]) -> MappedCheckpoint:
+    if absent:
+        raise ValueError(f"new modules cannot be added to a {checkpoint.description}; split or merge the folder first")
+    saved, ranks, found = checkpoint.saved, checkpoint.ranks, megatron_map(model.config)
+    assert saved is not None  # every checkpoint of this kind has it
+    found.check(saved.arguments, ranks[0])
+    heads = saved.arguments.get("num_attention_heads")
+    if isinstance(heads, int) and heads != model.config.num_attention_heads:
+        raise ValueError(
+            f"config.json has {model.config.num_attention_heads} attention heads, but its arguments {heads}"
+        )
+    spelled = found.spell(ranks[0])
+    match = found.match(model.parameters, spelled)
+    names = {name: spelled[match.sources[entry.stored_names()[0]]] for name, entry in match.entries.items()}
+    specs = {
+        name: found.stored_spec(parameter, saved.row_order, (ranks[0][names[name]].shape or (1,))[0])
+        for name, parameter in model.parameters.items()
+    }
+    placements = _by_rank(checkpoint, specs, names)
+    for alias, kept in match.aliases.items():  # the last pipeline stage has a copy of the embedding
+        native = next(name for name, entry in match.entries.items() if entry.stored_names() == (kept,))
+        again = _by_rank(checkpoint, {native: specs[native]}, {native: spelled[alias]})[native]
+        placements[native] = replace(placements[native], copies=placements[native].copies + again.copies)
     _check_ranks_differ(checkpoint, model, names)
     stored = {name: entry.stored_names() for name, entry in model.entries().items()}
     return MappedCheckpoint(checkpoint, model, CheckpointLayout(placements), StoredNames(stored, {}), {})

@@ -15,6 +15,7 @@ from ..checkpoint.stored_tensor import StoredTensor
 from ..data.objectives.pretraining import Format
 from .activations import Activations
 from .common.config import ModelConfig
+from .common.megatron import MegatronMap
 from .common.name_map import NameMap
 
 # Each family is a folder beside this file with the name of its `model_type`.
@@ -66,6 +67,7 @@ class Family:
         blank_text: Makes the `BlankText` of a folder. Its second argument names the vocabulary; None finds it.
         has_config: Returns whether the contents of a `config.json` without a `model_type` belong to this family.
         infer_config: Infers the configuration from the tensors of each rank's file, for files without a `config.json`.
+        megatron: How Megatron-LM stores the models, if it has the family.
     """
 
     config: type[ModelConfig]
@@ -85,6 +87,7 @@ class Family:
     blank_text: Callable[[Path, Any], BlankText] | None = None
     has_config: Callable[[Mapping[str, Any]], bool] | None = None
     infer_config: Callable[[Sequence[Mapping[str, StoredTensor]]], ModelConfig] | None = None
+    megatron: MegatronMap | None = None
 
 
 def family(model_type: str) -> Family:

@@ -3,6 +3,7 @@
 from ..registry import Family
 from .config import BertConfig
 from .hf import NAME_MAP
+from .megatron import MEGATRON
 from .memory import activations
 from .model import BertForMaskedLM, BertForPreTraining, BertForSequenceClassification
 from .presets import PRESETS
@@ -21,6 +22,7 @@ FAMILY = Family(
     pretrains={"masked": "BertForMaskedLM", "sentence-pairs": "BertForPreTraining"},
     tokenizer="wordpiece",
     activations=activations,
+    megatron=MEGATRON,
     tasks={"text-classification": "BertForSequenceClassification"},
     new_modules=("pooler", "next_sentence", "classifier"),
 )

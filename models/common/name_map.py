@@ -12,8 +12,9 @@ class Entry:
     """One native parameter and the tensor, or the stacked tensors, that a checkpoint stores for it.
 
     Attributes:
-        native, stored: Names, in which `{i}` stands for a layer number. Several stored tensors are stacked along the
-            native parameter's split dimension, one for each group of its `Shard` (separate q, k, v of a fused qkv).
+        native, stored: Names, in which `{i}` stands for a layer number, and `{i+1}` for the next one. Several stored
+            tensors are stacked along the native parameter's split dimension, one for each group of its `Shard`
+            (separate q, k, v of a fused qkv).
         transpose: The checkpoint stores [in, out] and the native weight is [out, in] (GPT-2's Conv1D).
     """
 
@@ -25,7 +26,8 @@ class Entry:
         return (self.stored,) if isinstance(self.stored, str) else self.stored
 
     def at_layer(self, i: int | str) -> Entry:
-        stored = tuple(name.replace("{i}", str(i)) for name in self.stored_names())
+        following = str(int(i) + 1) if i != "" else ""
+        stored = tuple(name.replace("{i}", str(i)).replace("{i+1}", following) for name in self.stored_names())
         return Entry(self.native.replace("{i}", str(i)), stored, self.transpose)
 
 

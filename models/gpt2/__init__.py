@@ -3,6 +3,7 @@
 from ..registry import Family
 from .config import GPT2Config
 from .hf import NAME_MAP
+from .megatron import MEGATRON
 from .memory import activations
 from .model import GPT2LMHeadModel
 from .presets import PRESETS
@@ -17,6 +18,7 @@ FAMILY = Family(
     pretrains={"causal": "GPT2LMHeadModel"},
     tokenizer="bpe",
     activations=activations,
+    megatron=MEGATRON,
     tasks={"text-generation": "GPT2LMHeadModel", "text2text-generation": "GPT2LMHeadModel"},
 )
 

@@ -263,7 +263,7 @@ def test_a_hostile_tracker(tag, arena, legacy):
 
 def test_legacy_files_without_a_vocabulary_that_divides(arena, zoo):
     source = zoo.make(arena.folder / "hf", "glm", vocabulary=101)
-    refusal = arena.refused("split", source, arena.destination, "--tp", 2, "--format", "legacy")
+    refusal = arena.refused("split", source, arena.destination, "--tp", 2, "--to", "legacy")
     assert "word_embeddings.weight" in refusal
     assert "101" in refusal
 

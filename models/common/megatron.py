@@ -1,0 +1,301 @@
+"""Maps a family's parameters to the names that Megatron-LM gives them, in all its styles.
+
+The styles are `local`, megatron-core's names without Transformer Engine; `transformer_engine`, with its names of the
+norms; and `legacy`, the names of Megatron-LM before megatron-core. Entries use those of `local`; others are renamed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from ...checkpoint.layout import ParameterSpec, RowOrder
+from ...checkpoint.stored_tensor import StoredTensor
+from .config import ModelConfig
+from .name_map import Entry, Match, NameMap, refuse_names
+
+Style = Literal["local", "transformer_engine", "legacy"]
+STYLES: tuple[Style, ...] = get_args(Style)
+PADDING = 128  # Megatron-LM's default of --make-vocab-size-divisible-by
+TIED_HEAD = "output_layer.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
+
+# Name within a layer: local, Transformer Engine's, legacy.
+_IN_LAYER = (
+    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    ("self_attention.linear_qkv.", "self_attention.linear_qkv.", "self_attention.query_key_value."),
+    ("self_attention.linear_proj.", "self_attention.linear_proj.", "self_attention.dense."),
+    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_", "post_attention_layernorm."),
+    ("mlp.linear_fc1.", "mlp.linear_fc1.", "mlp.dense_h_to_4h."),
+    ("mlp.linear_fc2.", "mlp.linear_fc2.", "mlp.dense_4h_to_h."),
+)
+# Beginning of a name outside the layers: local, legacy.
+_OUTSIDE = (
+    ("embedding.", "language_model.embedding."),
+    ("pooler.", "language_model.pooler."),
+    ("output_layer.weight", "language_model.output_layer.weight"),
+    ("output_layer.bias", "lm_head.bias"),
+    ("lm_head.layer_norm.", "lm_head.layernorm."),
+)
+# Names that other releases have in place of a legacy one.
+_OLDER = (
+    (r"(.*\.layers\.\d+)\.attention\.(.*)", r"\1.self_attention.\2"),
+    (r"(.*\.layers\.\d+)\.input_norm\.(.*)", r"\1.input_layernorm.\2"),
+    (r"(.*\.layers\.\d+)\.post_attention_norm\.(.*)", r"\1.post_attention_layernorm.\2"),
+    (r"(.*)\.final_norm\.(.*)", r"\1.final_layernorm.\2"),
+    (r"lm_head\.norm\.(.*)", r"lm_head.layernorm.\1"),
+)
+# Argument -> the only value that the zoo's models have.
+_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "position_embedding_type": ("learned_absolute", "absolute"),
+    "use_rotary_position_embeddings": (False,),
+    "normalization": ("LayerNorm",),
+    "apply_layernorm_1p": (False,),
+    "swiglu": (False,),
+    "squared_relu": (False,),
+    "group_query_attention": (False,),
+    "num_experts": (None, 0),
+    "add_bias_linear": (True,),
+    "multi_latent_attention": (False,),
+}
+
+
+@dataclass(frozen=True)
+class MegatronMap:
+    """How Megatron-LM stores the models of a family.
+
+    Attributes:
+        name_map: Native name -> name in the style `local`. A tied head repeats the word embedding.
+        stack: First part of the names of the layers: `decoder` or `encoder`.
+        fused_qkv: Ends of the native names of fused QKV parameters.
+        post_norm: A layer's input norm is the output norm of the one before, as in the original BERT: Megatron-LM's
+            `--apply-residual-connection-post-layernorm`. The final norm then counts as input norm of one more layer.
+        owns: Returns whether tensors of these names, as entries spell them, are of this family.
+        infer: Returns the configuration for the arguments, the tensors' full shapes, and the number of layers.
+        arguments: Returns those of Megatron-LM's arguments that only this family sets.
+    """
+
+    name_map: NameMap
+    stack: str
+    fused_qkv: tuple[str, ...]
+    owns: Callable[[Iterable[str]], bool]
+    infer: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]], int], ModelConfig]
+    arguments: Callable[[Any], dict[str, Any]]
+    post_norm: bool = False
+
+    @property
+    def styles(self) -> tuple[Style, ...]:
+        """The styles that can hold the family; the first one is the default.
+
+        Transformer Engine fuses a norm with the matrix that follows, so the residual cannot come after it.
+        """
+        return ("local", "legacy") if self.post_norm else ("transformer_engine", "local", "legacy")
+
+    def checked_style(self, style: Style | None) -> Style:
+        """Returns the style, or the default. ValueError if it cannot hold the family."""
+        if style is not None and style not in self.styles:
+            raise ValueError(f"this family has no tensors of the style {style}; use {', '.join(self.styles)}")
+        return style or self.styles[0]
+
+    def spell(self, stored: Iterable[str]) -> dict[str, str]:
+        """Returns name as entries spell it -> name in a checkpoint of any style. ValueError if two are the same."""
+        spelled: dict[str, str] = {}
+        for name in stored:
+            found = name
+            for pattern, replacement in (*_OLDER, *self._renamed()):
+                found = re.sub(f"^{pattern}$", replacement, found)
+            if spelled.setdefault(found, name) != name:
+                raise ValueError(f"the checkpoint has {found} twice, as {spelled[found]} and as {name}")
+        if self.post_norm:
+            layers = layer_count(spelled)
+            final = f"{self.stack}.final_layernorm."
+            following = f"{self.stack}.layers.{layers}.input_layernorm."
+            spelled = {re.sub(f"^{re.escape(final)}", following, name): own for name, own in spelled.items()}
+        return spelled
+
+    def _renamed(self) -> list[tuple[str, str]]:
+        """Returns (regular expression for a name in another style, name in the style `local`)."""
+        stack = self.stack
+        pairs = [(r"language_model\.(?:transformer|encoder)\.(.*)", rf"{stack}.\1")]
+        pairs += [(re.escape(legacy) + "(.*)", rf"{local}\1") for local, legacy in _OUTSIDE]
+        pairs.append((r"word_embeddings_for_head\.weight", TIED_HEAD))
+        for local, fused, legacy in _IN_LAYER:
+            for other in {fused, legacy} - {local}:
+                pairs.append((rf"({stack}\.layers\.\d+\.){re.escape(other)}(.*)", rf"\1{local}\2"))
+        # the names of Transformer Engine's norms begin like those of its matrices, so they come first
+        return sorted(pairs, key=lambda pair: "layer_norm_" not in pair[0])
+
+    def written_name(self, name: str, style: Style, layers: int) -> str:
+        """Returns the name that a checkpoint of this style has in place of an entry's; the model has so many layers."""
+        name = name.replace(f"{self.stack}.layers.{layers}.input_layernorm.", f"{self.stack}.final_layernorm.")
+        column = STYLES.index(style)
+        for row in _IN_LAYER:
+            name = re.sub(rf"^({self.stack}\.layers\.\d+\.){re.escape(row[0])}", rf"\1{row[column]}", name)
+        if style != "legacy":
+            return name
+        for local, legacy in _OUTSIDE:
+            name = re.sub(f"^{re.escape(local)}", legacy, name)
+        return re.sub(f"^{self.stack}\\.", "language_model.encoder.", name)
+
+    def stored_spec(self, parameter: ParameterSpec, order: RowOrder, rows: int | None = None) -> ParameterSpec:
+        """Returns the parameter as Megatron-LM stores it: with this order of the rows of a fused QKV.
+
+        If the vocabulary is padded, each rank has a multiple of `rows`: the stored number, or by default 128.
+        """
+        shard = parameter.shard
+        if shard is not None and shard.pad_multiple:
+            return replace(parameter, shard=replace(shard, pad_multiple=rows or PADDING))
+        return replace(parameter, order=order if parameter.name.endswith(self.fused_qkv) else "blocks")
+
+    def check(self, arguments: Mapping[str, Any], names: Iterable[str]) -> None:
+        """Raises ValueError, with the reason, if the zoo's family is not the model that the arguments describe."""
+        supported = {**_SUPPORTED, "apply_residual_connection_post_layernorm": (self.post_norm,)}
+        for name, values in supported.items():
+            if arguments.get(name, values[0]) not in values:
+                raise ValueError(
+                    f"its arguments say {name}={arguments[name]!r}, but the zoo's models have {values[0]!r}"
+                )
+        if self.post_norm and any(".layer_norm_" in name and ".layers." in name for name in names):
+            raise ValueError("it fuses norms and matrices, so its residual connections differ from the original BERT's")
+
+    def infer_config(self, arguments: Mapping[str, Any], ranks: Sequence[Mapping[str, StoredTensor]]) -> ModelConfig:
+        """Returns the configuration for the arguments and each rank's tensors; the vocabulary includes its padding."""
+        names = self.spell(ranks[0])
+        self.check(arguments, ranks[0])
+        shapes = {name: ranks[0][own].shape for name, own in names.items()}
+        for split in (EMBEDDING, *(name for name in shapes if name.endswith(".mlp.linear_fc1.weight"))):
+            if len(shape := shapes.get(split, ())) > 1:
+                shapes[split] = (sum(tensors[names[split]].shape[0] for tensors in ranks), *shape[1:])
+        return self.infer(arguments, shapes, layer_count(ranks[0]))
+
+    def match(self, parameters: Iterable[str], spelled: Iterable[str]) -> Match:
+        """Matches a model's parameters with a checkpoint's tensors, whose names are spelled as entries do.
+
+        Raises ValueError if one of both has something that the other lacks.
+        """
+        try:
+            found = self.name_map.match(parameters, spelled)
+        except KeyError as error:
+            raise ValueError(f"Megatron-LM has no such model: {error.args[0]}") from None
+        refuse_names([], list(found.other_heads))
+        return found
+
+    def divide(self, parameters: Iterable[str], stages: int, style: Style) -> list[dict[str, str]]:
+        """Returns, for each pipeline stage, the names in its files of the parameters that it holds -> native names.
+
+        The last of several stages repeats a tied embedding. Raises ValueError if the stages cannot have as many layers.
+        """
+        stored = {entry.native: entry.stored_names()[0] for entry in self.name_map.resolve(parameters)}
+        layers = layer_count(stored.values()) - self.post_norm
+        if stages < 1 or layers % stages:
+            fitting = [count for count in range(1, layers + 1) if layers % count == 0]
+            raise ValueError(f"{layers} layers cannot be divided over {stages} pipeline stages; use one of {fitting}")
+        per_stage = layers // stages
+        plan: list[dict[str, str]] = [{} for _ in range(stages)]
+        for native, name in stored.items():
+            name = self.written_name(name, style, layers)
+            if match := re.search(r"\.layers\.(\d+)\.", name):
+                stage, local = divmod(int(match[1]), per_stage)
+                name = name[: match.start(1)] + str(local) + name[match.end(1) :]
+            else:
+                stage = 0 if ".embedding." in f".{name}" else stages - 1
+            plan[stage][name] = native
+        tied = TIED_HEAD not in stored.values()
+        if stages > 1 and tied:
+            head = "word_embeddings_for_head.weight" if style == "legacy" else TIED_HEAD
+            plan[-1][head] = next(native for native, name in stored.items() if name == EMBEDDING)
+        return plan
+
+    def all_arguments(
+        self, config: ModelConfig, specs: Mapping[str, ParameterSpec], ranks: tuple[int, int], style: Style
+    ) -> dict[str, Any]:
+        """Returns Megatron-LM's arguments for a model that is stored as `specs` over these ranks and stages."""
+        own = self.arguments(config)
+        stored = {entry.stored_names()[0]: specs[entry.native] for entry in self.name_map.resolve(specs)}
+        embedding = stored[EMBEDDING]
+        hidden = embedding.shape[1]
+        return {
+            "num_layers": layer_count(stored) - self.post_norm,
+            "hidden_size": hidden,
+            "num_attention_heads": config.num_attention_heads,
+            "kv_channels": hidden // config.num_attention_heads,
+            "max_position_embeddings": config.max_sequence_length,
+            "seq_length": config.max_sequence_length,
+            "padded_vocab_size": ranks[0] * embedding.local_shape(ranks[0])[0],
+            "make_vocab_size_divisible_by": PADDING,
+            "tensor_model_parallel_size": ranks[0],
+            "pipeline_model_parallel_size": ranks[1],
+            "transformer_impl": "transformer_engine" if style == "transformer_engine" else "local",
+            "untie_embeddings_and_output_weights": TIED_HEAD in stored,
+            "apply_residual_connection_post_layernorm": self.post_norm,
+            **{name: values[0] for name, values in _SUPPORTED.items()},
+            "consumed_train_samples": 0,
+            "consumed_valid_samples": 0,
+            **own,
+        }
+
+
+def layer_count(names: Iterable[str]) -> int:
+    """Returns the number of layers that the names have."""
+    found = (re.search(r"\.layers\.(\d+)\.", name) for name in names)
+    return 1 + max((int(match[1]) for match in found if match), default=-1)
+
+
+def block_entries(stack: str, native: str, norms: tuple[tuple[str, str], ...]) -> tuple[Entry, ...]:
+    """Returns the entries of a family's blocks; `norms` are pairs of a native norm and its name in Megatron-LM."""
+    pairs = (
+        ("attention.qkv", f"{stack}.layers.{{i}}.self_attention.linear_qkv"),
+        ("attention.output", f"{stack}.layers.{{i}}.self_attention.linear_proj"),
+        ("mlp.up", f"{stack}.layers.{{i}}.mlp.linear_fc1"),
+        ("mlp.down", f"{stack}.layers.{{i}}.mlp.linear_fc2"),
+        *norms,
+    )
+    return tuple(entry for name, stored in pairs for entry in weight_and_bias(f"{native}.{{i}}.{name}", stored))
+
+
+def weight_and_bias(native: str, stored: str) -> tuple[Entry, Entry]:
+    """Returns the entries of a weight and its bias."""
+    return Entry(f"{native}.weight", f"{stored}.weight"), Entry(f"{native}.bias", f"{stored}.bias")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that the configurations of all families have."""
+
+    heads: int
+    vocabulary: int
+    hidden: int
+    inner: int
+    positions: int
+    norm_epsilon: float
+
+    @classmethod
+    def find(cls, arguments: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], stack: str) -> Sizes:
+        """Finds the sizes. The tensors decide, except for the number of heads, which they do not show.
+
+        Raises:
+            ValueError: A tensor is missing or is no matrix, or the number of heads is not stored.
+        """
+        heads = arguments.get("num_attention_heads")
+        if type(heads) is not int:
+            raise ValueError("its arguments, with the number of heads, are not stored; name a config.json by --config")
+        names = (EMBEDDING, f"{stack}.layers.0.mlp.linear_fc1.weight", "embedding.position_embeddings.weight")
+        for name in names:
+            if len(found := shapes.get(name, ())) != 2:
+                raise ValueError(f"{name} has the shape {list(found)}, but a matrix is needed to find the sizes")
+        words, up, positions = (shapes[name] for name in names)
+        epsilon = arguments.get("norm_epsilon", arguments.get("layernorm_epsilon"))
+        return cls(heads, *words, up[0], positions[0], epsilon if isinstance(epsilon, float) else 1e-5)
+
+
+def rates(arguments: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
+    """Returns key of a configuration -> value of the argument that `keys` names for it, for those that are stored."""
+    found = {key: arguments.get(name) for key, name in keys.items()}
+    return {key: float(value) for key, value in found.items() if isinstance(value, (int, float))}
+
+
+def has_tanh_gelu(arguments: Mapping[str, Any]) -> bool:
+    """Returns whether the blocks have the tanh approximation of GELU; Megatron-LM's fused kernel has it too."""
+    return bool(arguments.get("openai_gelu")) or bool(arguments.get("bias_gelu_fusion", True))

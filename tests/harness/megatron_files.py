@@ -1,0 +1,228 @@
+"""Makes the files that Megatron-LM writes, from transformers' weights and by the rules of its source.
+
+Names are those of tools/checkpoint/schema_core.py and of megatron/legacy/model; the orders of fused QKV are those of
+`fix_query_key_value_ordering` and of transformers' conversion script for Megatron-GPT2.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+PADDING = 16  # --make-vocab-size-divisible-by
+LAYER = {
+    "norm_1": {"local": "input_layernorm", "te": "self_attention.linear_qkv.layer_norm", "legacy": "input_layernorm"},
+    "qkv": {"local": "self_attention.linear_qkv", "legacy": "self_attention.query_key_value"},
+    "output": {"local": "self_attention.linear_proj", "legacy": "self_attention.dense"},
+    "norm_2": {"local": "pre_mlp_layernorm", "te": "mlp.linear_fc1.layer_norm", "legacy": "post_attention_layernorm"},
+    "up": {"local": "mlp.linear_fc1", "legacy": "mlp.dense_h_to_4h"},
+    "down": {"local": "mlp.linear_fc2", "legacy": "mlp.dense_4h_to_h"},
+}
+
+
+@dataclass
+class Layout:
+    """How the files are laid out. style: local, te, legacy, or oldest: names before 2021."""
+
+    tp: int = 1
+    pp: int = 1
+    version: float | None = 3.0
+    style: str = "local"
+    chunks: int = 1  # interleaved pipeline stages: parts of the model on each stage
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+def layer_name(part: str, kind: str, style: str) -> str:
+    names = LAYER[part]
+    if style == "oldest":
+        return f"{names['legacy'].replace('self_attention', 'attention')}.{kind}"
+    if style == "te" and "te" in names:
+        return f"{names['te']}_{kind}"
+    return f"{names['local' if style == 'te' else style]}.{kind}"
+
+
+def fuse(q: Tensor, k: Tensor, v: Tensor, heads: int, rank: int, layout: Layout) -> Tensor:
+    """One rank's rows of the fused tensor, from three of shape [H, ...]."""
+    mine = [t.view(heads, -1, *t.shape[1:]).chunk(layout.tp)[rank] for t in (q, k, v)]  # [np, hn, ...]
+    version = layout.version or 0
+    if version == 0:
+        return torch.stack(mine).reshape(-1, *q.shape[1:])  # [3, np, hn, ...]
+    return torch.stack(mine, dim=2 if version == 1 else 1).reshape(-1, *q.shape[1:])  # [np, hn, 3] or [np, 3, hn]
+
+
+def pad(table: Tensor, tp: int) -> Tensor:
+    """With padding rows of garbage, as Megatron-LM initializes and trains them."""
+    multiple = PADDING * tp
+    rows = -len(table) % multiple
+    return torch.cat([table, torch.full((rows, *table.shape[1:]), 7.5, dtype=table.dtype)])
+
+
+def gpt_modules(weights: Mapping[str, Tensor], heads: int, layers: int) -> dict[str, Any]:
+    """{"layers": [{part: (weight, bias)}], other module: tensors} of transformers' GPT-2."""
+
+    def both(name: str, transpose: bool = False) -> tuple[Tensor, Tensor]:
+        weight = weights[f"transformer.{name}.weight"]
+        return weight.T.contiguous() if transpose else weight, weights[f"transformer.{name}.bias"]
+
+    blocks = []
+    for i in range(layers):
+        weight, bias = both(f"h.{i}.attn.c_attn", True)
+        blocks.append({
+            "norm_1": both(f"h.{i}.ln_1"),
+            "qkv": list(zip(weight.chunk(3), bias.chunk(3), strict=True)),
+            "output": both(f"h.{i}.attn.c_proj", True),
+            "norm_2": both(f"h.{i}.ln_2"),
+            "up": both(f"h.{i}.mlp.c_fc", True),
+            "down": both(f"h.{i}.mlp.c_proj", True),
+        })  # fmt: skip
+    found = {"layers": blocks, "final": both("ln_f"), "words": weights["transformer.wte.weight"]}
+    found |= {"positions": weights["transformer.wpe.weight"], "heads": heads, "stack": "decoder"}
+    return found | ({"untied": weights["lm_head.weight"]} if "lm_head.weight" in weights else {})
+
+
+def bert_modules(weights: Mapping[str, Tensor], heads: int, layers: int) -> dict[str, Any]:
+    """The same for transformers' BERT: a layer's first norm is the norm before it, and the last norm the final one."""
+
+    def both(name: str) -> tuple[Tensor, Tensor]:
+        return weights[f"{name}.weight"], weights[f"{name}.bias"]
+
+    blocks, before = [], both("bert.embeddings.LayerNorm")
+    for i in range(layers):
+        at = f"bert.encoder.layer.{i}"
+        blocks.append({
+            "norm_1": before,
+            "qkv": [both(f"{at}.attention.self.{name}") for name in ("query", "key", "value")],
+            "output": both(f"{at}.attention.output.dense"),
+            "norm_2": both(f"{at}.attention.output.LayerNorm"),
+            "up": both(f"{at}.intermediate.dense"),
+            "down": both(f"{at}.output.dense"),
+        })  # fmt: skip
+        before = both(f"{at}.output.LayerNorm")
+    found = {"layers": blocks, "final": before, "heads": heads, "stack": "encoder"}
+    for key, name in (("words", "word"), ("positions", "position"), ("types", "token_type")):
+        found[key] = weights[f"bert.embeddings.{name}_embeddings.weight"]
+    found["dense"], found["norm"] = (both(f"cls.predictions.transform.{name}") for name in ("dense", "LayerNorm"))
+    found["bias"] = weights["cls.predictions.bias"]
+    if "cls.seq_relationship.weight" in weights:
+        found["pooler"], found["binary"] = both("bert.pooler.dense"), both("cls.seq_relationship")
+    return found
+
+
+def stage_tensors(
+    modules: Mapping[str, Any], layout: Layout, rank: int, layers: range, first: bool, last: bool
+) -> dict[str, Tensor]:
+    """The flat state of one chunk of the model on one rank, with its layers numbered from 0."""
+    legacy = layout.style in ("legacy", "oldest")
+    root = "language_model." if legacy else ""
+    stack = {"legacy": "language_model.encoder", "oldest": "language_model.transformer"}.get(
+        layout.style, modules["stack"]
+    )
+    state: dict[str, Tensor] = {}
+
+    def add(name: str, value: tuple[Tensor, Tensor]) -> None:
+        state[f"{name}.weight"], state[f"{name}.bias"] = value
+
+    def mine(table: Tensor) -> Tensor:
+        return pad(table, layout.tp).chunk(layout.tp)[rank]
+
+    if first:
+        state[f"{root}embedding.word_embeddings.weight"] = mine(modules["words"])
+        state[f"{root}embedding.position_embeddings.weight"] = modules["positions"]
+        if "types" in modules:
+            state[f"{root}embedding.tokentype_embeddings.weight"] = modules["types"]
+    for local, number in enumerate(layers):
+        for part, value in modules["layers"][number].items():
+            for at, kind in enumerate(("weight", "bias")):
+                if part == "qkv":
+                    tensor = fuse(*(group[at] for group in value), modules["heads"], rank, layout)
+                elif part == "up":
+                    tensor = value[at].chunk(layout.tp)[rank]
+                else:
+                    split = part in ("output", "down") and kind == "weight"
+                    tensor = value[at].chunk(layout.tp, dim=1)[rank] if split else value[at]
+                state[f"{stack}.layers.{local}.{layer_name(part, kind, layout.style)}"] = tensor.contiguous()
+    if last:
+        add(f"{stack}.final_layernorm", modules["final"])
+        if "untied" in modules:
+            state[f"{root}output_layer.weight"] = mine(modules["untied"])
+        elif not first:
+            state["word_embeddings_for_head.weight" if legacy else "output_layer.weight"] = mine(modules["words"])
+        if "dense" in modules:
+            add("lm_head.dense", modules["dense"])
+            add("lm_head.layernorm" if legacy else "lm_head.layer_norm", modules["norm"])
+            state["lm_head.bias" if legacy else "output_layer.bias"] = mine(modules["bias"])
+        if "pooler" in modules:
+            add(f"{root}pooler.dense", modules["pooler"])
+            add("binary_head", modules["binary"])
+    return state
+
+
+def nest(state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """In dictionaries as `state_dict_for_save_checkpoint` nests them before megatron-core."""
+    tree: dict[str, Any] = {}
+    for name, tensor in state.items():
+        keys = name.split(".")
+        depth = 3 if ".embedding." in name else 2 if name.startswith("language_model.") else 1
+        place = tree
+        for key in keys[:depth]:
+            place = place.setdefault(key, {})
+        place[".".join(keys[depth:])] = tensor
+    return tree
+
+
+def states(modules: Mapping[str, Any], layout: Layout) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the name of each rank's folder and the contents of its file."""
+    arguments = {
+        "num_layers": len(modules["layers"]),
+        "hidden_size": modules["words"].shape[1],
+        "num_attention_heads": modules["heads"],
+        "padded_vocab_size": len(pad(modules["words"], layout.tp)),
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "params_dtype": torch.float32,
+        "openai_gelu": modules["stack"] == "decoder",
+        "bias_gelu_fusion": False,
+        "layernorm_epsilon": 1e-5 if modules["stack"] == "decoder" else 1e-12,
+        "apply_residual_connection_post_layernorm": modules["stack"] == "encoder",
+        **layout.arguments,
+    }
+    whole, parts = len(modules["layers"]), layout.pp * layout.chunks
+    size = whole // parts
+    for rank in range(layout.tp):
+        for stage in range(layout.pp):
+            state: dict[str, Any] = {"iteration": 500, "args": Namespace(**arguments)}
+            if layout.version is not None:
+                state["checkpoint_version"] = layout.version
+            for chunk in range(layout.chunks):
+                part = chunk * layout.pp + stage
+                layers = range(part * size, (part + 1) * size)
+                flat = stage_tensors(modules, layout, rank, layers, part == 0, part == parts - 1)
+                flat |= {"rest._extra_state": None} if layout.style == "te" else {}
+                model = nest(flat) if layout.style in ("legacy", "oldest") else flat
+                state["model" if layout.chunks == 1 else f"model{chunk}"] = model
+            state["optimizer"] = {"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": [{"lr": 0.1}]}
+            state["rng_state"] = [{"np_rng_state": np.random.RandomState(0).get_state(), "n": torch.get_rng_state()}]
+            yield f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if layout.pp > 1 else ""), state
+
+
+def write(
+    folder: Path,
+    modules: Mapping[str, Any],
+    layout: Layout,
+    edit: Callable[[str, dict[str, Any]], None] = lambda name, state: None,
+) -> Path:
+    """Writes the folder of a run at iteration 500. `edit` changes the state of a rank's folder before it is saved."""
+    for name, state in states(modules, layout):
+        edit(name, state)
+        place = folder / "iter_0000500" / name
+        place.mkdir(parents=True)
+        torch.save(state, place / "model_optim_rng.pt")
+    (folder / "latest_checkpointed_iteration.txt").write_text("500")
+    return folder
