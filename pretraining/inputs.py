@@ -10,8 +10,10 @@ from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.hub import TEXTS, find_folder
 from ..checkpoint.manifest import checked_tokenizer
 from ..data.indexed.meta import read_meta
+from ..data.loading.mixture import parse_mixture
 from ..data.objectives.pretraining import Objective, find_objective, objective_names
 from ..data.text.corpus import as_prefix, find_tokenizer
+from ..data.text.sources import Source
 from ..data.tokenizers.files import has_tokenizer
 from ..data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from ..data.tokenizers.vocabulary import Vocabulary
@@ -84,7 +86,7 @@ def choose_inputs(arguments: PretrainingArguments, launch: RankInfo) -> Inputs:
     objective = arguments.objective or find_objective(family(config.model_type).objective)()
     config = config_for(config, objective, arguments.model_name)
     # A run that continues has its own tokenizer and corpora.
-    named, sources = (arguments.tokenizer, arguments.data) if checkpoint is None else (None, ())
+    named, sources = (arguments.tokenizer, sources_of(arguments)) if checkpoint is None else (None, [])
     tokenizer, name = choose_tokenizer(named, weights, sources)
     if tokenizer is not None:
         prepare_tokenizer(tokenizer, name, objective, weights)
@@ -103,6 +105,11 @@ def checkpoint_of(arguments: PretrainingArguments) -> Path | None:
     run = RunFolder(Path(arguments.output_dir))
     step = run.latest_step()
     return None if step is None else run.checkpoint(step)
+
+
+def sources_of(arguments: PretrainingArguments) -> list[Source]:
+    """Returns the sources of the run's text, without their shares."""
+    return [source for source, _ in parse_mixture(arguments.data)]
 
 
 def choose_config(arguments: PretrainingArguments, weights: Weights | None) -> ModelConfig:
@@ -187,7 +194,9 @@ def open_weights(name: str) -> tuple[Checkpoint, ModelConfig]:
         raise ValueError(f"{folder}: {error}") from None
 
 
-def choose_tokenizer(name: str | None, weights: Weights | None, sources: Sequence[str]) -> tuple[Tokenizer | None, str]:
+def choose_tokenizer(
+    name: str | None, weights: Weights | None, sources: Sequence[Source]
+) -> tuple[Tokenizer | None, str]:
     """Returns the tokenizer `name`, that of the weights, or that of a prepared corpus; and where it is from.
 
     None if one is to be trained. ValueError if the given one is not that of the weights, or theirs is unknown.
@@ -222,7 +231,7 @@ def check_special_ids(weights: Weights, tokenizer: Tokenizer, name: str) -> None
             )
 
 
-def corpus_tokenizer(sources: Sequence[str]) -> tuple[Tokenizer | None, str]:
+def corpus_tokenizer(sources: Sequence[Source]) -> tuple[Tokenizer | None, str]:
     """Returns the tokenizer beside the first prepared pair. ValueError if a pair has none."""
     for prefix in filter(None, map(as_prefix, sources)):
         folder = find_tokenizer(prefix)

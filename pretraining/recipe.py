@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
@@ -20,7 +21,17 @@ from torch import nn
 from torch.utils.data import Subset
 
 from ..convert import merge
-from ..data import Corpus, IndexedDataset, PadBatch, build_dataset, prepare_corpus, target_entropy
+from ..data import (
+    Corpus,
+    IndexedDataset,
+    MixedSamples,
+    PadBatch,
+    build_dataset,
+    parse_mixture,
+    prepare_corpora,
+    target_entropy,
+)
+from ..data.loading.mixture import Mixture
 from ..data.objectives.pretraining import PretrainingData, PretrainingSamples, pad_batch
 from ..data.tokenizers.files import has_tokenizer
 from ..data.tokenizers.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
@@ -69,7 +80,7 @@ class Pair:
 
     train: Path
     valid: Path
-    share: float = 1.0
+    share: Fraction
 
 
 def write_pairs(folder: Path, pairs: Sequence[Pair]) -> None:
@@ -78,14 +89,16 @@ def write_pairs(folder: Path, pairs: Sequence[Pair]) -> None:
     def recorded(path: Path) -> str:
         return str(path.relative_to(folder) if path.is_relative_to(folder) else path.absolute())
 
-    values = [{"train": recorded(pair.train), "valid": recorded(pair.valid), "share": pair.share} for pair in pairs]
+    values = [
+        {"train": recorded(pair.train), "valid": recorded(pair.valid), "share": str(pair.share)} for pair in pairs
+    ]
     (folder / PAIRS).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def read_pairs(folder: Path) -> list[Pair]:
     """Returns the pairs that `write_pairs` recorded."""
     values = json.loads((folder / PAIRS).read_text(encoding="utf-8"))
-    return [Pair(folder / part["train"], folder / part["valid"], part["share"]) for part in values]
+    return [Pair(folder / part["train"], folder / part["valid"], Fraction(part["share"])) for part in values]
 
 
 class Pretraining:
@@ -171,15 +184,20 @@ class Pretraining:
     def _prepare_data(self, folder: Path) -> None:
         """Writes the corpora and the tokenizer, and tries whether the objective can make samples of them."""
         folder.mkdir()
-        corpus = self._prepare_corpus(folder)
-        write_pairs(folder, [Pair(corpus.train_prefix, corpus.valid_prefix)])
-        self._datasets(folder, self._place_tokenizer(corpus, folder / TOKENIZER))
+        mixture = parse_mixture(self.arguments.data)
+        corpora = self._prepare_corpora(mixture, folder)
+        for note in dict.fromkeys(note for corpus in corpora for note in corpus.notes):
+            self.console.print(note)
+        shares = [share for _, share in mixture]
+        parts = zip(corpora, shares, strict=True)
+        write_pairs(folder, [Pair(corpus.train_prefix, corpus.valid_prefix, share) for corpus, share in parts])
+        self._datasets(folder, self._place_tokenizer(corpora[0], folder / TOKENIZER))
 
-    def _prepare_corpus(self, folder: Path) -> Corpus:
+    def _prepare_corpora(self, mixture: Mixture, folder: Path) -> list[Corpus]:
         arguments, inputs = self.arguments, self.inputs
         with corpus_progress(self.console) as progress:
-            return prepare_corpus(
-                arguments.data[0] if len(arguments.data) == 1 else arguments.data or None,
+            return prepare_corpora(
+                mixture,
                 folder,
                 tokenizer=inputs.tokenizer or family(inputs.config.model_type).tokenizer,
                 vocab_size=arguments.vocab_size or inputs.config.vocab_size,
@@ -206,9 +224,13 @@ class Pretraining:
 
     def _datasets(self, folder: Path, tokenizer: Tokenizer) -> tuple[PretrainingSamples, PretrainingSamples]:
         """Returns the endless samples of the training and of the held-out text."""
-        data, (pair,) = self._data_of(self.arguments), read_pairs(folder)
-        train = build_dataset(data, IndexedDataset(pair.train), tokenizer)
-        return train, build_dataset(replace(data, seed=0), IndexedDataset(pair.valid), tokenizer)
+        data, pairs = self._data_of(self.arguments), read_pairs(folder)
+        train = [build_dataset(data, IndexedDataset(pair.train), tokenizer) for pair in pairs]
+        held_out = [build_dataset(replace(data, seed=0), IndexedDataset(pair.valid), tokenizer) for pair in pairs]
+        if len(pairs) == 1:
+            return train[0], held_out[0]
+        shares = [pair.share for pair in pairs]
+        return MixedSamples(train, shares), MixedSamples(held_out, shares)
 
     def _build_model(self) -> nn.Module:
         arguments, weights = self.arguments, self.inputs.weights
