@@ -1,0 +1,44 @@
+"""Runs of the pretraining recipe on ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+STEPS = 20
+SHORT: dict[str, Any] = {
+    "train_steps": STEPS, "warmup_steps": 4, "lr": 5e-3, "sequence_length": 64, "vocab_size": 400,
+    "micro_batch_size": 4, "held_out_fraction": 0.1, "eval_sequences": 2, "final_eval_sequences": 5,
+}  # fmt: skip
+
+
+def arguments_of(folder: Path, objective: str | None = None, **changes: Any) -> Any:
+    """`PretrainingArguments` of a short run in a folder."""
+    from shardzoo.data import find_objective
+    from shardzoo.pretraining.arguments import PretrainingArguments
+
+    named = {} if objective is None else {"objective": find_objective(objective)()}
+    return PretrainingArguments(**{**SHORT, **named, "output_dir": str(folder), **changes})
+
+
+def run_pretraining(
+    mesh: Any, folder: Path, objective: str | None = None, *, export: bool = True, **changes: Any
+) -> Any:
+    """Runs `arguments_of` on a rank of a mesh; returns the recorded metrics. Without `export` it ends with training."""
+    from shardzoo.pretraining.inputs import choose_inputs
+    from shardzoo.pretraining.recipe import Pretraining
+    from shardzoo.trainer.launch.rank_info import RankInfo
+
+    class Curve(Pretraining):
+        def _finish(self, *results: Any) -> None:
+            pass
+
+    launch = RankInfo.from_environment()
+    arguments = arguments_of(folder, objective, model_parallel_size=mesh.tp_size, **changes)
+    run = (Pretraining if export else Curve)(arguments, choose_inputs(arguments, launch), launch)
+    run.run()
+    return run.run_folder.metrics()
+
+
+def train_losses(metrics: list[dict[str, float]]) -> list[float]:
+    return [record["train/loss"] for record in metrics if "train/loss" in record]
