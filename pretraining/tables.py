@@ -57,8 +57,7 @@ def run_facts(
     return {
         "model": f"{arguments.model_name}: {config.architecture}, {full:,} parameters, {local:,} on a rank",
         "weights": f"those of {inputs.weights.name}" if inputs.weights else "new",
-        "tokenizer": inputs.tokenizer_name
-        or f"{family(config.model_type).tokenizer} of {config.vocab_size:,} tokens, trained on the corpus",
+        "tokenizer": tokenizer_fact(inputs, config),
         "objective": f"{inputs.objective.name}" + (f" ({settings})" if settings else ""),
         "mesh": f"{tp_size} tensor-parallel x {dp_size} data-parallel = {tp_size * dp_size} processes",
         "precision": arguments.precision,
@@ -68,6 +67,14 @@ def run_facts(
         "steps": f"{steps:,}" + (f", resuming from step {first_step:,}" if first_step else "")
         + f" = {steps * tokens:,} tokens",
     }  # fmt: skip
+
+
+def tokenizer_fact(inputs: Inputs, config: ModelConfig) -> str:
+    """Returns where the tokenizer is from, and whether the weights confirm it."""
+    if inputs.tokenizer is None:
+        return f"{family(config.model_type).tokenizer} of {config.vocab_size:,} tokens, trained on the corpus"
+    unknown = inputs.weights is not None and inputs.weights.vocabulary is None
+    return inputs.tokenizer_name + (", taken as that of the weights, which record none" if unknown else "")
 
 
 def run_plan(arguments: PretrainingArguments, inputs: Inputs) -> Table:
