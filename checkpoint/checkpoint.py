@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 from ..data.files import checked_file, maps_to_text, read_folder_json, read_json_object
 from .folder_files import CONFIG
 from .manifest import MANIFEST, Manifest
-from .megatron import TRACKER, SavedRun, open_megatron, rank_folders
+from .megatron import TRACKER, SavedRun, reader_of
 from .safetensors_header import read_header
 from .stored_tensor import StoredTensor, index_by_name
 
@@ -35,7 +35,8 @@ class Checkpoint:
 
     Attributes:
         kind: "huggingface"; "shards" for shardzoo's folders and training checkpoints; "legacy" for files of
-            tensor-parallel ranks by the original GLM, DeepSpeed or FlagAI; "megatron" for Megatron-LM's folders.
+            tensor-parallel ranks by the original GLM, DeepSpeed or FlagAI; "megatron" for Megatron-LM and
+            its descendants.
         config: The contents of `config.json`, or None without such a file.
         ranks: For each tensor-parallel rank, its tensors by name. A Hugging Face folder has one rank.
         extras: Tensors that are not parameters of the model; only for "shards".
@@ -89,7 +90,7 @@ def open_checkpoint(folder: Path, config_file: Path | None = None) -> Checkpoint
     if any((folder / name).exists() for name in WEIGHT_FILES):
         return _open_huggingface(folder, config_file)
     if (files_in := _folder_of_ranks(folder)) is not None:
-        return (_open_megatron if rank_folders(files_in) else _open_legacy)(folder, files_in, config_file)
+        return (_open_megatron if reader_of(files_in) else _open_legacy)(folder, files_in, config_file)
     if any(folder.glob("rank_*.safetensors*")):
         raise ValueError(f"{folder} has no {MANIFEST}: it is not a complete folder of shards")
     raise ValueError(
@@ -178,7 +179,7 @@ def _open_shards(folder: Path, config_file: Path | None) -> Checkpoint:
 
 def _folder_of_ranks(folder: Path) -> Path | None:
     """Returns the folder with the rank files: `folder`, or the one that a tracker file names; None without any."""
-    if rank_folders(folder) or any(
+    if reader_of(folder) or any(
         pattern.fullmatch(entry.name) for entry in folder.iterdir() for pattern in LEGACY_FILES
     ):
         return folder
@@ -216,7 +217,9 @@ def _open_legacy(folder: Path, files_in: Path, config_file: Path | None) -> Chec
 
 
 def _open_megatron(folder: Path, files_in: Path, config_file: Path | None) -> Checkpoint:
-    saved, ranks = open_megatron(files_in)
+    read = reader_of(files_in)
+    assert read is not None  # the caller found one
+    saved, ranks = read(files_in)
     return Checkpoint("megatron", folder, _config_beside(folder, files_in, config_file), ranks, saved=saved)
 
 

@@ -1,15 +1,19 @@
-"""Reads the folders of Megatron-LM, with one file for each tensor-parallel rank and pipeline stage.
+"""Reads the folders of Megatron-LM, and those of Megatron-DeepSpeed and GPT-NeoX, which have a file for each layer.
 
 `latest_checkpointed_iteration.txt` names the folder `iter_0001000` or `release`. In it, `mp_rank_01_002` has the file
 of tensor-parallel rank 1 and pipeline stage 2, and `mp_rank_01` that of rank 1 without pipeline stages. After
 Megatron-LM's `training/checkpointing.py`.
+
+The other two write `layer_05-model_01-model_states.pt` for tensor-parallel rank 1 and the module at position 5 of the
+pipeline: the embedding, a block, the final norm or the output head. Beside them, `mp_rank_00_model_states.pt` has the
+arguments. After DeepSpeed's `PipelineModule.save_state_dict`.
 """
 
 from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +24,7 @@ from .stored_tensor import StoredTensor
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3}))?(_\d{3})?")
+LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")  # the second one with the distributed optimizer of older releases
 # checkpoint_version -> order of the rows of fused QKV weights; Megatron-LM's fix_query_key_value_ordering
 ROW_ORDERS: Mapping[float, RowOrder] = {0: "blocks", 1: "interleaved", 2: "heads", 3: "heads"}
@@ -38,6 +43,7 @@ _NESTED = (
     "lm_head",
     "binary_head",
 )
+_HEADS = {"final_linear.weight", "lm_head.weight"}  # GPT-NeoX's and Megatron-DeepSpeed's name
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)(\..*)")
 _MODEL = re.compile(r"model(\d*)")
 
@@ -79,6 +85,13 @@ class SavedRun:
 Ranks = tuple[Mapping[str, StoredTensor], ...]
 
 
+def reader_of(folder: Path) -> Callable[[Path], tuple[SavedRun, Ranks]] | None:
+    """Returns the function that reads the files in `folder`, or None if it has none of these formats."""
+    if any(LAYER_FILE.fullmatch(entry.name) for entry in folder.iterdir()):
+        return open_layer_files
+    return open_megatron if rank_folders(folder) else None
+
+
 def rank_folders(folder: Path) -> list[re.Match[str]]:
     """Returns the matches of the names of Megatron-LM's rank folders in `folder`."""
     found = (RANK_FOLDER.fullmatch(entry.name) for entry in folder.iterdir() if entry.is_dir())
@@ -99,6 +112,62 @@ def open_megatron(folder: Path) -> tuple[SavedRun, Ranks]:
     run = SavedRun("Megatron-LM", first.version, len(files[0]), first.arguments, first.iteration)
     run.check_sizes(folder, len(files))
     return run, same_names([dict(_with_whole_numbers(row)) for row in files])
+
+
+def open_layer_files(folder: Path) -> tuple[SavedRun, Ranks]:
+    """Does what `open_megatron` does for Megatron-DeepSpeed's and GPT-NeoX's files of layers.
+
+    Their rows of fused QKV are in the order of heads, unless a `checkpoint_version` says otherwise.
+    """
+    grid = {
+        (int(match[2]), int(match[1])): checked_file(folder, match.string)
+        for match in (LAYER_FILE.fullmatch(entry.name) for entry in folder.iterdir())
+        if match
+    }
+    size, numbers = len({rank for rank, _ in grid}), sorted({number for _, number in grid})
+    if missing := sorted({(rank, number) for rank in range(size) for number in numbers} - grid.keys()):
+        raise ValueError(f"{folder} has no file of tensor-parallel rank {missing[0][0]}, layer {missing[0][1]}")
+    main = folder / "mp_rank_00_model_states.pt"
+    state = read_state(checked_file(folder, main.name)) if main.exists() else {}
+    arguments, iteration = arguments_of(state), state.get("iteration")
+    stages = arguments.get("pipe_parallel_size", arguments.get("pipeline_model_parallel_size"))
+    run = SavedRun(
+        "GPT-NeoX" if "no_weight_tying" in arguments else "Megatron-DeepSpeed",
+        checked_version(main, state, VERSION),
+        stages if type(stages) is int and stages > 0 else 1,
+        arguments,
+        iteration if type(iteration) is int else None,
+    )
+    run.check_sizes(folder, size)
+    return run, same_names([_join_layers([grid[rank, number] for number in numbers]) for rank in range(size)])
+
+
+def _join_layers(paths: Sequence[Path]) -> dict[str, StoredTensor]:
+    """Returns the tensors of one rank's files, in the order of the pipeline, by Megatron-LM's names.
+
+    What a file holds is told by its tensors, because the three programs number the modules in different ways.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    blocks = 0
+    for path in paths:
+        found = locate_nested(path, read_state(path), "")
+        if "word_embeddings.weight" in found:
+            named = {f"language_model.embedding.{name}": tensor for name, tensor in found.items()}
+        elif any(name.startswith(("attention.", "self_attention.")) for name in found):
+            named = {f"language_model.encoder.layers.{blocks}.{name}": tensor for name, tensor in found.items()}
+            blocks += 1
+        elif len(found) == 1 and found.keys() <= _HEADS:
+            named = {"language_model.output_layer.weight": next(iter(found.values()))}
+        elif {name.rpartition(".")[2] for name in found} == {"weight", "bias"} and len(found) == 2:
+            named = {f"language_model.encoder.final_layernorm.{name.rpartition('.')[2]}": found[name] for name in found}
+        else:
+            raise ValueError(f"{path} holds {', '.join(sorted(found))[:200]}, which no part of a GPT has")
+        if repeated := sorted(named.keys() & tensors.keys()):
+            raise ValueError(
+                f"{path} has {named[repeated[0]].name} again, which is also in {tensors[repeated[0]].file}"
+            )
+        tensors |= named
+    return tensors
 
 
 def _rank_files(folder: Path) -> list[list[Path]]:
@@ -142,10 +211,7 @@ class _RankFile:
     @classmethod
     def read(cls, path: Path) -> _RankFile:
         state = read_state(path)
-        version = state.get("checkpoint_version", 0)
-        if type(version) not in (int, float) or version not in ROW_ORDERS:
-            known = ", ".join(f"{number:.1f}" for number in ROW_ORDERS)
-            raise ValueError(f"{path} has checkpoint_version {version!r}; those that can be read are {known}")
+        version = checked_version(path, state, 0)
         names = sorted((int(match[1] or 0), name) for name in state if (match := _MODEL.fullmatch(str(name))))
         if not names:
             raise ValueError(f"{path} has no model; its entries are {', '.join(sorted(map(str, state)))[:200]}")
@@ -164,11 +230,22 @@ def read_state(path: Path) -> dict[Any, Any]:
     return cast(dict[Any, Any], state)
 
 
+def checked_version(path: Path, state: Mapping[Any, Any], default: float) -> float:
+    """Returns the `checkpoint_version` of a file. ValueError if it is none that can be read."""
+    version = state.get("checkpoint_version", default)
+    if type(version) not in (int, float) or version not in ROW_ORDERS:
+        known = ", ".join(f"{number:.1f}" for number in ROW_ORDERS)
+        raise ValueError(f"{path} has checkpoint_version {version!r}; those that can be read are {known}")
+    return version
+
+
 def arguments_of(state: Mapping[Any, Any]) -> Mapping[str, Any]:
-    """Returns the plain values of the arguments that a file holds, or none."""
+    """Returns the plain values of the arguments that a file holds, or none. GPT-NeoX stores them in a dictionary."""
     from .torch_file import SavedArguments
 
     found = state.get("args")
+    if isinstance(found, dict):
+        return SavedArguments.plain(cast(dict[Any, Any], found))
     return found.values if isinstance(found, SavedArguments) else {}
 
 
@@ -194,7 +271,7 @@ def locate_nested(path: Path, tree: Any, what: str) -> dict[str, StoredTensor]:
                     add(f"{prefix}.{name}" if prefix else str(name), entry, depth + 1)
 
     if not isinstance(tree, dict):
-        raise ValueError(f"{path}: {what[:-1]} is a {type(tree).__name__}, not named tensors")
+        raise ValueError(f"{path}: {what[:-1] or 'its content'} is a {type(tree).__name__}, not named tensors")
     add("", cast(Any, tree), 0)
     return locate_tensors(path, flat)
 

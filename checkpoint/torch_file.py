@@ -215,8 +215,12 @@ class SavedArguments(PlaceholderObject):
     values: Mapping[str, PlainValue] = MappingProxyType({})
 
     def __setstate__(self, state: object) -> None:
-        entries = cast(dict[Any, Any], state).items() if isinstance(state, dict) else ()
-        self.values = {name: value for name, value in entries if type(name) is str and type(value) in PLAIN_TYPES}
+        self.values = self.plain(cast(dict[Any, Any], state)) if isinstance(state, dict) else {}
+
+    @staticmethod
+    def plain(state: Mapping[Any, Any]) -> dict[str, PlainValue]:
+        """Returns the entries with plain values."""
+        return {name: value for name, value in state.items() if type(name) is str and type(value) in PLAIN_TYPES}
 
 
 def _load_before_zip(path: Path) -> Any:

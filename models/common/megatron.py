@@ -60,6 +60,13 @@ _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "add_bias_linear": (True,),
     "multi_latent_attention": (False,),
 }
+# GPT-NeoX's names for the same.
+_SUPPORTED_BY_NEOX: Mapping[str, tuple[Any, ...]] = {
+    "pos_emb": ("learned",),
+    "norm": ("layernorm",),
+    "gpt_j_residual": (False,),
+    "activation": ("gelu",),
+}
 
 
 @dataclass(frozen=True)
@@ -151,7 +158,7 @@ class MegatronMap:
 
     def check(self, arguments: Mapping[str, Any], names: Iterable[str]) -> None:
         """Raises ValueError, with the reason, if the zoo's family is not the model that the arguments describe."""
-        supported = {**_SUPPORTED, "apply_residual_connection_post_layernorm": (self.post_norm,)}
+        supported = {**_SUPPORTED, **_SUPPORTED_BY_NEOX, "apply_residual_connection_post_layernorm": (self.post_norm,)}
         for name, values in supported.items():
             if arguments.get(name, values[0]) not in values:
                 raise ValueError(

@@ -9,7 +9,7 @@ from pathlib import Path
 import megatron_files
 import pytest
 import torch
-from megatron_files import Layout, bert_modules, gpt_modules, write
+from megatron_files import Layout, bert_modules, gpt_modules, write, write_layers
 from safetensors.torch import load_file
 from tiny_models import hf_model, save_model
 
@@ -65,6 +65,18 @@ def test_gpt_of_every_layout_becomes_the_original_bytes(layout, folders, hashes,
 @pytest.mark.parametrize("name", ["untied", "bert", "masked"])
 def test_other_models(name, layout, folders, hashes, tmp_path):
     source = write(tmp_path / "megatron", modules(folders[name]), layout)
+    merge(source, tmp_path / "hf", true_config(folders[name], tmp_path / "c.json"))
+    assert hashes(tmp_path / "hf") == hashes(folders[name])
+
+
+@pytest.mark.parametrize("program", ["deepspeed", "neox"])
+@pytest.mark.parametrize(("name", "layout"), [("gpt", Layout(1)), ("gpt", Layout(4, 2)), ("untied", Layout(2))])
+def test_files_of_layers(name, layout, program, folders, hashes, tmp_path, capsys):
+    source = write_layers(tmp_path / "layers", modules(folders[name]), layout, program)
+    assert main(["inspect", str(source)]) == 0
+    printed = capsys.readouterr().out
+    assert {"deepspeed": "Megatron-DeepSpeed", "neox": "GPT-NeoX"}[program] in printed
+    assert "gpt2" in printed
     merge(source, tmp_path / "hf", true_config(folders[name], tmp_path / "c.json"))
     assert hashes(tmp_path / "hf") == hashes(folders[name])
 

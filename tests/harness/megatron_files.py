@@ -226,3 +226,53 @@ def write(
         torch.save(state, place / "model_optim_rng.pt")
     (folder / "latest_checkpointed_iteration.txt").write_text("500")
     return folder
+
+
+def layer_files(modules: Mapping[str, Any], layout: Layout, program: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the names and contents of the files that Megatron-DeepSpeed ("deepspeed") or GPT-NeoX ("neox") writes."""
+    count = len(modules["layers"])
+    first_block = {"deepspeed": 3, "neox": 2}[program]
+    last = count + {"deepspeed": 4, "neox": 3}[program]
+    for rank in range(layout.tp):
+        flat = stage_tensors(modules, Layout(layout.tp, 1, style="oldest"), rank, range(count), True, True)
+        files: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in flat.items():
+            parts = name.removeprefix("language_model.").split(".")
+            if parts[0] == "embedding":
+                files.setdefault(first_block - 2, {})[".".join(parts[1:])] = tensor
+            elif parts[1] == "layers":
+                own = ".".join(parts[3:])
+                own = own if program == "neox" else own.replace("attention.", "self_attention.", own.startswith("att"))
+                files.setdefault(first_block + int(parts[2]), {})[own] = tensor
+            elif parts[1] == "final_layernorm":
+                files.setdefault(last, {})[("norm." if program == "neox" else "") + parts[2]] = tensor
+            else:
+                files[last + 1] = {"final_linear.weight" if program == "neox" else "lm_head.weight": tensor}
+        for number, tensors in files.items():
+            yield f"layer_{number:02d}-model_{rank:02d}-model_states.pt", tensors
+        arguments: dict[str, Any] = {"num_attention_heads": modules["heads"], "layernorm_epsilon": 1e-5}
+        if program == "neox":
+            arguments |= {"pos_emb": "learned", "norm": "layernorm", "no_weight_tying": "untied" in modules}
+            arguments |= {"model_parallel_size": layout.tp, "pipe_parallel_size": 0, "bias_gelu_fusion": True}
+        else:
+            arguments |= {"tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp}
+        arguments |= layout.arguments
+        state = {"module": None, "args": arguments if program == "neox" else Namespace(**arguments), "iteration": 90}
+        yield f"mp_rank_{rank:02d}_model_states.pt", state
+
+
+def write_layers(
+    folder: Path,
+    modules: Mapping[str, Any],
+    layout: Layout,
+    program: str,
+    edit: Callable[[str, dict[str, Any]], None] = lambda name, state: None,
+) -> Path:
+    """Writes the folder of a run of one of these programs. `edit` changes a file's contents before they are saved."""
+    place = folder / "global_step90"
+    place.mkdir(parents=True)
+    for name, content in layer_files(modules, layout, program):
+        edit(name, content)
+        torch.save(content, place / name)
+    (folder / "latest").write_text("global_step90")
+    return folder

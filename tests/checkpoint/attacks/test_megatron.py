@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_files import Layout, bert_modules, gpt_modules, write
+from megatron_files import Layout, bert_modules, gpt_modules, write, write_layers
 from safetensors.torch import load_file
 from tiny_models import save_model
 
@@ -312,3 +313,52 @@ def test_a_configuration_that_does_not_fit(arena, gpt):
         '{"model_type": "bert", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 4, "vocab_size": 300}'
     )
     assert arena.refused_merge(source).count("\n") == 1
+
+
+def at_file(name, change):
+    return lambda found, state: found == name and change(state)
+
+
+LAYERS = {
+    "rotary positions": (lambda n, s: "args" in s and s["args"].update(pos_emb="rotary"), "pos_emb='rotary'"),
+    "other ranks": (lambda n, s: "args" in s and s["args"].update(model_parallel_size=3), "model_parallel_size=3"),
+    "another version": (lambda n, s: "args" in s and s.update(checkpoint_version=9), "checkpoint_version 9"),
+    "a rank's tensor is missing": (
+        at_file("layer_03-model_01-model_states.pt", lambda s: s.pop("mlp.dense_4h_to_h.bias")), "in the files of all"
+    ),
+    "an unknown module": (
+        at_file("layer_07-model_00-model_states.pt", lambda s: s.update(other=torch.zeros(2))), "no part of a GPT"
+    ),
+    "a module without tensors": (at_file("layer_07-model_00-model_states.pt", lambda s: s.clear()), "no part of a GPT"),
+    "two embeddings": (
+        at_file("layer_07-model_00-model_states.pt", lambda s: s.update({"word_embeddings.weight": torch.zeros(2)})),
+        "final_layernorm|word_embeddings.weight again",
+    ),
+    "a number as tensor": (at_file("layer_02-model_00-model_states.pt", lambda s: s.update(a=3)), "a int, but weights"),
+    "code": (
+        at_file("layer_02-model_00-model_states.pt", lambda s: s.update(a=Calls(os.system, "true"))), "is refused"
+    ),
+    "code in the arguments": (lambda n, s: "args" in s and s["args"].update(a=Calls(os.system, "true")), "is refused"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", LAYERS)
+def test_files_of_layers_that_lie(wrong, arena, gpt):
+    edit, message = LAYERS[wrong]
+    source = write_layers(arena.folder / "source", gpt, Layout(2), "neox", edit)
+    assert re.search(message, arena.refused_merge(source))
+
+
+def test_a_file_of_a_layer_is_missing(arena, gpt):
+    source = write_layers(arena.folder / "source", gpt, Layout(2), "deepspeed")
+    (source / "global_step90" / "layer_04-model_01-model_states.pt").unlink()
+    assert "no file of tensor-parallel rank 1, layer 4" in arena.refused_merge(source)
+    (source / "global_step90" / "layer_04-model_00-model_states.pt").unlink()
+    assert "layers" in arena.refused("merge", source, arena.destination, "--config", config_of(arena, gpt))
+
+
+def config_of(arena, gpt) -> Path:
+    path = arena.folder / "c.json"
+    sizes = {"n_embd": 32, "n_head": 4, "n_layer": 4, "n_positions": 64, "vocab_size": len(gpt["words"])}
+    path.write_text(json.dumps({"model_type": "gpt2", **sizes}))
+    return path
