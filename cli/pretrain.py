@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, get_type_hints
 
 # torch reads it at the first tensor. Huge pages speed up memory-bound work on a CPU.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -23,6 +23,7 @@ from ..data.objectives.pretraining import Objective, find_objective, objective_n
 from ..pretraining.arguments import DEFAULT_MODEL, FIXED, PretrainingArguments
 from ..pretraining.inputs import choose_inputs, default_objective
 from ..pretraining.tables import run_plan
+from ..trainer.arguments.training_arguments import checked_value
 from ..trainer.launch.environment import end_process
 from ..trainer.launch.launch import ensure_processes_of
 from ..trainer.launch.rank_info import RankInfo
@@ -54,14 +55,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     def work() -> int:
         arguments = read_arguments(sys.argv[1:] if argv is None else argv, quiet=not launch.is_first)
         inputs = choose_inputs(arguments, launch)
+        recipe = arguments.config if arguments.config and arguments.config.parent == RECIPES else None
+        defaults = f"defaults of recipes/{recipe.name}" if recipe and launch.is_first else ""
         if arguments.dry_run and launch.is_first:
+            print(defaults)
             Console().print(run_plan(arguments, inputs))
         size = arguments.model_parallel_size
         if launch.world_size < size and not arguments.dry_run and not arguments.hostfile:
             print(f"--model-parallel-size {size} needs {size} processes; starting them on this machine")
         ensure_processes_of(arguments)
-        if launch.is_first and arguments.config and arguments.config.parent == RECIPES:
-            print(f"defaults of recipes/{arguments.config.name}")
+        if defaults:
+            print(defaults)
         from ..pretraining.recipe import Pretraining  # DeepSpeed takes seconds to import
 
         Pretraining(arguments, inputs, launch).run()
@@ -128,8 +132,8 @@ def _check_unchanged(arguments: PretrainCommand, before: PretrainCommand) -> Non
     for name in FIXED:
         if (value := getattr(before, name)) != (now := getattr(arguments, name)):
             raise ValueError(
-                f"--resume: the run has {name}={value}, which cannot change to {now}; "
-                f"leave {name} out, or start a new run in another --output-dir"
+                f"{'--resume' if arguments.resume else '--eval-only'}: the run has {name}={value}, which cannot change "
+                f"to {now}; leave {name} out, or start a new run in another --output-dir"
             )
 
 
@@ -164,13 +168,11 @@ def _objective(argv: Sequence[str], name: str | None, values: Mapping[str, Any])
     kind = find_objective(name)
     given = [word[len(SETTING) :].partition("=")[0].replace("-", "_") for word in argv if word.startswith(SETTING)]
     known = [field.name for field in fields(kind)]
-    for setting in (*settings, *given):
-        if setting not in known and setting.removeprefix("no_") not in known:
+    for setting in (*settings, *(setting.removeprefix("no_") for setting in given)):
+        if setting not in known:
             raise ValueError(_no_setting(name, setting, known))
-    try:
-        return kind(**settings)
-    except TypeError as error:
-        raise ValueError(f"the settings {settings} of objective {name!r} are not of the right types: {error}") from None
+    hints = get_type_hints(kind)
+    return kind(**{key: checked_value(f"objective.{key}", hints[key], value) for key, value in settings.items()})
 
 
 def _no_setting(name: str, setting: str, known: Sequence[str]) -> str:

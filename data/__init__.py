@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         objective_names,
     )
     from .objectives.roberta import RobertaObjective, masked_dataset
-    from .objectives.t5 import LIBAI_MT5, T5Objective, span_corruption_dataset
+    from .objectives.t5 import T5Objective, span_corruption_dataset
     from .objectives.ul2 import MixtureOfDenoisers, UL2Objective
     from .pairs.datasets import BlockDataset, PromptDataset, Seq2SeqDataset
     from .pairs.pairs import load_pairs
@@ -82,7 +82,7 @@ _NAMES = {
         "objective_names",
     ),
     "objectives.roberta": ("RobertaObjective", "masked_dataset"),
-    "objectives.t5": ("LIBAI_MT5", "T5Objective", "span_corruption_dataset"),
+    "objectives.t5": ("T5Objective", "span_corruption_dataset"),
     "objectives.ul2": ("MixtureOfDenoisers", "UL2Objective"),
     "pairs.datasets": ("BlockDataset", "PromptDataset", "Seq2SeqDataset"),
     "pairs.pairs": ("load_pairs",),
@@ -99,7 +99,7 @@ _NAMES = {
     "tokenizers.vocabulary": ("Vocabulary",),
 }
 __all__ = [
-    "LIBAI_MT5", "BlankInfilling", "BlockDataset", "Corpus", "DocumentRecords", "EpochShuffle", "GLMDataset",
+    "BlankInfilling", "BlockDataset", "Corpus", "DocumentRecords", "EpochShuffle", "GLMDataset",
     "GLMMixture", "GLMObjective", "GLMTokens", "GPTDataset", "GPTObjective", "IndexedDataset", "IndexedDatasetWriter",
     "IterableRecords", "LengthBuckets", "Masking", "MixedSamples", "MixtureOfDenoisers", "NextSentenceObjective",
     "Objective", "ObjectiveDataset", "PackedDataset", "PackedTokens", "PadBatch", "PrefixLM", "PrefixLMObjective",

@@ -47,7 +47,16 @@ from ..trainer.trainer import Trainer
 from .arguments import PretrainingArguments
 from .export import check_export, exported_loss, write_card, write_sample
 from .inputs import Inputs, prepare_tokenizer, with_vocabulary
-from .tables import compared_loss, corpus_facts, corpus_progress, facts_table, run_facts, run_files, run_results
+from .tables import (
+    compared_loss,
+    corpus_facts,
+    corpus_progress,
+    facts_table,
+    run_facts,
+    run_files,
+    run_results,
+    step_time,
+)
 
 TOKENIZER = "tokenizer"  # the folder of the model's tokenizer in the run's data
 PAIRS = "pairs.json"  # the file in the run's data that names the .bin/.idx pairs
@@ -110,6 +119,8 @@ class Pretraining:
 
     def __init__(self, arguments: PretrainingArguments, inputs: Inputs, launch: RankInfo) -> None:
         self.arguments, self.inputs = arguments, inputs
+        if arguments.tf32:
+            torch.set_float32_matmul_precision("high")
         self.console = Console(quiet=not launch.is_first)
         self.trainer = Trainer(arguments)
         self.run_folder, self.first_step = on_first_rank(self._prepare_folder)
@@ -151,6 +162,8 @@ class Pretraining:
         """Returns the loss of the model, in fp32, over all held-out samples of the final evaluation."""
         if self.arguments.precision != "fp32":
             self.model.float()  # the exported model is evaluated in fp32
+        if self.arguments.tf32:
+            torch.set_float32_matmul_precision("highest")
         return self.trainer.evaluate(self.model, self.evaluated, collate_fn=self.collate)["loss"]
 
     def _show_evaluation(self, loss: float) -> None:
@@ -264,7 +277,7 @@ class Pretraining:
         loader = "transformers" if family(self.config.model_type).in_transformers else "the unsplit model"
         results = run_results(
             loss=loss, exported=exported, entropy=self.entropy, loader=loader, ranks=ranks, minutes=minutes
-        )
+        ) | step_time(folder.metrics(), arguments.global_batch(ranks.dp_size))
         sample = write_sample(folder.hf, self.held_out[0], arguments.sample_prompt)
         write_card(folder.hf, self.config, {**self.facts, **results}, command=command_line(), sample=sample)
         self.trainer.write_report({"Run": self.facts, "Export": results, "Sample": sample})

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, cast
 
 import torch
@@ -140,6 +141,15 @@ def run_results(
         f"difference {abs(exported - loss):.1e}",
         "time": f"{minutes:.1f} minutes",
     }
+
+
+def step_time(records: Sequence[Mapping[str, float]], samples: int) -> dict[str, str]:
+    """Returns the median time of the logged optimizer steps, each of so many samples."""
+    logged = [record["train/seconds"] for record in records if "train/seconds" in record]
+    if not logged:
+        return {}
+    seconds = median(logged)
+    return {"time per step": f"{seconds:.3g} s/iter, {samples / seconds:.3g} samples/s (median)"}
 
 
 def run_files(folder: RunFolder, architecture: str) -> dict[str, str]:

@@ -36,6 +36,7 @@ final_eval_sequences: 2
 ELSEWHERE = {
     "docs/adding-a-model.md": "tests/models/test_adding_a_model.py",
     "docs/finetune.md": "tests/cli/test_finetune.py",
+    "docs/pretraining.md": "tests/cli/test_pretrain.py",
     "examples/README.md": "tests/examples/test_examples.py",
 }
 # Commands that are this very run of the tests, that .ci/run calls beside it, or that tests/cli/test_pretrain.py runs.

@@ -9,7 +9,7 @@ from ..tokenizers.sentinels import add_sentinels, sentinel_ids
 from ..tokenizers.tokenizer import T5_SENTINELS, Tokenizer
 from .denoising import SpanCorruption
 from .packed import ObjectiveDataset
-from .pretraining import PretrainingData, Seq2SeqObjective, objective
+from .pretraining import Seq2SeqObjective, objective
 
 
 def span_corruption_dataset(
@@ -65,7 +65,3 @@ class T5Objective(Seq2SeqObjective):
 
     def _corruption(self, sentinels: tuple[int, ...], eos_token_id: int) -> SpanCorruption:
         return SpanCorruption(sentinels, eos_token_id, self.mask_probability, self.mean_span_length)
-
-
-# LiBai's published mT5 benchmark: encoder 512 tokens, decoder 128, always padded, 15 % masked, 16 samples per rank.
-LIBAI_MT5 = PretrainingData(T5Objective(), sequence_length=512, target_length=128, padded=True, micro_batch_size=16)

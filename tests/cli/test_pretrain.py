@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from commands import user_environment
+from documents import commands
 
 ROOT = Path(__file__).parents[2]
 PRETRAIN = str(ROOT / "pretrain.py")
@@ -46,7 +52,7 @@ def workspace(tmp_path_factory) -> Path:
         lines = [f"def function_{i}_{j}(value):\n    return value + {j}\n\n" for j in range(40)]
         (folder / "texts" / f"{i}.txt").write_text("".join(lines))
     (folder / "tiny.yaml").write_text(TINY + f"data: {folder / 'texts'}\n")
-    for name in ("Makefile", "pyproject.toml", "setup.py", "constraints.txt", "pretrain.py"):
+    for name in ("Makefile", "pyproject.toml", "setup.py", "constraints.txt", "pretrain.py", "recipes"):
         (folder / name).symlink_to(ROOT / name)
     return folder
 
@@ -56,7 +62,7 @@ def finished(workspace) -> subprocess.CompletedProcess[str]:
     """The README's own command, on a tiny model: `deepspeed pretrain.py --model-parallel-size 2`, as make has it."""
     installed = ("-o", f"{sys.prefix}/.complete")  # whatever has changed since
     arguments = {"VENV": sys.prefix, "ARGS": "--config tiny.yaml --eval_interval 3"}
-    return run("make", *installed, "pretrain", cwd=workspace, **arguments)
+    return run("make", "pretrain", *installed, cwd=workspace, **arguments)
 
 
 def metrics(folder: Path, name: str) -> list[float]:
@@ -136,6 +142,79 @@ def test_torchrun(workspace):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+# The commands of the page, with models and lengths for a test.
+PAGE = commands("docs/pretraining.md")
+SHORT = [
+    *("--data", "texts", "hidden_size=48", "num_hidden_layers=1", "sequence_length=32", "micro_batch_size=2"),
+    *("train_steps=2", "eval_sequences=4", "final_eval_sequences=4"),
+]
+SMALL_LIBAI = [
+    *("data=docstrings.jsonl", "vocab_size=600", "hidden_size=64", "num_hidden_layers=1", "num_attention_heads=4"),
+    *("sequence_length=64", "target_length=24", "micro_batch_size=4", "lr=1e-3"),
+    *("eval_sequences=8", "final_eval_sequences=8"),
+]
+
+
+def run_page(lines: list[list[str]], folder: Path) -> list[str]:
+    """What commands of the page print, in this process, which may be one of several ranks."""
+    import torch
+
+    shown = []
+    for words in lines:
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            code, messages = outcome(words[words.index("pretrain.py") + 1 :], folder)
+        torch.set_float32_matmul_precision("highest")
+        assert code == 0, messages
+        shown.append(" ".join(output.getvalue().split()))
+    return shown
+
+
+@pytest.fixture(scope="module")
+def docstrings(workspace) -> None:
+    """A text for each of some functions of the standard library that have a docstring."""
+    names = ("argparse", "contextlib", "inspect", "os", "pathlib", "shutil", "subprocess", "tarfile", "unittest.mock")
+    modules = map(import_module, names)
+    texts = {inspect.getdoc(value) for module in modules for value in vars(module).values() if callable(value)}
+    lines = [json.dumps({"text": text}) + "\n" for text in sorted(filter(None, texts))]
+    (workspace / "docstrings.jsonl").write_text("".join(lines))
+
+
+def test_every_command_of_the_page(workspace, docstrings, run_ranks):
+    """The benchmark's evaluation has two data-parallel ranks; the losses are the same."""
+    split, mask, prefix, first, resumed, evaluated = (line.split() for line in PAGE)
+    split, mask, prefix = ([*(w for w in words if w != "--fast-dev-run"), *SHORT] for words in (split, mask, prefix))
+    first, resumed, evaluated = ([*words, *SMALL_LIBAI] for words in (first, resumed, evaluated))
+    [(shown, *_)] = run_ranks(1, run_page, [first, mask, prefix], workspace, isolated=True)
+    folder = workspace / "runs" / "mt5-libai"
+    curve = metrics(folder, "train/loss")
+    assert len(curve) == 20
+    assert curve[-1] < curve[0] - 0.5
+    assert [len(metrics(folder, f"{series}/loss")) for series in ("valid", "final")] == [1, 1]
+    assert re.search(r"time per step \S+ s/iter, \S+ samples/s", shown)
+
+    [(_, _, shown), _] = run_ranks(2, run_page, [split, resumed, evaluated], workspace, isolated=True)
+    goes_on = metrics(folder, "train/loss")
+    assert len(goes_on) == 30
+    assert goes_on[:20] == curve
+    loss = re.search(r"held-out loss ([\d.]+) nats", shown)
+    assert loss
+    assert float(loss[1]) == pytest.approx(metrics(folder, "final/loss")[-1], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ([], "--model-parallel-size 2 --output-dir runs/quickstart"),
+        (["MODEL=t5"], "--model-parallel-size 2 --model t5-quickstart --output-dir runs/t5-quickstart"),
+        (["MODEL=glm", "ARGS=--lr=1"], "2 --model glm-quickstart --output-dir runs/glm-quickstart --lr=1"),
+    ],
+)
+def test_make_pretrain_of_each_family(settings, words, workspace):
+    done = run("make", "-n", "-o", ".venv/.complete", "pretrain", *settings, cwd=workspace)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith(words)
+
+
 BEFORE_ANY_PROCESS = [
     (["--model-parallel-size", "5"], "12 attention heads cannot be split 5 ways; use a model-parallel size of 1, 2"),
     (["--model-paralle-size", "2"], "--model-parallel-size INT"),
@@ -156,11 +235,11 @@ ON_EVERY_RANK = [
 ]
 
 
+TINY_SPLIT = ["--config", "tiny.yaml", "--model-parallel-size", "2"]
+
+
 def outcome(arguments: list[str], folder: Path) -> tuple[int, str]:
     """Exit code and messages of `pretrain.py` in this process, which may be one of several ranks."""
-    import contextlib
-    import io
-
     import torch.distributed as dist
 
     import shardzoo.cli.pretrain
@@ -171,7 +250,7 @@ def outcome(arguments: list[str], folder: Path) -> tuple[int, str]:
     os.chdir(folder)
     with contextlib.redirect_stderr(io.StringIO()) as messages:
         try:
-            code = shardzoo.cli.pretrain.main(["--config", "tiny.yaml", *arguments])
+            code = shardzoo.cli.pretrain.main(arguments)
         except SystemExit as exit_:
             code = int(exit_.code or 0)
         finally:
@@ -185,7 +264,7 @@ def test_a_mistake_is_one_message_with_exit_code_2(workspace, monkeypatch, argum
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "")  # restored afterwards
     before = sorted(workspace.rglob("*"))
-    code, messages = outcome(arguments, workspace)
+    code, messages = outcome(["--config", "tiny.yaml", *arguments], workspace)
     assert code == 2
     assert messages.count(message) == 1
     assert sorted(workspace.rglob("*")) == before
@@ -197,7 +276,7 @@ def test_a_mistake_that_one_rank_finds_ends_all(workspace, run_ranks, arguments,
     (workspace / "another").mkdir(exist_ok=True)
     (workspace / "another" / "arguments.yaml").touch()
     before = sorted(workspace.rglob("*"))
-    (first, shown), (second, also_shown) = run_ranks(2, outcome, ["--model-parallel-size", "2", *arguments], workspace)
+    (first, shown), (second, also_shown) = run_ranks(2, outcome, [*TINY_SPLIT, *arguments], workspace)
     assert (first, second) == (2, 2)
     assert shown.count(message) == 1
     assert also_shown == ""
@@ -215,7 +294,7 @@ def test_a_mistake_in_a_started_job_is_one_message(workspace):
 
 
 def test_a_world_that_does_not_divide(workspace, run_ranks):
-    outcomes = run_ranks(3, outcome, ["--model-parallel-size", "2"], workspace)
+    outcomes = run_ranks(3, outcome, TINY_SPLIT, workspace)
     assert [code for code, _ in outcomes] == [2, 2, 2]
     assert "3 processes" in outcomes[0][1]
     assert "use tensor_parallel_size 1 or 3" in outcomes[0][1]
@@ -272,14 +351,16 @@ def test_the_objective_and_its_settings(argv, name, mask_probability, tmp_path, 
         ),
         (["--config", "wrong.yaml"], r"'t5' has no setting 'whole_words' \(a setting of bert-nsp"),
         (["--config", "text.yaml"], "mask_probability must be a finite number, not 'x'"),
+        (["--config", "negated.yaml"], "objective 'roberta' has no setting 'no_whole_words'"),
         (["--config", "list.yaml"], "objective must be a name, or settings with a name"),
-        (["--config", "glm.yaml"], "objective 'glm' are not of the right types"),
+        (["--config", "glm.yaml"], "objective.token must be a finite number, not 'x'"),
         (["pipeline_parallel_size=2"], "pipeline parallelism is not supported yet"),
     ],
 )
 def test_a_wrong_objective_or_setting(argv, message, tmp_path, monkeypatch):
     (tmp_path / "wrong.yaml").write_text("objective: {name: t5, whole_words: true}\n")
     (tmp_path / "text.yaml").write_text("objective: {name: t5, mask_probability: x}\n")
+    (tmp_path / "negated.yaml").write_text("objective: {name: roberta, no_whole_words: true}\n")
     (tmp_path / "list.yaml").write_text("objective: [t5]\n")
     (tmp_path / "glm.yaml").write_text("objective: {name: glm, token: x}\n")
     monkeypatch.chdir(tmp_path)

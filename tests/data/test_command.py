@@ -81,6 +81,6 @@ def test_every_public_name_is_there():
     import shardzoo.data
 
     for name in shardzoo.data.__all__:
-        assert getattr(shardzoo.data, name).__name__ if name != "LIBAI_MT5" else shardzoo.data.LIBAI_MT5
+        assert getattr(shardzoo.data, name).__name__
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = shardzoo.data.nothing

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from shardzoo.cli.pretrain import RECIPES, read_arguments
 from shardzoo.data import (
-    LIBAI_MT5,
     GLMObjective,
     IndexedDataset,
     Objective,
@@ -52,9 +52,11 @@ def prepare(jsonl, tokenizer_dir, tmp_path, **options):
 
 
 def test_the_libai_workload_builds_its_batches_from_one_configuration(jsonl, spiece_dir, tmp_path):
+    recipe = read_arguments(["--config", str(RECIPES / "mt5-libai.yaml")], quiet=True)
+    lengths, size = (recipe.sequence_length, recipe.target_length), recipe.micro_batch_size
+    config = PretrainingData(recipe.objective, *lengths, micro_batch_size=size, seed=recipe.seed)
     indexed, tokenizer = prepare(jsonl, spiece_dir, tmp_path)
-    loaders = [iter(build_loader(LIBAI_MT5, indexed, tokenizer, rank=r, world_size=2)) for r in range(2)]
-    assert LIBAI_MT5.micro_batch_size == 16
+    loaders = [iter(build_loader(config, indexed, tokenizer, rank=r, world_size=2)) for r in range(2)]
     masked, raw = [], []
     for loader in loaders:
         for _ in range(3):

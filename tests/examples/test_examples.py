@@ -35,11 +35,6 @@ def command(part: str) -> str:
     return found
 
 
-# The benchmark's own size takes longer than seconds: its commands are run with the sizes of the small one.
-SMALL_MT5 = [word for word in shlex.split(command("small-mt5")) if "=" in word and "save_dir" not in word]
-SMALL_MT5.append("corpus=runs/examples/docstrings.jsonl")
-
-
 def run_as_script(words: list[str], folder: Path) -> tuple[str, int]:
     """What `python words…` in `folder` prints, and its exit code."""
     code: Any = 0
@@ -89,8 +84,6 @@ def run(folder, run_ranks):
 
     def in_the_pool(line: str) -> str:
         assert line in COMMANDS
-        if "libai" in line:
-            line = shlex.join([*shlex.split(line), *SMALL_MT5])
         sizes = re.findall(r"(?:num_gpus|num-gpus|model_parallel_size|model-parallel-size)[ =](\d+)", line)
         ranks = max(map(int, sizes), default=2 if "gpt2" in line else 1)
         ended = run_ranks(ranks, run_as_script, words_of(line), folder)
@@ -138,23 +131,6 @@ def test_one_script_for_every_environment(run, folder):
     titles = [text.partition("title:")[2] for text in shown]
     assert "ours:" in titles[0]
     assert titles == [titles[0]] * 4
-
-
-def test_libai_mt5_runs_resumes_and_evaluates(run, folder, tiny):
-    tiny.json_lines([{"text": doc.text} for doc in tiny.docstrings()], folder / "runs/examples/docstrings.jsonl")
-    shown = run(command("libai_mt5.py --fast-dev-run"))
-    curve = logged(folder, "libai-mt5")
-    assert list(curve) == list(range(1, 21))
-    assert curve[20] < curve[1] - 0.5
-    assert re.search(r"time: \S+ s/iter, total_throughput: \S+ samples/s", shown)
-    assert list(logged(folder, "libai-mt5", "valid/loss")) == [10, 20]
-    run(command("--resume"))
-    goes_on = logged(folder, "libai-mt5")
-    assert list(goes_on) == list(range(1, 31))
-    assert {step: goes_on[step] for step in curve} == curve
-    evaluated = re.search(r"{'loss': ([\d.]+)}", run(command("--eval-only")))
-    assert evaluated
-    assert float(evaluated[1]) == pytest.approx(logged(folder, "libai-mt5", "valid/loss")[30], rel=1e-5)
 
 
 def record(words: list[str], folder: Path, stop_after: int = 0) -> tuple[int, list[dict[str, Any]]]:

@@ -244,12 +244,16 @@ def check_types(arguments: Any) -> None:
     package = __name__.partition(".")[0]
     declared = next(kind for kind in type(arguments).__mro__ if kind.__module__.partition(".")[0] == package)
     for name, hint in get_type_hints(declared).items():
-        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        value = getattr(arguments, name)
-        converted = next((c for kind in kinds if (c := _as(kind, value)) is not NO_MATCH), NO_MATCH)
-        if converted is NO_MATCH:
-            raise ValueError(_problem(name, value, kinds))
-        object.__setattr__(arguments, name, converted)
+        object.__setattr__(arguments, name, checked_value(name, hint, getattr(arguments, name)))
+
+
+def checked_value(name: str, hint: Any, value: Any) -> Any:
+    """Returns a value as the declared type of its field, as `check_types` does."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    converted = next((c for kind in kinds if (c := _as(kind, value)) is not NO_MATCH), NO_MATCH)
+    if converted is NO_MATCH:
+        raise ValueError(_problem(name, value, kinds))
+    return converted
 
 
 def _as(kind: Any, value: Any) -> Any:
