@@ -17,7 +17,7 @@ from rich.table import Table
 from ..data.indexed.dataset import IndexedDataset
 from ..data.indexed.merge import merge_datasets, split_dataset
 from ..data.text.corpus import check_vocabulary
-from ..data.text.documents import SourceReport, fail_on_bad, iter_documents, skip_bad
+from ..data.text.documents import Documents, SourceReport, fail_on_bad, skip_bad
 from ..data.text.encoding import end_token
 from ..data.text.entropy import token_counts
 from ..data.text.prepare import PrepareOptions, PrepareProgress, PrepareReport, prepare_dataset
@@ -142,11 +142,10 @@ class TrainTokenizer:
 
     def run(self, console: Console) -> None:
         source = None if not self.input else self.input[0] if len(self.input) == 1 else list(self.input)
-        report = SourceReport()
-        texts = iter_documents(source, text_key=self.text_key, on_bad=skip_bad, report=report)
-        tokenizer = train_tokenizer(self.kind, texts, self.vocab_size, self.output)
-        console.print(f"{self.output}: {tokenizer.vocab_size} entries from {report.documents} documents")
-        _print_bad(console, report)
+        documents = Documents(source, self.text_key)
+        tokenizer = train_tokenizer(self.kind, documents, self.vocab_size, self.output)
+        console.print(f"{self.output}: {tokenizer.vocab_size} entries from {documents.report.documents} documents")
+        _print_bad(console, documents.report)
 
 
 Command = (

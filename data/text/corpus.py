@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ..indexed.dataset import IndexedDataset
 from ..indexed.format import bin_path, dtype_for_vocabulary, idx_path
 from ..indexed.merge import split_dataset
 from ..indexed.meta import CorpusMeta
 from ..indexed.writer import IndexedDatasetWriter
+from ..tokenizers.files import has_tokenizer
 from ..tokenizers.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 from ..tokenizers.training import TOKENIZER_KINDS, train_tokenizer
 from ..tokenizers.vocabulary import Vocabulary, tokenizer_digest
@@ -51,22 +53,28 @@ class _Settings:
     """The arguments of `prepare_corpus`; `tokenizer` is a kind to train, or a tokenizer."""
 
     tokenizer: str | Tokenizer
-    vocab_size: int
-    split_sentences: bool
-    held_out_fraction: float
-    seed: int
-    progress: Progress
+    vocab_size: int = 8192
+    split_sentences: bool = False
+    held_out_fraction: float = 0.05
+    seed: int = 1234
+    progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.held_out_fraction < 1:
+            raise ValueError(f"held_out_fraction is {self.held_out_fraction}; it must be between 0 and 1, such as 0.05")
+
+    def report(self, stage: str, done: int, total: int) -> None:
+        if self.progress is not None:
+            self.progress(stage, done, total)
 
     def identity(self, source: str) -> dict[str, object]:
         """Returns what determines the prepared files. Settings that older manifests lack are left out by default."""
-        trained = isinstance(self.tokenizer, str)
         values: dict[str, object] = {"source": source}
-        values |= {"vocab_size": self.vocab_size} if trained else {}
+        values |= {"vocab_size": self.vocab_size} if isinstance(self.tokenizer, str) else {}
         values |= {"held_out_fraction": self.held_out_fraction, "seed": self.seed}
         if self.tokenizer != TOKENIZER_KINDS[0]:
-            values["tokenizer"] = (
-                self.tokenizer if isinstance(self.tokenizer, str) else tokenizer_digest(self.tokenizer)
-            )
+            given = self.tokenizer
+            values["tokenizer"] = given if isinstance(given, str) else tokenizer_digest(given)
         return values | ({"split_sentences": True} if self.split_sentences else {})
 
 
@@ -103,49 +111,25 @@ def prepare_corpus(
         ValueError: the source does not exist, has no text or fewer than two different documents, or is a pair
             without a tokenizer or of another vocabulary.
     """
-    options = (tokenizer, vocab_size, split_sentences, held_out_fraction, seed, progress)
-    return _prepare(source, Path(output_dir), _settings(*options))
+    found = _find_tokenizer(tokenizer)
+    settings = _Settings(found, vocab_size, split_sentences, held_out_fraction, seed, progress)
+    return _prepare(source, Path(output_dir), settings)
 
 
-def prepare_corpora(
-    mixture: Sequence[tuple[Source, object]],
-    output_dir: str | Path,
-    *,
-    vocab_size: int = 8192,
-    tokenizer: str | Path | Tokenizer = "bpe",
-    split_sentences: bool = False,
-    held_out_fraction: float = 0.05,
-    seed: int = 1234,
-    progress: Progress | None = None,
-) -> list[Corpus]:
-    """Prepares each source of a mixture (see `parse_mixture`) as `prepare_corpus` does, with one tokenizer for all.
+def prepare_corpora(mixture: Sequence[tuple[Source, object]], output_dir: str | Path, **options: Any) -> list[Corpus]:
+    """Prepares each source of a mixture (see `parse_mixture`) by `prepare_corpus(source, …, **options)`.
 
-    The tokenizer is trained on the training documents of all sources, an equal amount of each if there is much text.
-    If one source is a `.bin/.idx` pair, its tokenizer is used for all. The shares change nothing here. The files of
+    All have one tokenizer. It is trained on the training documents of all sources, an equal amount of each if there is
+    much text; if one source is a `.bin/.idx` pair, it is that one's. The shares change nothing here. The files of
     source n are in `output_dir/part_n`; those of a single source are in `output_dir`.
     """
-    options = (tokenizer, vocab_size, split_sentences, held_out_fraction, seed, progress)
-    settings, output = _settings(*options), Path(output_dir)
-    sources = [source for source, _ in mixture]
+    sources, output = [source for source, _ in mixture], Path(output_dir)
     if len(sources) == 1:
-        return [_prepare(sources[0], output, settings)]
+        return [prepare_corpus(sources[0], output, **options)]
+    settings = _Settings(**{**options, "tokenizer": _find_tokenizer(options.get("tokenizer", TOKENIZER_KINDS[0]))})
     if isinstance(settings.tokenizer, str):
         settings = replace(settings, tokenizer=_shared_tokenizer(sources, output, settings))
     return [_prepare(source, output / f"part_{number}", settings) for number, source in enumerate(sources)]
-
-
-def _settings(
-    tokenizer: str | Path | Tokenizer,
-    vocab_size: int,
-    split_sentences: bool,
-    held_out_fraction: float,
-    seed: int,
-    progress: Progress | None,
-) -> _Settings:
-    if not 0 < held_out_fraction < 1:
-        raise ValueError(f"held_out_fraction is {held_out_fraction}; it must be between 0 and 1, such as 0.05")
-    progress = progress or (lambda stage, done, total: None)
-    return _Settings(_find_tokenizer(tokenizer), vocab_size, split_sentences, held_out_fraction, seed, progress)
 
 
 def _shared_tokenizer(sources: Sequence[Source], output: Path, settings: _Settings) -> Tokenizer:
@@ -206,8 +190,19 @@ def _make_tokenizer(splits: Sequence[_Split], folder: Path, settings: _Settings)
     if isinstance(settings.tokenizer, Tokenizer):
         save_tokenizer(settings.tokenizer, folder)
         return settings.tokenizer
-    texts = (text for split in splits for text in split.tokenizer_texts(settings.progress))
-    return train_tokenizer(settings.tokenizer, texts, settings.vocab_size, folder)
+    return train_tokenizer(settings.tokenizer, _TokenizerTexts(splits, settings), settings.vocab_size, folder)
+
+
+@dataclass(frozen=True)
+class _TokenizerTexts:
+    """The documents to train a tokenizer on, which are read again each time they are iterated over."""
+
+    splits: Sequence[_Split]
+    settings: _Settings
+
+    def __iter__(self) -> Iterator[str]:
+        for split in self.splits:
+            yield from split.tokenizer_texts(self.settings.report)
 
 
 def as_prefix(source: Source) -> Path | None:
@@ -264,7 +259,7 @@ def _choose_held_out(source: Source, settings: _Settings, text_bytes: int = TOKE
     for text in iter_documents(source, on_bad=skip_bad, report=report):
         keys.append(document_key(text, seed))
         done += len(text)
-        settings.progress("reading", report.bytes, report.bytes)
+        settings.report("reading", report.bytes, report.bytes)
     ordered = sorted(set(keys))
     if not keys:
         named = f"; the first of {report.bad} bad records: {report.first_bad[0]}" if report.bad else ""
@@ -297,9 +292,9 @@ def _tokenize(split: _Split, tokenizer: Tokenizer, output: Path, settings: _Sett
             if waiting >= BATCH_CHARACTERS:
                 done, waiting = done + waiting, 0
                 _write_batches(batches, tokenizer, meta, train, valid)
-                settings.progress("tokenizing", done, split.total_bytes)
+                settings.report("tokenizing", done, split.total_bytes)
         _write_batches(batches, tokenizer, meta, train, valid)
-        settings.progress("tokenizing", split.total_bytes, split.total_bytes)
+        settings.report("tokenizing", split.total_bytes, split.total_bytes)
     return end
 
 
@@ -398,7 +393,7 @@ def find_tokenizer(prefix: Path) -> Path:
     """Returns the folder of the tokenizer beside a `.bin/.idx` pair. ValueError if there is no tokenizer."""
     folder = prefix.parent
     for candidate in (Path(f"{prefix}_tokenizer"), folder / "tokenizer", folder):
-        if (candidate / "tokenizer.json").is_file() or list(candidate.glob("*.model")):
+        if has_tokenizer(candidate):
             return candidate
     raise ValueError(
         f"no tokenizer beside {prefix}: looked for {prefix.name}_tokenizer/, tokenizer/ and tokenizer.json in {folder}"

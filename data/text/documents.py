@@ -97,6 +97,23 @@ def _read(chunks: list[Chunk], text_key: str, on_bad: OnBad, report: SourceRepor
         yield from text.documents
 
 
+@dataclass
+class Documents:
+    """The documents of a source without its bad records; they are read again each time they are iterated over.
+
+    Attributes:
+        report: the counts of the last pass.
+    """
+
+    source: Source
+    text_key: str = "text"
+    report: SourceReport = field(default_factory=SourceReport)
+
+    def __iter__(self) -> Iterator[str]:
+        self.report = SourceReport()
+        return iter_documents(self.source, text_key=self.text_key, on_bad=skip_bad, report=self.report)
+
+
 def skip_bad(record: BadRecord) -> None:
     """Skips bad records; the lenient choice for `on_bad`. A `SourceReport` counts and describes them."""
 

@@ -43,6 +43,12 @@ def has_tokenizer(folder: Path) -> bool:
     return named or any(folder.glob("*.model"))
 
 
+def remove_tokenizer(folder: Path) -> None:
+    """Removes a folder's tokenizer, whose files could be read in place of those of another tokenizer."""
+    for name in TOKENIZER_FILES:
+        (folder / name).unlink(missing_ok=True)
+
+
 def check_tokenizer_folder(folder: Path) -> None:
     """Raises ValueError, naming the file and the cause, if one of the folder's tokenizer files is damaged."""
     for name in (*JSON_FILES, *OTHER_FILES):

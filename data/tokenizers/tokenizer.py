@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import read_json_object
-from .files import check_tokenizer_file, check_tokenizer_folder, library_errors
+from .files import check_tokenizer_file, check_tokenizer_folder, library_errors, remove_tokenizer
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 T5_SENTINELS = 100
@@ -219,7 +220,10 @@ class SentencePieceTokenizer(Tokenizer):
         if (folder / CONFIG).exists() and read_back is not None and read_back.added == self.added:
             return
         config = {"tokenizer_class": "T5Tokenizer", **self.special_tokens(), **_config_beside(self.path)}
-        config["extra_ids"] = sentinels = sum(token in self.added for token in t5_sentinel_names(len(self.added)))
+        first = re.fullmatch(r"<extra_id_(\d{1,6})>", self.added[0]) if self.added else None
+        sentinels = int(first[1]) + 1 if first else 0
+        sentinels = sentinels if self.added[:sentinels] == t5_sentinel_names(sentinels) else 0
+        config["extra_ids"] = sentinels
         others = enumerate(self.added[sentinels:], self.pieces + sentinels)
         config["added_tokens_decoder"] = {str(index): {"content": token, "special": True} for index, token in others}
         write_config(folder, config)
@@ -278,10 +282,13 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 def save_tokenizer(tokenizer: Tokenizer, folder: str | Path) -> None:
     """Writes a tokenizer and the tokens added to it, so that `load_tokenizer` and transformers read them.
 
-    The files of a tokenizer to which nothing was added are copied unchanged.
+    The files of a tokenizer to which nothing was added are copied unchanged. Another tokenizer in the folder is
+    replaced.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    if folder.resolve() not in (tokenizer.path.resolve(), tokenizer.path.resolve().parent):
+        remove_tokenizer(folder)
     tokenizer.save(folder)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
+from .files import remove_tokenizer
 from .glm_tokens import TOKEN_NAMES, glm_tokenizer
 from .sentinels import T5_SENTINELS
 from .tokenizer import FastTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer, save_tokenizer, write_config
@@ -132,24 +133,42 @@ def train_wordpiece(
     pairs.
 
     Args:
+        documents: read twice; what can be iterated only once is held in memory.
         lowercase: whether to remove case and accents, as the uncased models do.
     """
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from tokenizers import processors, trainers
 
     special = list(BERT_TOKENS.values())
     if vocab_size <= len(special):
         raise ValueError(f"a WordPiece vocabulary needs more than its {len(special)} special tokens, not {vocab_size}")
-    tokenizer = Tokenizer(models.WordPiece(unk_token=BERT_TOKENS["unk_token"]))
+    documents = list(documents) if isinstance(documents, Iterator) else documents
+
+    def train(first: list[str], size: int) -> Any:
+        tokenizer = _wordpiece(None, lowercase)
+        trainer = trainers.WordPieceTrainer(
+            vocab_size=size, min_frequency=2, special_tokens=first, show_progress=progress
+        )
+        tokenizer.train_from_iterator(_not_empty(documents), trainer)
+        return tokenizer.get_vocab()
+
+    # The library numbers the continuing letters (##a) at random, and breaks ties between pairs by these numbers. Given
+    # as the first tokens, they have a fixed order.
+    letters = sorted(token for token in train(special, len(special)) if token.startswith("##") and len(token) == 3)
+    tokenizer = _wordpiece(train(special + letters, vocab_size), lowercase)
+    tokenizer.add_special_tokens(special)
+    sep, cls = ((name, special.index(name)) for name in ("[SEP]", "[CLS]"))
+    tokenizer.post_processor = processors.BertProcessing(sep, cls)
+    return _save(tokenizer, Path(output_dir), BERT_TOKENS)
+
+
+def _wordpiece(vocabulary: dict[str, int] | None, lowercase: bool) -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=BERT_TOKENS["unk_token"]))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size, min_frequency=2, special_tokens=special, show_progress=progress
-    )
-    tokenizer.train_from_iterator(_not_empty(documents), trainer)
-    sep, cls = ((name, special.index(name)) for name in ("[SEP]", "[CLS]"))  # trained first, in their order
-    tokenizer.post_processor = processors.BertProcessing(sep, cls)
-    return _save(tokenizer, Path(output_dir), BERT_TOKENS)
+    return tokenizer
 
 
 def _save(
@@ -157,6 +176,7 @@ def _save(
 ) -> FastTokenizer:
     """Writes the files that transformers reads, and loads them."""
     folder.mkdir(parents=True, exist_ok=True)
+    remove_tokenizer(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": tokenizer_class,
@@ -226,6 +246,7 @@ def train_sentencepiece(
         )
     except RuntimeError as error:
         raise ValueError(f"SentencePiece could not be trained on this text: {error}") from None
+    remove_tokenizer(folder)
     (folder / "spiece.model").write_bytes(model.getvalue())
     config = {
         "tokenizer_class": "T5Tokenizer",

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import pickle
 import shutil
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -336,7 +339,7 @@ ADDED = ["[NLU]", "[S2S]", "two words"]
 
 
 @pytest.mark.parametrize("kind", TOKENIZER_KINDS)
-@pytest.mark.parametrize("added", [[], ["<extra_id_1>", "<extra_id_0>"], ADDED])
+@pytest.mark.parametrize("added", [[], ["<extra_id_1>", "<extra_id_0>"], ADDED, [*ADDED, "<extra_id_100>"]])
 def test_a_saved_tokenizer_has_the_added_tokens_everywhere(kind, added, trained, tmp_path):
     from transformers import AutoTokenizer
 
@@ -369,6 +372,12 @@ def test_a_saved_model_file_and_a_saved_transformers_folder(spiece_dir, wordpiec
     save_tokenizer(load_tokenizer(tmp_path / "mine.model"), tmp_path / "named")
     assert load_tokenizer(tmp_path / "named").encode("the") == load_tokenizer(spiece_dir).encode("the")
     save_tokenizer(load_tokenizer(tmp_path / "named"), tmp_path / "named")  # onto itself
+    for number, order in enumerate((["[R]", "sentinels"], ["sentinels", "[R]"], ["<extra_id_0>", "[R]", "sentinels"])):
+        mixed = load_tokenizer(spiece_dir / "spiece.model")
+        for token in order:
+            _ = add_sentinels(mixed, 9) if token == "sentinels" else mixed.add_tokens([token])
+        save_tokenizer(mixed, tmp_path / f"order{number}")
+        assert load_tokenizer(tmp_path / f"order{number}").tokens(mixed.vocab_size) == mixed.tokens(mixed.vocab_size)
     (tmp_path / "old").mkdir()
     (tmp_path / "old/vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\nb")
     (tmp_path / "old/tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
@@ -424,3 +433,37 @@ def test_a_large_vocabulary_is_quick_to_identify(tmp_path):
     start = time.process_time()
     Vocabulary.of(tokenizer)
     assert time.process_time() - start < 1
+
+
+def test_another_tokenizer_in_the_folder_is_replaced(trained, texts, tmp_path):
+    for kind in ("bpe", "sentencepiece", "roberta", "sentencepiece", "wordpiece"):
+        expected = load_tokenizer(trained / kind).tokens(50)
+        assert train_tokenizer(kind, texts, 320, tmp_path / "trained").tokens(50) == expected
+        assert load_tokenizer(tmp_path / "trained").tokens(50) == expected
+        save_tokenizer(load_tokenizer(trained / kind), tmp_path / "saved")
+        assert load_tokenizer(tmp_path / "saved").tokens(50) == expected
+    (tmp_path / "saved/config.json").write_text("{}")
+    save_tokenizer(load_tokenizer(trained / "bpe"), tmp_path / "saved")
+    assert (tmp_path / "saved/config.json").exists()  # a model's file
+
+
+@pytest.mark.parametrize("kind", TOKENIZER_KINDS)
+def test_training_twice_gives_the_same_tokenizer(kind, trained, texts, tmp_path):
+    """Also in another process: the library's WordPiece numbers its letters at random."""
+    code = (
+        "import json, sys; from shardzoo.data import train_tokenizer; "
+        "train_tokenizer(sys.argv[1], iter(json.load(sys.stdin)), 320, sys.argv[2])"
+    )
+    subprocess.run([sys.executable, "-c", code, kind, str(tmp_path)], input=json.dumps(texts), text=True, check=True)
+    for path in tmp_path.iterdir():
+        assert path.read_bytes() == (trained / kind / path.name).read_bytes()
+
+
+def test_wordpiece_has_every_letter_and_no_other_special_tokens(texts, tmp_path):
+    tokenizer = train_wordpiece([*texts, "Zürich ABC\u4f60x"], 200, tmp_path)
+    vocabulary = tokenizer.backend.get_vocab()
+    assert {"z", "u", "##r", "##h", "\u4f60", "x"} <= vocabulary.keys()
+    assert not {"##\u4f60", "##.", "ü"} & vocabulary.keys()
+    special = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values() if token.special]
+    assert special == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    assert tokenizer.decode(tokenizer.encode("Zurich abc")) == "zurich abc"
