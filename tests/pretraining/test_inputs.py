@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from pretraining_runs import arguments_of, run_pretraining
-from tiny_models import tiny
+from tiny_models import hf_model, tiny
 
 from shardzoo.convert import split
 from shardzoo.data import load_tokenizer, prepare_corpus, train_tokenizer
@@ -23,6 +23,7 @@ SIZE, ADDED = 320, ["<extra one>", "<extra two>"]
 WEIGHTS = ("none", "folder", "shards", "checkpoint", "run", "folder without tokenizer")
 TOKENIZERS = ("none", "same", "other", "smaller", "larger")
 CORPORA = ("text", "pair of same", "pair of other", "pair beside same", "pair beside other", "pair alone")
+ONE = RankInfo(0, 1, 0, 1)
 KNOWN = ("folder", "shards", "checkpoint", "run")  # weights with a tokenizer
 
 
@@ -97,7 +98,7 @@ def chosen(parts: Parts, weights: str, tokenizer: str, corpus: str, tmp_path: Pa
         tokenizer=parts.tokenizers[tokenizer], data=(parts.corpora[corpus],),
     )  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(tiny("gpt2", layers=1)))
-    return choose_inputs(arguments, RankInfo(0, 1, 0, 1))
+    return choose_inputs(arguments, ONE)
 
 
 def problem(weights: str, tokenizer: str, corpus: str) -> tuple[str, ...]:
@@ -144,3 +145,107 @@ def test_the_combinations_have_both_outcomes():
     outcomes = [problem(w, t, c) for w in WEIGHTS for t in TOKENIZERS for c in CORPORA]
     assert sum(map(bool, outcomes)) > 100
     assert sum(not outcome for outcome in outcomes) > 25
+
+
+def test_a_checkpoint_with_another_tokenizer_is_refused(parts, tmp_path):
+    folder = shutil.copytree(parts.weights["checkpoint"], tmp_path / "checkpoint")
+    shutil.copytree(parts.tokenizers["other"], folder, dirs_exist_ok=True)
+    with pytest.raises(ValueError, match=f"{folder} has another vocabulary"):
+        choose_inputs(arguments_of(tmp_path / "run", init_from=str(folder), data=(parts.corpora["text"],)), ONE)
+
+
+def test_a_checkpoint_without_its_tokenizer_wants_the_one_it_records(parts, tmp_path):
+    folder = shutil.copytree(parts.weights["checkpoint"], tmp_path / "checkpoint")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    start = partial(arguments_of, tmp_path / "run", init_from=str(folder), data=(parts.corpora["text"],))
+    assert choose_inputs(start(tokenizer=parts.tokenizers["same"]), ONE).tokenizer.vocab_size == SIZE
+    for tokenizer in (None, parts.tokenizers["other"]):
+        with pytest.raises(ValueError, match=str(folder)):
+            choose_inputs(start(tokenizer=tokenizer), ONE)
+
+
+def test_weights_without_room_for_the_tokens_of_the_objective(tmp_path, texts):
+    weights = tmp_path / "weights"
+    pieces = train_tokenizer("sentencepiece", stories(texts), 300, weights).pieces
+    (weights / "tokenizer_config.json").write_text('{"tokenizer_class": "T5Tokenizer", "extra_ids": 0}')
+    hf_model("T5ForConditionalGeneration", layers=1, vocab_size=pieces + 99).save_pretrained(weights)
+    start = {"init_from": str(weights), "data": (str(texts),)}
+    with pytest.raises(ValueError, match=f"with the 100 that objective 't5' adds.*{weights} have only {pieces + 99}"):
+        choose_inputs(arguments_of(tmp_path / "run", "t5", **start), ONE)
+    assert choose_inputs(arguments_of(tmp_path / "run", "prefix-lm", **start), ONE).tokenizer.vocab_size == pieces
+
+
+@pytest.mark.parametrize(
+    ("family", "objective", "message"),
+    [
+        ("bert", "bert-nsp", r"tokenizer {same}: objective 'bert-nsp' needs a tokenizer with .*mask_token"),
+        ("roberta", "roberta", r"tokenizer {same}: .*mask_token"),
+        ("gpt2", "t5", "objective 't5' does not fit model .*, a gpt2; use gpt$"),
+        ("bert", "gpt", "a bert; use bert-nsp, bert-sop, roberta"),
+        ("roberta", "bert-sop", "a roberta; use roberta"),
+        ("glm", "roberta", "a glm; use glm"),
+        ("mt5", "glm", "a mt5; use prefix-lm, t5, ul2"),
+    ],
+)
+def test_objectives_that_do_not_fit(parts, config, tmp_path, family, objective, message):
+    arguments = arguments_of(
+        tmp_path,
+        objective,
+        model=str(config(family)),
+        tokenizer=parts.tokenizers["same"],
+        data=(parts.corpora["text"],),
+    )
+    with pytest.raises(ValueError, match=message.format(same=parts.tokenizers["same"])):
+        choose_inputs(arguments, ONE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "gpt2-medium"}, "gpt2-medium has hidden_size=1024, but the weights in .* have 32"),
+        ({"model": "t5-small"}, "t5-small has model_type=t5, but the weights in .* have gpt2"),
+        ({"num_hidden_layers": 3}, "has num_hidden_layers=3, but the weights in .* have 1"),
+        ({"sequence_length": 65}, "from 2 to the model's 64 positions, not 65"),
+        ({"target_length": 8}, "target_length is for encoder-decoders"),
+        ({"sequence_length": 63, "sequence_parallel": True, "model_parallel_size": 2}, "are a multiple of 2"),
+        ({"init_from": "./nowhere"}, "init_from: ./nowhere is not a folder"),
+        ({"tokenizer": "./nowhere"}, "tokenizer: ./nowhere is not a folder"),
+        ({"eval_only": True, "init_from": None}, "eval_only needs weights"),
+    ],
+)
+def test_arguments_that_contradict_the_weights(parts, tmp_path, changes, message):
+    given = {"init_from": parts.weights["folder"], "data": (parts.corpora["text"],), **changes}
+    with pytest.raises(ValueError, match=message):
+        choose_inputs(arguments_of(tmp_path / "run", **given), ONE)
+
+
+def test_one_part_of_a_mixture_with_another_vocabulary(parts, tmp_path):
+    data = (f"{parts.corpora['text']}:0.5", f"{parts.corpora['pair of other']}:0.5")
+    arguments = arguments_of(tmp_path / "run", init_from=parts.weights["folder"], data=data)
+    with pytest.raises(ValueError, match=f"{parts.corpora['pair of other']} was prepared with another vocabulary"):
+        choose_inputs(arguments, ONE)
+
+
+def test_ids_outside_of_the_vocabulary_are_found_before_anything_is_written(parts, tmp_path, run_mesh):
+    """A pair of another tool records nothing, so only its ids can tell that the named tokenizer is not its own."""
+    run = partial(
+        run_pretraining, folder=tmp_path / "run", init_from=None, tokenizer=parts.tokenizers["smaller"],
+        data=(parts.corpora["pair alone"],), model="gpt2-quickstart",
+    )  # fmt: skip
+    with pytest.raises(Exception, match=f"alone/train holds token id 3.*{parts.tokenizers['smaller']}"):
+        run_mesh(2, run)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_names_its_parts_and_writes_nothing(parts, tmp_path, capsys):
+    from rich.console import Console
+
+    from shardzoo.pretraining.tables import run_plan
+
+    arguments = arguments_of(tmp_path / "run", init_from=parts.weights["folder"], data=(parts.corpora["text"],))
+    Console(width=250).print(run_plan(arguments, choose_inputs(arguments, ONE)))
+    shown = capsys.readouterr().out
+    memory = {"25,056 parameters", parts.weights["folder"], parts.corpora["text"], "20 = 5,120 tokens", "GiB on a rank"}
+    assert all(part in shown for part in memory | {str(tmp_path / "run" / "hf"), "1 tensor-parallel x 1 data-parallel"})
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,194 @@
+"""What a run begins from and leaves: transformers' weights, an export that transformers evaluates alike, a report."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pretraining_runs import run_pretraining, train_losses
+from tiny_models import hf_model, save_glm
+
+import shardzoo
+from shardzoo.data import IndexedDataset, PretrainingData, build_loader, load_tokenizer, train_tokenizer
+from shardzoo.data.indexed.meta import read_meta
+from shardzoo.data.tokenizers.vocabulary import Vocabulary
+from shardzoo.models import family
+
+WEIGHTS = [
+    ("gpt2", "GPT2LMHeadModel", "gpt"), ("bert", "BertForPreTraining", "bert-nsp"),
+    ("bert", "BertForMaskedLM", "roberta"), ("roberta", "RobertaForMaskedLM", "roberta"),
+    ("t5", "T5ForConditionalGeneration", "t5"), ("mt5", "MT5ForConditionalGeneration", "prefix-lm"),
+    ("glm", "GLMModel", "glm"),
+]  # fmt: skip
+DEFAULTS = {"gpt2": "gpt", "bert": "bert-nsp", "roberta": "roberta", "t5": "t5", "mt5": "t5", "glm": "glm"}
+
+
+def save_weights(folder: Path, name: str, architecture: str, texts: Path) -> Any:
+    """Writes random weights without dropout and a tokenizer of the family's kind; returns a reference model."""
+    stories = [file.read_text() for file in sorted(texts.iterdir())]
+    tokenizer = train_tokenizer(family(name).tokenizer, stories, 400, folder)
+    if name == "glm":
+        save_glm(folder, "gpt2", layers=1, dropout=0.0)
+        return shardzoo.from_pretrained(folder)
+    special = {
+        key: tokenizer.special.get(key.removesuffix("_id")) for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
+    model = hf_model(architecture, 0.0, layers=1, vocab_size=tokenizer.vocab_size, **special)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+@pytest.mark.parametrize(("name", "architecture", "objective"), WEIGHTS)
+def test_a_run_starts_from_the_weights_of_transformers(run_mesh, tmp_path, texts, name, architecture, objective):
+    weights = tmp_path / "weights"
+    reference = save_weights(weights, name, architecture, texts)
+    run = partial(
+        run_pretraining, folder=tmp_path / "run", objective=objective, init_from=str(weights), data=(str(texts),),
+        train_steps=1, warmup_steps=0, export=False,
+    )  # fmt: skip
+    (loss,) = train_losses(run_mesh(2, run)[0])
+
+    tokenizer, corpus = load_tokenizer(weights), IndexedDataset(tmp_path / "run" / "data" / "train")
+    assert read_meta(corpus.prefix).vocabulary == Vocabulary.of(tokenizer)  # not a new one
+    batch = next(iter(build_loader(PretrainingData(objective, 64, micro_batch_size=4), corpus, tokenizer)))
+    assert loss == pytest.approx(reference(**batch).loss.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_a_run_leaves_a_model_that_has_the_same_loss(run_mesh, tmp_path, texts, config, name):
+    """The loss in metrics.jsonl, the report and the model card is that of transformers' class on the same samples."""
+    from shardzoo.data import build_dataset, target_entropy
+    from shardzoo.data.objectives.pretraining import pad_batch
+    from shardzoo.pretraining.recipe import held_out_samples
+
+    folder = tmp_path / "run"
+    run = partial(run_pretraining, folder=folder, model=str(config(name)), data=(str(texts),))
+    metrics = run_mesh(2, run)[0]
+    (final,) = [record["final/loss"] for record in metrics if "final/loss" in record]
+
+    data, tokenizer = PretrainingData(DEFAULTS[name], 64, seed=0), load_tokenizer(folder / "hf")
+    samples = held_out_samples(build_dataset(data, IndexedDataset(folder / "data" / "valid"), tokenizer), 5)
+    chunks = [[samples[i] for i in part] for part in (range(4), range(4, 5))]  # as they were evaluated
+    batches = [pad_batch(data, tokenizer)(chunk) for chunk in chunks]
+    model = exported(folder / "hf")
+    counts = [
+        int((batch["labels"] != -100).sum()) - (len(batch["labels"]) if name == "gpt2" else 0) for batch in batches
+    ]
+    with torch.no_grad():
+        losses = [model(**batch).loss.item() for batch in batches]
+    assert final == pytest.approx(sum(map(lambda x, n: x * n, losses, counts)) / sum(counts), abs=1e-5)
+
+    entropy = target_entropy([samples[i] for i in range(5)])
+    card, report = (folder / "hf" / "README.md").read_text(), (folder / "report.html").read_text()
+    for page in (card, report):
+        assert f"{final:.4f} nats per target" in page
+        assert f"the entropy of the same targets ({entropy:.3f})" in page
+        assert "[[" in page
+    assert card.startswith("---\nlibrary_name: ")
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def exported(folder: Path) -> Any:
+    import transformers
+
+    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+    if not hasattr(transformers, architecture):
+        return shardzoo.from_pretrained(folder)
+    model, report = getattr(transformers, architecture).from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values())
+    transformers.AutoTokenizer.from_pretrained(folder)
+    return model.eval()
+
+
+def killed(mesh: Any, folder: Path, **settings: Any) -> None:
+    """Trains until the second checkpoint is there, and then kills the first rank as it goes on."""
+
+    def wait() -> None:
+        while not (folder / "checkpoints" / "step-000010").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if mesh.rank == 0:
+        threading.Thread(target=wait, daemon=True).start()
+    run_pretraining(mesh, folder, save_interval=5, export=False, **{**settings, "train_steps": 10_000})
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "glm"])
+def test_a_killed_run_resumes_bit_for_bit(run_mesh, tmp_path, texts, config, name):
+    settings = {"model": str(config(name)), "data": (str(texts),), "lr_schedule": "constant"}
+    with pytest.raises(Exception, match=r"died|killed|SIGKILL"):
+        run_mesh(2, partial(killed, folder=tmp_path / "killed", **settings))
+    saved = max(int(path.name[5:]) for path in (tmp_path / "killed" / "checkpoints").glob("step-??????"))
+    last = {"train_steps": saved + 3, "save_interval": saved + 3, "export": False}
+    resumed = run_mesh(2, partial(run_pretraining, folder=tmp_path / "killed", resume=True, **settings, **last))[0]
+    whole = run_mesh(2, partial(run_pretraining, folder=tmp_path / "whole", **settings, **last))[0]
+    assert len(train_losses(whole)) == saved + 3
+    assert train_losses(resumed) == train_losses(whole)
+
+
+def test_an_evaluation_alone_finds_the_loss_of_the_run_and_leaves_nothing(run_mesh, tmp_path, texts, config, capfd):
+    run = partial(run_pretraining, model=str(config("bert")), data=(str(texts),), train_steps=2, warmup_steps=0)
+    metrics = run_mesh(1, partial(run, folder=tmp_path / "run"))[0]
+    (final,) = [record["final/loss"] for record in metrics if "final/loss" in record]
+    before = sorted(tmp_path.rglob("*"))
+    capfd.readouterr()
+    run_mesh(2, partial(run, folder=tmp_path / "run", eval_only=True))
+    start = {"init_from": str(tmp_path / "run" / "hf"), "model": None}
+    run_mesh(2, partial(run_pretraining, folder=None, data=(str(texts),), eval_only=True, **start))
+    assert capfd.readouterr().out.count(f"{final:.4f} nats per target") == 2
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_head_that_the_weights_lack_is_new(run_mesh, tmp_path, texts):
+    save_weights(tmp_path / "weights", "bert", "BertForMaskedLM", texts)
+    start = {"init_from": str(tmp_path / "weights"), "data": (str(texts),), "train_steps": 1, "warmup_steps": 0}
+    run_mesh(2, partial(run_pretraining, folder=tmp_path / "run", objective="bert-nsp", **start))
+    values = json.loads((tmp_path / "run" / "hf" / "config.json").read_text())
+    assert values["architectures"] == ["BertForPreTraining"]
+
+
+@pytest.mark.parametrize("name", ["bert", "t5", "glm"])
+def test_sequence_parallelism_and_recomputation_change_nothing(run_mesh, tmp_path, texts, config, name):
+    lengths = {"sequence_length": 64, "target_length": 24 if name == "t5" else None}
+    run = partial(run_pretraining, model=str(config(name)), export=False, train_steps=8, **lengths)
+    whole = run_mesh(1, partial(run, folder=tmp_path / "whole", data=(str(texts),)))[0]
+    pair = (str(tmp_path / "whole" / "data" / "train"),)
+    split = partial(run, folder=tmp_path / "split", data=pair, sequence_parallel=True, recompute="full")
+    assert train_losses(run_mesh(2, split)[0]) == pytest.approx(train_losses(whole), rel=1e-5)
+    bf16 = run_mesh(2, partial(run, folder=tmp_path / "bf16", data=pair, precision="bf16"))[0]
+    assert train_losses(bf16) == pytest.approx(train_losses(whole), rel=2e-2)
+
+
+def test_a_mixture_trains_alike_on_every_layout(run_mesh, tmp_path, texts, config):
+    (tmp_path / "other").mkdir()
+    for number in range(12):
+        (tmp_path / "other" / f"{number}.txt").write_text(
+            f"Line {number}. " + "alpha beta gamma delta. " * (20 + number)
+        )
+    run = partial(run_pretraining, model=str(config("t5")), data=(f"{texts}:0.7", f"{tmp_path / 'other'}:0.3"))
+    whole = run_mesh(1, partial(run, folder=tmp_path / "whole", train_steps=10, save_interval=4))[0]
+    resumed = {"resume": True, "train_steps": 14, "export": False}
+    for tp, data_ranks in ((2, 1), (1, 2)):
+        folder = tmp_path / f"{tp}"
+        ranks = {"data": data_ranks}
+        size = {"micro_batch_size": 4 // data_ranks, "global_batch_size": 4}
+        part = run_mesh(tp, partial(run, folder=folder, export=False, train_steps=10, **size), **ranks)[0]
+        assert train_losses(part) == pytest.approx(train_losses(whole), rel=1e-5)
+    assert len(train_losses(run_mesh(1, partial(run, folder=tmp_path / "whole", **resumed))[0])) == 14
+
+
+@pytest.mark.parametrize("loss", [1.0 + 1.1e-4, 1.0 - 1.1e-4, float("nan")])
+def test_an_export_with_another_loss_is_an_error(loss):
+    from shardzoo.pretraining.export import check_export
+
+    check_export(Path("hf"), 1.0 + 0.9e-4, 1.0)
+    with pytest.raises(ValueError, match="hf has a held-out loss of"):
+        check_export(Path("hf"), loss, 1.0)
