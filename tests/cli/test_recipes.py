@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ import yaml
 import shardzoo.cli.pretrain
 from shardzoo.cli.models import measure
 from shardzoo.cli.pretrain import RECIPES, read_arguments
-from shardzoo.data.objectives.pretraining import find_objective
 from shardzoo.models import FAMILIES, family, find_config
-from shardzoo.pretraining.arguments import check_layout
+from shardzoo.pretraining.inputs import choose_inputs
+from shardzoo.pretraining.tables import estimated_job
+from shardzoo.trainer.estimate import estimate
 from shardzoo.trainer.launch.rank_info import RankInfo
 
 FILES = sorted(RECIPES.glob("*.yaml"))
@@ -42,22 +44,26 @@ def test_a_recipe_says_what_it_is(file):
 
 
 @pytest.mark.parametrize("file", FILES, ids=NAMES)
-def test_the_layout_of_a_recipe_is_legal_on_its_hardware(file):
+def test_a_recipe_can_start_on_its_hardware(file):
+    """Its model can be split so, its objective fits the model, and a rank's memory is enough."""
     arguments = read(file)
-    config, size = find_config(arguments.model), arguments.model_parallel_size
-    assert size in measure(config, 1).legal
-    hardware = re.search(r"# Hardware: (\d+) GPU", file.read_text())
-    ranks = int(hardware[1]) if hardware else size
-    check_layout(arguments, config, RankInfo(0, ranks, 0, ranks))
+    size = arguments.model_parallel_size
+    assert size in measure(find_config(arguments.model), 1).legal
+    hardware = re.search(r"# Hardware: (\d+) GPUs? of (\d+) GB", file.read_text())
+    ranks, memory = (int(hardware[1]), int(hardware[2]) * 10**9) if hardware else (2, 4 << 30)
+    inputs = choose_inputs(
+        replace(arguments, model_parallel_size=size if hardware else 2), RankInfo(0, ranks, 0, ranks)
+    )
+    config, job = estimated_job(arguments, inputs, ranks // size)
+    assert estimate(config, replace(job, device="cuda" if hardware else "cpu")).peak.total < memory
     assert (arguments.warmup_steps or 0) < arguments.train_steps
+    assert set(yaml.safe_load(file.read_text()).get("objective", {})) <= {"name", *vars(arguments.objective)}
 
 
 @pytest.mark.parametrize("file", FILES, ids=NAMES)
 def test_the_objective_of_a_recipe_fits_its_model(file):
     arguments = read(file)
-    facts = family(find_config(arguments.model).model_type)
-    assert arguments.objective.format == find_objective(facts.objective).format
-    assert set(yaml.safe_load(file.read_text()).get("objective", {})) <= {"name", *vars(arguments.objective)}
+    assert arguments.objective.format in family(find_config(arguments.model).model_type).pretrains
 
 
 def test_each_family_has_three_sizes():
@@ -124,3 +130,12 @@ def test_a_wrong_name_in_a_recipe_is_told(line, message, tmp_path, monkeypatch):
         read_arguments(
             ["--model", "gpt2"] if "model" not in line else ["--config", str(tmp_path / "gpt2.yaml")], quiet=True
         )
+
+
+def test_a_run_says_whose_defaults_it_has(capsys):
+    with pytest.raises(SystemExit) as end:
+        shardzoo.cli.pretrain.main(["--model", "bert-large-uncased", "--dry-run"])
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.count("defaults of recipes/bert-large-uncased.yaml") == 1
+    assert "bert-nsp (mask_probability=0.15" in shown
