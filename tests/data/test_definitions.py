@@ -5,6 +5,7 @@ Corpora are numbers that count up, and every token of a corpus is different, so 
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -31,6 +32,7 @@ from shardzoo.data import (
     build_loader,
     find_objective,
     load_tokenizer,
+    objective_names,
 )
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "glm_tiny.safetensors"
@@ -102,15 +104,16 @@ def published_lengths(tokens: int, density: float, mean: float) -> tuple[int, in
 def filled(inputs: Sequence[int], labels: Sequence[int], sentinels: list[int]) -> tuple[list[int], list[int]]:
     """The text, with the target's spans in the place of the input's sentinels, and the spans' lengths."""
     assert inputs[-1] == labels[-1] == EOS
-    used = [token for token in inputs if token in sentinels]
-    assert used == sentinels[: len(used)] == [token for token in labels if token in sentinels]
+    known = set(sentinels)
+    used = [token for token in inputs if token in known]
+    assert used == sentinels[: len(used)] == [token for token in labels if token in known]
     spans: dict[int, list[int]] = {}
     for token in labels[:-1]:
-        if token in sentinels:
+        if token in known:
             spans[token] = current = []
         else:
             current.append(token)
-    text = [token for found in inputs[:-1] for token in (spans[found] if found in sentinels else [found])]
+    text = [token for found in inputs[:-1] for token in (spans[found] if found in known else [found])]
     return text, [len(spans[sentinel]) for sentinel in used]
 
 
@@ -334,7 +337,8 @@ def test_prefix_lm(length, target, write_dataset):
     assert dataset.samples_per_epoch == 200
     borders, texts = Counter(), []
     for number in range(4000):
-        inputs, labels = (dataset[number][name].tolist() for name in ("input_ids", "labels"))
+        sample = dataset[number]
+        inputs, labels = sample["input_ids"].tolist(), sample["labels"].tolist()
         assert inputs[-1] == labels[-1] == EOS
         texts.append(inputs[:-1] + labels[:-1])
         assert len(texts[-1]) == 20
@@ -373,7 +377,8 @@ def test_ul2(length, target, shares, write_dataset):
     kinds = {(mode, *published_counts(raw, *spans)): place for place, (mode, *spans) in enumerate(DENOISERS)}
     found, texts, rests = Counter(), [], []
     for number in range(2000):
-        inputs, labels = (dataset[number][name].tolist() for name in ("input_ids", "labels"))
+        sample = dataset[number]
+        inputs, labels = sample["input_ids"].tolist(), sample["labels"].tolist()
         assert len(inputs) <= length
         assert len(labels) <= (target or length)
         mode = tokenizer.names[inputs[0]]
@@ -474,3 +479,71 @@ def test_glm_documents_that_end_with_sep_end_with_its_own_end(write_dataset):
         ours, expected = (dataset[number] for dataset in datasets)
         assert all(np.array_equal(ours[name], expected[name]) for name in expected)
         assert SEP not in ours["input_ids"]
+
+
+def test_whole_words_and_ngrams_are_settings(write_dataset):
+    """Words are pairs of tokens, of which two are masked at once in a third of the cases (1/2 to 1)."""
+    tokenizer = Numbers(FIRST + 4000)
+    tokenizer.names = [f"##{name}" if n % 2 and n >= FIRST else name for n, name in enumerate(tokenizer.names)]
+    indexed = write_dataset([list(range(first, first + 64)) for first in range(FIRST, FIRST + 3968, 64)])
+    runs = {}
+    for ngram in (1, 2):
+        objective = RobertaObjective(mask_probability=0.07, whole_words=True, longest_ngram=ngram)
+        dataset = build_dataset(PretrainingData(objective, 66), indexed, tokenizer)
+        asked = [np.flatnonzero(dataset[number]["labels"] != -100) for number in range(600)]
+        assert all((places[::2] % 2 == 1).all() and (np.diff(places)[::2] == 1).all() for places in asked)
+        assert {len(places) for places in asked} <= {2, 4}
+        runs[ngram] = sum(len(places) == 4 and places[-1] - places[0] == 3 for places in asked) / 600
+    assert runs[1] < 0.1 < 0.25 < runs[2]
+
+
+def test_the_shares_of_glm_are_settings(write_dataset):
+    documents = [[*range(first, first + 299), PAD] for first in range(FIRST, FIRST + 40 * 300, 300)]
+    indexed, tokenizer = write_dataset(documents), Numbers(FIRST + 40 * 300)
+
+    def samples(**settings) -> list[dict[str, np.ndarray]]:
+        dataset = build_dataset(PretrainingData(GLMObjective(vocabulary="bert", **settings), 96), indexed, tokenizer)
+        return [dataset[number] for number in range(300)]
+
+    def kinds(found: list[dict[str, np.ndarray]]) -> set[int]:
+        return {mask for mask in (MASK, gmask, smask) for sample in found if mask in sample["input_ids"]}
+
+    sop, _, gmask, smask, dblock = range(FIRST + 12000, FIRST + 12005)
+    hidden = samples(token=1.0, sentence=0.0, block_mask_probability=0.3)
+    assert kinds(hidden) == {MASK}
+    generated = [token for s in hidden for token in s["input_ids"][int(s["attention_mask"]) :].tolist() if token != sop]
+    is_share(generated.count(dblock), len(generated), 0.3)
+    assert kinds(samples(token=0.0, sentence=1.0)) == {smask}
+    assert kinds(samples(token=0.0, sentence=0.0)) == {gmask}
+    assert all((s["input_ids"] == sop).sum() == (s["input_ids"] == MASK).sum() == 1 for s in samples(single_span=1.0))
+    texts = [
+        sum(1 for token in s["input_ids"] if FIRST <= token < sop) for s in samples(token=1.0, sentence=0.0, short=1.0)
+    ]
+    assert min(texts) < 40
+    assert np.mean(texts) < 75
+    more = samples(token=1.0, sentence=0.0, mask_probability=0.4)
+    assert all((s["labels"] != -100).sum() - (s["input_ids"] == sop).sum() >= 30 for s in more)
+
+
+@pytest.mark.parametrize("name", objective_names())
+def test_samples_depend_on_seed_and_number_alone(name, write_dataset):
+    kind = find_objective(name)
+    documents = [[*range(first, first + 99), PAD] for first in range(FIRST, FIRST + 40 * 100, 100)]
+    indexed = write_dataset([[part[:50], part[50:]] for part in documents] if kind.split_sentences else documents)
+    objective = kind(**({"vocabulary": "bert"} if name == "glm" else {}))
+
+    def numbers(dataset) -> list[list[int]]:
+        return [np.asarray(dataset[number]["input_ids"]).tolist() for number in (7, 0, 100, 33)]
+
+    def build(seed: int):
+        return build_dataset(PretrainingData(objective, 96, seed=seed), indexed, Numbers(FIRST + 4000))
+
+    dataset = build(3)
+    first = numbers(dataset)
+    assert len({tuple(sample) for sample in first}) == 4
+    assert first == numbers(dataset) == numbers(build(3)) == numbers(pickle.loads(pickle.dumps(dataset)))
+    assert all(a != b for a, b in zip(first, numbers(build(4)), strict=True))
+    assert dataset.tokens_per_epoch == indexed.num_tokens
+    assert indexed.num_tokens / 120 <= dataset.samples_per_epoch <= indexed.num_tokens / 48
+    with pytest.raises(IndexError, match="no end"):
+        dataset[-1]
