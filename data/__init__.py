@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .indexed.format import dtype_for_vocabulary
     from .indexed.merge import merge_datasets, split_dataset
     from .indexed.writer import IndexedDatasetWriter, WriterState
+    from .loading.blocks import BlockStream, documents_in_memory
     from .loading.loader import (
         EpochShuffle,
         LengthBuckets,
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
         pack_lengths,
     )
     from .loading.mixture import MixedSamples, parse_mixture
-    from .loading.stream import DocumentRecords, IterableRecords, ResumableStream
+    from .loading.stream import DocumentRecords, IterableRecords, ResumableStream, TextStream
     from .objectives.bert import NextSentenceObjective, SentenceOrderObjective, SentencePairDataset, SentencePairs
     from .objectives.blank_infilling import BlankInfilling
     from .objectives.denoising import PrefixLM, SpanCorruption
@@ -64,11 +65,12 @@ _NAMES = {
     "indexed.format": ("dtype_for_vocabulary",),
     "indexed.merge": ("merge_datasets", "split_dataset"),
     "indexed.writer": ("IndexedDatasetWriter", "WriterState"),
+    "loading.blocks": ("BlockStream", "documents_in_memory"),
     "loading.loader": (
         "EpochShuffle", "LengthBuckets", "PackedDataset", "PadBatch", "ResumableLoader", "Share", "pack_lengths",
     ),
     "loading.mixture": ("MixedSamples", "parse_mixture"),
-    "loading.stream": ("DocumentRecords", "IterableRecords", "ResumableStream"),
+    "loading.stream": ("DocumentRecords", "IterableRecords", "ResumableStream", "TextStream"),
     "objectives.bert": ("NextSentenceObjective", "SentenceOrderObjective", "SentencePairDataset", "SentencePairs"),
     "objectives.blank_infilling": ("BlankInfilling",),
     "objectives.denoising": ("PrefixLM", "SpanCorruption"),
@@ -99,18 +101,19 @@ _NAMES = {
     "tokenizers.vocabulary": ("Vocabulary",),
 }
 __all__ = [
-    "BlankInfilling", "BlockDataset", "Corpus", "DocumentRecords", "EpochShuffle", "GLMDataset",
-    "GLMMixture", "GLMObjective", "GLMTokens", "GPTDataset", "GPTObjective", "IndexedDataset", "IndexedDatasetWriter",
-    "IterableRecords", "LengthBuckets", "Masking", "MixedSamples", "MixtureOfDenoisers", "NextSentenceObjective",
-    "Objective", "ObjectiveDataset", "PackedDataset", "PackedTokens", "PadBatch", "PrefixLM", "PrefixLMObjective",
-    "PrepareOptions", "PrepareReport", "PretrainingData", "PromptDataset", "ResumableLoader", "ResumableStream",
-    "RobertaObjective", "SentenceOrderObjective", "SentencePairDataset", "SentencePairs", "Seq2SeqDataset", "Share",
-    "SourceReport", "SpanCorruption", "T5Objective", "Tokenizer", "UL2Objective", "Vocabulary", "WriterState",
-    "add_sentinels", "build_dataset", "build_loader", "dtype_for_vocabulary", "fail_on_bad", "find_objective",
-    "glm_token_ids", "glm_tokenizer", "iter_documents", "load_pairs", "load_tokenizer", "masked_dataset",
-    "merge_datasets", "objective", "objective_names", "pack_lengths", "parse_mixture", "prepare_corpora",
-    "prepare_corpus", "prepare_dataset", "python_stdlib", "save_tokenizer", "sentence_end_ids", "sentinel_ids",
-    "skip_bad", "span_corruption_dataset", "split_dataset", "split_sentences", "target_entropy", "token_counts",
+    "BlankInfilling", "BlockDataset", "BlockStream", "Corpus", "DocumentRecords", "EpochShuffle",
+    "GLMDataset", "GLMMixture", "GLMObjective", "GLMTokens", "GPTDataset", "GPTObjective", "IndexedDataset",
+    "IndexedDatasetWriter", "IterableRecords", "LengthBuckets", "Masking", "MixedSamples", "MixtureOfDenoisers",
+    "NextSentenceObjective", "Objective", "ObjectiveDataset", "PackedDataset", "PackedTokens", "PadBatch",
+    "PrefixLM", "PrefixLMObjective", "PrepareOptions", "PrepareReport", "PretrainingData", "PromptDataset",
+    "ResumableLoader", "ResumableStream", "RobertaObjective", "SentenceOrderObjective", "SentencePairDataset",
+    "SentencePairs", "Seq2SeqDataset", "Share", "SourceReport", "SpanCorruption", "T5Objective", "TextStream",
+    "Tokenizer", "UL2Objective", "Vocabulary", "WriterState", "add_sentinels", "build_dataset", "build_loader",
+    "documents_in_memory", "dtype_for_vocabulary", "fail_on_bad", "find_objective", "glm_token_ids",
+    "glm_tokenizer", "iter_documents", "load_pairs", "load_tokenizer", "masked_dataset", "merge_datasets",
+    "objective", "objective_names", "pack_lengths", "parse_mixture", "prepare_corpora", "prepare_corpus",
+    "prepare_dataset", "python_stdlib", "save_tokenizer", "sentence_end_ids", "sentinel_ids", "skip_bad",
+    "span_corruption_dataset", "split_dataset", "split_sentences", "target_entropy", "token_counts",
     "train_byte_level_bpe", "train_sentencepiece", "train_tokenizer", "train_wordpiece", "unigram_entropy",
 ]
 # fmt: on

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -100,10 +101,10 @@ class IndexedDataset:
         ends = np.append(self._pointers // self.dtype.itemsize, self.num_tokens)
         return np.diff(ends[self.document_indices])
 
-    def __getstate__(self) -> dict[str, Path]:
+    def __getstate__(self) -> dict[str, Any]:
         return {"prefix": self.prefix}
 
-    def __setstate__(self, state: dict[str, Path]) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["prefix"])
 
     def __repr__(self) -> str:
@@ -160,3 +161,29 @@ class IndexedDataset:
         if actual == 0:
             return np.empty(0, self.dtype)  # an empty file cannot be mapped
         return np.asarray(np.memmap(path, mode="r", dtype=self.dtype))
+
+
+class MemoryDataset(IndexedDataset):
+    """A tokenized corpus in memory, for all that reads an `IndexedDataset`.
+
+    Args:
+        name: what messages call it.
+        tokens: [tokens], the sequences end to end.
+        sizes: tokens per sequence.
+        sequences: sequences per document; None if each document is one sequence.
+    """
+
+    def __init__(self, name: str, tokens: np.ndarray, sizes: np.ndarray, sequences: np.ndarray | None = None) -> None:
+        self.prefix = Path(name)
+        self.dtype, self._tokens = tokens.dtype, tokens
+        self.sizes = sizes.astype(np.int32)
+        self._pointers = (np.cumsum(sizes, dtype=np.int64) - sizes) * tokens.dtype.itemsize
+        counts = np.ones(len(sizes), np.int64) if sequences is None else sequences
+        self.document_indices = np.append(0, np.cumsum(counts, dtype=np.int64))
+        self._parts = name, tokens, sizes, sequences
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"parts": self._parts}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(*state["parts"])

@@ -6,10 +6,13 @@ each worker tokenizes only its share. In return, the order of samples and the en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count, islice
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -18,8 +21,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from ..objectives.labels import without_labels
-from ..text.documents import OnBad, fail_on_bad
-from ..text.records import read_chunk
+from ..text.corpus import document_key
+from ..text.documents import OnBad, describe, fail_on_bad, source_name
+from ..text.records import BadRecord, check_text, read_chunk
 from ..text.sources import Source, plan_chunks
 from .loader import Collate, PadBatch, Share, seed_generators
 
@@ -73,6 +77,11 @@ class IterableRecords:
     def __init__(self, make: Callable[[int], Iterable[Any]]) -> None:
         self.make = make
 
+    @classmethod
+    def of(cls, dataset: Any) -> IterableRecords:
+        """Returns the records of an iterable that starts again, which is told the epoch if it has a `set_epoch`."""
+        return cls(lambda epoch: _epoch_of(dataset, epoch))
+
     def read(self, epoch: int, cursor: Any) -> Iterator[tuple[Any, int]]:
         seen = cursor or 0
         with _without_worker():
@@ -92,6 +101,127 @@ class IterableRecords:
         return islice(records, seen, None)
 
 
+class TextStream:
+    """The documents of a source that need not fit on a disk, divided into training documents and held-out ones.
+
+    As in `prepare_corpus`, a hash of its text and the seed decides on which side a document is, wherever it comes in
+    the stream. Records without usable text are skipped; the first one is reported by a warning.
+
+    Args:
+        source: what `plan_chunks` reads; the name of a dataset on the Hugging Face hub, as `owner/name` or
+            `owner/name/configuration`, of which the split `train` is streamed; or an iterable that starts again and
+            gives texts or records, such as a `datasets.IterableDataset`.
+        text_key: key or column that holds the text.
+        held_out_fraction: share of the documents that is held out, from 0 up to, not including, 1.
+        seed: decides the sides, and the order of the chunks or files in each epoch.
+    """
+
+    def __init__(
+        self, source: Any = None, *, text_key: str = "text", held_out_fraction: float = 0.05, seed: int = 1234
+    ) -> None:
+        if not 0 <= held_out_fraction < 1:
+            raise ValueError(f"held_out_fraction is {held_out_fraction}; it must be at least 0 and less than 1")
+        self.text_key, self.seed = text_key, seed
+        self.held_out_fraction = held_out_fraction
+        self.name = source_name(source) if is_source(source) else f"the {type(source).__name__}"
+        self._warned = False
+        self.records = self._open(source)
+
+    def read(self, epoch: int, cursor: Any) -> Iterator[tuple[str, Any]]:
+        """Yields (training document, cursor after it); see `Records`."""
+        for text, is_held_out, after in self._documents(epoch, cursor):
+            if not is_held_out:
+                yield text, after
+
+    def beginning(self, characters: int, *, held_out: bool = False) -> list[str]:
+        """Returns the first training documents, or held-out ones, that together have `characters` or are all there are.
+
+        Raises:
+            ValueError: there are none.
+        """
+        found: list[str] = []
+        size = 0
+        for text, is_held_out, _ in self._documents(0, None):
+            if is_held_out == held_out:
+                found.append(text)
+                size += len(text)
+                if size >= characters:
+                    break
+        if not found:
+            side = "held out" if held_out else "left to train on"
+            raise ValueError(
+                f"no document of {self.name} is {side} with held_out_fraction={self.held_out_fraction}; use another "
+                "fraction, or more text"
+            )
+        return found
+
+    def _documents(self, epoch: int, cursor: Any) -> Iterator[tuple[str, bool, Any]]:
+        limit = int(self.held_out_fraction * 2**64)
+        for record, after in self.records.read(epoch, cursor):
+            text = record if isinstance(self.records, DocumentRecords) else self._text(record, after)
+            if text and not text.isspace():
+                yield text, int.from_bytes(document_key(text, self.seed), "big") < limit, after
+
+    def _open(self, source: Any) -> Records:
+        if not is_source(source):
+            return IterableRecords.of(source)
+        if isinstance(source, (list, tuple)) or source is None or Path(source).exists():
+            return DocumentRecords(source, seed=self.seed, text_key=self.text_key, on_bad=self._warn)
+        return IterableRecords.of(open_hub_dataset(str(source), self.seed))
+
+    def _text(self, record: Any, number: int) -> str | None:
+        if isinstance(record, Mapping):
+            if self.text_key not in record:
+                names = ", ".join(map(repr, record))
+                raise ValueError(f"{self.name} has no column {self.text_key!r}; its columns are {names}")
+            record = record[self.text_key]
+        try:
+            return check_text(record, f"the value of {self.text_key!r}")
+        except ValueError as error:
+            self._warn(BadRecord(Path(self.name), number, str(error)))
+            return None
+
+    def _warn(self, record: BadRecord) -> None:
+        if not self._warned:
+            warnings.warn(f"skipped {describe(record)}; further bad records are skipped without notice", stacklevel=2)
+        self._warned = True
+
+
+def is_source(value: Any) -> bool:
+    """Returns whether a value names files, folders or a dataset, rather than being one."""
+    names = value if isinstance(value, (list, tuple)) else [value]
+    return value is None or (bool(names) and all(isinstance(name, (str, Path)) for name in names))
+
+
+def open_hub_dataset(name: str, seed: int) -> Any:
+    """Returns the stream of a dataset on the Hugging Face hub, whose files come in another order in each epoch.
+
+    Raises:
+        ValueError: there is no such file, folder or dataset, or it cannot be reached.
+    """
+    import datasets
+
+    parts = name.split("/")
+    try:
+        path, configuration = "/".join(parts[:2]), "/".join(parts[2:]) or None
+        return datasets.load_dataset(path, configuration, split="train", streaming=True).shuffle(seed, buffer_size=1)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{name} is no file or folder, and cannot be streamed from the Hugging Face hub "
+            f"({type(error).__name__}: {error}); give a path, or a dataset as owner/name or owner/name/configuration"
+        ) from None
+
+
+def _epoch_of(dataset: Any, epoch: int) -> Iterable[Any]:
+    number = getattr(dataset, "_epoch", None)
+    # Hugging Face datasets shares it between workers, which may be in different epochs.
+    if isinstance(number, torch.Tensor) and number.is_shared():
+        dataset._epoch = number.clone()
+    if hasattr(dataset, "set_epoch"):
+        dataset.set_epoch(epoch)
+    return dataset
+
+
 @contextmanager
 def _without_worker() -> Iterator[None]:
     """Hides from the iterable that it is read in a worker.
@@ -106,10 +236,48 @@ def _without_worker() -> Iterator[None]:
         torch_worker._worker_info = hidden
 
 
-class _StreamBatches(IterableDataset):
-    """Runs in a worker and yields (batch, global samples consumed, bookmark) for its share, in order."""
+class StreamLoader(ABC):
+    """The base of what loads batches of streams for one rank, and resumes at a bookmark.
 
-    def __init__(self, stream: ResumableStream) -> None:
+    Args:
+        num_workers: processes that read ahead. Each reads the whole stream, and makes every `num_workers`-th batch.
+    """
+
+    def __init__(self, share: Share, num_workers: int, bookmark: dict[str, Any]) -> None:
+        self.share, self.num_workers = share, num_workers
+        self._consumed, self._bookmark = 0, bookmark
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = torch.Generator()  # else the loader would advance the generator of the caller's dropout
+        loader = DataLoader(_StreamBatches(self), batch_size=None, num_workers=self.num_workers, generator=generator)
+        for batch, self._consumed, self._bookmark in loader:
+            yield batch
+
+    @abstractmethod
+    def share_of(self, worker: int, workers: int) -> Iterator[tuple[Any, int, dict[str, Any]]]:
+        """Yields (batch, global samples consumed, bookmark) of one worker from the current state on, in order."""
+
+    @abstractmethod
+    def peek(self, count: int) -> list[Any]:
+        """Returns the first records of the first epoch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"consumed_samples": self._consumed, "bookmark": dict(self._bookmark)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ValueError for the state of another kind of loader."""
+        if "bookmark" not in state:
+            raise ValueError("this state is a position in numbered samples; a stream cannot resume from it")
+        if state["bookmark"].keys() != self._bookmark.keys():
+            raise ValueError(f"this state is a position in another kind of stream than a {type(self).__name__}")
+        self._consumed = state["consumed_samples"]
+        self._bookmark = dict(state["bookmark"])
+
+
+class _StreamBatches(IterableDataset):
+    """Runs in a worker."""
+
+    def __init__(self, stream: StreamLoader) -> None:
         self.stream = stream
 
     def __iter__(self) -> Iterator[tuple[Any, int, dict[str, Any]]]:
@@ -118,7 +286,7 @@ class _StreamBatches(IterableDataset):
         yield from self.stream.share_of(worker, workers)
 
 
-class ResumableStream:
+class ResumableStream(StreamLoader):
     """Loads batches of a stream for one rank; a global batch does not depend on the number of workers or ranks.
 
     Windows of `shuffle_buffer` records are permuted, each with its own seed. The position of a sample in the global
@@ -152,35 +320,15 @@ class ResumableStream:
     ) -> None:
         if shuffle_buffer < 0:
             raise ValueError(f"shuffle_buffer is {shuffle_buffer}; it cannot be negative")
-        self.records, self.transform, self.share = records, transform, share
+        super().__init__(share, num_workers, {"epoch": 0, "cursor": None, "number": 0})
+        self.records, self.transform = records, transform
         self.shuffle_buffer, self.seed, self.epochs, self.last = shuffle_buffer, seed, epochs, last
-        self.num_workers = num_workers
         self.collate = collate or PadBatch()
-        self._consumed = 0
-        self._bookmark: dict[str, Any] = {"epoch": 0, "cursor": None, "number": 0}
-
-    def __iter__(self) -> Iterator[Any]:
-        generator = torch.Generator()  # else the loader would advance the generator of the caller's dropout
-        loader = DataLoader(_StreamBatches(self), batch_size=None, num_workers=self.num_workers, generator=generator)
-        for batch, self._consumed, self._bookmark in loader:
-            yield batch
 
     def peek(self, count: int) -> list[Any]:
-        """Returns the first records of the first epoch, from the beginning."""
         return [record for record, _ in islice(self.records.read(0, None), count)]
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"consumed_samples": self._consumed, "bookmark": dict(self._bookmark)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError for the state of a loader."""
-        if "bookmark" not in state:
-            raise ValueError("this state is a position in numbered samples; a stream cannot resume from it")
-        self._consumed = state["consumed_samples"]
-        self._bookmark = dict(state["bookmark"])
-
     def share_of(self, worker: int, workers: int) -> Iterator[tuple[Any, int, dict[str, Any]]]:
-        """Yields the batches of one worker from the current state on."""
         size, start = self.share.global_batch, self._consumed
         first = start + self.share.rank * self.share.micro_batch_size  # sample of this rank
         own: list[tuple[int, Any]] = []

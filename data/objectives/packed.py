@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
@@ -32,6 +31,9 @@ class PackedTokens:
     token after every document), and a sample begins every `length - overlap` tokens. The samples that begin in an
     epoch are shuffled too, so that a batch does not consist of one long document.
 
+    Attributes:
+        stride: tokens between the beginnings of samples.
+
     Raises:
         ValueError: the corpus has no tokens, the seed is negative, or the overlap is not shorter than a sample.
     """
@@ -47,9 +49,9 @@ class PackedTokens:
         self.length = length
         self.overlap = overlap
         self.seed = seed
-        self._stride = length - overlap
+        self.stride = length - overlap
         self._lengths = indexed.document_lengths()
-        self._epoch = lru_cache(maxsize=EPOCHS_KEPT)(self._build_epoch)
+        self._epochs: dict[int, EpochOrder] = {}
 
     @property
     def tokens_per_epoch(self) -> int:
@@ -58,11 +60,11 @@ class PackedTokens:
     @property
     def samples_per_epoch(self) -> float:
         """Samples in one pass over the corpus; not an integer, because samples may extend into the next epoch."""
-        return self.tokens_per_epoch / self._stride
+        return self.tokens_per_epoch / self.stride
 
     def epoch_of(self, index: int) -> int:
         """Returns the epoch in which sample `index` begins, counted from 0."""
-        return index * self._stride // self.tokens_per_epoch
+        return index * self.stride // self.tokens_per_epoch
 
     def tokens(self, index: int) -> np.ndarray:
         """Returns sample `index`: int64 [length]."""
@@ -86,14 +88,21 @@ class PackedTokens:
 
     def _first_sample(self, epoch: int) -> int:
         """Returns the number of samples that begin before `epoch`."""
-        return -(-epoch * self.tokens_per_epoch // self._stride)
+        return -(-epoch * self.tokens_per_epoch // self.stride)
+
+    def _epoch(self, epoch: int) -> EpochOrder:
+        if epoch not in self._epochs:
+            if len(self._epochs) == EPOCHS_KEPT:
+                del self._epochs[next(iter(self._epochs))]
+            self._epochs[epoch] = self._build_epoch(epoch)
+        return self._epochs[epoch]
 
     def _build_epoch(self, epoch: int) -> EpochOrder:
         generator = np.random.default_rng([self.seed, epoch])
         documents = generator.permutation(len(self._lengths))
         first, following = self._first_sample(epoch), self._first_sample(epoch + 1)
-        begin = first * self._stride - epoch * self.tokens_per_epoch
-        starts = sample_index(self._lengths[documents], begin, self._stride, following - first)
+        begin = first * self.stride - epoch * self.tokens_per_epoch
+        starts = sample_index(self._lengths[documents], begin, self.stride, following - first)
         return EpochOrder(documents, starts, generator.permutation(following - first))
 
     def _copy(self, order: EpochOrder, place: int, offset: int, out: np.ndarray) -> int:
@@ -134,6 +143,10 @@ class ObjectiveDataset:
         self.objective = objective
         self.seed = seed
         self.prefix, self.suffix = prefix, suffix
+
+    @property
+    def stride(self) -> int:
+        return self.packed.stride
 
     @property
     def samples_per_epoch(self) -> float:

@@ -294,7 +294,7 @@ def test_a_worker_of_the_data_loader_can_be_hidden():
 def test_datasets_shares_the_epoch_between_workers():
     datasets = pytest.importorskip("datasets")
     with needed_by(
-        "trainer/batches/dataset_kinds.py (_epoch_of)",
+        "data/loading/stream.py (_epoch_of)",
         breaks="Workers that are in different epochs of a shuffled stream of datasets change one another's order.",
         remedy="Find where datasets.IterableDataset keeps its epoch now, and give each worker a copy.",
     ):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -44,6 +44,11 @@ def check_kind(dataset: Any) -> None:
         )
 
 
+def makes_batches(dataset: Any) -> bool:
+    """Returns whether this is a resumable loader or stream of batches, rather than samples."""
+    return hasattr(dataset, "load_state_dict") and not hasattr(dataset, "__getitem__")
+
+
 def is_stream(dataset: Any) -> bool:
     """Returns whether samples can be read in order only."""
     # torch's IterableDataset, the base class of Hugging Face's, has a __getitem__ that only raises.
@@ -59,21 +64,6 @@ def length_of(dataset: Any) -> int | None:
         return None
 
 
-def stream_records(dataset: Any) -> IterableRecords:
-    """Returns the records of an iterable dataset, which is told the epoch if it has a `set_epoch`."""
-    return IterableRecords(lambda epoch: _epoch_of(dataset, epoch))
-
-
-def _epoch_of(dataset: Any, epoch: int) -> Iterable[Any]:
-    number = getattr(dataset, "_epoch", None)
-    # Hugging Face datasets shares it between workers, which may be in different epochs.
-    if isinstance(number, Tensor) and number.is_shared():
-        dataset._epoch = number.clone()
-    if hasattr(dataset, "set_epoch"):
-        dataset.set_epoch(epoch)
-    return dataset
-
-
 def check_agreement(dataset: Any, ranks: Ranks, *, name: str = "train_dataset", workers: int = 0) -> None:
     """Raises ValueError on every process if their data differs, or a stream that several read is not repeatable.
 
@@ -83,7 +73,8 @@ def check_agreement(dataset: Any, ranks: Ranks, *, name: str = "train_dataset", 
     Args:
         workers: processes that read the data for each rank.
     """
-    if max(1, workers) * ranks.world_size == 1:
+    opaque = makes_batches(dataset) and not hasattr(dataset, "peek") and not isinstance(dataset, ResumableLoader)
+    if opaque or max(1, workers) * ranks.world_size == 1:
         return
     streams = hasattr(dataset, "peek") or (is_stream(dataset) and not isinstance(dataset, ResumableLoader))
     # Randomness from the global generators must not change the order of a stream. Samples of a map-style dataset may
@@ -133,7 +124,7 @@ def _disagreement(found: list[tuple[Any, int]], streams: bool, *, one_model: boo
 def _first_of_stream(dataset: Any) -> tuple[None, str]:
     if hasattr(dataset, "peek"):
         return None, _digest(dataset.peek(COMPARED))
-    return None, _digest([record for record, _ in islice(stream_records(dataset).read(0, None), COMPARED)])
+    return None, _digest([record for record, _ in islice(IterableRecords.of(dataset).read(0, None), COMPARED)])
 
 
 def _some_samples(dataset: Any) -> tuple[int | None, str]:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ...data import EpochShuffle, ResumableLoader, ResumableStream, Share
+from ...data import EpochShuffle, IterableRecords, ResumableLoader, ResumableStream, Share
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.ranks import Ranks
 from .collate import DefaultCollate
-from .dataset_kinds import check_agreement, check_kind, is_stream, length_of, stream_records
+from .dataset_kinds import check_agreement, check_kind, is_stream, length_of, makes_batches
 
 Collate = Callable[[Sequence[Any]], Any]
 
@@ -43,12 +43,10 @@ def make_training_data(
     """
     share = Share(arguments.micro_batch_size, ranks.dp_rank, ranks.dp_size)
     check_kind(dataset)
-    makes_batches = hasattr(dataset, "load_state_dict") and not hasattr(dataset, "__getitem__")
-    if makes_batches:
+    if makes_batches(dataset):
         _check_batches(dataset, share, collate, arguments)
-    if not makes_batches or hasattr(dataset, "peek") or isinstance(dataset, ResumableLoader):
-        check_agreement(dataset, ranks, workers=getattr(dataset, "num_workers", arguments.num_workers))
-    if makes_batches:
+    check_agreement(dataset, ranks, workers=getattr(dataset, "num_workers", arguments.num_workers))
+    if makes_batches(dataset):
         return TrainingData(dataset, _steps_of_loader(dataset, arguments, ranks))
     collate = collate or DefaultCollate(pad_token_id)
     workers, seed = arguments.num_workers, arguments.seed
@@ -59,7 +57,7 @@ def make_training_data(
     total = None if size is None or epochs is None else size * epochs
     steps = None if total is None else total // global_batch
     if is_stream(dataset):
-        records, unchanged = stream_records(dataset), lambda record, generator: record
+        records, unchanged = IterableRecords.of(dataset), lambda record, generator: record
         stream = ResumableStream(records, unchanged, share, epochs=epochs, num_workers=workers, collate=collate)
         return TrainingData(stream, steps)
     if size is None and epochs is not None:
