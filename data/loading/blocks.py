@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
 from itertools import count, islice
 from typing import Any, NamedTuple
 
@@ -19,9 +20,10 @@ import numpy as np
 from ..indexed.dataset import MemoryDataset
 from ..indexed.format import dtype_for_vocabulary
 from ..objectives.pretraining import PretrainingData, PretrainingSamples, as_objective, build_dataset, pad_batch
-from ..text.encoding import BATCH_CHARACTERS, encode_documents, encode_sentences
+from ..text.encoding import BATCH_CHARACTERS, encode_documents, encode_sentences, end_token
 from ..tokenizers.tokenizer import Tokenizer
 from .loader import Share
+from .mixture import MixedSamples
 from .stream import Records, StreamLoader
 
 BLOCK_TOKENS = 1 << 22  # 8 to 16 MB in memory; tokenized in seconds, which is what resuming costs
@@ -36,8 +38,8 @@ class Encoded(NamedTuple):
 
 
 def encode(texts: Sequence[str], tokenizer: Tokenizer, *, split_sentences: bool) -> Encoded:
-    """Encodes documents, each ended by the tokenizer's end-of-sequence token if it has one."""
-    dtype, end = dtype_for_vocabulary(tokenizer.vocab_size), tokenizer.special.get("eos_token")
+    """Encodes documents as `prepare_corpus` does."""
+    dtype, end = dtype_for_vocabulary(tokenizer.vocab_size), end_token(tokenizer, split_sentences=split_sentences)
     if split_sentences:
         return Encoded(*encode_sentences(tokenizer, texts, dtype, end))
     return Encoded(*encode_documents(tokenizer, texts, dtype, end), None)
@@ -95,10 +97,17 @@ class BlockMaker:
     """
 
     def __init__(
-        self, records: Records, tokenizer: Tokenizer, config: PretrainingData, block_tokens: int, epochs: int | None
+        self,
+        records: Records,
+        tokenizer: Tokenizer,
+        config: PretrainingData,
+        *,
+        seeds: tuple[int, ...],
+        block_tokens: int,
+        epochs: int | None,
     ) -> None:
         self.records, self.tokenizer, self.config = records, tokenizer, config
-        self.block_tokens, self.epochs = block_tokens, epochs
+        self.seeds, self.block_tokens, self.epochs = seeds, block_tokens, epochs
         self.stopped = threading.Event()
         self._stride: int | None = None
 
@@ -160,7 +169,7 @@ class BlockMaker:
         return Block(place, samples, Place(place.block + 1, place.sample + made, *begin)), rest
 
     def _samples(self, place: Place, encoded: Encoded) -> PretrainingSamples:
-        seed = int(np.random.SeedSequence([self.config.seed, 10, place.block]).generate_state(1)[0])
+        seed = int(np.random.SeedSequence([*self.seeds, place.block]).generate_state(1)[0])
         indexed = MemoryDataset(f"block {place.block} of the stream", *encoded)
         return build_dataset(replace(self.config, seed=seed), indexed, self.tokenizer)
 
@@ -232,21 +241,22 @@ class _Reading:
 
 
 class BlockStream(StreamLoader):
-    """Loads batches of any pretraining objective from a stream of text, for `Trainer.train(train_dataset=…)`.
+    """Loads batches of any pretraining objective from streams of text, for `Trainer.train(train_dataset=…)`.
 
-    Blocks of about `block_tokens` tokens are tokenized by a thread while training runs on the block before. Each block
-    is an epoch of the objective's dataset with its own seed, so samples are shuffled within a block. A global batch
-    depends on the stream, the configuration and its place alone, not on the number of ranks and workers. A state
-    holds where the current block begins and the number of samples consumed; resuming tokenizes that block again.
+    Blocks of documents are tokenized by a thread while training runs on the block before. Each block is an epoch of the
+    objective's dataset with its own seed, so samples are shuffled within a block. A global batch depends on the
+    streams, the configuration and its place alone, not on the number of ranks and workers. A state holds where the
+    current block begins and the number of samples consumed; resuming tokenizes that block again.
 
     Args:
-        stream: documents, such as a `TextStream`.
-        tokenizer: gets the objective's special tokens if it lacks them. Documents end with its end-of-sequence token.
+        streams: documents, such as a `TextStream`; or several, each of which has its own blocks.
+        tokenizer: gets the objective's special tokens if it lacks them.
         config: objective, lengths, micro-batch size and seed.
+        shares: how much of the samples each of several streams has, exact as in `MixedSamples`; by default equal.
         rank: data-parallel rank of this process.
         world_size: data-parallel ranks.
-        block_tokens: least number of tokens in a block, which bounds the memory.
-        epochs: passes over the stream; None is endless. An incomplete last global batch is left out.
+        block_tokens: least number of tokens in a block, divided between the streams; it bounds the memory.
+        epochs: passes over the only stream; None is endless. An incomplete last global batch is left out.
         num_workers: see `StreamLoader`; with 0, a thread of this process does the work.
 
     Raises:
@@ -255,52 +265,77 @@ class BlockStream(StreamLoader):
 
     def __init__(
         self,
-        stream: Records,
+        streams: Records | Sequence[Records],
         tokenizer: Tokenizer,
         config: PretrainingData,
         *,
+        shares: Sequence[float | Fraction] | None = None,
         rank: int = 0,
         world_size: int = 1,
         block_tokens: int = BLOCK_TOKENS,
         epochs: int | None = None,
         num_workers: int = 0,
     ) -> None:
+        self.streams: list[Any] = list(streams) if isinstance(streams, Sequence) else [streams]
         if block_tokens < 1 or (epochs is not None and epochs < 1):
             raise ValueError(f"block_tokens is {block_tokens} and epochs {epochs}; both must be at least 1")
-        bookmark = {"block_tokens": block_tokens, "block": asdict(Place())}
+        if epochs is not None and len(self.streams) > 1:
+            raise ValueError(
+                f"epochs is {epochs}, but a mixture of streams is endless; leave it out, and set train_steps"
+            )
+        self.order = MixedSamples(self.streams, shares or [1] * len(self.streams))
+        bookmark = {"block_tokens": block_tokens, "blocks": [asdict(Place()) for _ in self.streams]}
         super().__init__(Share(config.micro_batch_size, rank, world_size), num_workers, bookmark)
         as_objective(config.objective).add_special_tokens(tokenizer)
-        self.stream, self.tokenizer, self.config = stream, tokenizer, config
+        self.tokenizer, self.config = tokenizer, config
         self.block_tokens, self.epochs = block_tokens, epochs
         self.collate = pad_batch(config, tokenizer)
 
     def peek(self, count: int) -> list[str]:
-        return [text for text, _ in islice(self.stream.read(0, None), count)]
+        return [text for stream in self.streams for text, _ in islice(stream.read(0, None), count)]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        if self._bookmark["block_tokens"] != self.block_tokens:
+        saved = self._bookmark["block_tokens"], len(self._bookmark["blocks"])
+        if saved != (self.block_tokens, len(self.streams)):
             raise ValueError(
-                f"the run was streamed in blocks of {self._bookmark['block_tokens']} tokens and cannot resume with "
-                f"{self.block_tokens}; set block_tokens to match"
+                f"the run read {saved[1]} stream(s) in blocks of {saved[0]} tokens and cannot resume with "
+                f"{len(self.streams)} in blocks of {self.block_tokens}; set the data and block_tokens to match"
             )
 
     def share_of(self, worker: int, workers: int) -> Iterator[tuple[Any, int, dict[str, Any]]]:
         size, micro = self.share.global_batch, self.share.micro_batch_size
-        maker = BlockMaker(self.stream, self.tokenizer, self.config, self.block_tokens, self.epochs)
-        thread = ThreadPoolExecutor(1, thread_name_prefix="block")
+        # A stream hides from its dataset that it runs in a worker, for the whole process: one thread reads all streams.
+        thread = ThreadPoolExecutor(1, thread_name_prefix="blocks")
+        makers = [self._maker(number) for number in range(len(self.streams))]
         try:
-            reading = _Reading(maker, Place(**self._bookmark["block"]), thread)
+            places = [Place(**place) for place in self._bookmark["blocks"]]
+            readings = [_Reading(maker, place, thread) for maker, place in zip(makers, places, strict=True)]
             for batch, start in enumerate(count(self._consumed, size)):
                 first = start + self.share.rank * micro
                 own = range(first, first + micro) if batch % workers == worker else ()
-                found = [reading.at(number) for number in (*own, start + size - 1)]
-                if found[-1] is None:
+                found = [readings[stream].at(number) for stream, number in map(self.order.place, own)]
+                # All ranks and workers go on to the blocks of the last samples, so that all make the same bookmark.
+                ends = [
+                    readings[stream].at(used - 1) for stream, used in enumerate(self.order.counts(start + size)) if used
+                ]
+                if None in ends:
                     return
-                samples = [each[0][each[1]] for each in found[: len(own)] if each]
                 if own:
-                    place = {"block_tokens": self.block_tokens, "block": asdict(reading.place)}
-                    yield self.collate(samples), start + size, place
+                    blocks = [asdict(reading.place) for reading in readings]
+                    bookmark = {"block_tokens": self.block_tokens, "blocks": blocks}
+                    yield self.collate([each[0][each[1]] for each in found if each]), start + size, bookmark
         finally:
-            maker.stopped.set()
+            for maker in makers:
+                maker.stopped.set()
             thread.shutdown(wait=False, cancel_futures=True)
+
+    def _maker(self, number: int) -> BlockMaker:
+        return BlockMaker(
+            self.streams[number],
+            self.tokenizer,
+            self.config,
+            seeds=(self.config.seed, 10, number),
+            block_tokens=-(-self.block_tokens // len(self.streams)),
+            epochs=self.epochs,
+        )

@@ -124,6 +124,52 @@ def test_stopping_anywhere_repeats_and_skips_nothing(stop, first, second, block)
     assert seen + global_steps(after) == whole
 
 
+def mixture(rank=0, world=1, batch=1, shares=(0.7, 0.2, 0.1), **options) -> BlockStream:
+    """Three streams of different lengths; a token tells by its thousands which it is from."""
+    config = PretrainingData(Plain(), 4, micro_batch_size=batch, padded=False)
+    streams = []
+    for number, size in enumerate((30, 11, 5)):
+        texts = [" ".join(str(1000 * number + int(word)) for word in text.split()) for text in documents(size, number)]
+        streams.append(IterableRecords.of(texts))
+    options = {"block_tokens": 120, **options}
+    return BlockStream(streams, Numbers(), config, shares=shares, rank=rank, world_size=world, **options)
+
+
+def test_streams_are_mixed_in_exact_shares():
+    found = [row for step in global_steps([mixture()], 1000) for row in step]
+    origins = [row[0] // 1000 for row in found]
+    assert all({token // 1000 for token in row} == {origin} for row, origin in zip(found, origins, strict=True))
+    for size in (10, 100, 1000):
+        for start in range(0, 1000 - size + 1, 7):
+            for number, share in enumerate((0.7, 0.2, 0.1)):
+                assert abs(origins[start : start + size].count(number) - share * size) <= 4
+    for number, size in enumerate((30, 11, 5)):  # each stream is read evenly
+        counts = Counter(token for row in found for token in row if token // 1000 == number)
+        assert len(counts) == sum(len(text.split()) for text in documents(size, number))
+        assert max(counts.values()) - min(counts.values()) <= 1
+
+
+@pytest.mark.parametrize("stop", [1, 17, 60])
+def test_mixtures_resume_with_other_ranks(stop):
+    whole = global_steps([mixture(batch=6)], 80)
+    assert global_steps([mixture(r, 3, 2, num_workers=2) for r in range(3)], 80) == whole
+    first = [mixture(r, 2, 3) for r in range(2)]
+    assert global_steps(first, stop) == whole[:stop]
+    after = [mixture(r, 3, 2) for r in range(3)]
+    for each in after:
+        each.load_state_dict(json.loads(json.dumps(first[1].state_dict())))
+    assert global_steps(after, 80 - stop) == whole[stop:]
+
+
+def test_mixtures_that_are_not_possible_are_refused():
+    with pytest.raises(ValueError, match="epochs is 2, but a mixture of streams is endless"):
+        mixture(epochs=2)
+    with pytest.raises(ValueError, match="3 datasets and 2 shares"):
+        mixture(shares=(1, 2))
+    with pytest.raises(ValueError, match=r"1 stream\(s\) in blocks of 120 tokens and cannot resume with 3"):
+        mixture().load_state_dict(stream(block_tokens=120).state_dict())
+
+
 def test_an_endless_stream_begins_again_in_another_order():
     total = sum(len(text.split()) for text in documents())
     steps = global_steps([stream(batch=1, length=7)], 3 * total // 7)
@@ -145,7 +191,7 @@ def test_samples_are_those_of_the_block_on_disk(write_dataset):
     for document in tokens:
         kept += [document[:left]] if left else []
         left -= len(kept[-1]) if left else 0
-    seed = int(np.random.SeedSequence([1234, 10, 0]).generate_state(1)[0])
+    seed = int(np.random.SeedSequence([1234, 10, 0, 0]).generate_state(1)[0])
     ordinary = build_dataset(replace(block.config, seed=seed), write_dataset(kept), block.tokenizer)
     for number, step in zip(range(0, total // 5 - 3, 3), global_steps([block], 20), strict=False):
         assert step == [tuple(ordinary[number + k]["input_ids"].tolist()) for k in range(3)]
@@ -168,12 +214,10 @@ def test_a_corpus_in_memory_equals_one_in_files(write_dataset):
 def test_sentences_are_sequences_of_their_document(texts, tokenizer_dir):
     tokenizer = load_tokenizer(tokenizer_dir)
     memory = documents_in_memory(texts[:9], tokenizer, split_sentences=True)
-    end = [tokenizer.eos_token_id]
     assert memory.num_documents == 9 < len(memory)
     for number, text in enumerate(texts[:9]):
         first, last = memory.document_indices[number : number + 2]
-        assert tokenizer.decode(memory.document(number).tolist()[:-1]) == text
-        assert memory.document(number).tolist()[-1:] == end
+        assert tokenizer.decode(memory.document(number).tolist()) == text
         assert last - first == text.count(".")
 
 
@@ -187,7 +231,7 @@ def tokenizers(texts, tmp_path_factory, tokenizer_dir):
 
 OBJECTIVES = {
     "gpt": "bpe", "t5": "sentencepiece", "prefix-lm": "sentencepiece", "bert-nsp": "wordpiece", "bert-sop": "wordpiece",
-    "roberta": "wordpiece", "glm": "bpe",
+    "roberta": "wordpiece", "glm": "bpe", "ul2": "sentencepiece",
 }  # fmt: skip
 
 
@@ -369,7 +413,9 @@ def test_sources_that_cannot_be_streamed_are_refused(tmp_path, monkeypatch, text
 
 def test_states_of_other_streams_are_refused():
     made = stream()
-    with pytest.raises(ValueError, match="blocks of 90 tokens and cannot resume with 300"):
+    with pytest.raises(
+        ValueError, match=r"1 stream\(s\) in blocks of 90 tokens and cannot resume with 1 in blocks of 300"
+    ):
         stream(block_tokens=300).load_state_dict(made.state_dict())
     other = ResumableStream(IterableRecords.of([1]), lambda record, generator: record, Share(1))
     with pytest.raises(ValueError, match="another kind of stream than a BlockStream"):

@@ -29,6 +29,9 @@ class Numbers(Tokenizer):
     def add_tokens(self, tokens):
         self.vocab_size += len(tokens)
 
+    def save(self, folder):
+        (folder / "numbers.txt").write_text(str(self.vocab_size))
+
 
 @dataclass(frozen=True)
 class Plain(Objective):
