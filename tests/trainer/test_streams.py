@@ -46,16 +46,14 @@ def test_ranks_train_the_same_curve(run_mesh, tmp_path, words):
 
 def test_a_stopped_run_resumes_with_other_ranks(run_mesh, tmp_path, words):
     whole = trains(None, tmp_path / "whole", words, train_steps=60)
+    settings = {"train_steps": 60, "save_interval": 17}
     for again, stop in ((False, 35), (True, 53)):
         with pytest.raises(InterruptedError):
-            trains(
-                None, tmp_path / "run", train_steps=60, save_interval=17, resume=again, on_step=partial(end, at=stop)
-            )
-    one = trains(None, tmp_path / "one", words, load_dir=str(tmp_path / "run"), train_steps=60)
+            trains(None, tmp_path / "run", words, resume=again, on_step=partial(end, at=stop), **settings)
+    one = trains(None, tmp_path / "one", words, load_dir=str(tmp_path / "run"), **settings)
     assert one == whole[51:]  # to the bit
-    two = run_mesh(
-        1, partial(trains, folder=tmp_path / "run", words=words, micro=2, train_steps=60, resume=True), data=2
-    )
+    resumes = partial(trains, folder=tmp_path / "run", words=words, micro=2, resume=True, **settings)
+    two = run_mesh(1, resumes, data=2)
     np.testing.assert_allclose(two[0], whole[51:], rtol=1e-5)
     assert list((tmp_path / "run").rglob("tokenizer.json"))  # each checkpoint holds the stream's tokenizer
 
