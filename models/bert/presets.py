@@ -22,13 +22,14 @@ PRESETS: dict[str, BertConfig] = {
     "bert-base-multilingual-uncased": _BASE.with_changes(vocab_size=105879),
     "bert-base-multilingual-cased": _BASE.with_changes(vocab_size=119547),
     "bert-quickstart": BertConfig(
-        vocab_size=2000,
-        hidden_size=192,
+        vocab_size=1000,
+        hidden_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
-        intermediate_size=768,
+        intermediate_size=512,
         max_position_embeddings=128,
         hidden_dropout_prob=0.0,  # the text is read about once, so the model cannot learn it by heart
         attention_probs_dropout_prob=0.0,
+        initializer_range=0.05,  # 0.02 is for larger models; here attention would find the positions later
     ),
 }

@@ -28,8 +28,8 @@ PRESETS: dict[str, GLMConfig] = {
     "glm-10b-chinese": _10B.with_changes(vocab_size=50048),
     "glm-quickstart": GLMConfig(
         vocab_size=1152,
-        num_layers=3,
-        hidden_size=192,
+        num_layers=2,
+        hidden_size=160,
         num_attention_heads=4,
         max_sequence_length=256,
         embedding_dropout_prob=0.0,  # the text is read about once, so the model cannot learn it by heart

@@ -12,8 +12,8 @@ PRESETS: dict[str, GPT2Config] = {
     "gpt2-quickstart": GPT2Config(
         vocab_size=2048,
         n_positions=256,
-        n_embd=240,
-        n_layer=4,
+        n_embd=192,
+        n_layer=3,
         n_head=12,
         resid_pdrop=0.0,
         embd_pdrop=0.0,

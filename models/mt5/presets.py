@@ -12,9 +12,9 @@ PRESETS: dict[str, MT5Config] = {
     "mt5-xxl": MT5Config(d_model=4096, d_ff=10240, num_layers=24, num_heads=64),
     "mt5-quickstart": MT5Config(
         vocab_size=1100,
-        d_model=192,
-        d_kv=48,
-        d_ff=512,
+        d_model=128,
+        d_kv=32,
+        d_ff=384,
         num_layers=2,
         num_heads=4,
         dropout_rate=0.0,  # the text is read about once, so the model cannot learn it by heart

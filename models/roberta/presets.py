@@ -16,12 +16,13 @@ PRESETS: dict[str, RobertaConfig] = {
     ),
     "roberta-quickstart": _BASE.with_changes(
         vocab_size=1024,
-        hidden_size=192,
+        hidden_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
-        intermediate_size=768,
+        intermediate_size=512,
         max_position_embeddings=130,
         hidden_dropout_prob=0.0,  # the text is read about once, so the model cannot learn it by heart
         attention_probs_dropout_prob=0.0,
+        initializer_range=0.05,  # 0.02 is for larger models; here attention would find the positions later
     ),
 }

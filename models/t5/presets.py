@@ -21,9 +21,9 @@ PRESETS: dict[str, T5Config] = {
     "t5-v1_1-xxl": _v1_1(d_model=4096, d_ff=10240, num_layers=24, num_heads=64),
     "t5-quickstart": T5Config(
         vocab_size=1100,
-        d_model=192,
-        d_kv=48,
-        d_ff=768,
+        d_model=128,
+        d_kv=32,
+        d_ff=512,
         num_layers=2,
         num_heads=4,
         dropout_rate=0.0,  # the text is read about once, so the model cannot learn it by heart
