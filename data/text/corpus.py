@@ -17,7 +17,7 @@ from ..indexed.meta import CorpusMeta
 from ..indexed.writer import IndexedDatasetWriter
 from ..tokenizers.files import has_tokenizer
 from ..tokenizers.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
-from ..tokenizers.training import TOKENIZER_KINDS, train_tokenizer
+from ..tokenizers.training import TOKENIZER_KINDS, TokenizerKind, train_tokenizer
 from ..tokenizers.vocabulary import Vocabulary, tokenizer_digest
 from .documents import SourceReport, iter_documents, skip_bad, source_name
 from .encoding import encode_documents, encode_sentences, end_token
@@ -52,7 +52,7 @@ class Corpus:
 class _Settings:
     """The arguments of `prepare_corpus`; `tokenizer` is a kind to train, or a tokenizer."""
 
-    tokenizer: str | Tokenizer
+    tokenizer: TokenizerKind | Tokenizer
     vocab_size: int = 8192
     split_sentences: bool = False
     held_out_fraction: float = 0.05
@@ -149,15 +149,16 @@ def _shared_tokenizer(sources: Sequence[Source], output: Path, settings: _Settin
     return tokenizer
 
 
-def _find_tokenizer(tokenizer: str | Path | Tokenizer) -> str | Tokenizer:
-    if isinstance(tokenizer, Tokenizer) or tokenizer in TOKENIZER_KINDS:
-        return tokenizer
-    if not Path(tokenizer).exists():
-        raise ValueError(
-            f"tokenizer {tokenizer} is neither a file or folder nor one of the kinds that can be trained: "
-            f"{', '.join(TOKENIZER_KINDS)}"
-        )
-    return load_tokenizer(tokenizer)
+def _find_tokenizer(tokenizer: str | Path | Tokenizer) -> TokenizerKind | Tokenizer:
+    for kind in TOKENIZER_KINDS:
+        if tokenizer == kind:
+            return kind
+    if isinstance(tokenizer, Tokenizer) or Path(tokenizer).exists():
+        return tokenizer if isinstance(tokenizer, Tokenizer) else load_tokenizer(tokenizer)
+    raise ValueError(
+        f"tokenizer {tokenizer} is neither a file or folder nor one of the kinds that can be trained: "
+        f"{', '.join(TOKENIZER_KINDS)}"
+    )
 
 
 def _prepare(source: Source, output: Path, settings: _Settings) -> Corpus:
@@ -190,7 +191,8 @@ def _make_tokenizer(splits: Sequence[_Split], folder: Path, settings: _Settings)
     if isinstance(settings.tokenizer, Tokenizer):
         save_tokenizer(settings.tokenizer, folder)
         return settings.tokenizer
-    return train_tokenizer(settings.tokenizer, _TokenizerTexts(splits, settings), settings.vocab_size, folder)
+    texts = _TokenizerTexts(splits, settings)
+    return train_tokenizer(settings.tokenizer, texts, settings.vocab_size, folder)
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 from typing import Any
 
+from ..files import is_object
 from .files import TOKENIZER_FILES
 from .tokenizer import Tokenizer
 
@@ -38,14 +40,13 @@ class Vocabulary:
     @classmethod
     def from_json(cls, value: Any, what: str) -> Vocabulary:
         """Returns the vocabulary of a parsed JSON object. ValueError, naming `what`, if it is none."""
-        size, digest = (value.get("size"), value.get("sha256")) if isinstance(value, dict) else (None, None)
+        size, digest = (value.get("size"), value.get("sha256")) if is_object(value) else (None, None)
         is_size = isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 1 << 31
-        is_digest = isinstance(digest, str) and len(digest) == 64 and not digest.strip("0123456789abcdef")
-        if not (is_size and is_digest):
-            raise ValueError(
-                f"{what}: a vocabulary must have a size and the hexadecimal sha256 of its tokens, not {value!r:.100}"
-            )
-        return cls(size, digest)
+        if is_size and isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest):
+            return cls(size, digest)
+        raise ValueError(
+            f"{what}: a vocabulary must have a size and the hexadecimal sha256 of its tokens, not {value!r:.100}"
+        )
 
     def begins(self, tokenizer: Tokenizer) -> bool:
         """Returns whether the tokenizer's first `size` ids have these tokens; tokens may have been added behind."""
