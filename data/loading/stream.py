@@ -6,6 +6,7 @@ each worker tokenizes only its share. In return, the order of samples and the en
 
 from __future__ import annotations
 
+import re
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from ..objectives.labels import without_labels
-from ..text.corpus import document_key
+from ..text.corpus import as_prefix, document_key
 from ..text.documents import OnBad, describe, fail_on_bad, source_name
 from ..text.records import BadRecord, check_text, read_chunk
 from ..text.sources import Source, plan_chunks
@@ -165,9 +166,11 @@ class TextStream:
     def _open(self, source: Any) -> Records:
         if not is_source(source):
             return IterableRecords.of(source)
-        if isinstance(source, (list, tuple)) or source is None or Path(source).exists():
+        if as_prefix(source) is not None:
+            raise ValueError(f"{source} is a .bin/.idx pair, which is tokenized already; train on it without a stream")
+        if not isinstance(source, str) or Path(source).exists() or not may_be_on_hub(source):
             return DocumentRecords(source, seed=self.seed, text_key=self.text_key, on_bad=self._warn)
-        return IterableRecords.of(open_hub_dataset(str(source), self.seed))
+        return IterableRecords.of(open_hub_dataset(source, self.seed))
 
     def _text(self, record: Any, number: int) -> str | None:
         if isinstance(record, Mapping):
@@ -191,6 +194,11 @@ def is_source(value: Any) -> bool:
     """Returns whether a value names files, folders or a dataset, rather than being one."""
     names = value if isinstance(value, (list, tuple)) else [value]
     return value is None or (bool(names) and all(isinstance(name, (str, Path)) for name in names))
+
+
+def may_be_on_hub(name: str) -> bool:
+    """Returns whether a name that is no local file can be that of a dataset, rather than a misspelled path."""
+    return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*){1,2}", name) is not None and not Path(name).parent.is_dir()
 
 
 def open_hub_dataset(name: str, seed: int) -> Any:

@@ -18,6 +18,7 @@ from number_texts import Numbers, Plain
 from shardzoo.data import (
     BlockStream,
     IndexedDataset,
+    IndexedDatasetWriter,
     IterableRecords,
     NextSentenceObjective,
     PretrainingData,
@@ -403,6 +404,14 @@ def test_sources_that_cannot_be_streamed_are_refused(tmp_path, monkeypatch, text
     with pytest.raises(ValueError, match="no network"):
         TextStream("owner/name/part")
     assert opened == [(("no-such/corpus", None), "train", True), (("owner/name", "part"), "train", True)]
+    for name in ("corpus.jsonl", "/no/such/file", str(tmp_path / "corpus.txt"), "a/b/c/d", "../a"):
+        with pytest.raises(ValueError, match="does not exist"):
+            TextStream(name)
+    assert len(opened) == 2
+    with IndexedDatasetWriter(tmp_path / "pair", np.dtype(np.int32)):
+        pass
+    with pytest.raises(ValueError, match=r"pair is a .bin/.idx pair, which is tokenized already"):
+        TextStream(tmp_path / "pair")
     with pytest.raises(ValueError, match="does not exist"):
         TextStream([tmp_path / "a.txt", tmp_path / "b.txt"])
     with pytest.raises(ValueError, match=r"held_out_fraction is 1; it must be at least 0 and less than 1"):
