@@ -117,14 +117,14 @@ def _saved_values(argv: Sequence[str], values: Mapping[str, Any]) -> dict[str, A
         (given_value(argv, name) or str(values.get(name, False))).lower() == "true" for name in ("resume", "eval_only")
     )
     folder = given_value(argv, "output_dir") or values.get("output_dir")
-    saved = RunFolder(Path(folder)).arguments_file if folder else None
-    if resume and saved is None:
-        raise ValueError("--resume continues the run in --output-dir: name that folder too")
+    if folder is None:
+        if resume:
+            raise ValueError("--resume continues the run in --output-dir: name that folder too")
+        return None
+    saved = RunFolder(Path(folder)).arguments_file
     if resume and not saved.exists():
         raise ValueError(f"--resume: {folder} holds no run; start one without --resume")
-    if saved is None or not saved.exists() or not (resume or eval_only):
-        return None
-    return read_yaml(PretrainCommand, saved)
+    return read_yaml(PretrainCommand, saved) if saved.exists() and (resume or eval_only) else None
 
 
 def _check_unchanged(arguments: PretrainCommand, before: PretrainCommand) -> None:
@@ -156,21 +156,21 @@ def _objective(argv: Sequence[str], name: str | None, values: Mapping[str, Any])
 
     Args:
         name: The objective that the command line names.
-        values: The arguments of the file. The objective in them is a name, or a mapping of settings with a name.
+        values: The arguments of the file. The objective in them is a name, or settings with or without a name.
 
     Raises ValueError if there is no such objective, or it lacks a setting of the command line or the file.
     """
     settings = _settings(values.get("objective"))
     model, init_from = (given_value(argv, key) or values.get(key) for key in ("model", "init_from"))
-    in_file = settings.pop("name", None) or default_objective(model, init_from)
-    name = name or in_file
-    settings = settings if name == in_file else {}
-    kind = find_objective(name)
+    in_file = settings.pop("name", None) or name or default_objective(model, init_from)
+    chosen = name or in_file
+    settings = settings if chosen == in_file else {}
+    kind = find_objective(chosen)
     given = [word[len(SETTING) :].partition("=")[0].replace("-", "_") for word in argv if word.startswith(SETTING)]
     known = [field.name for field in fields(kind)]
     for setting in (*settings, *(setting.removeprefix("no_") for setting in given)):
         if setting not in known:
-            raise ValueError(_no_setting(name, setting, known))
+            raise ValueError(_no_setting(chosen, setting, known))
     hints = get_type_hints(kind)
     return kind(**{key: checked_value(f"objective.{key}", hints[key], value) for key, value in settings.items()})
 

@@ -155,18 +155,28 @@ SMALL_LIBAI = [
 ]
 
 
-def run_page(lines: list[list[str]], folder: Path) -> list[str]:
-    """What commands of the page print, in this process, which may be one of several ranks."""
+def run_page(lines: list[list[str]], folder: Path) -> tuple[list[str], list[str]]:
+    """What commands of the page print, and with which precision they multiply matrices in training.
+
+    They run in this process, which may be one of several ranks.
+    """
     import torch
 
-    shown = []
+    from shardzoo.trainer import Trainer
+
+    shown, precisions, train = [], [], Trainer.train
+
+    def recording(self, *arguments, **keywords):
+        precisions.append(torch.get_float32_matmul_precision())
+        return train(self, *arguments, **keywords)
+
+    Trainer.train = recording
     for words in lines:
         with contextlib.redirect_stdout(io.StringIO()) as output:
             code, messages = outcome(words[words.index("pretrain.py") + 1 :], folder)
-        torch.set_float32_matmul_precision("highest")
         assert code == 0, messages
         shown.append(" ".join(output.getvalue().split()))
-    return shown
+    return shown, precisions
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +194,8 @@ def test_every_command_of_the_page(workspace, docstrings, run_ranks):
     split, mask, prefix, first, resumed, evaluated = (line.split() for line in PAGE)
     split, mask, prefix = ([*(w for w in words if w != "--fast-dev-run"), *SHORT] for words in (split, mask, prefix))
     first, resumed, evaluated = ([*words, *SMALL_LIBAI] for words in (first, resumed, evaluated))
-    [(shown, *_)] = run_ranks(1, run_page, [first, mask, prefix], workspace, isolated=True)
+    [((shown, *_), precisions)] = run_ranks(1, run_page, [first, mask, prefix], workspace, isolated=True)
+    assert precisions == ["high", "highest", "highest"]  # TensorFloat-32 ends with the training
     folder = workspace / "runs" / "mt5-libai"
     curve = metrics(folder, "train/loss")
     assert len(curve) == 20
@@ -192,7 +203,7 @@ def test_every_command_of_the_page(workspace, docstrings, run_ranks):
     assert [len(metrics(folder, f"{series}/loss")) for series in ("valid", "final")] == [1, 1]
     assert re.search(r"time per step \S+ s/iter, \S+ samples/s", shown)
 
-    [(_, _, shown), _] = run_ranks(2, run_page, [split, resumed, evaluated], workspace, isolated=True)
+    [((_, _, shown), _), _] = run_ranks(2, run_page, [split, resumed, evaluated], workspace, isolated=True)
     goes_on = metrics(folder, "train/loss")
     assert len(goes_on) == 30
     assert goes_on[:20] == curve
@@ -324,6 +335,7 @@ def read(*argv: str):
         (["--config", "t5.yaml", "--objective", "roberta"], "roberta", 0.15),  # the file's settings are of another
         (["--config", "named.yaml"], "roberta", 0.15),
         (["--config", "default.yaml"], "glm", 0.3),
+        (["--config", "default.yaml", "--objective", "t5"], "t5", 0.3),
     ],
 )
 def test_the_objective_and_its_settings(argv, name, mask_probability, tmp_path, monkeypatch):
