@@ -75,8 +75,6 @@ def choose_inputs(arguments: PretrainingArguments, launch: RankInfo) -> Inputs:
 
     Raises ValueError, naming both, if two of model, objective, weights, tokenizer and corpora do not belong together.
     """
-    if arguments.stream:
-        raise ValueError("stream is not supported yet; leave it out")
     checkpoint = checkpoint_of(arguments)
     start = arguments.init_from if checkpoint is None else str(checkpoint)
     weights = find_weights(start) if start else None
@@ -108,8 +106,13 @@ def checkpoint_of(arguments: PretrainingArguments) -> Path | None:
 
 
 def sources_of(arguments: PretrainingArguments) -> list[Source]:
-    """Returns the sources of the run's text, without their shares."""
-    return [source for source, _ in parse_mixture(arguments.data)]
+    """Returns the sources of the run's text, without their shares. ValueError for a pair that is to be streamed."""
+    sources = [source for source, _ in parse_mixture(arguments.data)]
+    for prefix in filter(None, map(as_prefix, sources if arguments.stream else ())):
+        raise ValueError(
+            f"stream: {prefix} is a prepared .bin/.idx pair, which is read from disk as it is; use no stream"
+        )
+    return sources
 
 
 def choose_config(arguments: PretrainingArguments, weights: Weights | None) -> ModelConfig:

@@ -115,10 +115,11 @@ def estimated_job(arguments: PretrainingArguments, inputs: Inputs, dp_size: int)
     )
 
 
-def corpus_facts(train_tokens: int, held_out_tokens: int, entropy: float) -> dict[str, str]:
-    """Returns the sizes of the corpus, and the baseline of the loss."""
+def corpus_facts(train_tokens: int | None, held_out_tokens: int, entropy: float) -> dict[str, str]:
+    """Returns the sizes of the corpus, and the baseline of the loss. `train_tokens` of a stream are None."""
+    train = "a stream" if train_tokens is None else f"{train_tokens:,} tokens"
     return {
-        "corpus": f"{train_tokens:,} tokens to train on, {held_out_tokens:,} held out",
+        "corpus": f"{train} to train on, {held_out_tokens:,} tokens held out",
         "target entropy": f"{entropy:.3f} nats per target of the held-out samples",
     }
 

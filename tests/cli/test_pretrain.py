@@ -103,7 +103,7 @@ def test_transformers_loads_the_export_and_agrees(finished, workspace):
     assert model(ids).logits.shape == (1, ids.shape[1], len(tokenizer))
 
     from shardzoo.data import GPTDataset, IndexedDataset
-    from shardzoo.pretraining.recipe import held_out_samples
+    from shardzoo.pretraining.corpora import held_out_samples
 
     samples = held_out_samples(GPTDataset(IndexedDataset(workspace / QUICKSTART / "data" / "valid"), 32, seed=0), 8)
     (native,) = metrics(workspace / QUICKSTART, "final/loss")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -67,7 +68,7 @@ def test_a_run_leaves_a_model_that_has_the_same_loss(run_mesh, tmp_path, texts, 
     """The loss in metrics.jsonl, the report and the model card is that of transformers' class on the same samples."""
     from shardzoo.data import build_dataset, target_entropy
     from shardzoo.data.objectives.pretraining import pad_batch
-    from shardzoo.pretraining.recipe import held_out_samples
+    from shardzoo.pretraining.corpora import held_out_samples
 
     folder = tmp_path / "run"
     run = partial(run_pretraining, folder=folder, model=str(config(name)), data=(str(texts),))
@@ -192,3 +193,17 @@ def test_an_export_with_another_loss_is_an_error(loss):
     check_export(Path("hf"), 1.0 + 0.9e-4, 1.0)
     with pytest.raises(ValueError, match="hf has a held-out loss of"):
         check_export(Path("hf"), loss, 1.0)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
+def test_a_stream_trains_alike_on_every_layout_and_resumes(run_mesh, tmp_path, texts, config, name):
+    run = partial(run_pretraining, model=str(config(name)), data=(str(texts),), stream=True)
+    size = {"train_steps": 12, "eval_interval": 5, "save_interval": 5, "global_batch_size": 4}
+    whole = run_mesh(1, partial(run, folder=tmp_path / "whole", **size))[0]
+    assert not list((tmp_path / "whole" / "data").rglob("train*"))
+    alone = {"export": False, "tokenizer": str(tmp_path / "whole" / "data" / "tokenizer")}
+    split = partial(run, folder=tmp_path / "split", micro_batch_size=2, **{**size, **alone})
+    assert train_losses(run_mesh(2, split, data=2)[0]) == pytest.approx(train_losses(whole), rel=1e-5)
+    shutil.rmtree(tmp_path / "whole" / "checkpoints" / "step-000012")
+    again = run_mesh(1, partial(run, folder=tmp_path / "whole", resume=True, export=False, **size))[0]
+    assert train_losses(again) == train_losses(whole)

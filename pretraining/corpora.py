@@ -1,0 +1,209 @@
+"""Prepares a run's text: corpora or the held-out part of streams, the tokenizer, and the samples made of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch.utils.data import Subset
+
+from ..data import (
+    BlockStream,
+    IndexedDataset,
+    IndexedDatasetWriter,
+    MixedSamples,
+    PadBatch,
+    Share,
+    TextStream,
+    build_dataset,
+    documents_in_memory,
+    load_tokenizer,
+    parse_mixture,
+    prepare_corpora,
+    train_tokenizer,
+)
+from ..data.indexed.meta import CorpusMeta
+from ..data.objectives.pretraining import PretrainingData, PretrainingSamples
+from ..data.text.encoding import end_token
+from ..data.tokenizers.files import has_tokenizer
+from ..data.tokenizers.tokenizer import Tokenizer, save_tokenizer
+from ..data.tokenizers.vocabulary import Vocabulary
+from ..models import family
+from .arguments import PretrainingArguments
+from .inputs import Inputs, prepare_tokenizer
+from .tables import corpus_progress
+
+TOKENIZER = "tokenizer"  # the folder of the model's tokenizer in the run's data
+PAIRS = "pairs.json"  # the file in the run's data that names the .bin/.idx pairs
+TOKENIZER_CHARACTERS = 50_000_000  # of a stream, that a new tokenizer is trained on
+HELD_OUT_CHARACTERS = 1_000_000  # of each stream
+
+
+def held_out_samples(dataset: PretrainingSamples, count: int | None = None) -> Subset[Any]:
+    """The samples of one pass over the held-out text, shuffled, so that the first `count` are representative."""
+    samples = max(1, int(dataset.samples_per_epoch))
+    order = np.random.default_rng(0).permutation(samples).tolist()
+    return Subset(dataset, order[:count])  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Collate:
+    """Pads samples to the objective's lengths. A mask without padding is left out, because attention is faster so."""
+
+    pad: PadBatch
+
+    def __call__(self, samples: Sequence[Any]) -> dict[str, torch.Tensor]:
+        batch = self.pad(samples)
+        mask = batch["attention_mask"]
+        if mask.dim() == 2 and bool(mask.all()):
+            del batch["attention_mask"]
+        return batch
+
+
+@dataclass(frozen=True)
+class PaddedSamples:
+    """Samples of equal lengths, for evaluations between the steps of a stream, which makes its own batches."""
+
+    samples: Subset[Any]
+    collate: Collate
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: value[0] for name, value in self.collate.pad([self.samples[index]]).items()}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The training and the held-out text of a component of the corpus, and its share of the samples.
+
+    A stream has no training pair.
+    """
+
+    train: Path | None
+    valid: Path
+    share: Fraction
+
+
+def write_pairs(folder: Path, pairs: Sequence[Pair]) -> None:
+    """Records which pairs a run trains on. Those inside the folder are recorded relative to it, because it is moved."""
+
+    def recorded(path: Path | None) -> str | None:
+        if path is None:
+            return None
+        return str(path.relative_to(folder) if path.is_relative_to(folder) else path.absolute())
+
+    values = [
+        {"train": recorded(pair.train), "valid": recorded(pair.valid), "share": str(pair.share)} for pair in pairs
+    ]
+    (folder / PAIRS).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def read_pairs(folder: Path) -> list[Pair]:
+    """Returns the pairs that `write_pairs` recorded."""
+    values = json.loads((folder / PAIRS).read_text(encoding="utf-8"))
+    return [
+        Pair(part["train"] and folder / part["train"], folder / part["valid"], Fraction(part["share"]))
+        for part in values
+    ]
+
+
+def prepare_data(arguments: PretrainingArguments, inputs: Inputs, folder: Path, console: Console) -> None:
+    """Writes the corpora and the tokenizer, and tries whether the objective can make samples of them."""
+    folder.mkdir()
+    if arguments.stream:
+        hold_out(arguments, inputs, folder)
+    else:
+        mixture = parse_mixture(arguments.data)
+        with corpus_progress(console) as progress:
+            corpora = prepare_corpora(
+                mixture,
+                folder,
+                tokenizer=inputs.tokenizer or family(inputs.config.model_type).tokenizer,
+                vocab_size=arguments.vocab_size or inputs.config.vocab_size,
+                split_sentences=inputs.objective.split_sentences,
+                held_out_fraction=arguments.held_out_fraction,
+                seed=arguments.seed,
+                progress=progress,
+            )
+        for note in dict.fromkeys(note for corpus in corpora for note in corpus.notes):
+            console.print(note)
+        place_tokenizer(inputs, corpora[0].tokenizer_dir, folder / TOKENIZER)
+        parts = zip(corpora, mixture, strict=True)
+        write_pairs(folder, [Pair(corpus.train_prefix, corpus.valid_prefix, share) for corpus, (_, share) in parts])
+    make_samples(arguments, inputs, folder, load_tokenizer(folder / TOKENIZER), Share(1))
+
+
+def hold_out(arguments: PretrainingArguments, inputs: Inputs, folder: Path) -> None:
+    """Writes the held-out text at the beginning of each stream, and a tokenizer, trained on their beginnings if new."""
+    streams = open_streams(arguments)
+    if inputs.tokenizer is None:
+        most = TOKENIZER_CHARACTERS // len(streams)
+        texts = chain.from_iterable(stream.beginning(most) for stream, _ in streams)
+        size = arguments.vocab_size or inputs.config.vocab_size
+        train_tokenizer(family(inputs.config.model_type).tokenizer, texts, size, folder / TOKENIZER)  # type: ignore[arg-type]
+    tokenizer = place_tokenizer(inputs, folder / TOKENIZER, folder / TOKENIZER)
+    split = inputs.objective.split_sentences
+    meta = CorpusMeta(Vocabulary.of(tokenizer), end_token(tokenizer, split_sentences=split), split)
+    pairs: list[Pair] = []
+    for number, (stream, share) in enumerate(streams):
+        texts = stream.beginning(HELD_OUT_CHARACTERS, held_out=True)
+        held_out = documents_in_memory(texts, tokenizer, split_sentences=split)
+        pairs.append(Pair(None, folder / f"valid_{number}", share))
+        with IndexedDatasetWriter(pairs[-1].valid, held_out.dtype, meta=meta) as writer:
+            writer.add_dataset(held_out)
+    write_pairs(folder, pairs)
+
+
+def open_streams(arguments: PretrainingArguments) -> list[tuple[TextStream, Fraction]]:
+    """Returns the streams of the run's sources, and their shares."""
+    how = {"held_out_fraction": arguments.held_out_fraction, "seed": arguments.seed}
+    return [(TextStream(source, **how), share) for source, share in parse_mixture(arguments.data)]
+
+
+def place_tokenizer(inputs: Inputs, trained: Path, folder: Path) -> Tokenizer:
+    """Writes the model's tokenizer, with the objective's special tokens, to the folder, and returns it.
+
+    It is the one that was `trained`, or found beside a corpus, unless it was chosen before.
+    """
+    tokenizer = inputs.tokenizer
+    if tokenizer is None:
+        tokenizer = load_tokenizer(trained)
+        prepare_tokenizer(tokenizer, str(trained), inputs.objective, None)
+    if not has_tokenizer(folder) or Vocabulary.of(load_tokenizer(folder)) != Vocabulary.of(tokenizer):
+        save_tokenizer(tokenizer, folder)
+    return tokenizer
+
+
+def data_of(arguments: PretrainingArguments, inputs: Inputs) -> PretrainingData:
+    lengths, size = (inputs.sequence_length, inputs.target_length), arguments.micro_batch_size
+    return PretrainingData(inputs.objective, *lengths, micro_batch_size=size, seed=arguments.seed)
+
+
+def make_samples(
+    arguments: PretrainingArguments, inputs: Inputs, folder: Path, tokenizer: Tokenizer, share: Share
+) -> tuple[PretrainingSamples | BlockStream, PretrainingSamples]:
+    """Returns what a rank trains on: endless samples or a stream of batches; and the samples of the held-out text."""
+    data, pairs = data_of(arguments, inputs), read_pairs(folder)
+    shares = [pair.share for pair in pairs]
+
+    def mixed(prefixes: Sequence[Path], data: PretrainingData) -> PretrainingSamples:
+        datasets = [build_dataset(data, IndexedDataset(prefix), tokenizer) for prefix in prefixes]
+        return datasets[0] if len(datasets) == 1 else MixedSamples(datasets, shares)
+
+    held_out = mixed([pair.valid for pair in pairs], replace(data, seed=0))
+    prefixes = [pair.train for pair in pairs if pair.train]
+    if prefixes:
+        return mixed(prefixes, data), held_out
+    streams = [stream for stream, _ in open_streams(arguments)]
+    place = {"rank": share.rank, "world_size": share.world_size, "num_workers": arguments.num_workers}
+    return BlockStream(streams, tokenizer, data, shares=shares, **place), held_out
