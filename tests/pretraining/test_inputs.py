@@ -227,6 +227,13 @@ def test_one_part_of_a_mixture_with_another_vocabulary(parts, tmp_path):
         choose_inputs(arguments, ONE)
 
 
+def test_a_prepared_pair_is_no_stream(parts, tmp_path):
+    pair = parts.corpora["pair of same"]
+    arguments = arguments_of(tmp_path / "run", tokenizer=parts.tokenizers["same"], data=(pair,), stream=True)
+    with pytest.raises(ValueError, match=f"stream: {pair} is a prepared .bin/.idx pair"):
+        choose_inputs(arguments, ONE)
+
+
 def test_ids_outside_of_the_vocabulary_are_found_before_anything_is_written(parts, tmp_path, run_mesh):
     """A pair of another tool records nothing, so only its ids can tell that the named tokenizer is not its own."""
     run = partial(
