@@ -19,11 +19,11 @@ PRESETS: dict[str, T5Config] = {
     "t5-v1_1-large": _v1_1(d_model=1024, d_ff=2816, num_layers=24, num_heads=16),
     "t5-v1_1-xl": _v1_1(d_model=2048, d_ff=5120, num_layers=24, num_heads=32),
     "t5-v1_1-xxl": _v1_1(d_model=4096, d_ff=10240, num_layers=24, num_heads=64),
-    "t5-quickstart": T5Config(
+    "t5-quickstart": _v1_1(
         vocab_size=1100,
         d_model=128,
         d_kv=32,
-        d_ff=512,
+        d_ff=384,
         num_layers=2,
         num_heads=4,
         dropout_rate=0.0,  # the text is read about once, so the model cannot learn it by heart
