@@ -48,15 +48,31 @@ def load_exported(folder: Path) -> Any:
     return model.eval()
 
 
-def exported_loss(folder: Path, samples: Any, *, batch_size: int, collate: Callable[[Sequence[Any]], Any]) -> float:
-    """Returns the mean loss of the exported model over samples, in nats per target; computed on the CPU."""
+def exported_loss(
+    folder: Path, samples: Any, *, batch_size: int, collate: Callable[[Sequence[Any]], Any], device: torch.device
+) -> float:
+    """Returns the mean loss of the exported model over samples, in nats per target.
+
+    It is computed on the device, or on the CPU if the device's memory, shared with the trained model, does not suffice.
+    """
     model = load_exported(folder)
-    with all_cores():
-        values = evaluate(
-            lambda batch, model, mems: model(**batch), model, model, samples, Ranks(None),
-            batch_size=batch_size, collate=collate,
-        )  # fmt: skip
-    return values["loss"]
+
+    def loss_on(device: torch.device) -> float:
+        with all_cores():
+            return evaluate(
+                lambda batch, model, mems: model(**batch),
+                model.to(device),
+                model,
+                samples,
+                Ranks(None),
+                batch_size=batch_size,
+                collate=collate,
+            )["loss"]
+
+    try:
+        return loss_on(device)
+    except torch.OutOfMemoryError:
+        return loss_on(torch.device("cpu"))
 
 
 def check_export(folder: Path, exported: float, sharded: float) -> None:
@@ -128,7 +144,7 @@ def _fill_masks(pipeline: TextGenerationPipeline, tokenizer: Tokenizer, sample: 
 
 def _fill_blanks(pipeline: TextGenerationPipeline, tokenizer: Tokenizer, sample: Any, prompt: str | None) -> list[Part]:
     text: Any = pipeline.blank_text
-    ids = text.encode(prompt) if prompt else _ids(sample["input_ids"])[: int(sample["attention_mask"])]
+    ids = _cut(text.encode(prompt), pipeline) if prompt else _ids(sample["input_ids"])[: int(sample["attention_mask"])]
     new = min(NEW_TOKENS, pipeline.model.config.max_sequence_length // 2)
     found = fill_blanks(pipeline.model, torch.tensor([ids]), text.tokens, max_new_tokens=new)[0]
     blanks = (text.tokens.mask, text.tokens.smask, text.tokens.gmask)
@@ -141,7 +157,13 @@ def _ids(values: Any) -> list[int]:
 
 def _encoded(pipeline: TextGenerationPipeline, prompt: str) -> list[int]:
     tokenizer: Any = pipeline.tokenizer
-    return tokenizer(prompt, verbose=False)["input_ids"]
+    return _cut(tokenizer(prompt, verbose=False)["input_ids"], pipeline)
+
+
+def _cut(ids: list[int], pipeline: TextGenerationPipeline) -> list[int]:
+    """Returns the first token and the last ones if there are more than the model has positions."""
+    longest = pipeline.model.config.max_sequence_length
+    return ids if len(ids) < longest else [ids[0], *ids[2 - longest :]]
 
 
 def _generated(pipeline: TextGenerationPipeline, ids: list[int], **settings: Any) -> list[int]:

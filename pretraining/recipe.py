@@ -144,8 +144,8 @@ class Pretraining:
         shutil.rmtree(folder.hf, ignore_errors=True)
         merge(folder.checkpoint(step), folder.hf)
         self.console.print("loading the exported folder …")
-        size = arguments.micro_batch_size
-        exported = exported_loss(folder.hf, self.evaluated, batch_size=size, collate=self.collate)
+        how = {"batch_size": arguments.micro_batch_size, "collate": self.collate, "device": self.trainer.device}
+        exported = exported_loss(folder.hf, self.evaluated, **how)
         loader = "transformers" if family(self.config.model_type).in_transformers else "the unsplit model"
         results = run_results(
             loss=loss, exported=exported, entropy=self.entropy, loader=loader, ranks=ranks, minutes=minutes

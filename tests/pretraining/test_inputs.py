@@ -220,6 +220,24 @@ def test_arguments_that_contradict_the_weights(parts, tmp_path, changes, message
         choose_inputs(arguments_of(tmp_path / "run", **given), ONE)
 
 
+def test_names_on_the_hub(parts, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    asked = {}
+
+    def download(name: str, *, allow_patterns: list[str]) -> str:
+        asked[name] = allow_patterns
+        return {"org/weights": parts.weights["folder"], "org/tokenizer": parts.tokenizers["same"]}[name]
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    start = {"init_from": "org/weights", "tokenizer": "org/tokenizer", "data": (parts.corpora["text"],)}
+    inputs = choose_inputs(arguments_of(tmp_path / "run", **start), ONE)
+    assert inputs.weights.folder == Path(parts.weights["folder"])
+    assert inputs.tokenizer.vocab_size == SIZE
+    assert "*.safetensors" in asked["org/weights"]
+    assert "*.safetensors" not in asked["org/tokenizer"]
+
+
 def test_one_part_of_a_mixture_with_another_vocabulary(parts, tmp_path):
     data = (f"{parts.corpora['text']}:0.5", f"{parts.corpora['pair of other']}:0.5")
     arguments = arguments_of(tmp_path / "run", init_from=parts.weights["folder"], data=data)

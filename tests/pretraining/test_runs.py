@@ -69,6 +69,7 @@ def test_a_run_leaves_a_model_that_has_the_same_loss(run_mesh, tmp_path, texts, 
     from shardzoo.data import build_dataset, target_entropy
     from shardzoo.data.objectives.pretraining import pad_batch
     from shardzoo.pretraining.corpora import held_out_samples
+    from shardzoo.pretraining.export import write_sample
 
     folder = tmp_path / "run"
     run = partial(run_pretraining, folder=folder, model=str(config(name)), data=(str(texts),))
@@ -94,6 +95,11 @@ def test_a_run_leaves_a_model_that_has_the_same_loss(run_mesh, tmp_path, texts, 
         assert f"the entropy of the same targets ({entropy:.3f})" in page
         assert "[[" in page
     assert card.startswith("---\nlibrary_name: ")
+    for prompt in ("One two three four.", "One two three. " * 40):  # the second one is longer than the positions
+        written = write_sample(folder / "hf", samples[0], prompt)
+        assert "three" in written.lower()
+        assert written.count("[[") == 1
+        assert written == write_sample(folder / "hf", samples[0], prompt)
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -207,3 +213,24 @@ def test_a_stream_trains_alike_on_every_layout_and_resumes(run_mesh, tmp_path, t
     shutil.rmtree(tmp_path / "whole" / "checkpoints" / "step-000012")
     again = run_mesh(1, partial(run, folder=tmp_path / "whole", resume=True, export=False, **size))[0]
     assert train_losses(again) == train_losses(whole)
+
+
+def test_an_export_that_does_not_fit_the_device_is_evaluated_on_the_cpu(tmp_path, monkeypatch):
+    from shardzoo.pretraining import export
+
+    devices = []
+
+    def evaluate(forward, model, module, samples, ranks, **settings):
+        devices.append(model)
+        if len(devices) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return {"loss": 1.5}
+
+    class Model:
+        def to(self, device):
+            return device
+
+    monkeypatch.setattr(export, "load_exported", lambda folder: Model())
+    monkeypatch.setattr(export, "evaluate", evaluate)
+    assert export.exported_loss(tmp_path, [], batch_size=1, collate=list, device=torch.device("meta")) == 1.5
+    assert devices == [torch.device("meta"), torch.device("cpu")]
