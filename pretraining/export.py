@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from ..data.tokenizers.glm_tokens import GLMVocabulary
 from ..data.tokenizers.sentinels import sentinel_ids
 from ..data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from ..generation import TextGenerationPipeline, fill_blanks, fill_mask, generate
@@ -84,7 +86,9 @@ def check_export(folder: Path, exported: float, sharded: float) -> None:
         )
 
 
-def write_sample(folder: Path, sample: Mapping[str, Any], prompt: str | None = None) -> str:
+def write_sample(
+    folder: Path, sample: Mapping[str, Any], prompt: str | None = None, *, blanks: GLMVocabulary | None = None
+) -> str:
     """Returns a text of which the exported model wrote the parts in [[ ]], the same at every call.
 
     The model continues the text, fills its spans, masks or blanks, as its family does.
@@ -92,8 +96,9 @@ def write_sample(folder: Path, sample: Mapping[str, Any], prompt: str | None = N
     Args:
         sample: A held-out sample, whose input is used if there is no prompt.
         prompt: A text; if it has no span, mask or blank, one is appended.
+        blanks: The vocabulary of the blanks' special tokens, if the tokenizer does not show it.
     """
-    pipeline = TextGenerationPipeline(folder, dtype=torch.float32)
+    pipeline = TextGenerationPipeline(folder, dtype=torch.float32, glm_vocabulary=blanks)
     tokenizer = load_tokenizer(folder)
     write = {"continuation": _continue, "answer": _answer, "masks": _fill_masks, "blanks": _fill_blanks}
     torch.manual_seed(0)
@@ -111,11 +116,13 @@ def _continue(pipeline: TextGenerationPipeline, tokenizer: Tokenizer, sample: An
 
 
 def _answer(pipeline: TextGenerationPipeline, tokenizer: Tokenizer, sample: Any, prompt: str | None) -> list[Part]:
-    known = sentinel_ids(tokenizer)
+    known: tuple[int, ...] = ()
+    with suppress(ValueError):  # objectives that replace no spans need no sentinels
+        known = sentinel_ids(tokenizer)
     ids = _ids(sample["input_ids"])
     if prompt:
         ids = _encoded(pipeline, prompt)
-        if not set(ids) & set(known):
+        if known and not set(ids) & set(known):
             ids = _encoded(pipeline, f"{prompt} {tokenizer.id_to_token(known[0])}")
     found = _generated(pipeline, ids, max_new_tokens=NEW_TOKENS)
     blanks = set(ids) & set(known)

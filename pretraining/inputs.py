@@ -294,4 +294,7 @@ def with_vocabulary(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
         ids["pad_token_id"] = special.get("pad_token", special.get("eos_token"))
         ids["decoder_start_token_id"] = ids["pad_token_id"]
     own = {name: value for name, value in ids.items() if name in known}
-    return config.with_changes(vocab_size=tokenizer.vocab_size, **own)
+    try:
+        return config.with_changes(vocab_size=tokenizer.vocab_size, **own)
+    except ValueError as error:
+        raise ValueError(f"the tokenizer {tokenizer.path} does not fit a {config.model_type}: {error}") from None

@@ -150,7 +150,8 @@ class Pretraining:
         results = run_results(
             loss=loss, exported=exported, entropy=self.entropy, loader=loader, ranks=ranks, minutes=minutes
         ) | step_time(folder.metrics(), arguments.global_batch(ranks.dp_size))
-        sample = write_sample(folder.hf, self.held_out[0], arguments.sample_prompt)
+        blanks = getattr(self.inputs.objective, "vocabulary", None)
+        sample = write_sample(folder.hf, self.held_out[0], arguments.sample_prompt, blanks=blanks)
         write_card(folder.hf, self.config, {**self.facts, **results}, command=command_line(), sample=sample)
         self.trainer.write_report({"Run": self.facts, "Export": results, "Sample": sample})
         self.console.print(facts_table("Result", results | run_files(folder, self.config.architecture)))

@@ -220,6 +220,17 @@ def test_arguments_that_contradict_the_weights(parts, tmp_path, changes, message
         choose_inputs(arguments_of(tmp_path / "run", **given), ONE)
 
 
+def test_a_tokenizer_without_padding_for_a_model_that_counts_from_it(parts, config, tmp_path, texts):
+    folder = tmp_path / "tokenizer"
+    train_tokenizer("roberta", stories(texts), SIZE, folder)
+    values = json.loads((folder / "tokenizer_config.json").read_text())
+    del values["pad_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    arguments = arguments_of(tmp_path, model=str(config("roberta")), tokenizer=str(folder), data=(str(texts),))
+    with pytest.raises(ValueError, match=f"the tokenizer {folder}.* does not fit a roberta: .*pad_token_id"):
+        choose_inputs(arguments, ONE)
+
+
 def test_names_on_the_hub(parts, tmp_path, monkeypatch):
     import huggingface_hub
 

@@ -154,6 +154,18 @@ def test_an_evaluation_alone_finds_the_loss_of_the_run_and_leaves_nothing(run_me
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_vocabulary_without_sentinels_learns_to_continue(run_mesh, tmp_path, texts):
+    weights = tmp_path / "weights"
+    stories = [file.read_text() for file in sorted(texts.iterdir())]
+    pieces = train_tokenizer("sentencepiece", stories, 300, weights).pieces
+    (weights / "tokenizer_config.json").write_text('{"tokenizer_class": "T5Tokenizer", "extra_ids": 0}')
+    hf_model("T5ForConditionalGeneration", layers=1, vocab_size=pieces).save_pretrained(weights)
+    start = {"init_from": str(weights), "data": (str(texts),), "train_steps": 1, "warmup_steps": 0}
+    run = partial(run_pretraining, folder=tmp_path / "run", objective="prefix-lm", sample_prompt="One two", **start)
+    run_mesh(2, run)
+    assert "One two [[" in (tmp_path / "run" / "hf" / "README.md").read_text()
+
+
 def test_a_head_that_the_weights_lack_is_new(run_mesh, tmp_path, texts):
     save_weights(tmp_path / "weights", "bert", "BertForMaskedLM", texts)
     start = {"init_from": str(tmp_path / "weights"), "data": (str(texts),), "train_steps": 1, "warmup_steps": 0}
