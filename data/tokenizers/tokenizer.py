@@ -144,14 +144,16 @@ class FastTokenizer(Tokenizer):
         return list(map(self.backend.id_to_token, range(size)))
 
     def save(self, folder: Path) -> None:
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens(), **_config_beside(self.path)}
+        config = {**self.special_tokens(), **_config_beside(self.path)}
+        if not self.special or _special_names(self.path.parent):  # otherwise the model's type determines both
+            config = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
         if self.vocab_size == FastTokenizer(self.path).vocab_size:
             _copy_files(self.path, folder / TOKENIZER_JSON, SIDE_FILES + SENTENCEPIECE_FILES)
         else:
             self.backend.save(str(folder / TOKENIZER_JSON))
             config.pop("added_tokens_decoder", None)  # it would hide the tokens that tokenizer.json has now
             write_config(folder, config)
-        if not (folder / CONFIG).exists():
+        if not (folder / CONFIG).exists() or (self.special and not _special_names(folder)):
             write_config(folder, config)
 
 
@@ -350,8 +352,13 @@ def _copy_files(file: Path, target: Path, beside: Sequence[str]) -> None:
 
 def _fast(file: Path, folder: Path) -> FastTokenizer:
     """Reads a tokenizer.json; the roles of its special tokens are in the files beside it."""
+    return FastTokenizer(file, _special_names(folder) or _special_names_of_model_type(folder))
+
+
+def _special_names(folder: Path) -> dict[str, str]:
+    """Returns the special tokens that a folder's files name, by their Hugging Face name."""
     names: dict[str, str] = {}
-    for side in ("special_tokens_map.json", "tokenizer_config.json"):
+    for side in ("special_tokens_map.json", CONFIG):
         if (folder / side).is_file():
             values = read_json_object(folder / side)
             for name in SPECIAL_NAMES:
@@ -359,4 +366,16 @@ def _fast(file: Path, folder: Path) -> FastTokenizer:
                 value = value.get("content") if isinstance(value, dict) else value
                 if isinstance(value, str):
                     names[name] = value
-    return FastTokenizer(file, names)
+    return names
+
+
+def _special_names_of_model_type(folder: Path) -> dict[str, str]:
+    """Returns the special tokens of the tokenizer class that transformers chooses by a folder's config.json.
+
+    The first published models name no special tokens: gpt2, bert-base-uncased, roberta-base.
+    """
+    if not (folder / "config.json").is_file():
+        return {}
+    with suppress(ValueError):
+        return dict(load_transformers_tokenizer(folder).special_tokens_map)
+    return {}

@@ -158,7 +158,8 @@ def train_wordpiece(
     tokenizer.add_special_tokens(special)
     sep, cls = ((name, special.index(name)) for name in ("[SEP]", "[CLS]"))
     tokenizer.post_processor = processors.BertProcessing(sep, cls)
-    return _save(tokenizer, Path(output_dir), BERT_TOKENS)
+    inputs = ["input_ids", "token_type_ids", "attention_mask"]  # transformers' default has no types of a pair's texts
+    return _save(tokenizer, Path(output_dir), BERT_TOKENS, model_input_names=inputs)
 
 
 def _wordpiece(vocabulary: dict[str, int] | None, lowercase: bool) -> Any:
@@ -172,9 +173,13 @@ def _wordpiece(vocabulary: dict[str, int] | None, lowercase: bool) -> Any:
 
 
 def _save(
-    tokenizer: Any, folder: Path, special: dict[str, str], tokenizer_class: str = "PreTrainedTokenizerFast"
+    tokenizer: Any,
+    folder: Path,
+    special: dict[str, str],
+    tokenizer_class: str = "PreTrainedTokenizerFast",
+    **options: Any,
 ) -> FastTokenizer:
-    """Writes the files that transformers reads, and loads them."""
+    """Writes the files that transformers reads, and loads them. `options` are more entries of tokenizer_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     remove_tokenizer(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -183,6 +188,7 @@ def _save(
         **special,
         "clean_up_tokenization_spaces": False,
         "model_max_length": int(1e30),
+        **options,
     }
     write_config(folder, config)
     return _reloaded(folder, FastTokenizer)

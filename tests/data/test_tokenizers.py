@@ -285,6 +285,40 @@ def test_transformers_loads_each_trained_kind(kind, trained, texts):
         assert reference(text, add_special_tokens=False).input_ids == mine.encode(text)
 
 
+def test_a_trained_wordpiece_tells_the_texts_of_a_pair_apart(trained):
+    from transformers import AutoTokenizer
+
+    pair = AutoTokenizer.from_pretrained(trained / "wordpiece")("of the", "the")
+    assert pair.token_type_ids == sorted(pair.token_type_ids)
+    assert set(pair.token_type_ids) == {0, 1}
+
+
+@pytest.mark.parametrize(("kind", "family"), [("bpe", "gpt2"), ("wordpiece", "bert"), ("roberta", "roberta")])
+@pytest.mark.parametrize("values", [None, {"model_max_length": 512}])
+def test_the_model_type_gives_special_tokens_that_no_file_names(kind, family, values, trained, tmp_path):
+    """The first published models, such as bert-base-uncased, name no special tokens beside their tokenizer.json."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shutil.copy(trained / kind / "tokenizer.json", folder)
+    assert load_tokenizer(folder).special == {}  # nothing says what the tokens are for
+    (folder / "config.json").write_text(json.dumps({"model_type": family}))
+    if values:
+        (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.special == load_tokenizer(trained / kind).special
+    save_tokenizer(tokenizer, tmp_path / "alone")  # as in a run's folder, without the model
+    tokenizer.add_tokens(ADDED)
+    save_tokenizer(tokenizer, tmp_path / "more")
+    for copy in (tmp_path / "alone", tmp_path / "more"):
+        reference = AutoTokenizer.from_pretrained(copy)
+        assert load_tokenizer(copy).special == tokenizer.special
+        assert all(getattr(reference, f"{name}_id") == index for name, index in tokenizer.special.items())
+    shutil.copy(folder / "config.json", tmp_path / "alone")
+    assert type(AutoTokenizer.from_pretrained(tmp_path / "alone")) is type(AutoTokenizer.from_pretrained(folder))
+
+
 def test_robertas_tokens_have_robertas_places(trained):
     from transformers import AutoTokenizer, RobertaTokenizer
 
