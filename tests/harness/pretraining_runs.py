@@ -29,15 +29,22 @@ def run_pretraining(
     from shardzoo.pretraining.recipe import Pretraining
     from shardzoo.trainer.launch.rank_info import RankInfo
 
-    class Curve(Pretraining):
+    class Run(Pretraining):
+        alone = 0.0
+
         def _finish(self, *results: Any) -> None:
-            pass
+            if export:
+                super()._finish(*results)
+
+        def _show_evaluation(self, loss: float) -> None:
+            super()._show_evaluation(loss)
+            self.alone = loss
 
     launch = RankInfo.from_environment()
     arguments = arguments_of(folder, objective, model_parallel_size=mesh.tp_size, **changes)
-    run = (Pretraining if export else Curve)(arguments, choose_inputs(arguments, launch), launch)
+    run = Run(arguments, choose_inputs(arguments, launch), launch)
     run.run()
-    return run.run_folder.metrics()
+    return [{"final/loss": run.alone}] if arguments.eval_only else run.run_folder.metrics()
 
 
 def train_losses(metrics: list[dict[str, float]]) -> list[float]:
