@@ -8,6 +8,7 @@ from typing import Any
 from ..data.objectives.pretraining import Objective
 from ..models.common.config import ModelConfig
 from ..models.common.transformer import check_heads
+from ..models.sizes import parameter_sizes
 from ..mpu import validate_layout
 from ..trainer.arguments.training_arguments import EnvType, TrainingArguments, check_types
 from ..trainer.engines.deepspeed_config import zero_stage
@@ -133,6 +134,7 @@ def check_layout(arguments: PretrainingArguments, config: ModelConfig, launch: R
     """Raises ValueError if the model or the batch cannot be split over the processes."""
     size = arguments.model_parallel_size
     check_heads(config.num_attention_heads, size)
+    parameter_sizes(config, size)
     data_parallel_size = validate_layout(launch.world_size if launch.world_size > 1 else processes_of(arguments), size)
     arguments.accumulation_steps(data_parallel_size)
     zero_stage(arguments)

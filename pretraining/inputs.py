@@ -150,13 +150,16 @@ def choose_lengths(
     arguments: PretrainingArguments, config: ModelConfig, objective: Objective
 ) -> tuple[int, int | None]:
     """Returns the lengths of an input and a target. ValueError if the model or the layout does not allow them."""
-    longest, length = config.max_sequence_length, arguments.sequence_length
+    longest, size = config.max_sequence_length, arguments.model_parallel_size
+    length = longest if arguments.sequence_length is None else arguments.sequence_length
     has_target = family(config.model_type).kind == "encoder-decoder"  # whose positions are relative
-    if length is not None and not 2 <= length <= (length if has_target else longest):
-        raise ValueError(f"sequence_length must be from 2 to the model's {longest} positions, not {length}")
+    if not objective.shortest <= length <= (length if has_target else longest):
+        raise ValueError(
+            f"sequence_length of objective {objective.name!r} must be from {objective.shortest} to the model's "
+            f"{longest} positions, not {length}"
+        )
     if arguments.target_length is not None and not has_target:
         raise ValueError(f"target_length is for encoder-decoders; model {arguments.model_name} has only one sequence")
-    length, size = length or longest, arguments.model_parallel_size
     inputs, targets = objective.lengths(length, arguments.target_length)
     for name, value in {"sequence_length": inputs, "target_length": targets}.items():
         if arguments.sequence_parallel and value % size:

@@ -14,6 +14,8 @@ from ..tokenizers.tokenizer import Tokenizer
 from .masking import MaskedObjective, Masking
 from .pretraining import Format, objective
 
+SHORTEST_PAIR = 5  # [CLS] A [SEP] B [SEP]
+
 
 @dataclass(frozen=True)
 class SentencePairs:
@@ -32,8 +34,8 @@ class SentencePairs:
     kind: Literal["nsp", "sop"] = "nsp"
 
     def __post_init__(self) -> None:
-        if self.max_length < 5:
-            raise ValueError(f"max_length is {self.max_length}; [CLS] A [SEP] B [SEP] needs at least 5")
+        if self.max_length < SHORTEST_PAIR:
+            raise ValueError(f"max_length is {self.max_length}; [CLS] A [SEP] B [SEP] needs at least {SHORTEST_PAIR}")
 
     def __call__(
         self, sentences: Sequence[np.ndarray], generator: np.random.Generator, others: Sequence[np.ndarray] = ()
@@ -151,6 +153,7 @@ class SentencePairsObjective(MaskedObjective):
 
     format: ClassVar[Format] = "sentence-pairs"
     split_sentences: ClassVar[bool] = True
+    shortest: ClassVar[int] = SHORTEST_PAIR
     kind: ClassVar[Literal["nsp", "sop"]]
 
     short_probability: float = 0.1

@@ -15,6 +15,7 @@ from .blank_infilling import BlankInfilling, Mode
 from .pretraining import Format, Objective, objective
 
 SHORTEST_PIECE = 32
+SHORTEST_TEXT = 2 * SHORTEST_PIECE
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,8 @@ class GLMDataset:
         mode_block: int = 1,
         anywhere: float = 0.0,
     ) -> None:
-        if length < 2 * SHORTEST_PIECE:
-            raise ValueError(f"GLM texts of {length} tokens are too short; use at least {2 * SHORTEST_PIECE}")
+        if length < SHORTEST_TEXT:
+            raise ValueError(f"GLM texts of {length} tokens are too short; use at least {SHORTEST_TEXT}")
         if indexed.num_tokens == 0:
             raise ValueError(f"{indexed.prefix} holds no tokens")
         if mode_block < 1:
@@ -188,6 +189,7 @@ class GLMObjective(GLMMixture, Objective):
     """
 
     format: ClassVar[Format] = "blanks"
+    shortest: ClassVar[int] = SHORTEST_TEXT
 
     vocabulary: GLMVocabulary = DEFAULT_VOCABULARY
     mask_probability: float = 0.15

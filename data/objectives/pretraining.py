@@ -46,6 +46,7 @@ class Objective(ABC):
         needs: special tokens that the tokenizer must have, by their Hugging Face names.
         tokenizers: where tokenizers with these tokens come from, for the message if one lacks them.
         split_sentences: whether the corpus must have one sequence per sentence.
+        shortest: the least sequence length that leaves room for text.
     """
 
     name: ClassVar[str]
@@ -53,6 +54,7 @@ class Objective(ABC):
     needs: ClassVar[tuple[str, ...]] = ()
     tokenizers: ClassVar[str] = ""
     split_sentences: ClassVar[bool] = False
+    shortest: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -27,6 +27,7 @@ class RobertaObjective(MaskedObjective):
     """Predicts masked tokens of packed text, whose masks differ in every epoch."""
 
     format: ClassVar[Format] = "masked"
+    shortest: ClassVar[int] = 4  # <s>, two tokens of text, </s>
 
     def build(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..indexed.dataset import IndexedDataset
 from ..tokenizers.sentinels import add_sentinels, sentinel_ids
@@ -38,6 +39,8 @@ class T5Objective(Seq2SeqObjective):
         mask_probability: share of tokens that is corrupted.
         mean_span_length: mean length of a span in tokens.
     """
+
+    shortest: ClassVar[int] = 3  # a token, a sentinel, the end
 
     mask_probability: float = 0.15
     mean_span_length: float = 3.0

@@ -6,6 +6,7 @@ Tay et al., "UL2: Unifying language learning paradigms", 2022, section 3.1 and t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -56,6 +57,8 @@ class UL2Objective(Seq2SeqObjective):
         extreme: share of the four extreme denoisers (X: 3 and 8 tokens at 50 %, 64 tokens at 15 % and 50 %); the
             sequential denoiser (S: prefix language modeling) has the rest.
     """
+
+    shortest: ClassVar[int] = 4  # a mode token before the shortest input of span corruption
 
     regular: float = 2 / 7
     extreme: float = 4 / 7

@@ -13,9 +13,11 @@ from pretraining_runs import arguments_of, run_pretraining
 from tiny_models import hf_model, tiny
 
 from shardzoo.convert import split
-from shardzoo.data import load_tokenizer, prepare_corpus, train_tokenizer
+from shardzoo.data import documents_in_memory, find_objective, load_tokenizer, prepare_corpus, train_tokenizer
 from shardzoo.data.indexed.meta import meta_path
+from shardzoo.data.objectives.pretraining import objective_names
 from shardzoo.data.tokenizers.tokenizer import save_tokenizer
+from shardzoo.models import FAMILIES, family
 from shardzoo.pretraining.inputs import choose_inputs
 from shardzoo.trainer.launch.rank_info import RankInfo
 
@@ -197,6 +199,31 @@ def test_objectives_that_do_not_fit(parts, config, tmp_path, family, objective, 
         data=(parts.corpora["text"],),
     )
     with pytest.raises(ValueError, match=message.format(same=parts.tokenizers["same"])):
+        choose_inputs(arguments, ONE)
+
+
+@pytest.mark.parametrize("name", objective_names())
+def test_the_shortest_length_of_an_objective(config, tmp_path, texts, name):
+    """What is refused before the corpus is read would fail after it, and what is one token longer works."""
+    objective = find_objective(name)
+    model = next(f for f in FAMILIES if objective.format in family(f).pretrains)
+    start = {"model": str(config(model)), "data": (str(texts),)}
+    with pytest.raises(ValueError, match=f"objective '{name}' must be from {objective.shortest} to"):
+        choose_inputs(arguments_of(tmp_path, name, sequence_length=objective.shortest - 1, **start), ONE)
+    choose_inputs(arguments_of(tmp_path, name, sequence_length=objective.shortest, **start), ONE)
+    tokenizer = train_tokenizer(family(model).tokenizer, stories(texts), 400, tmp_path / "tokenizer")
+    objective().add_special_tokens(tokenizer)
+    documents = documents_in_memory(stories(texts), tokenizer, split_sentences=objective.split_sentences)
+    samples = objective().build(documents, tokenizer, objective.shortest)
+    assert all(len(samples[i]["input_ids"]) <= objective().lengths(objective.shortest)[0] for i in range(20))
+    with pytest.raises(ValueError):  # noqa: PT011 - each objective has its own message
+        objective().build(documents, tokenizer, objective.shortest - 1)
+
+
+def test_widths_that_cannot_be_split_are_refused_before_the_corpus_is_read(config, tmp_path, texts):
+    model = str(config("bert", num_attention_heads=3, hidden_size=48, intermediate_size=64))
+    arguments = arguments_of(tmp_path / "run", model=model, data=(str(texts),), model_parallel_size=3)
+    with pytest.raises(ValueError, match=r"cannot be split 3 ways; use a tensor-parallel size of 1$"):
         choose_inputs(arguments, ONE)
 
 
