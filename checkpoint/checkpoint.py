@@ -10,12 +10,13 @@ from typing import Any, Literal, cast
 
 from ..data.files import checked_file, maps_to_text, read_folder_json, read_json_object
 from .folder_files import CONFIG
+from .formats.dcp import is_dcp, open_dcp
+from .formats.megatron import TRACKER, SavedRun, reader_of
 from .manifest import MANIFEST, Manifest
-from .megatron import TRACKER, SavedRun, reader_of
 from .safetensors_header import read_header
-from .stored_tensor import StoredTensor, index_by_name
+from .stored_tensor import StoredTensor, index_by_name, pieces
 
-Kind = Literal["huggingface", "shards", "legacy", "megatron"]
+Kind = Literal["huggingface", "shards", "legacy", "megatron", "dcp"]
 
 EXTRAS = "extras.safetensors"
 # Files of tensor-parallel ranks: those of the original GLM and of DeepSpeed, and those of FlagAI.
@@ -36,7 +37,7 @@ class Checkpoint:
     Attributes:
         kind: "huggingface"; "shards" for shardzoo's folders and training checkpoints; "legacy" for files of
             tensor-parallel ranks by the original GLM, DeepSpeed or FlagAI; "megatron" for Megatron-LM and
-            its descendants.
+            its descendants; "dcp" for `torch.distributed.checkpoint`.
         config: The contents of `config.json`, or None without such a file.
         ranks: For each tensor-parallel rank, its tensors by name. A Hugging Face folder has one rank.
         extras: Tensors that are not parameters of the model; only for "shards".
@@ -59,7 +60,7 @@ class Checkpoint:
 
     @property
     def files(self) -> list[Path]:
-        return list(dict.fromkeys(tensor.file for tensor in self.tensors()))
+        return list(dict.fromkeys(chunk.file for tensor in self.tensors() for _, chunk in pieces(tensor)))
 
     @property
     def nbytes(self) -> int:
@@ -72,6 +73,7 @@ class Checkpoint:
             return f"{saved.tool} checkpoint, {size} x {saved.stages} (tensor-parallel x pipeline) ranks"
         return {
             "huggingface": "Hugging Face folder",
+            "dcp": "torch.distributed.checkpoint folder",
             "shards": f"shardzoo folder of {size} {'rank' if size == 1 else 'ranks'}",
             "legacy": f"{size} mp_rank {'file' if size == 1 else 'files'}",
         }[self.kind]
@@ -90,6 +92,8 @@ def open_checkpoint(folder: Path, config_file: Path | None = None) -> Checkpoint
     if any((folder / name).exists() for name in WEIGHT_FILES):
         return _open_huggingface(folder, config_file)
     if (files_in := _folder_of_ranks(folder)) is not None:
+        if is_dcp(files_in):
+            return _open_dcp(folder, files_in, config_file)
         return (_open_megatron if reader_of(files_in) else _open_legacy)(folder, files_in, config_file)
     if any(folder.glob("rank_*.safetensors*")):
         raise ValueError(f"{folder} has no {MANIFEST}: it is not a complete folder of shards")
@@ -120,7 +124,7 @@ def _read_weights(path: Path, ranks: int | None = None) -> list[StoredTensor]:
     """Reads the tensors of one file of weights; `ranks` is the number of rank files, if it is one of those."""
     if path.suffix == ".safetensors":
         return read_header(path)[0]
-    from .torch_file import load_without_storage, locate_tensors  # torch takes seconds to import
+    from .formats.torch_file import load_without_storage, locate_tensors  # torch takes seconds to import
 
     state = load_without_storage(path)
     whole = cast(dict[Any, Any], state) if isinstance(state, dict) else {}
@@ -179,8 +183,10 @@ def _open_shards(folder: Path, config_file: Path | None) -> Checkpoint:
 
 def _folder_of_ranks(folder: Path) -> Path | None:
     """Returns the folder with the rank files: `folder`, or the one that a tracker file names; None without any."""
-    if reader_of(folder) or any(
-        pattern.fullmatch(entry.name) for entry in folder.iterdir() for pattern in LEGACY_FILES
+    if (
+        is_dcp(folder)
+        or reader_of(folder)
+        or any(pattern.fullmatch(entry.name) for entry in folder.iterdir() for pattern in LEGACY_FILES)
     ):
         return folder
     for tracker in TRACKERS:
@@ -221,6 +227,12 @@ def _open_megatron(folder: Path, files_in: Path, config_file: Path | None) -> Ch
     assert read is not None  # the caller found one
     saved, ranks = read(files_in)
     return Checkpoint("megatron", folder, _config_beside(folder, files_in, config_file), ranks, saved=saved)
+
+
+def _open_dcp(folder: Path, files_in: Path, config_file: Path | None) -> Checkpoint:
+    saved, tensors = open_dcp(files_in)
+    config = _config_beside(folder, files_in, config_file)
+    return Checkpoint("dcp" if saved is None else "megatron", folder, config, (tensors,), saved=saved)
 
 
 def _config_beside(folder: Path, files_in: Path, config_file: Path | None) -> Mapping[str, Any] | None:

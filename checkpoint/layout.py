@@ -15,7 +15,7 @@ from math import prod
 from typing import Literal
 
 from ..mpu import Shard
-from .stored_tensor import StoredTensor
+from .stored_tensor import ChunkedTensor, StoredTensor, pieces
 
 # How a rank stores the rows of a fused QKV weight: all of q, k and v; q, k and v of each head; or, for each head, the
 # first rows of q, k and v, then the second rows, …
@@ -84,11 +84,13 @@ class TensorSlice:
     Attributes:
         ranges: Ranges [start, stop) along the parameter's `dim`, in the order in which `tensor` holds them.
         transposed: Whether the tensor is stored with its two dimensions swapped.
+        across: The range along the parameter's other dimension that the tensor holds; None if it holds all of it.
     """
 
     tensor: StoredTensor
     ranges: tuple[tuple[int, int], ...]
     transposed: bool = False
+    across: tuple[int, int] | None = None
 
     def shape(self) -> tuple[int, ...]:
         """Returns the stored shape in the parameter's orientation."""
@@ -165,11 +167,22 @@ class ParameterPlacement:
                 raise ValueError(f"{part.tensor} has type {part.tensor.dtype}, but {first} has type {first.dtype}")
             expected = [*self.shape]
             expected[self.dim] = part.shape()[self.dim] if len(part.shape()) == len(self.shape) else -1
+            if part.across is not None:
+                expected[1 - self.dim] = part.across[1] - part.across[0]
             width = sum(stop - start for start, stop in part.ranges)
             if list(part.shape()) != expected or expected[self.dim] < width:
                 raise ValueError(f"{part.tensor} has shape {list(part.tensor.shape)}, which does not fit {self.name}")
         for copy in self.copies:
-            self._check_coverage(copy)
+            bands: dict[tuple[int, int] | None, list[TensorSlice]] = {}
+            for part in copy:
+                bands.setdefault(part.across, []).append(part)
+            for band in bands.values():
+                self._check_coverage(band)
+            spans = sorted(band for band in bands if band is not None)
+            if spans and (None in bands or [start for start, _ in spans] != [0, *(stop for _, stop in spans[:-1])]):
+                raise ValueError(f"the chunks of {self.name} in {copy[0].tensor.file.parent} are not those of a grid")
+            if spans and spans[-1][1] != self.shape[1 - self.dim]:
+                raise ValueError(f"a part of {self.name} is missing in {copy[0].tensor.file.parent}")
 
     def _check_coverage(self, copy: Sequence[TensorSlice]) -> None:
         position = 0
@@ -209,16 +222,55 @@ def place_by_rank(
     size = len(ranks)
     placements: dict[str, ParameterPlacement] = {}
     for name, parameter in parameters.items():
-        parts = [TensorSlice(ranks[rank][name].at_least_1d(), parameter.ranges(rank, size)) for rank in range(size)]
-        copies = (tuple(parts),) if parameter.shard else tuple((part,) for part in parts)
+        parts = [slices(ranks[rank][name], parameter.ranges(rank, size), parameter.dim) for rank in range(size)]
+        copies = (tuple(part for rank in parts for part in rank),) if parameter.shard else tuple(parts)
         placements[name] = ParameterPlacement(name, parameter.shape or (1,), parameter.dim, copies)
     return placements
 
 
+def slices(
+    tensor: StoredTensor, ranges: tuple[tuple[int, int], ...], dim: int, transposed: bool = False
+) -> tuple[TensorSlice, ...]:
+    """Returns the slice that a tensor is, or that each of its chunks is. It holds `ranges` of a parameter along `dim`.
+
+    Raises ValueError if it has several chunks and more than two dimensions.
+    """
+    if not isinstance(tensor, ChunkedTensor):
+        return (TensorSlice(tensor.at_least_1d(), ranges, transposed),)
+    if len(tensor.shape) > 2:
+        raise ValueError(f"{tensor} has several chunks and {len(tensor.shape)} dimensions; at most 2 can be read")
+    along = 1 - dim if transposed else dim
+    found: list[TensorSlice] = []
+    for start, chunk in pieces(tensor):
+        own = tuple(_cut(ranges, start[along], start[along] + chunk.shape[along]))
+        across = None
+        if len(start) == 2 and chunk.shape[1 - along] != tensor.shape[1 - along]:
+            across = (start[1 - along], start[1 - along] + chunk.shape[1 - along])
+        found.append(TensorSlice(chunk, own, transposed, across))
+    return tuple(found)
+
+
+def _cut(ranges: Iterable[tuple[int, int]], first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Yields what positions [first, last) of a tensor hold, if it holds these ranges one after the other."""
+    position = 0
+    for start, stop in ranges:
+        low, high = max(position, first), min(position + stop - start, last)
+        if low < high:
+            yield start + low - position, start + high - position
+        position += stop - start
+
+
 def place_whole(name: str, tensor: StoredTensor) -> ParameterPlacement:
-    """Returns the placement of a tensor that is stored once and unsplit, as one row of elements."""
-    flat = replace(tensor, shape=(prod(tensor.shape),))
-    return ParameterPlacement(name, flat.shape, 0, ((TensorSlice(flat, ((0, flat.shape[0]),)),),))
+    """Returns the placement of a tensor that is no parameter, as one row of elements. ValueError if its chunks are not
+    whole rows."""
+    row = prod(tensor.shape[1:])
+    if any(chunk.shape[1:] != tensor.shape[1:] for _, chunk in pieces(tensor)):
+        raise ValueError(f"{tensor} is not a parameter of the model, and its chunks are not whole rows")
+    flat = tuple(
+        TensorSlice(replace(chunk, shape=(chunk.numel,)), ((first := sum(start[:1]) * row, first + chunk.numel),))
+        for start, chunk in pieces(tensor)
+    )
+    return ParameterPlacement(name, (tensor.numel,), 0, (flat,))
 
 
 def check_no_overlap(tensors: Sequence[StoredTensor]) -> None:

@@ -12,8 +12,8 @@ import pickle
 import struct
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch import _utils
 
-from .dtypes import item_size
+from .dtypes import item_size, torch_name
 from .safetensors_header import make_header
 from .stored_tensor import StoredTensor
 
@@ -154,6 +154,53 @@ def new_torch_file(
     records = tuple((place[1], at, place[2], place[3]) for place, at in zip(placed, central, strict=True))
     size = pieces[-1][0] + len(pieces[-1][1])
     return NewTorchFile(name, pieces[0][1], size, tensors, tuple(pieces), records)
+
+
+def new_chunk_file(
+    name: str, shapes: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> tuple[NewTorchFile, dict[str, tuple[int, int]]]:
+    """Lays out a file with one output of `torch.save` after another, one for each tensor: name -> (type, shape).
+
+    Also returns the first byte and the length of each output.
+    """
+    position = 0
+    parts: list[tuple[int, bytes]] = []
+    records: list[tuple[int, int, int, int]] = []
+    tensors: dict[str, StoredTensor] = {}
+    windows: dict[str, tuple[int, int]] = {}
+    for key, kind in shapes.items():
+        own = new_torch_file(name, {key: kind}, lambda found: next(iter(found.values())))
+        parts += [(position + at, content) for at, content in own.pieces]
+        records += [(local + position, at + position, start + position, size) for local, at, start, size in own.records]
+        tensors[key] = replace(own.tensors[key], offset=own.tensors[key].offset + position)
+        windows[key] = (position, own.size)
+        position += own.size
+    return NewTorchFile(name, parts[0][1], position, tensors, tuple(parts), tuple(records)), windows
+
+
+def dcp_metadata(
+    files: Sequence[tuple[NewTorchFile, Mapping[str, tuple[int, int]]]], aliases: Mapping[str, str]
+) -> bytes:
+    """Returns the `.metadata` of such files, which `torch.distributed.checkpoint` reads.
+
+    An alias is another name for a stored tensor, and needs no bytes.
+    """
+    from torch.distributed.checkpoint import filesystem, metadata
+
+    listed: dict[str, Any] = {}
+    places: dict[Any, Any] = {}
+    for file, windows in files:
+        for name, (start, length) in windows.items():
+            tensor = file.tensors[name]
+            origin, size = torch.Size([0] * len(tensor.shape)), torch.Size(tensor.shape)
+            properties = metadata.TensorProperties(dtype=getattr(torch, torch_name(tensor.dtype)))
+            for own in (name, *(alias for alias, kept in aliases.items() if kept == name)):
+                chunk = metadata.ChunkStorageMetadata(origin, size)
+                listed[own] = metadata.TensorStorageMetadata(properties, size, [chunk])
+                place = cast(Any, filesystem)._StorageInfo(file.name, start, length)
+                places[metadata.MetadataIndex(own, origin, 0)] = place
+    names = {name: (name,) for name in listed}
+    return pickle.dumps(metadata.Metadata(listed, names, places, metadata.StorageMeta(), "1.0.0"))
 
 
 @dataclass(frozen=True)

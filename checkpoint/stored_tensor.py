@@ -41,6 +41,22 @@ class StoredTensor:
         return f"tensor {self.name} in {self.file}"
 
 
+@dataclass(frozen=True)
+class ChunkedTensor(StoredTensor):
+    """A tensor that is stored in several chunks; `file` and `offset` are those of the first one.
+
+    Attributes:
+        chunks: For each chunk the indices of its first element, and the stored chunk.
+    """
+
+    chunks: tuple[tuple[tuple[int, ...], StoredTensor], ...] = ()
+
+
+def pieces(tensor: StoredTensor) -> tuple[tuple[tuple[int, ...], StoredTensor], ...]:
+    """Returns the chunks of a tensor, or the tensor itself as the only one: first indices, stored tensor."""
+    return tensor.chunks if isinstance(tensor, ChunkedTensor) else (((0,) * len(tensor.shape), tensor),)
+
+
 def index_by_name(tensors: list[StoredTensor]) -> dict[str, StoredTensor]:
     """Returns the tensors by name. Raises ValueError if two of them have the same name."""
     by_name: dict[str, StoredTensor] = {}

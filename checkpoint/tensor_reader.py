@@ -75,10 +75,12 @@ class TensorReader:
         filled = 0
         for part, start, stop, position in placement.wanted(ranges):
             own = into.narrow(placement.dim, position, stop - start)
+            if part.across is not None:
+                own = own.narrow(1 - placement.dim, part.across[0], part.across[1] - part.across[0])
             own, dim = (own.t(), 1 - placement.dim) if part.transposed else (own, placement.dim)
             for rows, chunk in self.chunks(part.tensor, dim, start, stop):
                 own[rows].copy_(chunk)
-            filled += stop - start
+            filled = max(filled, position + stop - start)
         length = into.shape[placement.dim]
         if filled < length:
             into.narrow(placement.dim, filled, length - filled).zero_()

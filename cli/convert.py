@@ -82,8 +82,10 @@ class SplitCheckpoint(WritingRanks):
 
 @dataclass(frozen=True, kw_only=True)
 class MergeShards(Converting):
-    """Merge shards into a Hugging Face folder."""
+    """Merge shards into a Hugging Face folder, or a folder of torch.distributed.checkpoint."""
 
+    to: Literal["hf", "dcp"] = "hf"
+    """Format of the destination."""
     max_file_gb: float = 5.0
     """Largest weight file, in gigabytes of 10^9 bytes."""
 
@@ -172,7 +174,7 @@ def run_conversion(command: SplitCheckpoint | MergeShards | ReshardCheckpoint) -
     try:
         with transfer_progress(quiet=command.json) as report:
             if isinstance(command, MergeShards):
-                outcome = operations.merge(command.source, command.destination, options, report)
+                outcome = operations.merge(command.source, command.destination, options, report, command.to)
             else:
                 ranks = {"stages": command.pp, "names": command.names}
                 outcome = operations.split(

@@ -62,8 +62,8 @@ def run_copy(
     for part in target.slices():
         groups.setdefault((part.ranges, part.tensor.shape), []).append(part)
     outputs = [(parts[0], make_output([part.tensor for part in parts])) for parts in groups.values()]
-    if any(part.transposed for part in source.slices()):
-        copy_transposed(source, target, outputs, files, hashes, chunk)
+    if any(part.transposed or part.across for part in source.slices()):
+        copy_tiles(source, target, outputs, files, hashes, chunk)
     else:
         _copy_straight(source, target, outputs, files, hashes, chunk)
     digests = {}
@@ -267,7 +267,7 @@ def run_copies(
                 future.cancel()
 
 
-def copy_transposed(
+def copy_tiles(
     source: ParameterPlacement,
     target: ParameterPlacement,
     outputs: list[tuple[TensorSlice, Output]],
@@ -275,9 +275,10 @@ def copy_transposed(
     hashes: Mapping[tuple[Path, str], str],
     chunk: int,
 ) -> None:
-    """Fills the outputs, which are stored in the orientation of `target.shape`, from transposed 2-D source tensors.
+    """Fills the outputs, which are stored in the orientation of `target.shape`, from 2-D source tensors that are
+    transposed, or that hold only a part of both dimensions.
 
-    Targets are written in bands of rows, and for each band the source's columns are read. Sources are therefore not
+    Targets are written in bands of rows, and for each band the tiles of the source are read. Sources are therefore not
     read in the order of their bytes, so their recorded hashes are checked first.
     """
     _check_hashes(source, files, hashes, chunk)
@@ -311,16 +312,21 @@ def _band(
     top, bottom, width = extent
     band = np.zeros((bottom - top, width), f"u{item_size(dtype)}")
     for part in parts:
-        descriptor = files[part.tensor.file]
+        low, high = part.across or (0, part.shape()[1 - dim])
+        if dim == 1:
+            low, high = max(low, top), min(high, bottom)
+        if low >= high:
+            continue
+        skipped = low - part.across[0] if part.across else low if dim == 1 else 0
+        others = (skipped, skipped + high - low)  # of the tensor, along its other dimension
+        place = band.T[low:high] if dim == 0 else band[low - top : high - top]  # [other dimension, dim]
         for run in _runs(target, part, (top, bottom) if dim == 0 else (0, width)):
-            first, last = run[0][0], run[-1][0] + run[-1][2]
-            if dim == 0:
-                tile = _read_tile(part.tensor, descriptor, (0, width), (first, last), chunk)
-                out = band.T
-            else:
-                tile = _read_tile(part.tensor, descriptor, (first, last), (top, bottom), chunk).T
-                out = band
-            _place(out, tile, [(there - first, here - (top if dim == 0 else 0), count) for there, here, count in run])
+            own = (run[0][0], run[-1][0] + run[-1][2])
+            extents = (own, others) if (dim == 0) != part.transposed else (others, own)
+            tile = _read_tile(part.tensor, files[part.tensor.file], *extents, chunk)
+            tile = tile.T if (dim == 0) != part.transposed else tile
+            moves = [(there - own[0], here - (top if dim == 0 else 0), count) for there, here, count in run]
+            _place(place, tile, moves)
     return band
 
 
@@ -364,24 +370,22 @@ def _read_tile(
     return tile
 
 
-def _place(band: np.ndarray, tile: np.ndarray, pieces: Sequence[tuple[int, int, int]]) -> None:
-    """Copies columns of `tile` to columns of `band`, of which one is stored by rows and the other one by columns.
+def _place(out: np.ndarray, tile: np.ndarray, moves: Sequence[tuple[int, int, int]]) -> None:
+    """Copies columns of `tile` to columns of `out`, whose memory may be in any order.
 
-    Each piece is (first column of the tile, first column of the band, count). torch transposes dense matrices several
-    times faster than numpy.
+    Each move is (first column of the tile, first column of `out`, count). torch transposes dense matrices several times
+    faster than numpy.
     """
     import torch
 
-    signed = f"i{band.itemsize}"
-    if band.flags.c_contiguous:  # the tile is stored by columns
-        dense = torch.from_numpy(np.ascontiguousarray(tile.T).view(signed))
-        rows = torch.empty(tile.shape, dtype=dense.dtype).copy_(dense.t()).numpy().view(band.dtype)
-        for start, at, count in pieces:
-            band[:, at : at + count] = rows[:, start : start + count]
-    else:
-        dense = torch.from_numpy(np.ascontiguousarray(tile).view(signed))
-        whole = len(pieces) == 1 and pieces[0][2] == band.shape[1]
-        out = band.T if whole else np.empty(tile.shape[::-1], band.dtype)
-        torch.from_numpy(out.view(signed)).copy_(dense.t())
-        for start, at, count in () if whole else pieces:
-            band.T[at : at + count] = out[start : start + count]
+    out_by_rows, tile_by_rows = (array.strides[1] == array.itemsize for array in (out, tile))
+    if out_by_rows != tile_by_rows:
+        signed = f"i{out.itemsize}"
+        dense = torch.from_numpy(np.ascontiguousarray(tile if tile_by_rows else tile.T).view(signed))
+        if tile_by_rows and out.T.flags.c_contiguous and list(moves) == [(0, 0, out.shape[1])]:
+            torch.from_numpy(out.T.view(signed)).copy_(dense.t())
+            return
+        turned = torch.empty(dense.shape[::-1], dtype=dense.dtype).copy_(dense.t()).numpy().view(out.dtype)
+        tile = turned.T if tile_by_rows else turned
+    for start, at, count in moves:
+        out[:, at : at + count] = tile[:, start : start + count]

@@ -104,7 +104,7 @@ class Comparison:
 def comparable(first: Checkpoint, second: Checkpoint) -> bool:
     """Returns whether both folders have the same format, the same number of ranks, and the same order of rows."""
     orders = [checkpoint.saved and checkpoint.saved.row_order for checkpoint in (first, second)]
-    return first.kind == second.kind and len(first.ranks) == len(second.ranks) and orders[0] == orders[1]
+    return first.kind == second.kind != "dcp" and len(first.ranks) == len(second.ranks) and orders[0] == orders[1]
 
 
 def diff(first: Checkpoint, second: Checkpoint) -> Comparison:

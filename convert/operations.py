@@ -22,7 +22,7 @@ from .copying import Digests, run_copies
 from .destination import Destination
 from .journal import Journal
 from .plan import ConversionPlan, plan_conversion, source_state
-from .target import LARGEST_FILE, Target, huggingface_target, legacy_target, megatron_target, shards_target
+from .target import LARGEST_FILE, Target, dcp_target, huggingface_target, legacy_target, megatron_target, shards_target
 
 ProgressReport = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -92,16 +92,21 @@ def split(
 
 
 def merge(
-    source: Path, destination: Path, options: Options | None = None, report: ProgressReport | None = None
+    source: Path,
+    destination: Path,
+    options: Options | None = None,
+    report: ProgressReport | None = None,
+    style: Literal["hf", "dcp"] = "hf",
 ) -> Outcome:
     """Writes a Hugging Face folder, which `transformers.AutoModel…from_pretrained(destination)` loads.
+
+    The style "dcp" writes a folder that `torch.distributed.checkpoint.load` loads into such a model's state.
 
     The source is a folder of any format, training checkpoints included. Arguments and errors are those of `split`.
     """
     largest = (options or Options()).largest_file
-    return _convert(
-        source, destination, options, report, lambda mapped, dtype: huggingface_target(mapped, dtype, largest)
-    )
+    make_target = dcp_target if style == "dcp" else huggingface_target
+    return _convert(source, destination, options, report, lambda mapped, dtype: make_target(mapped, dtype, largest))
 
 
 def _convert(
@@ -195,7 +200,7 @@ def _companions(todo: ConversionPlan, options: Options) -> dict[str, bytes | Pat
         config |= dict.fromkeys(keys, torch_name(options.dtype))
     if "config.json" not in texts or options.dtype is not None or options.config_file is not None:
         texts["config.json"] = (json.dumps(config, indent=2) + "\n").encode()
-    return texts | {name: text.encode() for name, text in todo.target.texts.items()}
+    return texts | {name: text.encode() if isinstance(text, str) else text for name, text in todo.target.texts.items()}
 
 
 def _manifest(todo: ConversionPlan, digests: Digests) -> Manifest:

@@ -10,12 +10,13 @@ from math import prod
 
 from ..checkpoint.checkpoint import EXTRAS
 from ..checkpoint.dtypes import FLOATS, item_size
+from ..checkpoint.formats.dcp import METADATA, SUFFIX
+from ..checkpoint.formats.megatron import RANK_FILES, TRACKER, megatron_state
 from ..checkpoint.layout import CheckpointLayout, ParameterPlacement, TensorSlice, place_by_rank
-from ..checkpoint.megatron import RANK_FILES, TRACKER, megatron_state
-from ..checkpoint.new_file import NewFile, new_safetensors_file, new_torch_file
+from ..checkpoint.new_file import NewFile, dcp_metadata, new_chunk_file, new_safetensors_file, new_torch_file
 from ..checkpoint.stored_tensor import StoredTensor
 from ..models.common.megatron import Style
-from ..models.mapping import MappedCheckpoint, megatron_map, stacked_ranges, stored_shape
+from ..models.mapping import MappedCheckpoint, StoredNames, megatron_map, stacked_ranges, stored_shape
 
 LEGACY_FOLDER = "release"  # the file `latest` names this folder
 LARGEST_FILE = 5 * 10**9  # bytes of one file in a Hugging Face folder
@@ -33,7 +34,7 @@ class Target:
     size: int
     layout: CheckpointLayout
     files: tuple[NewFile, ...]
-    texts: Mapping[str, str] = field(default_factory=dict)
+    texts: Mapping[str, str | bytes] = field(default_factory=dict[str, str | bytes])
 
     @property
     def nbytes(self) -> int:
@@ -65,9 +66,48 @@ def huggingface_target(mapped: MappedCheckpoint, dtype: str | None = None, large
 
     The tensors have the names of the Hugging Face folder that they came from, or the current names if there was none.
     """
+    groups = _divide(_huggingface_shapes(mapped, dtype), largest_file)
+    count = len(groups)
+    files = [
+        new_safetensors_file(
+            "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors", group
+        )
+        for number, group in enumerate(groups, 1)
+    ]
+    tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+        "weight_map": {name: str(tensors[name].file) for name in sorted(tensors)},
+    }
+    texts: dict[str, str | bytes] = (
+        {"model.safetensors.index.json": json.dumps(index, indent=2) + "\n"} if count > 1 else {}
+    )
+    return Target("huggingface", 1, _huggingface_layout(mapped, tensors), tuple(files), texts)
+
+
+def dcp_target(mapped: MappedCheckpoint, dtype: str | None = None, largest_file: int = LARGEST_FILE) -> Target:
+    """Lays out a folder of `torch.distributed.checkpoint`, with each tensor in one chunk.
+
+    The tensors have the names of transformers' state dictionary. Names of tied tensors are listed for the same bytes.
+    """
+    current = {name: entry.stored_names() for name, entry in mapped.model.entries().items()}
+    mapped = replace(mapped, names=StoredNames(current, {}))
+    groups = _divide(_huggingface_shapes(mapped, dtype), largest_file)
+    made = [new_chunk_file(f"__{number}_0{SUFFIX}", group) for number, group in enumerate(groups)]
+    tensors = {name: tensor for file, _ in made for name, tensor in file.tensors.items()}
+    aliases = {alias: kept for alias, kept in mapped.model.name_map.aliases if kept in tensors and alias not in tensors}
+    files = tuple(file for file, _ in made)
+    texts: dict[str, str | bytes] = {METADATA: dcp_metadata(made, aliases)}
+    return Target("dcp", 1, _huggingface_layout(mapped, tensors), files, texts)
+
+
+Shapes = dict[str, tuple[str, tuple[int, ...]]]  # name of a tensor -> type, shape
+
+
+def _huggingface_shapes(mapped: MappedCheckpoint, dtype: str | None) -> Shapes:
     dtypes = new_dtypes(mapped, dtype)
     known = mapped.model.entries()
-    shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
+    shapes: Shapes = {}
     for name, parameter in mapped.model.parameters.items():
         spans = stacked_ranges(parameter, known[name])
         copies = mapped.names.copies(name)
@@ -81,7 +121,11 @@ def huggingface_target(mapped: MappedCheckpoint, dtype: str | None = None, large
         if name in shapes:
             raise ValueError(f"{tensor} is not a parameter, but has the name of one")
         shapes[name] = (tensor.dtype, tensor.shape)
-    files, tensors, texts = _divide(shapes, largest_file)
+    return shapes
+
+
+def _huggingface_layout(mapped: MappedCheckpoint, tensors: Mapping[str, StoredTensor]) -> CheckpointLayout:
+    known = mapped.model.entries()
     placements = {}
     for name, parameter in mapped.model.parameters.items():
         spans, transpose = stacked_ranges(parameter, known[name]), known[name].transpose
@@ -93,15 +137,12 @@ def huggingface_target(mapped: MappedCheckpoint, dtype: str | None = None, large
             for copy in mapped.names.copies(name)
         )
         placements[name] = ParameterPlacement(name, parameter.shape or (1,), parameter.dim, tuple(parts))
-    extras = {name: tensors[name] for name in mapped.layout.extras}
-    return Target("huggingface", 1, CheckpointLayout(placements, extras), files, texts)
+    return CheckpointLayout(placements, {name: tensors[name] for name in mapped.layout.extras})
 
 
-def _divide(
-    shapes: Mapping[str, tuple[str, tuple[int, ...]]], largest_file: int
-) -> tuple[tuple[NewFile, ...], Mapping[str, StoredTensor], dict[str, str]]:
-    """Divides tensors among files of at most `largest_file` bytes; several files get an index as additional file."""
-    groups: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
+def _divide(shapes: Shapes, largest_file: int) -> list[Shapes]:
+    """Divides tensors among files of at most `largest_file` bytes."""
+    groups: list[Shapes] = [{}]
     filled = 0
     for name, (dtype, shape) in shapes.items():
         nbytes = prod(shape) * item_size(dtype)
@@ -110,19 +151,7 @@ def _divide(
             filled = 0
         groups[-1][name] = (dtype, shape)
         filled += nbytes
-    if len(groups) == 1:
-        file = new_safetensors_file("model.safetensors", groups[0])
-        return (file,), file.tensors, {}
-    files = [
-        new_safetensors_file(f"model-{number:05d}-of-{len(groups):05d}.safetensors", group)
-        for number, group in enumerate(groups, 1)
-    ]
-    tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
-    index = {
-        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
-        "weight_map": {name: str(tensors[name].file) for name in sorted(tensors)},
-    }
-    return tuple(files), tensors, {"model.safetensors.index.json": json.dumps(index, indent=2) + "\n"}
+    return groups
 
 
 def legacy_target(mapped: MappedCheckpoint, size: int, dtype: str | None = None) -> Target:

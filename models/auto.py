@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..checkpoint.folder_files import CONFIG
-from ..checkpoint.megatron import SavedRun
+from ..checkpoint.formats.megatron import SavedRun
 from ..checkpoint.stored_tensor import StoredTensor
 from ..data.files import read_folder_json
 from ..mpu import ParallelMesh, initialize, materialize

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -160,13 +162,20 @@ def _exchange_device(mesh: ParallelMesh | None) -> str:
 
 def _read_share(reader: TensorReader, placement: ParameterPlacement, parameter: Tensor, rank: int, size: int) -> Tensor:
     """Reads this rank's share of a replicated parameter, in the parameter's type; the last share is padded."""
-    (part,) = placement.copies[0]
-    if part.transposed:
-        raise ValueError(f"{placement.name} is replicated and stored transposed, which is not supported")
     start, stop, length = _share(parameter.numel(), rank, size)
     share = torch.zeros(length, dtype=parameter.dtype)
-    share[: stop - start] = reader.flat(part.tensor, start, stop)
+    share[: stop - start] = _flat(reader, placement, 0, start, stop)
     return share
+
+
+def _flat(reader: TensorReader, placement: ParameterPlacement, copy: int, start: int, stop: int) -> Tensor:
+    """Returns elements [start, stop) of a flattened parameter, of which one copy is read."""
+    parts = placement.copies[copy]
+    if len(parts) == 1 and not parts[0].transposed:
+        return reader.flat(parts[0].tensor, start, stop)
+    whole = torch.empty(placement.shape, dtype=torch_dtype(parts[0].tensor))
+    reader.fill(replace(placement, copies=(parts,)), [(0, placement.shape[placement.dim])], whole)
+    return whole.view(-1)[start:stop]
 
 
 def _share(total: int, rank: int, size: int) -> tuple[int, int, int]:
@@ -181,12 +190,13 @@ def _check_copies(
     """Raises ValueError unless this rank's part of a parameter has the same bytes in every stored copy."""
     for number, copy in enumerate(placement.copies[1:], 1):
         if spec.shard is None:
-            start, stop, _ = _share(copy[0].tensor.numel, rank, size)
-            pairs = [(reader.flat(placement.copies[0][0].tensor, start, stop), other.flat(copy[0].tensor, start, stop))]
-            if not _same_bytes(*pairs[0]):
+            start, stop, _ = _share(prod(placement.shape), rank, size)
+            if not _same_bytes(_flat(reader, placement, 0, start, stop), _flat(other, placement, number, start, stop)):
                 raise _differs(placement, copy[0].tensor)
             continue
         ranges = spec.ranges(rank, size)
+        if [(part.ranges, part.across) for part in copy] != [(p.ranges, p.across) for p in placement.copies[0]]:
+            raise ValueError(f"{placement.name} is stored twice in different chunks; merge the folder first")
         for mine, repeat in zip(placement.wanted(ranges), placement.wanted(ranges, number), strict=True):
             dim = 1 - placement.dim if mine[0].transposed else placement.dim
             chunks = (reader.chunks(mine[0].tensor, dim, *mine[1:3]), other.chunks(repeat[0].tensor, dim, *repeat[1:3]))

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,10 +19,10 @@ from torch.overrides import TorchFunctionMode
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.dtypes import FLOATS, torch_name
 from ..checkpoint.file_io import open_for_reading, read_bytes
-from ..checkpoint.layout import CheckpointLayout, ParameterPlacement, ParameterSpec, TensorSlice, place_by_rank
+from ..checkpoint.formats.megatron import SavedRun
+from ..checkpoint.layout import CheckpointLayout, ParameterPlacement, ParameterSpec, TensorSlice, place_by_rank, slices
 from ..checkpoint.manifest import Manifest
-from ..checkpoint.megatron import SavedRun
-from ..checkpoint.stored_tensor import StoredTensor
+from ..checkpoint.stored_tensor import StoredTensor, pieces
 from .auto import build_on_meta, config_from_dict, infer_config
 from .common.config import ModelConfig
 from .common.megatron import EMBEDDING, TIED_HEAD, MegatronMap
@@ -128,6 +129,7 @@ def map_checkpoint(
         wanted = {name: parameter for name, parameter in model.parameters.items() if name not in absent}
         finder = {
             "huggingface": _map_huggingface, "shards": _map_shards, "legacy": _map_legacy, "megatron": _map_megatron,
+            "dcp": _map_huggingface,
         }[checkpoint.kind]  # fmt: skip
         mapped = finder(checkpoint, NativeModel(model.config, model.name_map, wanted), absent)
         _check_types(mapped.layout)
@@ -206,10 +208,13 @@ def stored_shape(parameter: ParameterSpec, span: tuple[int, int], entry: Entry) 
 
 def have_same_bytes(first: StoredTensor, second: StoredTensor) -> bool:
     """Returns whether two stored tensors are equal bit for bit; reading stops at the first difference."""
-    if (first.shape, first.dtype) != (second.shape, second.dtype):
+    starts = [[(start, chunk.shape, chunk.dtype) for start, chunk in pieces(tensor)] for tensor in (first, second)]
+    if starts[0] != starts[1]:
         return False
     return all(
-        _bytes_of(first, start, CHUNK) == _bytes_of(second, start, CHUNK) for start in range(0, first.nbytes, CHUNK)
+        _bytes_of(mine, start, CHUNK) == _bytes_of(other, start, CHUNK)
+        for (_, mine), (_, other) in zip(pieces(first), pieces(second), strict=True)
+        for start in range(0, mine.nbytes, CHUNK)
     )
 
 
@@ -240,7 +245,7 @@ def _is_tied(
         return None
     if checkpoint.saved is not None:
         return _is_tied_in_megatron(checkpoint, checkpoint.saved, config, repeats)
-    if checkpoint.kind != "huggingface":
+    if checkpoint.kind not in ("huggingface", "dcp"):
         return not {entry.native for entry in name_map.untied_entries()} & checkpoint.ranks[0].keys()
     known = name_map.stored_names()
     tensors = {name_map.todays_name(name, known): tensor for name, tensor in checkpoint.ranks[0].items()}
@@ -291,11 +296,12 @@ def _map_huggingface(checkpoint: Checkpoint, model: NativeModel, absent: Collect
     stored = {
         name: tuple(match.sources[today] for today in entry.stored_names()) for name, entry in match.entries.items()
     }
-    names = StoredNames(
-        stored, {alias: match.sources[kept] for alias, kept in match.aliases.items() if kept in match.sources}
-    )
+    ties = {alias: match.sources[kept] for alias, kept in match.aliases.items() if kept in match.sources}
+    is_dcp = checkpoint.kind == "dcp"
+    same = {alias for alias, kept in ties.items() if is_dcp and _places(tensors[alias]) == _places(tensors[kept])}
+    names = StoredNames(stored, {alias: kept for alias, kept in ties.items() if alias not in same})
     placements: dict[str, ParameterPlacement] = {}
-    used: set[str] = set()
+    used = set(same)
     problems: list[str] = []
     for name, parameter in model.parameters.items():
         entry = match.entries[name]
@@ -306,13 +312,17 @@ def _map_huggingface(checkpoint: Checkpoint, model: NativeModel, absent: Collect
             for stored_name, span in zip(copy, spans, strict=True):
                 _check_shape(tensors[stored_name], stored_shape(parameter, span, entry), name, problems)
             parts = zip(copy, spans, strict=True)
-            copies.append(
-                tuple(TensorSlice(tensors[part].at_least_1d(), (span,), entry.transpose) for part, span in parts)
-            )
+            found = (slices(tensors[part], (span,), parameter.dim, entry.transpose) for part, span in parts)
+            copies.append(tuple(chain.from_iterable(found)))
         placements[name] = ParameterPlacement(name, parameter.shape or (1,), parameter.dim, tuple(copies))
     _refuse_shapes(problems)
     extras = {name: tensor for name, tensor in tensors.items() if name not in used}
     return MappedCheckpoint(checkpoint, model, CheckpointLayout(placements, extras), names, {})
+
+
+def _places(tensor: StoredTensor) -> list[tuple[Path, int]]:
+    """Returns where the bytes of a tensor are; a DCP folder can have two names for the same."""
+    return [(chunk.file, chunk.offset) for _, chunk in pieces(tensor)]
 
 
 def _check_shape(tensor: StoredTensor, expected: tuple[int, ...], name: str, problems: list[str]) -> None:
@@ -440,6 +450,8 @@ def _map_megatron(checkpoint: Checkpoint, model: NativeModel, absent: Collection
 
 def _check_ranks_differ(checkpoint: Checkpoint, model: NativeModel, names: Mapping[str, str]) -> None:
     """Raises ValueError if two rank files, which record no digests, have the same first bytes in every split matrix."""
+    if len(checkpoint.ranks) == 1:
+        return
     split = [names[p.name] for p in model.parameters.values() if p.shard is not None and len(p.shape) > 1]
     seen: dict[tuple[bytes, ...], int] = {}
     for rank, tensors in enumerate(checkpoint.ranks):

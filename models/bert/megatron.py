@@ -1,6 +1,7 @@
 """Maps BERT's parameters to those of Megatron-LM's BERT with the original order of norms and residuals.
 
-Without `--apply-residual-connection-post-layernorm`, Megatron-LM trains another model, transformers' `megatron-bert`.
+Only Megatron-LM before megatron-core has it, with `--apply-residual-connection-post-layernorm`. All others are another
+model, transformers' `megatron-bert`.
 """
 
 from __future__ import annotations

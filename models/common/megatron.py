@@ -96,9 +96,9 @@ class MegatronMap:
     def styles(self) -> tuple[Style, ...]:
         """The styles that can hold the family; the first one is the default.
 
-        Transformer Engine fuses a norm with the matrix that follows, so the residual cannot come after it.
+        megatron-core has the option for residuals after the norms, but its layers ignore it.
         """
-        return ("local", "legacy") if self.post_norm else ("transformer_engine", "local", "legacy")
+        return ("legacy",) if self.post_norm else ("transformer_engine", "local", "legacy")
 
     def checked_style(self, style: Style | None) -> Style:
         """Returns the style, or the default. ValueError if it cannot hold the family."""
@@ -164,8 +164,10 @@ class MegatronMap:
                 raise ValueError(
                     f"its arguments say {name}={arguments[name]!r}, but the zoo's models have {values[0]!r}"
                 )
-        if self.post_norm and any(".layer_norm_" in name and ".layers." in name for name in names):
-            raise ValueError("it fuses norms and matrices, so its residual connections differ from the original BERT's")
+        if self.post_norm and not any(name.startswith("language_model.") for name in names):
+            raise ValueError(
+                "it is a BERT of megatron-core, with the norms of transformers' megatron-bert, which the zoo lacks"
+            )
 
     def infer_config(self, arguments: Mapping[str, Any], ranks: Sequence[Mapping[str, StoredTensor]]) -> ModelConfig:
         """Returns the configuration for the arguments and each rank's tensors; the vocabulary includes its padding."""

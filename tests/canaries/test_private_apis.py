@@ -9,6 +9,7 @@ import importlib
 import inspect
 import io
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -320,7 +321,7 @@ def test_storages_have_an_identity_without_data():
 
 def test_a_torch_file_tells_where_its_tensors_lie(tmp_path):
     with needed_by(
-        "checkpoint/torch_file.py",
+        "checkpoint/formats/torch_file.py",
         breaks="A .bin or .pt file is refused, because the places of its tensors are unknown.",
         remedy="Find what torch.load on the meta device notes on storages now; else read the "
         "records of the zip file, and let only .safetensors through meanwhile.",
@@ -372,7 +373,8 @@ def test_every_private_name_has_a_canary():
         "_lazy_init_hp_params_optimizer_state", "_len_torch_dispatch_stack", "_len_torch_function_stack",
         "_get_current_dispatch_mode_stack", "_functorch", "_C", "_current_level", "_linear_pointwise", "_assert_async",
         "_foreach_norm", "_torchdynamo_disable", "_worker_info", "_epoch", "_cdata", "_version", "_python_dispatch",
-        "_utils", "_untyped_storage", "_checkpoint_offset", "_rebuild_tensor_v2",
+        "_utils", "_untyped_storage", "_checkpoint_offset", "_rebuild_tensor_v2", "_StorageInfo",
+        "_MEM_FORMAT_ENCODING", "_get_layout",
     }  # fmt: skip
     # Of long standing and documented, or in a benchmark alone.
     accepted = {"_exit", "_parameters", "_buffers", "_modules", "_attn_implementation", "_sleep", "_ops", "_dynamo",
@@ -392,7 +394,7 @@ def test_every_private_name_has_a_canary():
 
 def test_torch_load_tells_where_bytes_lie(tmp_path):
     with needed_by(
-        "checkpoint/torch_file.py, which reads tensors of `.bin` files by their place",
+        "checkpoint/formats/torch_file.py, which reads tensors of `.bin` files by their place",
         breaks="no `.bin` file is read: every tensor has no bytes in the file",
         remedy="take the place of a storage from the record `data/KEY` of the zip file",
     ):
@@ -415,9 +417,26 @@ def test_torch_saves_a_tensor_as_a_call_that_builds_it_from_its_storage():
         assert arguments[1:] == (0, (2, 3), (3, 1), False, OrderedDict())
 
 
+def test_the_metadata_of_a_distributed_checkpoint_has_known_classes():
+    with needed_by(
+        "checkpoint/formats/dcp.py, which reads .metadata by the names of its classes, and checkpoint/new_file.py",
+        breaks="folders of torch.distributed.checkpoint are refused, or it does not load those of the converter",
+        remedy="add the new names to those that the reader knows, and write what filesystem.py expects",
+    ):
+        from torch import serialization
+        from torch.distributed.checkpoint import filesystem, metadata
+
+        place: Any = filesystem._StorageInfo("file", 3, 4)
+        assert (place.relative_path, place.offset, place.length) == ("file", 3, 4)
+        pickled = pickle.dumps(metadata.TensorProperties(dtype=torch.float16))
+        assert b"_MEM_FORMAT_ENCODING" in pickled
+        assert b"_get_layout" in pickled
+        assert hasattr(serialization, "_get_layout")
+
+
 def test_the_restricted_unpickler_takes_our_storages():
     with needed_by(
-        "checkpoint/torch_file.py, which reads files from before torch 1.6 by torch._weights_only_unpickler",
+        "checkpoint/formats/torch_file.py, which reads files from before torch 1.6 by torch._weights_only_unpickler",
         breaks="these files are refused as damaged",
         remedy="refuse them with the advice to save them again, as torch.save writes them today",
     ):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from argparse import Namespace
 from pathlib import Path
 
 import megatron_files
 import pytest
 import torch
+import torch.nn.functional as F
 from megatron_files import Layout, bert_modules, gpt_modules, write, write_layers
 from safetensors.torch import load_file
 from tiny_models import hf_model, save_model
@@ -61,7 +63,9 @@ def test_gpt_of_every_layout_becomes_the_original_bytes(layout, folders, hashes,
     assert hashes(tmp_path / "hf") == hashes(folders["gpt"])
 
 
-@pytest.mark.parametrize("layout", [Layout(2, 2, 3.0, "local"), Layout(2, 1, 0, "oldest"), Layout(1, 2, 2.0, "legacy")])
+@pytest.mark.parametrize(
+    "layout", [Layout(2, 2, 3.0, "legacy"), Layout(4, 1, 0, "oldest"), Layout(1, 2, 1.0, "legacy")]
+)
 @pytest.mark.parametrize("name", ["untied", "bert", "masked"])
 def test_other_models(name, layout, folders, hashes, tmp_path):
     source = write(tmp_path / "megatron", modules(folders[name]), layout)
@@ -86,6 +90,7 @@ def test_files_of_layers(name, layout, program, folders, hashes, tmp_path, capsy
 def test_written_files_hold_what_megatron_would(tp, pp, style, name, folders, hashes, tmp_path, monkeypatch):
     """Padding rows are zeros here and garbage there; all else has the same bytes, names and nesting."""
     monkeypatch.setattr(megatron_files, "PADDING", 128)
+    style = "legacy" if name in ("bert", "masked") else style
     split(folders[name], tmp_path / "out", tp, style="megatron", stages=pp, names=style)
     assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "release"
     wanted = dict(megatron_files.states(modules(folders[name]), Layout(tp, pp, 3.0, style)))
@@ -93,7 +98,7 @@ def test_written_files_hold_what_megatron_would(tp, pp, style, name, folders, ha
     assert found.keys() == wanted.keys()
     vocabulary = len(modules(folders[name])["words"])
     for rank, state in wanted.items():
-        with torch.serialization.safe_globals([__import__("argparse").Namespace]):
+        with torch.serialization.safe_globals([Namespace]):
             mine = torch.load(found[rank] / "model_optim_rng.pt", weights_only=True)
         assert mine["checkpoint_version"] == 3.0
         assert vars(mine["args"]).items() >= {
@@ -137,6 +142,51 @@ def test_logits_are_those_of_transformers(folders, tmp_path):
         found = mine(ids).logits[..., : wanted.shape[-1]]
     assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5)
     assert mine.config.vocab_size == 16 * 2 * -(-theirs.config.vocab_size // 32)
+
+
+def legacy_bert(model: dict, ids: torch.Tensor, heads: int) -> torch.Tensor:
+    """The logits of Megatron-LM's legacy/model/bert_model.py with --apply-residual-connection-post-layernorm."""
+    language, head = model["language_model"], model["lm_head"]
+    layers, size = language["encoder"], language["embedding"]["word_embeddings"]["weight"].shape[1]
+
+    def linear(x, name):
+        return F.linear(x, layers[f"{name}.weight"], layers[f"{name}.bias"])
+
+    def norm(x, name, where=layers):
+        return F.layer_norm(x, (size,), where[f"{name}.weight"], where[f"{name}.bias"], 1e-12)
+
+    tables = {name: table["weight"] for name, table in language["embedding"].items()}
+    x = (
+        tables["word_embeddings"][ids]
+        + tables["position_embeddings"][: ids.shape[1]]
+        + tables["tokentype_embeddings"][0]
+    )
+    for i in range(4):
+        x = norm(x, f"layers.{i}.input_layernorm")
+        fused = linear(x, f"layers.{i}.self_attention.query_key_value").unflatten(-1, (heads, 3, size // heads))
+        q, k, v = (t.transpose(1, 2) for t in fused.unbind(3))  # [B, N, S, D]
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = x + linear(mixed, f"layers.{i}.self_attention.dense")
+        x = norm(x, f"layers.{i}.post_attention_layernorm")
+        x = x + linear(F.gelu(linear(x, f"layers.{i}.mlp.dense_h_to_4h")), f"layers.{i}.mlp.dense_4h_to_h")
+    x = norm(x, "final_layernorm")
+    x = norm(F.gelu(F.linear(x, head["dense.weight"], head["dense.bias"])), "layernorm", head)
+    return F.linear(x, tables["word_embeddings"], head["bias"])
+
+
+def test_bert_is_the_model_of_megatrons_source(folders, tmp_path):
+    import transformers
+
+    split(folders["bert"], tmp_path / "out", 1, style="megatron")
+    with torch.serialization.safe_globals([Namespace]):
+        state = torch.load(tmp_path / "out" / "release" / "mp_rank_00" / "model_optim_rng.pt", weights_only=True)
+    ids = torch.randint(5, 300, (2, 17), generator=torch.Generator().manual_seed(0))
+    model = transformers.AutoModelForPreTraining.from_pretrained(folders["bert"]).eval()
+    with torch.no_grad():
+        wanted = model(ids).prediction_logits
+        found = legacy_bert(state["model"], ids, 4)[..., : wanted.shape[-1]]
+    assert wanted.abs().max() > 0.5
+    assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_what_its_arguments_tell(folders, tmp_path):
@@ -210,7 +260,7 @@ def test_families_and_layouts_that_megatron_does_not_have(zoo, folders, tmp_path
         split(zoo.make(tmp_path / "c", "bert-classification"), tmp_path / "out", 2, style="megatron")
     with pytest.raises(ValueError, match=r"4 layers .* 3 pipeline stages; use one of \[1, 2, 4\]"):
         split(folders["gpt"], tmp_path / "out", 2, style="megatron", stages=3)
-    with pytest.raises(ValueError, match="no tensors of the style transformer_engine; use local, legacy"):
+    with pytest.raises(ValueError, match="no tensors of the style transformer_engine; use legacy"):
         split(folders["bert"], tmp_path / "out", 2, style="megatron", names="transformer_engine")
     with pytest.raises(ValueError, match="for Megatron-LM only"):
         split(folders["gpt"], tmp_path / "out", 2, stages=2)

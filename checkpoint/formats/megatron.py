@@ -16,11 +16,13 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from ..data.files import checked_file
-from .layout import RowOrder
-from .stored_tensor import StoredTensor
+from ...data.files import checked_file
+from ..stored_tensor import StoredTensor
+
+if TYPE_CHECKING:
+    from ..layout import RowOrder  # it imports torch, which takes seconds
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3}))?(_\d{3})?")

@@ -10,6 +10,7 @@ weights become a `PlaceholderObject`; all other classes are refused.
 from __future__ import annotations
 
 import bisect
+import io
 import os
 import pickle
 import re
@@ -26,8 +27,8 @@ import torch
 from torch import _weights_only_unpickler
 from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 
-from .dtypes import from_torch_name
-from .stored_tensor import StoredTensor
+from ..dtypes import from_torch_name
+from ..stored_tensor import StoredTensor
 
 # Largest size of the pickles that describe the tensors, about 250 bytes for each. It bounds the time and the memory.
 LARGEST_PICKLE = 4 << 20
@@ -110,53 +111,129 @@ def locate_tensors(path: Path, state: Mapping[Any, Any]) -> dict[str, StoredTens
     for name, tensor in state.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{path}: {name!r} is a {type(tensor).__name__}, but weights are named tensors")
-        where = f"tensor {name} in {path}"
-        if tensor.is_sparse or tensor.is_quantized or tensor.is_nested or tensor.layout != torch.strided:
-            raise ValueError(f"{where} is not a dense tensor but {tensor.layout}; save it after .to_dense()")
-        if tensor.numel() and not tensor.is_contiguous():
-            raise ValueError(f"{where} is not contiguous; save it after .contiguous()")
-        dtype = from_torch_name(str(tensor.dtype))
-        storage = tensor.untyped_storage()
-        start = getattr(storage, "_checkpoint_offset", None)
-        if start is None and tensor.numel():
-            raise ValueError(f"{where} has no bytes in the file")
-        start = start or 0
-        offset = start + int(tensor.storage_offset()) * tensor.element_size()
-        stored = StoredTensor(name, path, dtype, tuple(tensor.shape), offset)
-        stop = offset + stored.nbytes
-        if tensor.numel() and not (records.contain(start, stop) if records else stop <= start + storage.nbytes()):
-            raise ValueError(f"{where} claims bytes outside its record of the file")
-        tensors[name] = stored
+        tensors[name] = _locate(path, name, tensor, records)
     return tensors
 
 
-class Records:
-    """The positions of the records in a zip file. ValueError if `torch.save` would not write such a file."""
+def _locate(path: Path, name: str, tensor: torch.Tensor, records: Records | None) -> StoredTensor:
+    where = f"tensor {name} in {path}"
+    if tensor.is_sparse or tensor.is_quantized or tensor.is_nested or tensor.layout != torch.strided:
+        raise ValueError(f"{where} is not a dense tensor but {tensor.layout}; save it after .to_dense()")
+    if tensor.numel() and not tensor.is_contiguous():
+        raise ValueError(f"{where} is not contiguous; save it after .contiguous()")
+    dtype = from_torch_name(str(tensor.dtype))
+    storage = tensor.untyped_storage()
+    start = getattr(storage, "_checkpoint_offset", None)
+    if start is None and tensor.numel():
+        raise ValueError(f"{where} has no bytes in the file")
+    start = start or 0
+    offset = start + int(tensor.storage_offset()) * tensor.element_size()
+    stored = StoredTensor(name, path, dtype, tuple(tensor.shape), offset)
+    stop = offset + stored.nbytes
+    if tensor.numel() and not (records.contain(start, stop) if records else stop <= start + storage.nbytes()):
+        raise ValueError(f"{where} claims bytes outside its record of the file")
+    return stored
 
-    def __init__(self, path: Path) -> None:
+
+def locate_saved_tensor(path: Path, name: str, start: int, length: int) -> StoredTensor:
+    """Returns the tensor that `torch.save` wrote into `length` bytes of a file from byte `start` on, and nothing else.
+
+    Raises ValueError if there is something else, or if the tensor is not contiguous, dense and complete.
+    """
+    where = f"tensor {name} in {path}"
+    records = Records(path, (start, length))
+    storages: dict[str, torch.TypedStorage] = {}
+    unpickler: Any = _weights_only_unpickler.Unpickler(io.BytesIO(records.pickled), encoding="utf-8")
+    unpickler.persistent_load = partial(_stored_in_zip, storages=storages)
+    try:
+        with _only_placeholder_types():
+            tensor = unpickler.load()
+    except (pickle.UnpicklingError, *_DAMAGE) as error:
+        raise ValueError(f"{where} is refused: {str(error).splitlines()[0] if str(error) else repr(error)}") from None
+    if not isinstance(tensor, torch.Tensor) or len(storages) != 1:
+        raise ValueError(f"{where} is a {type(tensor).__name__}, not one tensor")
+    begin = records.named.get(f"data/{next(iter(storages))}")
+    if begin is not None:
+        cast(Any, tensor.untyped_storage())._checkpoint_offset = begin
+    return _locate(path, name, tensor, records)
+
+
+class Window(io.RawIOBase):
+    """Reads a range of a file as if it were a whole file."""
+
+    def __init__(self, path: Path, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = path.open("rb"), start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise OSError("it points before its beginning")
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        count = max(0, min(len(buffer), self._length - self._at))
+        self._file.seek(self._start + self._at)
+        content = self._file.read(count)
+        buffer[: len(content)] = content
+        self._at += len(content)
+        return len(content)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class Records:
+    """The positions of the records in a zip file. ValueError if `torch.save` would not write such a file.
+
+    `window` is the first byte and the length of a zip file within the file; by default it is the whole file.
+
+    Attributes:
+        named: Name of a record, without that of its folder -> its first byte in the file.
+        pickled: The contents of `data.pkl`.
+    """
+
+    def __init__(self, path: Path, window: tuple[int, int] | None = None) -> None:
         self._stops: dict[int, int] = {}
+        self.named: dict[str, int] = {}
+        self.pickled = b""
+        base, length = window or (0, path.stat().st_size)
         try:
-            _check_directory(path)
-            with zipfile.ZipFile(path) as archive, path.open("rb") as file:
-                for info in archive.infolist():
-                    if info.compress_type != zipfile.ZIP_STORED:
-                        raise ValueError(f"{path} is compressed, which torch.save does not do")
-                    if info.filename.endswith("/byteorder") and archive.read(info) != b"little":
-                        raise ValueError(f"{path} was written on a big-endian machine")
-                    if info.filename.endswith("/data.pkl") and info.file_size > LARGEST_PICKLE:
-                        raise ValueError(
-                            f"{path} has {info.file_size:,} pickled bytes, but at most {LARGEST_PICKLE:,} are read"
-                        )
-                    if info.filename.endswith("/data.pkl") and _ALLOCATION in archive.read(info):
-                        raise ValueError(f"{path} is refused: besides tensors and plain values it holds a bytearray")
-                    file.seek(info.header_offset)
-                    name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-                    start = info.header_offset + _LOCAL_HEADER.size + name + extra
-                    self._stops[start] = start + info.file_size
+            with Window(path, base, length) as raw, io.BufferedReader(raw) as file:
+                _check_directory(path, file)
+                with zipfile.ZipFile(file) as archive:
+                    for info in archive.infolist():
+                        self._add(path, archive, info)
+                        file.seek(info.header_offset)
+                        name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+                        start = base + info.header_offset + _LOCAL_HEADER.size + name + extra
+                        self._stops[start] = start + info.file_size
+                        self.named[info.filename.partition("/")[2]] = start
         except (zipfile.BadZipFile, struct.error, OSError, NotImplementedError, RuntimeError) as error:
             raise ValueError(f"{path} is damaged: {error}") from None
-        self._size = path.stat().st_size
+        self._size = min(base + length, path.stat().st_size)
         self._starts = sorted(self._stops)
+
+    def _add(self, path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> None:
+        if info.compress_type != zipfile.ZIP_STORED:
+            raise ValueError(f"{path} is compressed, which torch.save does not do")
+        if info.filename.endswith("/byteorder") and archive.read(info) != b"little":
+            raise ValueError(f"{path} was written on a big-endian machine")
+        if info.filename.endswith("/data.pkl"):
+            if info.file_size > LARGEST_PICKLE:
+                raise ValueError(
+                    f"{path} has {info.file_size:,} pickled bytes, but at most {LARGEST_PICKLE:,} are read"
+                )
+            self.pickled = archive.read(info)
+            if _ALLOCATION in self.pickled:
+                raise ValueError(f"{path} is refused: besides tensors and plain values it holds a bytearray")
 
     def contain(self, start: int, stop: int) -> bool:
         """Returns whether a record starts at byte `start` and reaches at least to byte `stop`."""
@@ -164,19 +241,18 @@ class Records:
         return position >= 0 and self._starts[position] == start and stop <= min(self._stops[start], self._size)
 
 
-def _check_directory(path: Path) -> None:
+def _check_directory(path: Path, file: BinaryIO) -> None:
     """Raises ValueError if listing the records would take too much memory."""
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - _END.size))
-        signature, length = _END.unpack(file.read(_END.size))
-        if signature != b"PK\5\6":
-            raise ValueError(f"{path} has bytes after the end of its zip format, which torch.save does not write")
-        if length == 0xFFFFFFFF:
-            file.seek(max(0, size - _END.size - _LOCATOR.size))
-            _, offset = _LOCATOR.unpack(file.read(_LOCATOR.size))
-            file.seek(min(offset, size))
-            _, length = _WIDE_END.unpack(file.read(_WIDE_END.size))
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - _END.size))
+    signature, length = _END.unpack(file.read(_END.size))
+    if signature != b"PK\5\6":
+        raise ValueError(f"{path} has bytes after the end of its zip format, which torch.save does not write")
+    if length == 0xFFFFFFFF:
+        file.seek(max(0, size - _END.size - _LOCATOR.size))
+        _, offset = _LOCATOR.unpack(file.read(_LOCATOR.size))
+        file.seek(min(offset, size))
+        _, length = _WIDE_END.unpack(file.read(_WIDE_END.size))
     if length > min(LARGEST_DIRECTORY, size):
         limit = min(LARGEST_DIRECTORY, size)
         raise ValueError(f"{path} lists its records in {length:,} bytes, but at most {limit:,} are allowed")
@@ -279,6 +355,11 @@ def _meta_storage(saved: Any, storages: dict[str, torch.TypedStorage]) -> torch.
         storage = torch.UntypedStorage(count * dtype.itemsize, device="meta")
         storages[str(key)] = torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
     return storages[str(key)]
+
+
+def _stored_in_zip(saved: Any, storages: dict[str, torch.TypedStorage]) -> torch.TypedStorage:
+    """Does the same for the zip format, whose persistent ids have no views."""
+    return _meta_storage((*saved, None), storages)
 
 
 def _place_storages(path: Path, file: BinaryIO, storages: list[torch.TypedStorage]) -> None:

@@ -1,0 +1,193 @@
+"""Folders of torch.distributed.checkpoint and megatron-core, in and out, against both libraries."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import shutil
+import warnings
+from argparse import Namespace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import megatron_files
+import pytest
+import torch
+from megatron_files import Layout, gpt_modules
+from safetensors.torch import load_file
+from tiny_models import save_model
+
+from shardzoo.cli.convert import main
+from shardzoo.convert.operations import Options, merge, split
+from shardzoo.models import from_pretrained
+
+
+@pytest.fixture(scope="module")
+def gpt(tmp_path_factory) -> Path:
+    return save_model(tmp_path_factory.mktemp("gpt") / "hf", "GPT2LMHeadModel", "gpt2", seed=1, n_layer=4)
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("bert") / "hf"
+    return save_model(folder, "BertForPreTraining", "bert", seed=2, num_hidden_layers=4)
+
+
+def save(source: Path, folder: Path, prefix: str, layout: str) -> None:
+    """Called on every rank: saves the weights as DTensors, with an optimizer's state and other objects beside them."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    grid = init_device_mesh("cpu", (2, 2))
+    weights = load_file(source / "model.safetensors")
+
+    def shard(tensor: torch.Tensor) -> Any:
+        second = {"rows": Replicate(), "grid": Shard(1)}.get(layout, Shard(0))
+        both = (Shard(0), second if tensor.dim() > 1 else Replicate())
+        return distribute_tensor(
+            tensor, grid, both if layout != "columns" or tensor.dim() < 2 else (Shard(1), Shard(1))
+        )
+
+    tree: dict[str, Any] = {name: shard(tensor) for name, tensor in weights.items()}
+    for key in filter(None, reversed(prefix.split("."))):
+        tree = {key: tree}
+    state = {**tree, "optimizer": {"state": {"a": {"exp_avg": shard(torch.ones(9, 4))}}}, "step": 7, "text": "x"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=str(folder))
+
+
+@pytest.mark.parametrize("layout", ["rows", "grid", "columns", "both"])
+@pytest.mark.parametrize("name", ["gpt", "bert"])
+def test_chunks_of_every_kind_become_the_original_bytes(name, layout, request, run_ranks, hashes, tmp_path):
+    source = request.getfixturevalue(name)
+    prefix = {"rows": "model", "grid": "", "columns": "app.model", "both": "model.module"}[layout]
+    run_ranks(4, save, source, tmp_path / "dcp", prefix, layout)
+    shutil.copy(source / "config.json", tmp_path / "dcp")
+    assert len(list((tmp_path / "dcp").glob("*.distcp"))) == 4
+    merge(tmp_path / "dcp", tmp_path / "hf")
+    assert hashes(tmp_path / "hf") == hashes(source)
+    split(tmp_path / "dcp", tmp_path / "two", 2)
+    assert main(["verify", str(tmp_path / "two"), str(source)]) == 0
+    assert main(["verify", str(tmp_path / "dcp")]) == 0
+    mine, theirs = from_pretrained(tmp_path / "dcp").state_dict(), from_pretrained(source).state_dict()
+    assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
+
+
+@pytest.mark.parametrize("variant", ["gpt2", "bert-pretraining", "t5", "roberta", "glm", "mt5"])
+def test_written_folders_load_in_torch(variant, zoo, hashes, tmp_path):
+    """Into the state that transformers' model has, names of tied tensors included."""
+    import torch.distributed.checkpoint as dcp
+    import transformers
+
+    source = zoo.make(tmp_path / "hf", variant, vocabulary=104 if variant == "glm" else 101)
+    merge(source, tmp_path / "dcp", Options(largest_file=20_000), style="dcp")
+    assert len(list((tmp_path / "dcp").glob("*.distcp"))) > 1
+    found = load_file(source / "model.safetensors")
+    wanted = {name: torch.zeros_like(tensor) for name, tensor in found.items()}
+    if variant != "glm":
+        architecture = json.loads((source / "config.json").read_text())["architectures"][0]
+        wanted = getattr(transformers, architecture).from_pretrained(source).state_dict()
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(loaded, checkpoint_id=str(tmp_path / "dcp"))
+    for name, tensor in wanted.items():
+        stored = found.get(name, tensor)
+        assert torch.equal(loaded[name].view(torch.uint8), stored.view(torch.uint8)), name
+    merge(tmp_path / "dcp", tmp_path / "back")
+    assert hashes(tmp_path / "back") == hashes(source)
+    assert main(["verify", str(tmp_path / "dcp"), str(source)]) == 0
+
+
+def test_an_interrupted_conversion_resumes(gpt, hashes, tmp_path):
+    def stop(done, total):
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        merge(gpt, tmp_path / "dcp", Options(jobs=1), stop, style="dcp")
+    for _ in range(2):  # the second time it is complete
+        outcome = merge(gpt, tmp_path / "dcp", Options(resume=True), style="dcp")
+        assert outcome.kept > 0
+    merge(tmp_path / "dcp", tmp_path / "back")
+    assert hashes(tmp_path / "back") == hashes(gpt)
+
+
+def core_gpt(rows: int) -> Any:
+    """megatron-core's GPT of local layers, on a CPU: without fused kernels and without its GPU random states."""
+    from megatron.core import tensor_parallel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer import TransformerConfig, dot_product_attention
+
+    torch.cuda.current_device, torch.cuda.synchronize = lambda: "cpu", lambda: None
+    nothing = Namespace(fork=contextlib.nullcontext)
+    tensor_parallel.get_cuda_rng_tracker = dot_product_attention.tensor_parallel.get_cuda_rng_tracker = lambda: nothing
+    sizes = TransformerConfig(
+        num_layers=4, hidden_size=32, num_attention_heads=4, ffn_hidden_size=128, tensor_model_parallel_size=2,
+        use_cpu_initialization=True, params_dtype=torch.float32, hidden_dropout=0.0, attention_dropout=0.0,
+        layernorm_epsilon=1e-5, activation_func=partial(torch.nn.functional.gelu, approximate="tanh"),
+        bias_activation_fusion=False, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+    )  # fmt: skip
+    spec = get_gpt_layer_local_spec(normalization="LayerNorm")
+    return GPTModel(sizes, spec, rows, 64, share_embeddings_and_output_weights=True, parallel_output=False)
+
+
+def in_megatron_core(written: Path, place: Path, ids: torch.Tensor) -> torch.Tensor:
+    """Called on two ranks: loads our files into megatron-core's model, saves it by its own code, returns its logits."""
+    warnings.simplefilter("ignore")
+    multiprocessing.current_process()._config["daemon"] = False  # megatron-core writes in a process of its own
+    from megatron.core import dist_checkpointing, parallel_state
+
+    parallel_state.initialize_model_parallel(2, 1)
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    state = torch.load(written / "release" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt", weights_only=False)
+    model = core_gpt(state["args"].padded_vocab_size).eval()
+    missing, unexpected = model.load_state_dict(state["model"], strict=False)
+    assert not unexpected
+    assert all("_extra_state" in name for name in missing)
+    place.mkdir(exist_ok=True)
+    torch.distributed.barrier()
+    common = {"args": state["args"], "checkpoint_version": 3.0, "iteration": 50}
+    dist_checkpointing.save({**model.sharded_state_dict(prefix=""), **common}, str(place))
+    length = ids.shape[1]
+    positions = torch.arange(length)[None].expand_as(ids)
+    with torch.no_grad():
+        return model(ids, positions, torch.ones(1, 1, length, length).tril() < 0.5)
+
+
+def test_megatron_core_runs_what_is_written_and_its_checkpoints_are_read(gpt, run_ranks, hashes, tmp_path, capsys):
+    import transformers
+
+    split(gpt, tmp_path / "megatron", 2, style="megatron", names="local")
+    ids = torch.randint(300, (2, 17), generator=torch.Generator().manual_seed(0))
+    logits = run_ranks(2, in_megatron_core, tmp_path / "megatron", tmp_path / "dist", ids, isolated=True)[0]
+    model = transformers.AutoModelForCausalLM.from_pretrained(gpt, attn_implementation="eager").eval()
+    with torch.no_grad():
+        wanted = model(ids).logits
+    assert wanted.abs().max() > 0.5
+    assert torch.allclose(logits[..., : wanted.shape[-1]], wanted, rtol=1e-5, atol=1e-5)
+    assert main(["inspect", str(tmp_path / "dist")]) == 0
+    printed = capsys.readouterr().out
+    assert "megatron-core torch_dist" in printed
+    assert "gpt2" in printed
+    shutil.copy(gpt / "config.json", tmp_path / "c.json")
+    merge(tmp_path / "dist", tmp_path / "hf", Options(config_file=tmp_path / "c.json"))
+    assert hashes(tmp_path / "hf") == hashes(gpt)
+    merge(tmp_path / "dist", tmp_path / "padded")
+    assert json.loads((tmp_path / "padded" / "config.json").read_text())["vocab_size"] % 256 == 0
+
+
+def test_the_hand_made_modules_are_megatron_cores(gpt, tmp_path):
+    """The names of the files that the other tests make are those that megatron-core loaded above."""
+    split(gpt, tmp_path / "out", 2, style="megatron", names="local")
+    made = dict(megatron_files.states(gpt_modules(load_file(gpt / "model.safetensors"), 4, 4), Layout(2)))
+    with torch.serialization.safe_globals([Namespace]):
+        path = tmp_path / "out" / "release" / "mp_rank_01" / "model_optim_rng.pt"
+        written = torch.load(path, weights_only=True)["model"]
+    assert written.keys() == made["mp_rank_01"]["model"].keys()
