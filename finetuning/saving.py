@@ -28,7 +28,9 @@ def check_run(arguments: FinetuningArguments) -> None:
     """Raises ValueError if output_dir cannot be used for this run, or if load_dir has no checkpoint. Writes nothing."""
     if arguments.output_dir:
         folder = RunFolder(Path(arguments.output_dir))
-        folder.first_step(resume=arguments.resume, overwrite=arguments.overwrite)
+        texts = (arguments.train_file, arguments.validation_file, arguments.test_file)
+        reads = (arguments.model_name_or_path, arguments.load_dir, *texts)
+        folder.first_step(resume=arguments.resume, overwrite=arguments.overwrite, reads=reads)
     if arguments.load_dir is not None:
         path = Path(arguments.load_dir)
         if not RunFolder(path).steps() and not (path / STATE).exists():

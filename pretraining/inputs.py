@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from pathlib import Path
 
 from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
@@ -75,6 +76,7 @@ def choose_inputs(arguments: PretrainingArguments, launch: RankInfo) -> Inputs:
 
     Raises ValueError, naming both, if two of model, objective, weights, tokenizer and corpora do not belong together.
     """
+    check_folder(arguments)
     checkpoint = checkpoint_of(arguments)
     start = arguments.init_from if checkpoint is None else str(checkpoint)
     weights = find_weights(start) if start else None
@@ -94,6 +96,17 @@ def choose_inputs(arguments: PretrainingArguments, launch: RankInfo) -> Inputs:
     check_layout(arguments, config, launch)
     lengths = choose_lengths(arguments, config, objective)
     return Inputs(config, objective, weights, tokenizer, name, *lengths, continues=checkpoint is not None)
+
+
+def check_folder(arguments: PretrainingArguments) -> None:
+    """Raises ValueError if the run's folder cannot be used."""
+    if arguments.output_dir is None or arguments.eval_only:
+        return
+    texts = [source for source, _ in parse_mixture(arguments.data)]
+    named = chain.from_iterable([text] if isinstance(text, str | Path) else text or () for text in texts)
+    reads = (arguments.init_from, arguments.tokenizer, *named)
+    folder = RunFolder(Path(arguments.output_dir))
+    folder.first_step(resume=arguments.resume, overwrite=arguments.overwrite, reads=reads)
 
 
 def checkpoint_of(arguments: PretrainingArguments) -> Path | None:

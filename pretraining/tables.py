@@ -88,8 +88,6 @@ def run_plan(arguments: PretrainingArguments, inputs: Inputs) -> Table:
     facts["memory"] = f"about {peak.total / GIB:.2f} GiB on a rank, at the peak in {peak.name}"
     facts["corpus"] = ", ".join(arguments.data) or "the Python standard library"
     folder = RunFolder(Path(arguments.output_dir or Path("runs", f"{Path(arguments.model_name).name}-DATE")))
-    if not arguments.eval_only:
-        folder.first_step(resume=arguments.resume, overwrite=arguments.overwrite)  # ValueError if it is in use
     return facts_table("Plan", facts | run_files(folder, inputs.config.architecture))
 
 

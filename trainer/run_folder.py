@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import count
@@ -117,11 +118,12 @@ class RunFolder:
         folder.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
-    def first_step(self, *, resume: bool, overwrite: bool) -> int:
+    def first_step(self, *, resume: bool, overwrite: bool, reads: Iterable[str | Path | None] = ()) -> int:
         """Returns the step at which a run in this folder begins: 0 for a new run. Changes nothing.
 
-        Raises ValueError if the folder holds another run, but neither `resume` nor `overwrite` is set; if it holds
-        files that do not belong to a run; or if there is nothing to resume.
+        Raises ValueError if the folder holds another run, but neither `resume` nor `overwrite` is set; if `overwrite`
+        would delete what the run `reads`; if the folder holds files that do not belong to a run; or if there is nothing
+        to resume.
         """
         if resume and overwrite:
             raise ValueError("--resume continues a run and --overwrite deletes it: use one of them")
@@ -144,6 +146,9 @@ class RunFolder:
                 f"output_dir {self.path} holds another run ({reached}); {resume_it}replace it with --overwrite, or "
                 "choose another --output-dir"
             )
+        for path in filter(None, reads):
+            if Path(path).resolve().is_relative_to(self.path.resolve()):
+                raise ValueError(f"--overwrite would delete {path}, which this run reads; choose another --output-dir")
         return 0
 
     def begin(self, arguments: dict[str, object], data: Path) -> None:

@@ -200,7 +200,10 @@ class GLMObjective(GLMMixture, Objective):
         Objective.__post_init__(self)
 
     def add_special_tokens(self, tokenizer: Tokenizer) -> None:
-        glm_tokenizer(tokenizer, self.vocabulary)
+        try:
+            glm_tokenizer(tokenizer, self.vocabulary)
+        except ValueError as error:
+            raise ValueError(f"objective {self.name!r} has vocabulary={self.vocabulary!r}, but {error}") from None
 
     def lengths(self, sequence_length: int, target_length: int | None = None) -> tuple[int, int]:
         # A span adds a mask and a start or end, and has at least one blanked token.

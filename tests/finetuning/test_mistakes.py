@@ -164,9 +164,9 @@ def test_a_run_that_has_saved_nothing_is_begun_anew(checkpoints, files, tmp_path
     (tmp_path / "arguments.yaml").touch()
     short = {"max_source_length": 20, "max_target_length": 8, "train_steps": 1, "output_dir": str(tmp_path)}
 
-    def train(**more):
+    def train(model=None, **more):
         t2t.Trainer(
-            model_name_or_path=checkpoints("t5"), train_file=str(files / "pairs.json"), **short, **more
+            model_name_or_path=model or checkpoints("t5"), train_file=str(files / "pairs.json"), **short, **more
         ).train(valid=False)  # fmt: skip
 
     with pytest.raises(ValueError, match=r"nothing saved yet\); replace it with --overwrite, or choose"):
@@ -174,7 +174,10 @@ def test_a_run_that_has_saved_nothing_is_begun_anew(checkpoints, files, tmp_path
     with pytest.raises(ValueError, match="start again with --overwrite without --resume"):
         train(resume=True)
     train(overwrite=True)
-    assert (tmp_path / "checkpoints" / "step-000001").exists()
+    checkpoint = tmp_path / "checkpoints" / "step-000001"
+    with pytest.raises(ValueError, match=f"--overwrite would delete {checkpoint}, which this run reads"):
+        train(str(checkpoint), overwrite=True)
+    assert checkpoint.exists()
 
 
 def test_an_output_dir_in_a_file(checkpoints, files, tmp_path):

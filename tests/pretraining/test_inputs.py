@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +13,14 @@ from pretraining_runs import arguments_of, run_pretraining
 from tiny_models import hf_model, tiny
 
 from shardzoo.convert import split
-from shardzoo.data import documents_in_memory, find_objective, load_tokenizer, prepare_corpus, train_tokenizer
+from shardzoo.data import (
+    GLMObjective,
+    documents_in_memory,
+    find_objective,
+    load_tokenizer,
+    prepare_corpus,
+    train_tokenizer,
+)
 from shardzoo.data.indexed.meta import meta_path
 from shardzoo.data.objectives.pretraining import objective_names
 from shardzoo.data.tokenizers.tokenizer import save_tokenizer
@@ -202,6 +209,12 @@ def test_objectives_that_do_not_fit(parts, config, tmp_path, family, objective, 
         choose_inputs(arguments, ONE)
 
 
+def test_a_glm_with_another_vocabulary_names_the_setting(parts, config, tmp_path):
+    given = {"model": str(config("glm")), "tokenizer": parts.tokenizers["same"], "data": (parts.corpora["text"],)}
+    with pytest.raises(ValueError, match=r"'glm' has vocabulary='bert', but this is not .* use the vocabulary gpt2$"):
+        choose_inputs(replace(arguments_of(tmp_path, **given), objective=GLMObjective(vocabulary="bert")), ONE)
+
+
 @pytest.mark.parametrize("name", objective_names())
 def test_the_shortest_length_of_an_objective(config, tmp_path, texts, name):
     """What is refused before the corpus is read would fail after it, and what is one token longer works."""
@@ -274,6 +287,26 @@ def test_names_on_the_hub(parts, tmp_path, monkeypatch):
     assert inputs.tokenizer.vocab_size == SIZE
     assert "*.safetensors" in asked["org/weights"]
     assert "*.safetensors" not in asked["org/tokenizer"]
+
+
+@pytest.mark.parametrize("read", ["init_from", "data", "a list", "a share", "tokenizer"])
+def test_a_run_does_not_replace_what_it_reads(parts, tmp_path, read):
+    run = shutil.copytree(parts.weights["run"], tmp_path / "run")
+    pair, link = str(run / "data" / "train"), tmp_path / "link"
+    link.symlink_to(run)
+    given = {
+        "init_from": {"init_from": str(run), "data": (parts.corpora["text"],)},
+        "data": {"model": "gpt2-quickstart", "data": (f"{link}/data/train",)},
+        "a list": {"model": "gpt2-quickstart", "data": (parts.corpora["text"], str(run / "arguments.yaml"))},
+        "a share": {"model": "gpt2-quickstart", "data": (f"{parts.corpora['text']}:1", f"{pair}:1")},
+        "tokenizer": {"tokenizer": str(run / "data" / "tokenizer"), "data": (parts.corpora["text"],)},
+    }[read]
+    before = sorted(run.rglob("*"))
+    with pytest.raises(ValueError, match=f"--overwrite would delete {tmp_path}/.*, which this run reads"):
+        choose_inputs(arguments_of(run, overwrite=True, **given), ONE)
+    assert sorted(run.rglob("*")) == before
+    with pytest.raises(ValueError, match="holds another run"):  # before any process starts
+        choose_inputs(arguments_of(run, **given), ONE)
 
 
 def test_one_part_of_a_mixture_with_another_vocabulary(parts, tmp_path):
