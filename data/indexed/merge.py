@@ -60,8 +60,10 @@ def split_dataset(dataset: IndexedDataset, shares: Mapping[Path, float], *, seed
     """
     names = list(shares)
     weights = np.array([shares[name] for name in names], np.float64)
-    if (weights < 0).any() or abs(weights.sum() - 1) > 1e-6:
+    if not (weights >= 0).all() or abs(weights.sum() - 1) > 1e-6:  # NaN is neither
         raise ValueError(f"the shares {weights.tolist()} must be positive and sum to 1, such as 0.9 0.05 0.05")
+    if seed < 0:
+        raise ValueError(f"the seed is {seed}; it must not be negative")
     counts = _counts(weights, dataset.num_documents, dataset.prefix)
     order = np.random.default_rng([seed, dataset.num_documents]).permutation(dataset.num_documents)
     owner = np.empty(dataset.num_documents, np.int8)

@@ -284,7 +284,11 @@ class BlockStream(StreamLoader):
                 f"epochs is {epochs}, but a mixture of streams is endless; leave it out, and set train_steps"
             )
         self.order = MixedSamples(self.streams, shares or [1] * len(self.streams))
-        bookmark = {"block_tokens": block_tokens, "blocks": [asdict(Place()) for _ in self.streams]}
+        bookmark = {
+            "block_tokens": block_tokens,
+            "sources": [getattr(stream, "identity", None) for stream in self.streams],
+            "blocks": [asdict(Place()) for _ in self.streams],
+        }
         super().__init__(Share(config.micro_batch_size, rank, world_size), num_workers, bookmark)
         as_objective(config.objective).add_special_tokens(tokenizer)
         self.tokenizer, self.config = tokenizer, config
@@ -295,6 +299,8 @@ class BlockStream(StreamLoader):
         return [text for stream in self.streams for text, _ in islice(stream.read(0, None), count)]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ValueError if the state is that of other streams, or their files have changed."""
+        sources = self._bookmark["sources"]
         super().load_state_dict(state)
         saved = self._bookmark["block_tokens"], len(self._bookmark["blocks"])
         if saved != (self.block_tokens, len(self.streams)):
@@ -302,6 +308,13 @@ class BlockStream(StreamLoader):
                 f"the run read {saved[1]} stream(s) in blocks of {saved[0]} tokens and cannot resume with "
                 f"{len(self.streams)} in blocks of {self.block_tokens}; set the data and block_tokens to match"
             )
+        for stream, before, now in zip(self.streams, self._bookmark["sources"], sources, strict=True):
+            if before != now:
+                raise ValueError(
+                    f"the stream of {getattr(stream, 'name', type(stream).__name__)} is not the one that the run read: "
+                    "its files (names, sizes, order), seed, text_key or held_out_fraction differ; restore them, or "
+                    "start a new run from the checkpoint's weights"
+                )
 
     def share_of(self, worker: int, workers: int) -> Iterator[tuple[Any, int, dict[str, Any]]]:
         size, micro = self.share.global_batch, self.share.micro_batch_size
@@ -323,7 +336,7 @@ class BlockStream(StreamLoader):
                     return
                 if own:
                     blocks = [asdict(reading.place) for reading in readings]
-                    bookmark = {"block_tokens": self.block_tokens, "blocks": blocks}
+                    bookmark = {**self._bookmark, "blocks": blocks}
                     yield self.collate([each[0][each[1]] for each in found if each]), start + size, bookmark
         finally:
             for maker in makers:

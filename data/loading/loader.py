@@ -112,7 +112,7 @@ class ResumableLoader:
         order: Callable[[int], int] | None = None,
         seed: int = 1234,
     ) -> None:
-        self.dataset, self.share = dataset, share
+        self.dataset, self.share, self.order = dataset, share, order
         self.consumed = consumed
         self.total = total
         self.last: Literal["drop", "pad"] = last

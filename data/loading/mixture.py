@@ -59,9 +59,12 @@ def _split(text: str) -> tuple[str, str | None]:
 
 def as_share(share: str | float | Fraction, what: str) -> Fraction:
     """Returns a share as an exact number; 0.7 is 7/10. ValueError, naming `what`, unless it is positive and finite."""
-    if not 0 < float(share) < math.inf:  # neither is NaN
-        raise ValueError(f"the share of {what} is {share}; a share must be a positive number, such as 0.7 or 7")
-    return share if isinstance(share, Fraction) else Fraction(str(share))
+    try:
+        if 0 < float(share) < math.inf:  # neither is NaN
+            return share if isinstance(share, Fraction) else Fraction(str(share))
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise ValueError(f"the share of {what} is {share!s}; a share must be a positive number, such as 0.7 or 7")
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ class MixedSamples:
 
     def place(self, index: int) -> tuple[int, int]:
         """Returns the number of the dataset that sample `index` is from, and its number there."""
+        index = int(index)  # the products below would overflow NumPy's integers
         if index < 0:
             raise IndexError(f"sample {index}: samples count from 0 and have no end")
         part = self._root

@@ -6,6 +6,7 @@ each worker tokenizes only its share. In return, the order of samples and the en
 
 from __future__ import annotations
 
+import hashlib
 import re
 import warnings
 from abc import ABC, abstractmethod
@@ -49,6 +50,17 @@ class DocumentRecords:
     ) -> None:
         self.chunks = plan_chunks(source)
         self.seed, self.text_key, self.on_bad = seed, text_key, on_bad
+
+    @property
+    def identity(self) -> str:
+        """A digest of the files' names, sizes and order; not of their folders and times, so that they can be moved."""
+        digest = hashlib.blake2b(digest_size=16)
+        for path in dict.fromkeys(path for chunk in self.chunks for path in chunk.paths):
+            size = path.stat().st_size if path.is_file() else ""
+            digest.update(f"{path.name} {size}/".encode("utf-8", "surrogateescape"))
+        for chunk in self.chunks:
+            digest.update(f"{chunk.kind} {chunk.start} {chunk.stop}/".encode())
+        return digest.hexdigest()
 
     def read(self, epoch: int, cursor: Any) -> Iterator[tuple[str, list[int]]]:
         chunk, record = cursor or (0, 0)
@@ -128,6 +140,12 @@ class TextStream:
         self._warned = False
         self.records = self._open(source)
 
+    @property
+    def identity(self) -> str:
+        """What the meaning of a cursor depends on, as far as it is known."""
+        source = self.records.identity if isinstance(self.records, DocumentRecords) else self.name
+        return f"{source} {self.text_key} {self.seed} {self.held_out_fraction}"
+
     def read(self, epoch: int, cursor: Any) -> Iterator[tuple[str, Any]]:
         """Yields (training document, cursor after it); see `Records`."""
         for text, is_held_out, after in self._documents(epoch, cursor):
@@ -165,6 +183,11 @@ class TextStream:
 
     def _open(self, source: Any) -> Records:
         if not is_source(source):
+            if isinstance(source, (Iterator, Mapping)) or not hasattr(source, "__iter__"):
+                raise ValueError(
+                    f"a stream cannot read the type {type(source).__name__}: give paths, a name on the Hugging Face "
+                    "hub, or an iterable of texts or records that starts again; of several splits, give one"
+                )
             return IterableRecords.of(source)
         if as_prefix(source) is not None:
             raise ValueError(f"{source} is a .bin/.idx pair, which is tokenized already; train on it without a stream")

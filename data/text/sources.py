@@ -23,6 +23,7 @@ JSON_SUFFIXES = frozenset({".jsonl", ".ndjson", ".json"})
 PIECE_BYTES = 16 << 10
 LEAST_PIECE_BYTES = 512
 FILE_PIECE_BYTES = 1 << 20
+COMPRESSED_SUFFIXES = frozenset({".gz", ".zst", ".bz2", ".xz", ".zip"})
 SNIFF_BYTES = 8192
 
 Source = str | Path | Sequence[str | Path] | None
@@ -111,6 +112,8 @@ def _plan_files(files: list[Path], described: str) -> list[Chunk]:
             chunks += _range_chunks("jsonl", path, FILE_PIECE_BYTES)
         elif path.suffix == ".parquet":
             chunks += _parquet_chunks(path)
+        elif len(files) == 1 and path.suffix in COMPRESSED_SUFFIXES:
+            raise ValueError(f"{path} is compressed; unpack it, or give a parquet file")
         elif len(files) == 1 or is_text(path):
             texts.append(path)
     if len(texts) == 1 and not chunks:
@@ -119,7 +122,9 @@ def _plan_files(files: list[Path], described: str) -> list[Chunk]:
     else:
         chunks += _files_chunks(texts)
     if not chunks:
-        raise ValueError(f"{described} holds no text: looked for text files, .jsonl, .ndjson, .json and .parquet")
+        raise ValueError(
+            f"{described} holds no text: looked for text files, .jsonl, .ndjson, .json and .parquet, none compressed"
+        )
     return chunks
 
 

@@ -9,6 +9,7 @@ import tracemalloc
 from collections import Counter
 from dataclasses import replace
 
+import datasets
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -418,6 +419,34 @@ def test_sources_that_cannot_be_streamed_are_refused(tmp_path, monkeypatch, text
         TextStream(None, held_out_fraction=1)
     with pytest.raises(ValueError, match="no document of the list is held out with held_out_fraction=0"):
         TextStream([{"text": "a"}], held_out_fraction=0).beginning(1, held_out=True)
+
+
+def test_a_stream_that_cannot_be_read_twice_or_is_no_text_is_refused(texts):
+    splits = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": texts[:3]})})
+    for source in (iter(texts), (text for text in texts), splits, 5):
+        with pytest.raises(ValueError, match=f"a stream cannot read the type {type(source).__name__}: give paths"):
+            TextStream(source)
+
+
+def test_a_run_does_not_resume_on_changed_files(tmp_path):
+    def of_folder(folder, **options):
+        config = PretrainingData(Plain(), 7, micro_batch_size=1, padded=False)
+        return BlockStream(TextStream(folder, **options), Numbers(), config, block_tokens=90)
+
+    for name in ("a", "b", "c"):
+        (tmp_path / "texts").mkdir(exist_ok=True)
+        lines = [json.dumps({"text": text}) + "\n" for text in documents()]
+        (tmp_path / "texts" / f"{name}.jsonl").write_text("".join(lines))
+    before = of_folder(tmp_path / "texts")
+    next(iter(before))
+    moved = (tmp_path / "texts").rename(tmp_path / "moved")
+    of_folder(moved).load_state_dict(before.state_dict())  # the folder's name does not matter
+    for options in ({"seed": 2}, {"held_out_fraction": 0.5}, {"text_key": "body"}):
+        with pytest.raises(ValueError, match=r"the stream of .*moved is not the one that the run read"):
+            of_folder(moved, **options).load_state_dict(before.state_dict())
+    (moved / "b.jsonl").write_text(lines[0])
+    with pytest.raises(ValueError, match="its files"):
+        of_folder(moved).load_state_dict(before.state_dict())
 
 
 def test_states_of_other_streams_are_refused():

@@ -168,6 +168,10 @@ def test_merging_different_types_and_bad_shares_are_refused(write_dataset, tmp_p
         merge_datasets([a.prefix, b.prefix], tmp_path / "m")
     with pytest.raises(ValueError, match="sum to 1"):
         split_dataset(a, {tmp_path / "x": 0.5}, seed=0)
+    with pytest.raises(ValueError, match="sum to 1"):
+        split_dataset(a, {tmp_path / "x": float("nan"), tmp_path / "y": 1}, seed=0)
+    with pytest.raises(ValueError, match="the seed is -1"):
+        split_dataset(a, {tmp_path / "x": 1}, seed=-1)
     with pytest.raises(ValueError, match="fewer than the 2 parts"):
         split_dataset(a, {tmp_path / "x": 0.5, tmp_path / "y": 0.5}, seed=0)
 

@@ -103,7 +103,16 @@ def test_the_figures_of_an_epoch():
     assert mixed.epochs(100) == [70 / 70.5, 0.5]
 
 
-@pytest.mark.parametrize("shares", [(0, 1), (-1, 2), (float("nan"), 1), (float("inf"), 1)])
+@pytest.mark.parametrize("shares", [(1 / 3, 2 / 3), (1e-9, 1)])
+def test_numbers_of_samples_may_be_numpy_s(shares):
+    mixed = mixture(*shares)
+    for number in (7, 10**6 + 1, 2**53 + 1, 2**62):
+        assert mixed.place(np.int64(number)) == mixed.place(number)
+
+
+@pytest.mark.parametrize(
+    "shares", [(0, 1), (-1, 2), (float("nan"), 1), (float("inf"), 1), (None, 1), (True, 1), ("x", 1), ("", 1)]
+)
 def test_a_share_that_is_none_is_refused(shares):
     with pytest.raises(ValueError, match=f"the share of dataset 0 is {shares[0]}; a share must be a positive"):
         mixture(*shares)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 from itertools import pairwise
@@ -171,12 +172,14 @@ def test_nothing_to_read_is_said(tmp_path):
     for name in ("x", "y"):
         (tmp_path / "binary" / name).write_bytes(b"\0" * 10)
     (tmp_path / "no.parquet").write_bytes(b"PAR0")
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}'))
     for name, reason in [
         ("missing", "does not exist"),
         ("empty", "holds no text"),
         ("empty.txt", "holds no text"),
         ("binary", "holds no text"),
         ("no.parquet", "not a parquet file"),
+        ("x.jsonl.gz", "is compressed; unpack it"),
     ]:
         with pytest.raises(ValueError, match=rf"{name} .*{reason}|{name} {reason}"):
             list(iter_documents(tmp_path / name))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import distributed
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, Subset, get_worker_info
 from training import Pairs
 
 TEXTS = 37
@@ -91,6 +91,32 @@ class Own:
         return {"input_ids": [index], "noise": [float(generator.random())]}
 
 
+class Odd:
+    """A map-style dataset whose samples hold what NumPy has no arrays for."""
+
+    def __len__(self):
+        return TEXTS
+
+    def __getitem__(self, index):
+        eye = torch.eye(2)
+        record = np.array([(index, object())], [("number", "i4"), ("object", object)])
+        odd = [eye.to_sparse(), torch.nested.nested_tensor([eye, eye[0:1]]), eye.to("meta"), eye.to(torch.bfloat16)]
+        odd += [torch.ones(2, dtype=torch.complex64).conj().imag, {"nan": float("nan"), "none": None}, record]
+        return {"input_ids": [index], "odd": odd}
+
+
+class WithoutLength:
+    def __getitem__(self, index):
+        return {"input_ids": [list(range(TEXTS))[index]]}
+
+
+class Drawn(Own):
+    """Random by global generators."""
+
+    def __getitem__(self, index):
+        return {"input_ids": [index], "noise": [random.random(), float(np.random.rand()), float(torch.rand(()))]}
+
+
 def hub(size=TEXTS, shards=2):
     return datasets.Dataset.from_list([{"input_ids": [i]} for i in range(size)]).to_iterable_dataset(num_shards=shards)
 
@@ -146,6 +172,21 @@ def loader_of_parts(mesh):
     return ResumableLoader(rows, Share(1, mesh.dp_rank, mesh.dp_size), total=len(rows))
 
 
+def loader_of_positions(mesh):
+    """There are more positions than samples."""
+    from shardzoo.data import EpochShuffle, ResumableLoader, Share
+
+    share = Share(1, mesh.dp_rank, mesh.dp_size)
+    return ResumableLoader(WithoutLength(), share, total=3 * TEXTS, order=EpochShuffle(TEXTS))
+
+
+def odd_digest(mesh):
+    from shardzoo.trainer.batches.dataset_kinds import check_agreement
+    from shardzoo.trainer.launch.ranks import Ranks
+
+    check_agreement(Odd(), Ranks(mesh))
+
+
 REFUSED = {
     "constructor": (divided, "is not the same on process 0 and process 1;"),
     "group": (lambda mesh: OfGroup(), "is not the same on process 0 and process 1;"),
@@ -156,6 +197,7 @@ REFUSED = {
     "own loader": (loader_of_parts, "is not the same on process 0"),
     "list": (lambda mesh: list(Plain())[mesh.rank :: mesh.world_size], "is not the same on process 0"),
     "lengths": (lambda mesh: list(Plain())[: TEXTS - mesh.rank], r"process 1 \(of 37 and 36 samples\)"),
+    "random lengths": (lambda mesh: Subset(Own(), range(TEXTS - mesh.rank)), r"process 1 \(of 37 and 36 samples\)"),
     "samples": (lambda mesh: Pairs(64, vocab_size=60 + mesh.rank), "is not the same on process 0 and process 1;"),
     "one empty": (lambda mesh: [] if mesh.rank else list(Plain()), r"process 1 \(of 37 and 0 samples\)"),
     "shuffled": (lambda mesh: Shuffled(), "gave other records when it was read again"),
@@ -182,7 +224,9 @@ def test_the_parts_of_one_model_see_the_same(run_mesh):
     found = run_mesh(2, read, lambda mesh: OfGroup())
     assert found[0] == found[1]
     assert "is not the same on process 0 and process 1" in found[0]
-    assert "is not the same" in run_mesh(2, read, lambda mesh: Own())[0]
+    for found in run_mesh(2, read, lambda mesh: Own()):
+        assert found.startswith("train_dataset gave other samples when they were read again, and others on each")
+    assert len(run_mesh(2, read, lambda mesh: Drawn())[0]) == TEXTS
 
 
 def test_a_process_that_cannot_read_is_named_by_all(run_mesh):
@@ -203,6 +247,7 @@ ACCEPTED = {
     "seeded": lambda mesh: hub().shuffle(seed=5, buffer_size=20),
     "list": lambda mesh: list(Plain()),
     "random samples": lambda mesh: Own(),
+    "augmented": lambda mesh: Drawn(),
     "tiny": lambda mesh: list(Plain())[:3],
 }
 
@@ -216,6 +261,16 @@ def test_undivided_data_is_trained_on_exactly_once(run_mesh, case, ranks):
     assert set(counts.values()) == {1}
     assert len(counts) == size // ranks * ranks  # the incomplete last batch is left out
     assert set(counts) <= set(range(size))
+
+
+def test_samples_of_any_content_are_compared(run_mesh):
+    run_mesh(2, odd_digest)
+
+
+def test_a_loader_is_asked_for_numbers_of_its_order(run_mesh):
+    found = run_mesh(1, read, loader_of_positions, data=2)
+    counts = Counter(number for part in found for number in part)
+    assert sorted(counts.values()) == [2] + [3] * (TEXTS - 1)  # of 111 positions, the incomplete last batch is left out
 
 
 def test_workers_need_a_stream_that_can_be_read_again(run_mesh):

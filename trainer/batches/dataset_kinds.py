@@ -21,6 +21,10 @@ UNDIVIDED = (
     "pass the same, undivided data on every process (no rank and world_size, split_dataset_by_node or "
     "DistributedSampler; a fixed seed if it is shuffled): the trainer gives each process its part"
 )
+OWN_RANDOMNESS = (
+    "gave other samples when they were read again, and others on each process, but the parts of one model need the "
+    "same; use the global generators of random, numpy or torch for random changes of samples, which are seeded alike"
+)
 
 
 def check_kind(dataset: Any) -> None:
@@ -114,11 +118,14 @@ def _disagreement(found: list[tuple[Any, int]], streams: bool, *, one_model: boo
         )
     first = found[0][0][0]
     other = next((process for process, (readings, _) in enumerate(found) if readings[0] != first), None)
-    # Replicas may draw different random changes of a sample, but the parts of one model need the same.
-    if other is None or (random and not one_model):
+    if other is None:
         return None
-    lengths = f" (of {first[0]} and {found[other][0][0][0]} samples)" if first[0] != found[other][0][0][0] else ""
-    return f"is not the same on process 0 and process {other}{lengths}; {UNDIVIDED}"
+    lengths = first[0], found[other][0][0][0]
+    if random and lengths[0] == lengths[1]:
+        # Replicas may draw different random changes of a sample, but the parts of one model need the same.
+        return OWN_RANDOMNESS if one_model else None
+    named = f" (of {lengths[0]} and {lengths[1]} samples)" if lengths[0] != lengths[1] else ""
+    return f"is not the same on process 0 and process {other}{named}; {UNDIVIDED}"
 
 
 def _first_of_stream(dataset: Any) -> tuple[None, str]:
@@ -129,10 +136,12 @@ def _first_of_stream(dataset: Any) -> tuple[None, str]:
 
 def _some_samples(dataset: Any) -> tuple[int | None, str]:
     """Returns the length of a map-style dataset, and a digest of its first, middle and last sample."""
-    total = None
+    total, order = None, None
     if isinstance(dataset, ResumableLoader):
-        dataset, total = dataset.dataset, dataset.total
+        dataset, total, order = dataset.dataset, dataset.total, dataset.order
     size = length_of(dataset)
+    if size is None and order:  # the numbers of the samples are known to the order alone
+        return total, _digest(dataset[order(0)])
     size = total if size is None else size
     numbers = {0} if size is None else {0, size // 2, size - 1} if size else set()
     return size, _digest([dataset[number] for number in sorted(numbers)])
@@ -148,9 +157,8 @@ def _digest(value: Any) -> str:
 
 def _parts(value: Any) -> Iterator[bytes]:
     if isinstance(value, Tensor):
-        value = value.detach().float() if value.is_floating_point() else value.detach()
-        value = value.cpu().numpy()
-    if isinstance(value, (np.ndarray, np.generic)) and value.dtype != object:
+        value = _as_array(value)
+    if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
         yield f"array {value.dtype} {value.shape}".encode()
         yield value.tobytes()
     elif isinstance(value, Mapping):
@@ -166,3 +174,12 @@ def _parts(value: Any) -> Iterator[bytes]:
         yield repr(value).encode()
     else:
         yield type(value).__name__.encode()
+
+
+def _as_array(tensor: Tensor) -> np.ndarray | Tensor:
+    """Returns the tensor itself if NumPy has no such arrays: a sparse, nested, quantized or meta tensor."""
+    try:
+        values = tensor.detach().cpu().resolve_conj().resolve_neg()
+        return (values.float() if values.is_floating_point() else values).numpy()
+    except (TypeError, RuntimeError):
+        return tensor
