@@ -91,8 +91,9 @@ class PretrainingArguments(TrainingArguments):
         object.__setattr__(self, "data", (self.data,) if isinstance(self.data, str) else tuple(self.data or ()))
         if self.objective is not None:
             check_types(self.objective)
-        if self.eval_sequences < 1:
-            raise ValueError(f"eval_sequences must be at least 1, not {self.eval_sequences}")
+        for name in ("eval_sequences", "final_eval_sequences"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
         if self.train_steps is None:
             raise ValueError("the corpus is repeated endlessly: set train_steps to the number of steps")
 

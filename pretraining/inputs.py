@@ -81,7 +81,8 @@ def choose_inputs(arguments: PretrainingArguments, launch: RankInfo) -> Inputs:
     start = arguments.init_from if checkpoint is None else str(checkpoint)
     weights = find_weights(start) if start else None
     if arguments.eval_only and weights is None:
-        raise ValueError("eval_only needs weights: name them with init_from, or name the output_dir of a run")
+        found = f"; {arguments.output_dir} holds no complete checkpoint" if arguments.output_dir else ""
+        raise ValueError(f"eval_only needs weights: name them with init_from, or name the output_dir of a run{found}")
     config = choose_config(arguments, weights)
     objective = arguments.objective or find_objective(family(config.model_type).objective)()
     config = config_for(config, objective, arguments.model_name)

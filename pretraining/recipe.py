@@ -109,8 +109,7 @@ class Pretraining:
             folder.record_arguments(arguments.of_the_run())
             return folder, first_step
         goal = folder.path if folder else Path("runs", "new")
-        nearest = next(parent for parent in goal.absolute().parents if parent.is_dir())
-        with TemporaryDirectory(dir=nearest, prefix=f".{goal.name}-") as aside:
+        with temporary_folder_beside(goal) as aside:
             prepared = Path(aside) / "data"
             prepare_data(arguments, self.inputs, prepared, self.console)
             folder = folder or RunFolder(make_run_folder(arguments.model_name))
@@ -157,3 +156,12 @@ class Pretraining:
         self.console.print(facts_table("Result", results | run_files(folder, self.config.architecture)))
         self.console.print(Panel(Text(sample), title="the exported model wrote the parts in [[ ]]", title_align="left"))
         check_export(folder.hf, exported, loss)
+
+
+def temporary_folder_beside(goal: Path) -> TemporaryDirectory[str]:
+    """Returns a folder on the file system where `goal` is to be made. ValueError if none can be made there."""
+    nearest = next(parent for parent in goal.absolute().parents if parent.is_dir())
+    try:
+        return TemporaryDirectory(dir=nearest, prefix=f".{goal.name}-")
+    except OSError as error:
+        raise ValueError(f"output_dir {goal} cannot be made ({error.strerror}); choose another") from None

@@ -251,7 +251,9 @@ def test_widths_that_cannot_be_split_are_refused_before_the_corpus_is_read(confi
         ({"sequence_length": 63, "sequence_parallel": True, "model_parallel_size": 2}, "are a multiple of 2"),
         ({"init_from": "./nowhere"}, "init_from: ./nowhere is not a folder"),
         ({"tokenizer": "./nowhere"}, "tokenizer: ./nowhere is not a folder"),
-        ({"eval_only": True, "init_from": None}, "eval_only needs weights"),
+        ({"eval_only": True, "init_from": None}, "eval_only needs weights.*/run holds no complete checkpoint"),
+        ({"eval_sequences": 0}, "eval_sequences must be at least 1, not 0"),
+        ({"final_eval_sequences": 0}, "final_eval_sequences must be at least 1, not 0"),
     ],
 )
 def test_arguments_that_contradict_the_weights(parts, tmp_path, changes, message):
@@ -307,6 +309,15 @@ def test_a_run_does_not_replace_what_it_reads(parts, tmp_path, read):
     assert sorted(run.rglob("*")) == before
     with pytest.raises(ValueError, match="holds another run"):  # before any process starts
         choose_inputs(arguments_of(run, **given), ONE)
+
+
+def test_a_folder_that_cannot_be_made(parts, run_mesh):
+    """Nobody can make folders in /proc."""
+    run = partial(
+        run_pretraining, folder=Path("/proc/runs/new"), model="gpt2-quickstart", data=(parts.corpora["text"],)
+    )
+    with pytest.raises(Exception, match="output_dir /proc/runs/new cannot be made"):
+        run_mesh(1, run)
 
 
 def test_one_part_of_a_mixture_with_another_vocabulary(parts, tmp_path):
