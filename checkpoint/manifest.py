@@ -13,6 +13,7 @@ from types import NoneType
 from typing import Any, cast
 
 from ..data.files import maps_to_text, read_folder_json
+from ..data.tokenizers.files import has_tokenizer
 from ..data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from ..data.tokenizers.vocabulary import Vocabulary
 from .json_digest import add_digest, remove_digest, write_durably
@@ -142,6 +143,10 @@ def checked_tokenizer(folder: Path, text_folder: Path) -> Tokenizer:
     """
     if not text_folder.is_dir():
         raise ValueError(f"{text_folder} is not a folder; name a folder on this disk with a tokenizer")
+    if (text_folder / "checkpoints").is_dir() and not has_tokenizer(text_folder):
+        raise ValueError(
+            f"{text_folder} is a run's folder; name a model in it: {text_folder}/hf, or one of its checkpoints"
+        )
     tokenizer = load_tokenizer(text_folder)
     trained_with = Manifest.read(folder).vocabulary if (folder / MANIFEST).exists() else None
     if trained_with is not None and not trained_with.begins(tokenizer):

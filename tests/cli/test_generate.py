@@ -179,6 +179,12 @@ def test_a_folder_without_a_tokenizer_is_refused(folders, tmp_path, capsys, fami
         Finetuning(model_name_or_path=str(folder), train_file=__file__)
 
 
+def test_the_folder_of_a_run_leads_to_its_models(tmp_path, capsys):
+    (tmp_path / "checkpoints").mkdir()
+    assert cli.main(["generate", "--model", str(tmp_path), "--prompt", "one"]) == 2
+    assert f"{tmp_path} is a run's folder; name a model in it" in capsys.readouterr().err.replace("\n", " ")
+
+
 def test_a_glm_without_a_tokenizer_is_refused(folders, tmp_path, capsys):
     tokenizer_like("gpt2").save_pretrained(tmp_path)
     folder = without_tokenizer(save_glm(tmp_path, "gpt2"), tmp_path / "bare")
