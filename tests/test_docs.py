@@ -26,7 +26,7 @@ LAUNCHERS = (QUICKSTART, "torchrun --nproc-per-node 2 pretrain.py --model-parall
 SHORT = """\
 hidden_size: 48
 num_hidden_layers: 1
-sequence_length: 32
+sequence_length: 64
 vocab_size: 300
 train_steps: 2
 eval_sequences: 2
@@ -139,6 +139,9 @@ def run_command(command: str, folder: Path, run_ranks) -> None:
         else:
             assert run_here(words, folder) == 0
         return
+    if command.startswith(f"{QUICKSTART} "):
+        assert run_ranks(2, pretrain_here, words[2:], folder, isolated=True) == [0, 0]
+        return
     if "pretrain.py" in words:
         command = f"{command} --config short.yaml"
     done = subprocess.run(
@@ -208,15 +211,16 @@ def test_page(page, workplace, run_ranks, monkeypatch):
                     run_command(command, workplace, run_ranks)
 
 
-def train_quickstart(folder: Path) -> int:
+def pretrain_here(words: list[str], folder: Path) -> int:
+    """Exit code of `pretrain.py` in this process, one of the ranks, with the short configuration."""
     os.chdir(folder)
-    words = [*QUICKSTART.split()[2:], "--output-dir", "runs/quickstart", "--config", "short.yaml"]
-    return importlib.import_module("shardzoo.cli.pretrain").main(words) or 0
+    return importlib.import_module("shardzoo.cli.pretrain").main([*words, "--config", "short.yaml"]) or 0
 
 
 def make_quickstart(folder: Path, run_ranks) -> None:
     """What `make pretrain` leaves, of the small text and the short configuration."""
-    assert run_ranks(2, train_quickstart, folder, isolated=True) == [0, 0]
+    words = [*QUICKSTART.split()[2:], "--output-dir", "runs/quickstart"]
+    assert run_ranks(2, pretrain_here, words, folder, isolated=True) == [0, 0]
 
 
 def test_the_readmes_model_under_torchrun(workplace):
