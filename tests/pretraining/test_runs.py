@@ -128,9 +128,15 @@ def killed(mesh: Any, folder: Path, **settings: Any) -> None:
     run_pretraining(mesh, folder, save_interval=5, export=False, **{**settings, "train_steps": 10_000})
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "glm"])
-def test_a_killed_run_resumes_bit_for_bit(run_mesh, tmp_path, texts, config, name):
-    settings = {"model": str(config(name)), "data": (str(texts),), "lr_schedule": "constant"}
+EVERY_FAMILY_AND_OBJECTIVE = [
+    ("gpt2", "gpt"), ("bert", "bert-nsp"), ("bert", "bert-sop"), ("roberta", "roberta"), ("t5", "prefix-lm"),
+    ("t5", "ul2"), ("mt5", "t5"), ("glm", "glm"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "objective"), EVERY_FAMILY_AND_OBJECTIVE)
+def test_a_killed_run_resumes_bit_for_bit(run_mesh, tmp_path, texts, config, name, objective):
+    settings = {"model": str(config(name)), "objective": objective, "data": (str(texts),), "lr_schedule": "constant"}
     with pytest.raises(Exception, match=r"died|killed|SIGKILL"):
         run_mesh(2, partial(killed, folder=tmp_path / "killed", **settings))
     saved = max(int(path.name[5:]) for path in (tmp_path / "killed" / "checkpoints").glob("step-??????"))
