@@ -310,7 +310,7 @@ def count(config) -> int:
 
 
 def test_parameter_counts():
-    assert {name: count(config) for name, config in PRESETS.items()} == PARAMETERS
+    assert {name: count(config) for name, config in PRESETS.items() if "quickstart" not in name} == PARAMETERS
     large = family("bert").presets["bert-large-uncased"]
     assert count(large.with_changes(architecture="BertForPreTraining")) == 336_226_108
     assert count(large.with_changes(architecture="BertForSequenceClassification")) == 335_143_938

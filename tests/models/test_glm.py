@@ -276,7 +276,7 @@ def test_parameter_counts():
         model = from_config(config, device="meta")
         return sum(math.prod(getattr(p, "shard", p).shape) for p in model.parameters())
 
-    assert {name: count(config) for name, config in PRESETS.items()} == PARAMETERS
+    assert {name: count(config) for name, config in PRESETS.items() if "quickstart" not in name} == PARAMETERS
 
 
 def test_configurations():
