@@ -140,7 +140,7 @@ def run_command(command: str, folder: Path, run_ranks) -> None:
             assert run_here(words, folder) == 0
         return
     if command.startswith(f"{QUICKSTART} "):
-        assert run_ranks(2, pretrain_here, words[2:], folder, isolated=True) == [0, 0]
+        assert run_ranks(2, pretrain_here, words[1:], folder, isolated=True) == [0, 0]
         return
     if "pretrain.py" in words:
         command = f"{command} --config short.yaml"
