@@ -28,6 +28,7 @@ hidden_size: 48
 num_hidden_layers: 1
 sequence_length: 64
 vocab_size: 300
+held_out_fraction: 0.3
 train_steps: 2
 eval_sequences: 2
 final_eval_sequences: 2

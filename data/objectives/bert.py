@@ -103,7 +103,7 @@ class SentencePairDataset:
         if pairs.kind == "nsp" and self._runs_of_document(self._runs[0, 0])[1] == len(self._runs):
             raise ValueError(
                 f"{indexed.prefix} has only one document of two or more sentences; next-sentence prediction needs two, "
-                'so use a larger corpus or kind="sop"'
+                "so use a larger corpus, a larger held_out_fraction, or objective bert-sop"
             )
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
 

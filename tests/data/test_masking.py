@@ -178,5 +178,5 @@ def test_pairs_over_a_corpus_of_sentences(write_dataset):
     assert again[150]["input_ids"].tolist() == dataset[150]["input_ids"].tolist()
     with pytest.raises(ValueError, match="no document of two sentences"):
         SentencePairDataset(write_dataset([[[1, 2, 3]]]), pairs)
-    with pytest.raises(ValueError, match='kind="sop"'):
+    with pytest.raises(ValueError, match="objective bert-sop"):
         SentencePairDataset(write_dataset(documents[:1]), pairs)
