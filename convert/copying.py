@@ -381,11 +381,14 @@ def _place(out: np.ndarray, tile: np.ndarray, moves: Sequence[tuple[int, int, in
     out_by_rows, tile_by_rows = (array.strides[1] == array.itemsize for array in (out, tile))
     if out_by_rows != tile_by_rows:
         signed = f"i{out.itemsize}"
-        dense = torch.from_numpy(np.ascontiguousarray(tile if tile_by_rows else tile.T).view(signed))
-        if tile_by_rows and out.T.flags.c_contiguous and list(moves) == [(0, 0, out.shape[1])]:
-            torch.from_numpy(out.T.view(signed)).copy_(dense.t())
+        if tile_by_rows and out.T.flags.c_contiguous and sum(count for *_, count in moves) >= 16 * len(moves):
+            for start, at, count in moves:
+                dense = torch.from_numpy(np.ascontiguousarray(tile[:, start : start + count]).view(signed))
+                torch.from_numpy(out.T[at : at + count].view(signed)).copy_(dense.t())
             return
-        turned = torch.empty(dense.shape[::-1], dtype=dense.dtype).copy_(dense.t()).numpy().view(out.dtype)
+        dense = torch.from_numpy(np.ascontiguousarray(tile if tile_by_rows else tile.T).view(signed))
+        turned = np.empty(dense.shape[::-1], out.dtype)
+        torch.from_numpy(turned.view(signed)).copy_(dense.t())
         tile = turned.T if tile_by_rows else turned
     for start, at, count in moves:
         out[:, at : at + count] = tile[:, start : start + count]
