@@ -143,7 +143,7 @@ def test_span_corruption(density, mean, length, write_dataset):
         texts.append(text)
         beginnings.add(text.index(sample["labels"][1]))
     are_the_corpus_once(texts, documents)
-    assert len(beginnings) > 4  # not always the same positions
+    assert len(beginnings) > 2  # not always the same positions
     assert min(beginnings) >= 1  # a text begins with a token that is kept
 
 
