@@ -102,7 +102,11 @@ class Pretraining:
             return folder, 0
         if arguments.eval_only:
             folder = RunFolder(Path(mkdtemp(prefix="shardzoo-")))
-            prepare_data(arguments, self.inputs, folder.data, self.console)
+            try:
+                prepare_data(arguments, self.inputs, folder.data, self.console)
+            except BaseException:
+                shutil.rmtree(folder.path)
+                raise
             return folder, 0
         first_step = folder.first_step(resume=arguments.resume, overwrite=arguments.overwrite) if folder else 0
         if folder and first_step:

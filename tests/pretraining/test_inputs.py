@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pretraining_runs import arguments_of, run_pretraining
@@ -309,6 +311,23 @@ def test_a_run_does_not_replace_what_it_reads(parts, tmp_path, read):
     assert sorted(run.rglob("*")) == before
     with pytest.raises(ValueError, match="holds another run"):  # before any process starts
         choose_inputs(arguments_of(run, **given), ONE)
+
+
+def failing_evaluation(mesh: Any, folder: Path, weights: str) -> list[str]:
+    """Evaluates on an empty text, with temporary files in the folder; returns what is left there."""
+    before, tempfile.tempdir = tempfile.tempdir, str(folder)
+    try:
+        with pytest.raises(ValueError, match="holds no text"):
+            run_pretraining(mesh, None, eval_only=True, init_from=weights, data=(str(folder / "empty.txt"),))
+    finally:
+        tempfile.tempdir = before
+    return [path.name for path in folder.iterdir()]
+
+
+def test_an_evaluation_that_fails_leaves_no_folder(parts, run_mesh, tmp_path):
+    (tmp_path / "empty.txt").touch()
+    run = partial(failing_evaluation, folder=tmp_path, weights=parts.weights["folder"])
+    assert run_mesh(1, run)[0] == ["empty.txt"]
 
 
 def test_a_folder_that_cannot_be_made(parts, run_mesh):
