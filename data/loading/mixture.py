@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -108,7 +109,7 @@ class MixedSamples:
 
     def place(self, index: int) -> tuple[int, int]:
         """Returns the number of the dataset that sample `index` is from, and its number there."""
-        index = int(index)  # the products below would overflow NumPy's integers
+        index = operator.index(index)  # the products below would overflow NumPy's integers
         if index < 0:
             raise IndexError(f"sample {index}: samples count from 0 and have no end")
         part = self._root
