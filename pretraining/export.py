@@ -24,6 +24,7 @@ from ..trainer.launch.ranks import Ranks
 TOLERANCE = 1e-4
 """Largest difference in nats between the losses of the sharded and the exported model, both in fp32."""
 NEW_TOKENS = 120
+SAMPLING = {"do_sample": True, "temperature": 0.7, "top_k": 40}  # small models repeat themselves when decoded greedily
 MARKS = "[[", "]]"  # around what the model wrote
 
 Part = tuple[Sequence[int], bool]  # token ids, and whether the model wrote them
@@ -111,7 +112,7 @@ def _continue(pipeline: TextGenerationPipeline, tokenizer: Tokenizer, sample: An
     ids = _ids(sample["input_ids"]) if not prompt else _encoded(pipeline, prompt)
     ids = ids[: max(1, min(len(ids) if prompt else len(ids) // 2, longest - 1))]
     new = min(NEW_TOKENS, longest + 1 - len(ids))
-    found = _generated(pipeline, ids, do_sample=True, temperature=0.7, top_k=40, max_new_tokens=new)
+    found = _generated(pipeline, ids, new)
     return [(ids, False), (found[len(ids) :], True)]
 
 
@@ -124,7 +125,7 @@ def _answer(pipeline: TextGenerationPipeline, tokenizer: Tokenizer, sample: Any,
         ids = _encoded(pipeline, prompt)
         if known and not set(ids) & set(known):
             ids = _encoded(pipeline, f"{prompt} {tokenizer.id_to_token(known[0])}")
-    found = _generated(pipeline, ids, max_new_tokens=NEW_TOKENS)
+    found = _generated(pipeline, ids, NEW_TOKENS)
     blanks = set(ids) & set(known)
     if not blanks:
         return [(ids, False), (found, True)]
@@ -153,7 +154,7 @@ def _fill_blanks(pipeline: TextGenerationPipeline, tokenizer: Tokenizer, sample:
     text: Any = pipeline.blank_text
     ids = _cut(text.encode(prompt), pipeline) if prompt else _ids(sample["input_ids"])[: int(sample["attention_mask"])]
     new = min(NEW_TOKENS, pipeline.model.config.max_sequence_length // 2)
-    found = fill_blanks(pipeline.model, torch.tensor([ids]), text.tokens, max_new_tokens=new)[0]
+    found = fill_blanks(pipeline.model, torch.tensor([ids]), text.tokens, max_new_tokens=new, **SAMPLING)[0]
     blanks = (text.tokens.mask, text.tokens.smask, text.tokens.gmask)
     return _filled(ids, dict(zip([i for i, token in enumerate(ids) if token in blanks], found.pieces, strict=True)))
 
@@ -173,8 +174,9 @@ def _cut(ids: list[int], pipeline: TextGenerationPipeline) -> list[int]:
     return ids if len(ids) < longest else [ids[0], *ids[2 - longest :]]
 
 
-def _generated(pipeline: TextGenerationPipeline, ids: list[int], **settings: Any) -> list[int]:
-    found = generate(pipeline.model, torch.tensor([ids]), generation_config=pipeline.generation_config, **settings)
+def _generated(pipeline: TextGenerationPipeline, ids: list[int], new_tokens: int) -> list[int]:
+    settings: Any = {**SAMPLING, "generation_config": pipeline.generation_config}
+    found = generate(pipeline.model, torch.tensor([ids]), max_new_tokens=new_tokens, **settings)
     assert isinstance(found, Tensor)
     return found[0].tolist()
 
