@@ -125,7 +125,7 @@ class MaskedObjective(Objective):
 
     needs: ClassVar[tuple[str, ...]] = ("cls_token", "sep_token", "mask_token")
     tokenizers: ClassVar[str] = (
-        "BERT's or RoBERTa's, or train one: shardzoo data train-tokenizer --kind wordpiece or roberta"
+        "BERT's or RoBERTa's, or train one: shardzoo data train-tokenizer --kind wordpiece or roberta-bpe"
     )
 
     mask_probability: float = 0.15

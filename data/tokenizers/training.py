@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from .files import remove_tokenizer
-from .glm_tokens import TOKEN_NAMES, glm_tokenizer
+from .glm_tokens import DEFAULT_VOCABULARY, TOKEN_NAMES, glm_tokenizer
 from .sentinels import T5_SENTINELS
 from .tokenizer import FastTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer, save_tokenizer, write_config
 
-TokenizerKind = Literal["bpe", "roberta", "wordpiece", "sentencepiece", "glm"]
+TokenizerKind = Literal["bpe", "roberta-bpe", "wordpiece", "sentencepiece", "glm-bpe"]
 TOKENIZER_KINDS: tuple[TokenizerKind, ...] = get_args(TokenizerKind)
 AnyTokenizer = TypeVar("AnyTokenizer", bound=Tokenizer)
 
@@ -42,10 +42,10 @@ def train_tokenizer(
     """Trains a tokenizer of a family's kind and saves it; see the function of each kind."""
     trainers = {
         "bpe": train_byte_level_bpe,
-        "roberta": train_roberta_bpe,
+        "roberta-bpe": train_roberta_bpe,
         "wordpiece": train_wordpiece,
         "sentencepiece": train_sentencepiece,
-        "glm": train_glm_bpe,
+        "glm-bpe": train_glm_bpe,
     }
     if kind not in trainers:
         raise ValueError(f"no tokenizer of the kind {kind!r} can be trained; use one of {', '.join(trainers)}")
@@ -94,7 +94,7 @@ def train_glm_bpe(documents: Iterable[str], vocab_size: int, output_dir: str | P
     roles = {f"{role}_token": token for role, token in names.items()} | {"pad_token": END_OF_TEXT}
     folder = Path(output_dir)
     bpe = _save(_byte_level_bpe(documents, vocab_size, [END_OF_TEXT], behind=len(TOKEN_NAMES) - 1), folder, roles)
-    glm_tokenizer(bpe, "gpt2")
+    glm_tokenizer(bpe, DEFAULT_VOCABULARY)
     save_tokenizer(bpe, folder)
     return _reloaded(folder, FastTokenizer)
 

@@ -16,7 +16,7 @@ FAMILY = Family(
     kind="decoder",
     objective="glm",
     pretrains={"blanks": "GLMModel"},
-    tokenizer="glm",
+    tokenizer="glm-bpe",
     activations=activations,
     no_tasks=(
         "a GLM learns by filling blanks: train it with shardzoo.trainer.Trainer on samples of shardzoo.data.GLMDataset"

@@ -194,7 +194,13 @@ def test_target_entropy_is_that_of_an_objectives_targets():
             target_entropy(nothing)
 
 
-END = {"bpe": "<|endoftext|>", "roberta": "</s>", "wordpiece": "[SEP]", "sentencepiece": "</s>", "glm": "<|endoftext|>"}
+END = {
+    "bpe": "<|endoftext|>",
+    "roberta-bpe": "</s>",
+    "wordpiece": "[SEP]",
+    "sentencepiece": "</s>",
+    "glm-bpe": "<|endoftext|>",
+}
 
 
 @pytest.mark.parametrize("kind", TOKENIZER_KINDS)
@@ -250,7 +256,7 @@ def test_a_pair_and_a_tokenizer_that_do_not_belong_together(corpus, jsonl, tmp_p
     own = load_tokenizer(corpus.tokenizer_dir)
     add_sentinels(own)  # tokens behind the recorded ones do not matter
     assert prepare_corpus(corpus.train_prefix, tmp_path / "a", tokenizer=own).vocab_size == own.vocab_size
-    other = prepare_corpus(jsonl, tmp_path / "other", vocab_size=500, tokenizer="roberta")
+    other = prepare_corpus(jsonl, tmp_path / "other", vocab_size=500, tokenizer="roberta-bpe")
     for number, tokenizer in enumerate((other.tokenizer_dir, load_tokenizer(other.tokenizer_dir))):
         with pytest.raises(ValueError, match="another vocabulary") as error:  # all of the corpus' ids are in it
             prepare_corpus(corpus.train_prefix, tmp_path / f"b{number}", tokenizer=tokenizer)
@@ -398,7 +404,7 @@ def test_a_mixture_has_one_tokenizer_and_two_sides_of_each_source(parts, texts, 
         return train_tokenizer(kind, seen, vocab_size, folder)
 
     monkeypatch.setattr("shardzoo.data.text.corpus.train_tokenizer", train)
-    arguments = {"vocab_size": 320, "tokenizer": "roberta", "held_out_fraction": 0.1}
+    arguments = {"vocab_size": 320, "tokenizer": "roberta-bpe", "held_out_fraction": 0.1}
     corpora = prepare_corpora(parse_mixture(parts), tmp_path / "out", **arguments)
     tokenizer = load_tokenizer(corpora[0].tokenizer_dir)
     assert load_tokenizer(corpora[1].tokenizer_dir).tokens(320) == tokenizer.tokens(320)

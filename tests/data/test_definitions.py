@@ -425,7 +425,7 @@ def lacking(names: Iterable[str]) -> Numbers:
 @pytest.mark.parametrize(
     ("objective", "lacks", "says"),
     [
-        ("roberta", ["mask_token"], "no mask_token .*--kind wordpiece or roberta"),
+        ("roberta", ["mask_token"], "no mask_token .*--kind wordpiece or roberta-bpe"),
         ("bert-nsp", ["cls_token", "sep_token"], "no cls_token, sep_token .it has pad_token, .*--kind wordpiece"),
         ("bert-sop", ["mask_token"], "'bert-sop' needs a tokenizer with cls_token, sep_token, mask_token"),
         ("t5", ["eos_token"], "no eos_token .*--kind sentencepiece"),

@@ -254,7 +254,7 @@ def test_too_little_to_train_on_is_named(tmp_path):
     for train in (train_byte_level_bpe, train_sentencepiece):
         with pytest.raises(ValueError, match="no document with text"):
             train([], 300, tmp_path)
-    for kind in ("roberta", "glm"):
+    for kind in ("roberta-bpe", "glm-bpe"):
         with pytest.raises(ValueError, match="entries, not 260"):
             train_tokenizer(kind, ["a"], 260, tmp_path)
     with pytest.raises(ValueError, match="'xlnet' can be trained; use one of bpe, roberta"):
@@ -293,7 +293,7 @@ def test_a_trained_wordpiece_tells_the_texts_of_a_pair_apart(trained):
     assert set(pair.token_type_ids) == {0, 1}
 
 
-@pytest.mark.parametrize(("kind", "family"), [("bpe", "gpt2"), ("wordpiece", "bert"), ("roberta", "roberta")])
+@pytest.mark.parametrize(("kind", "family"), [("bpe", "gpt2"), ("wordpiece", "bert"), ("roberta-bpe", "roberta")])
 @pytest.mark.parametrize("values", [None, {"model_max_length": 512}])
 def test_the_model_type_gives_special_tokens_that_no_file_names(kind, family, values, trained, tmp_path):
     """The first published models, such as bert-base-uncased, name no special tokens beside their tokenizer.json."""
@@ -322,7 +322,7 @@ def test_the_model_type_gives_special_tokens_that_no_file_names(kind, family, va
 def test_robertas_tokens_have_robertas_places(trained):
     from transformers import AutoTokenizer, RobertaTokenizer
 
-    reference = AutoTokenizer.from_pretrained(trained / "roberta")
+    reference = AutoTokenizer.from_pretrained(trained / "roberta-bpe")
     assert isinstance(reference, RobertaTokenizer)
     assert reference.convert_ids_to_tokens([0, 1, 2, 3, len(reference) - 1]) == [
         "<s>",
@@ -334,13 +334,13 @@ def test_robertas_tokens_have_robertas_places(trained):
     ids = reference("of the <mask> of", "the").input_ids
     assert reference.decode(ids) == "<s>of the<mask> of</s></s>the</s>"
     assert ids.count(reference.mask_token_id) == 1
-    tokenizer = load_tokenizer(trained / "roberta")
+    tokenizer = load_tokenizer(trained / "roberta-bpe")
     for text in ("\0 \t\n", "中文 \U0001f600", "<mask></s>"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_a_trained_glm_tokenizer_has_the_special_tokens_last(trained):
-    tokenizer = load_tokenizer(trained / "glm")
+    tokenizer = load_tokenizer(trained / "glm-bpe")
     tokens = glm_tokenizer(tokenizer, "gpt2")
     assert tokenizer.vocab_size == tokens.vocab_size == 320
     assert [tokens.sop, tokens.eop, tokens.cls, tokens.mask, tokens.gmask, tokens.dblock] == [
@@ -352,14 +352,14 @@ def test_a_trained_glm_tokenizer_has_the_special_tokens_last(trained):
         319,
     ]
     assert tokens.eos == tokenizer.eos_token_id == tokenizer.pad_token_id == 0
-    text = GLMText(trained / "glm")  # finds the vocabulary by its tokens
+    text = GLMText(trained / "glm-bpe")  # finds the vocabulary by its tokens
     assert text.tokens == tokens
     ids = text.encode("the [MASK] of")
     assert (ids[0], ids.count(tokens.mask), ids[-1], text.decode(ids)) == (tokens.cls, 1, tokens.eos, "the  of")
 
 
 def test_the_vocabularies_of_glm_are_found_by_their_tokens_alone(trained, spiece_dir):
-    for kind, vocabulary in (("bpe", "gpt2"), ("wordpiece", "bert"), ("roberta", "roberta")):
+    for kind, vocabulary in (("bpe", "gpt2"), ("wordpiece", "bert"), ("roberta-bpe", "roberta")):
         tokenizer = load_tokenizer(trained / kind)
         assert find_glm_vocabulary(tokenizer) is None
         glm_tokenizer(tokenizer, vocabulary)
@@ -470,7 +470,7 @@ def test_a_large_vocabulary_is_quick_to_identify(tmp_path):
 
 
 def test_another_tokenizer_in_the_folder_is_replaced(trained, texts, tmp_path):
-    for kind in ("bpe", "sentencepiece", "roberta", "sentencepiece", "wordpiece"):
+    for kind in ("bpe", "sentencepiece", "roberta-bpe", "sentencepiece", "wordpiece"):
         expected = load_tokenizer(trained / kind).tokens(50)
         assert train_tokenizer(kind, texts, 320, tmp_path / "trained").tokens(50) == expected
         assert load_tokenizer(tmp_path / "trained").tokens(50) == expected
