@@ -294,9 +294,9 @@ class Sizes:
         for name in names:
             if len(found := shapes.get(name, ())) != 2:
                 raise ValueError(f"{name} has the shape {list(found)}, but a matrix is needed to find the sizes")
-        words, up, positions = (shapes[name] for name in names)
+        (vocabulary, hidden), (inner, _), (positions, _) = (shapes[name] for name in names)
         epsilon = arguments.get("norm_epsilon", arguments.get("layernorm_epsilon"))
-        return cls(heads, *words, up[0], positions[0], epsilon if isinstance(epsilon, float) else 1e-5)
+        return cls(heads, vocabulary, hidden, inner, positions, epsilon if isinstance(epsilon, float) else 1e-5)
 
 
 def rates(arguments: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
