@@ -42,6 +42,7 @@ _KNOWN = frozenset({
     f"{_TORCH}.planner.TensorWriteData",
     f"{_TORCH}.planner.WriteItem",
     f"{_TORCH}.planner.WriteItemType",
+    "builtins.getattr",
     "collections.OrderedDict",
     "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",
     "pathlib.PosixPath",
@@ -120,7 +121,10 @@ class _Machine:
         called, arguments = self.last(2)
         if not isinstance(called, Inert) or called.state or called.arguments:
             raise ValueError("it calls something that is not a known class")
-        self.push({} if called.name == "collections.OrderedDict" else Inert(called.name, arguments))
+        if called.name == "builtins.getattr":
+            self.push(_enum_member(arguments))
+        else:
+            self.push({} if called.name == "collections.OrderedDict" else Inert(called.name, arguments))
 
     def build(self) -> None:
         target, state = self.last(2)
@@ -142,6 +146,15 @@ class _Machine:
         if not isinstance(target, list):
             raise ValueError("it appends to something that is not a list")
         cast(list[Any], target).extend(items)
+
+
+def _enum_member(arguments: Any) -> Inert:
+    """Returns a member of an enumeration, which some versions of Python pickle as `getattr(kind, name)`."""
+    match arguments:
+        case (Inert(arguments=()) as kind, str(member)) if not kind.state and member.isidentifier():
+            return Inert(kind.name, (member,))
+        case _:
+            raise ValueError("it holds a builtins.getattr of something that is not an enumeration")
 
 
 def _constant(machine: _Machine, argument: Any) -> None:

@@ -221,7 +221,7 @@ def test_every_command_of_the_page(workspace, docstrings, run_ranks):
     ],
 )
 def test_make_pretrain_of_each_family(settings, words, workspace):
-    done = run("make", "-n", "-o", ".venv/.complete", "pretrain", *settings, cwd=workspace)
+    done = run("make", "--no-print-directory", "-n", "-o", ".venv/.complete", "pretrain", *settings, cwd=workspace)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith(words)
 

@@ -77,6 +77,21 @@ def test_chunks_of_every_kind_become_the_original_bytes(name, layout, request, r
     assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
 
 
+def test_enumerations_that_python_pickles_by_name_are_read(gpt, hashes, tmp_path, monkeypatch):
+    """Python 3.11.2 pickles a member as `getattr(kind, name)`, later releases by its value."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as ENCODING
+
+    monkeypatch.setattr(ENCODING, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(load_file(gpt / "model.safetensors"), checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    assert b"getattr" in (tmp_path / "dcp" / ".metadata").read_bytes()
+    shutil.copy(gpt / "config.json", tmp_path / "dcp")
+    merge(tmp_path / "dcp", tmp_path / "hf")
+    assert hashes(tmp_path / "hf") == hashes(gpt)
+
+
 @pytest.mark.parametrize("variant", ["gpt2", "bert-pretraining", "t5", "roberta", "glm", "mt5"])
 def test_written_folders_load_in_torch(variant, zoo, hashes, tmp_path):
     """Into the state that transformers' model has, names of tied tensors included."""

@@ -270,7 +270,7 @@ def test_a_tokenizer_without_padding_for_a_model_that_counts_from_it(parts, conf
     values = json.loads((folder / "tokenizer_config.json").read_text())
     del values["pad_token"]
     (folder / "tokenizer_config.json").write_text(json.dumps(values))
-    arguments = arguments_of(tmp_path, model=str(config("roberta")), tokenizer=str(folder), data=(str(texts),))
+    arguments = arguments_of(tmp_path / "run", model=str(config("roberta")), tokenizer=str(folder), data=(str(texts),))
     with pytest.raises(ValueError, match=f"the tokenizer {folder}.* does not fit a roberta: .*pad_token_id"):
         choose_inputs(arguments, ONE)
 
