@@ -39,7 +39,8 @@ held_out_fraction: 0.3
 
 def run(*command: str, cwd: Path, seconds: int = 240, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs a command as a user would, away from the variables of this test's own processes."""
-    variables = user_environment(COLUMNS="200", MAKEFLAGS=None, **environment)
+    of_make = dict.fromkeys(("MAKEFLAGS", "ARGS", "MODEL"))  # what `make test ARGS=…` passes on
+    variables = user_environment(COLUMNS="200", **{**of_make, **environment})
     return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=seconds)
 
 
