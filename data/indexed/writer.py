@@ -104,13 +104,15 @@ class IndexedDatasetWriter:
             raise ValueError(f"the documents end at sequence {ends[-1]}, but {self._sequences} were added")
         self._mark_documents(ends)
 
-    def add_documents(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Appends documents of one sequence each; `tokens` [sum(lengths)] is their concatenation."""
+    def add_documents(self, tokens: np.ndarray, lengths: np.ndarray, sequences: np.ndarray | None = None) -> None:
+        """Appends documents; `tokens` [sum(lengths)] is the concatenation of their sequences.
+
+        `sequences` [documents] is the number of sequences of each; None: one.
+        """
         if self._last_mark != self._sequences:
             raise ValueError("add_documents was called inside a document; call end_document first")
-        first = self._sequences
         self.add_sequences(tokens, lengths)
-        self._mark_documents(np.arange(first + 1, self._sequences + 1))
+        self.end_documents(np.ones(len(lengths), np.int64) if sequences is None else sequences)
 
     def add_dataset(self, dataset: IndexedDataset) -> None:
         """Appends all documents of another dataset of the same dtype."""

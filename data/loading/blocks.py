@@ -20,7 +20,7 @@ import numpy as np
 from ..indexed.dataset import MemoryDataset
 from ..indexed.format import dtype_for_vocabulary
 from ..objectives.pretraining import PretrainingData, PretrainingSamples, as_objective, build_dataset, pad_batch
-from ..text.encoding import BATCH_CHARACTERS, encode_documents, encode_sentences, end_token
+from ..text.encoding import BATCH_CHARACTERS, Encoded, encode_documents, end_token
 from ..tokenizers.tokenizer import Tokenizer
 from .loader import Share
 from .mixture import MixedSamples
@@ -29,20 +29,10 @@ from .stream import Records, StreamLoader
 BLOCK_TOKENS = 1 << 22  # 8 to 16 MB in memory; tokenized in seconds, which is what resuming costs
 
 
-class Encoded(NamedTuple):
-    """Documents as tokens [tokens], sizes of their sequences, and sequences per document (None: one)."""
-
-    tokens: np.ndarray
-    sizes: np.ndarray
-    sequences: np.ndarray | None
-
-
 def encode(texts: Sequence[str], tokenizer: Tokenizer, *, split_sentences: bool) -> Encoded:
     """Encodes documents as `prepare_corpus` does."""
     dtype, end = dtype_for_vocabulary(tokenizer.vocab_size), end_token(tokenizer, split_sentences=split_sentences)
-    if split_sentences:
-        return Encoded(*encode_sentences(tokenizer, texts, dtype, end))
-    return Encoded(*encode_documents(tokenizer, texts, dtype, end), None)
+    return encode_documents(tokenizer, texts, dtype, end, split_sentences=split_sentences)
 
 
 def documents_in_memory(

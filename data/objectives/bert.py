@@ -12,7 +12,7 @@ from ..indexed.dataset import IndexedDataset
 from ..indexed.index_building import sentence_index
 from ..tokenizers.tokenizer import Tokenizer
 from .masking import MaskedObjective, Masking
-from .pretraining import Format, objective
+from .pretraining import Format, PretrainingData, objective
 
 SHORTEST_PAIR = 5  # [CLS] A [SEP] B [SEP]
 
@@ -158,17 +158,10 @@ class SentencePairsObjective(MaskedObjective):
 
     short_probability: float = 0.1
 
-    def build(
-        self,
-        indexed: IndexedDataset,
-        tokenizer: Tokenizer,
-        sequence_length: int,
-        target_length: int | None = None,
-        seed: int = 1234,
-    ) -> SentencePairDataset:
+    def build(self, indexed: IndexedDataset, tokenizer: Tokenizer, data: PretrainingData) -> SentencePairDataset:
         cls, sep = tokenizer.special_id("cls_token"), tokenizer.special_id("sep_token")
-        pairs = SentencePairs(cls, sep, self.masking(tokenizer), sequence_length, self.kind)
-        return SentencePairDataset(indexed, pairs, seed=seed, short_probability=self.short_probability)
+        pairs = SentencePairs(cls, sep, self.masking(tokenizer), data.sequence_length, self.kind)
+        return SentencePairDataset(indexed, pairs, seed=data.seed, short_probability=self.short_probability)
 
 
 @objective("bert-nsp")

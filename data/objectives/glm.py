@@ -12,7 +12,7 @@ from ..text.sentences import sentence_end_ids
 from ..tokenizers.glm_tokens import DEFAULT_VOCABULARY, GLMVocabulary, glm_tokenizer
 from ..tokenizers.tokenizer import Tokenizer
 from .blank_infilling import BlankInfilling, Mode
-from .pretraining import Format, Objective, objective
+from .pretraining import Format, Objective, PretrainingData, objective
 
 SHORTEST_PIECE = 32
 SHORTEST_TEXT = 2 * SHORTEST_PIECE
@@ -210,18 +210,11 @@ class GLMObjective(GLMMixture, Objective):
         length = sequence_length + 2 * (int(self.mask_probability * sequence_length) + 1)
         return length, length
 
-    def build(
-        self,
-        indexed: IndexedDataset,
-        tokenizer: Tokenizer,
-        sequence_length: int,
-        target_length: int | None = None,
-        seed: int = 1234,
-    ) -> GLMDataset:
+    def build(self, indexed: IndexedDataset, tokenizer: Tokenizer, data: PretrainingData) -> GLMDataset:
         infilling = BlankInfilling(
             glm_tokenizer(tokenizer, self.vocabulary),
             self.mask_probability,
             self.block_mask_probability,
             sentence_ends=sentence_end_ids(tokenizer),
         )
-        return GLMDataset(indexed, sequence_length, infilling, self, seed=seed)
+        return GLMDataset(indexed, data.sequence_length, infilling, self, seed=data.seed)

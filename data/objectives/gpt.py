@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ..indexed.dataset import IndexedDataset
 from ..tokenizers.tokenizer import Tokenizer
 from .packed import PackedTokens
-from .pretraining import Format, Objective, objective
+from .pretraining import Format, Objective, PretrainingData, objective
 
 if TYPE_CHECKING:
     import torch
@@ -50,12 +50,5 @@ class GPTObjective(Objective):
 
     format: ClassVar[Format] = "causal"
 
-    def build(
-        self,
-        indexed: IndexedDataset,
-        tokenizer: Tokenizer,
-        sequence_length: int,
-        target_length: int | None = None,
-        seed: int = 1234,
-    ) -> GPTDataset:
-        return GPTDataset(indexed, sequence_length, seed)
+    def build(self, indexed: IndexedDataset, tokenizer: Tokenizer, data: PretrainingData) -> GPTDataset:
+        return GPTDataset(indexed, data.sequence_length, data.seed)

@@ -8,7 +8,7 @@ from ..indexed.dataset import IndexedDataset
 from ..tokenizers.tokenizer import Tokenizer
 from .denoising import PrefixLM
 from .packed import ObjectiveDataset
-from .pretraining import Seq2SeqObjective, objective
+from .pretraining import PretrainingData, Seq2SeqObjective, objective
 
 
 @objective("prefix-lm")
@@ -16,14 +16,7 @@ from .pretraining import Seq2SeqObjective, objective
 class PrefixLMObjective(Seq2SeqObjective):
     """Predicts the end of a text from its beginning. It has no settings."""
 
-    def build(
-        self,
-        indexed: IndexedDataset,
-        tokenizer: Tokenizer,
-        sequence_length: int,
-        target_length: int | None = None,
-        seed: int = 1234,
-    ) -> ObjectiveDataset:
+    def build(self, indexed: IndexedDataset, tokenizer: Tokenizer, data: PretrainingData) -> ObjectiveDataset:
         prefix_lm = PrefixLM(tokenizer.eos_token_id)
-        length = prefix_lm.raw_length(*self.lengths(sequence_length, target_length))
-        return ObjectiveDataset(indexed, length, prefix_lm, seed=seed)
+        length = prefix_lm.raw_length(*self.lengths(data.sequence_length, data.target_length))
+        return ObjectiveDataset(indexed, length, prefix_lm, seed=data.seed)

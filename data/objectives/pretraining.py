@@ -76,15 +76,11 @@ class Objective(ABC):
             )
 
     @abstractmethod
-    def build(
-        self,
-        indexed: IndexedDataset,
-        tokenizer: Tokenizer,
-        sequence_length: int,
-        target_length: int | None = None,
-        seed: int = 1234,
-    ) -> PretrainingSamples:
-        """Returns the samples of a corpus, for a tokenizer that `add_special_tokens` was called with."""
+    def build(self, indexed: IndexedDataset, tokenizer: Tokenizer, data: PretrainingData) -> PretrainingSamples:
+        """Returns the samples of a corpus, of the lengths and the seed in `data`.
+
+        `add_special_tokens` was called with the tokenizer.
+        """
 
     def lengths(self, sequence_length: int, target_length: int | None = None) -> tuple[int, int]:
         """Returns the maximum number of tokens of an input, and of its labels."""
@@ -175,7 +171,7 @@ def build_dataset(config: PretrainingData, indexed: IndexedDataset, tokenizer: T
     """
     settings = as_objective(config.objective)
     settings.add_special_tokens(tokenizer)
-    return settings.build(indexed, tokenizer, config.sequence_length, config.target_length, config.seed)
+    return settings.build(indexed, tokenizer, config)
 
 
 def build_loader(

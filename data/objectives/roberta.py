@@ -9,7 +9,7 @@ from ..indexed.dataset import IndexedDataset
 from ..tokenizers.tokenizer import Tokenizer
 from .masking import MaskedObjective, Masking
 from .packed import ObjectiveDataset
-from .pretraining import Format, objective
+from .pretraining import Format, PretrainingData, objective
 
 
 def masked_dataset(
@@ -29,14 +29,9 @@ class RobertaObjective(MaskedObjective):
     format: ClassVar[Format] = "masked"
     shortest: ClassVar[int] = 4  # <s>, two tokens of text, </s>
 
-    def build(
-        self,
-        indexed: IndexedDataset,
-        tokenizer: Tokenizer,
-        sequence_length: int,
-        target_length: int | None = None,
-        seed: int = 1234,
-    ) -> ObjectiveDataset:
+    def build(self, indexed: IndexedDataset, tokenizer: Tokenizer, data: PretrainingData) -> ObjectiveDataset:
         cls, sep = tokenizer.special_id("cls_token"), tokenizer.special_id("sep_token")
         masking = self.masking(tokenizer)
-        return masked_dataset(indexed, masking, sequence_length, cls_token_id=cls, sep_token_id=sep, seed=seed)
+        return masked_dataset(
+            indexed, masking, data.sequence_length, cls_token_id=cls, sep_token_id=sep, seed=data.seed
+        )

@@ -10,7 +10,7 @@ from ..tokenizers.sentinels import add_sentinels, sentinel_ids
 from ..tokenizers.tokenizer import T5_SENTINELS, Tokenizer
 from .denoising import SpanCorruption
 from .packed import ObjectiveDataset
-from .pretraining import Seq2SeqObjective, objective
+from .pretraining import PretrainingData, Seq2SeqObjective, objective
 
 
 def span_corruption_dataset(
@@ -55,16 +55,11 @@ class T5Objective(Seq2SeqObjective):
             target_length = corruption.lengths(corruption.raw_length(sequence_length))[1]
         return sequence_length, target_length
 
-    def build(
-        self,
-        indexed: IndexedDataset,
-        tokenizer: Tokenizer,
-        sequence_length: int,
-        target_length: int | None = None,
-        seed: int = 1234,
-    ) -> ObjectiveDataset:
+    def build(self, indexed: IndexedDataset, tokenizer: Tokenizer, data: PretrainingData) -> ObjectiveDataset:
         corruption = self._corruption(sentinel_ids(tokenizer), tokenizer.eos_token_id)
-        return span_corruption_dataset(indexed, corruption, *self.lengths(sequence_length, target_length), seed=seed)
+        return span_corruption_dataset(
+            indexed, corruption, *self.lengths(data.sequence_length, data.target_length), seed=data.seed
+        )
 
     def _corruption(self, sentinels: tuple[int, ...], eos_token_id: int) -> SpanCorruption:
         return SpanCorruption(sentinels, eos_token_id, self.mask_probability, self.mean_span_length)

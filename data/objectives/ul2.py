@@ -15,7 +15,7 @@ from ..tokenizers.sentinels import add_sentinels, sentinel_ids
 from ..tokenizers.tokenizer import Tokenizer
 from .denoising import PrefixLM, SpanCorruption
 from .packed import ObjectiveDataset, Transform
-from .pretraining import Seq2SeqObjective, objective
+from .pretraining import PretrainingData, Seq2SeqObjective, objective
 
 REGULAR, EXTREME, SEQUENTIAL = MODE_TOKENS = ("[NLU]", "[NLG]", "[S2S]")  # as in the published google/ul2
 # (corrupted share, mean span length) of each denoiser.
@@ -76,21 +76,14 @@ class UL2Objective(Seq2SeqObjective):
         add_sentinels(tokenizer)
         tokenizer.add_tokens(MODE_TOKENS)
 
-    def build(
-        self,
-        indexed: IndexedDataset,
-        tokenizer: Tokenizer,
-        sequence_length: int,
-        target_length: int | None = None,
-        seed: int = 1234,
-    ) -> ObjectiveDataset:
-        source, target = self.lengths(sequence_length, target_length)
+    def build(self, indexed: IndexedDataset, tokenizer: Tokenizer, data: PretrainingData) -> ObjectiveDataset:
+        source, target = self.lengths(data.sequence_length, data.target_length)
         sentinels, end = sentinel_ids(tokenizer), tokenizer.eos_token_id
         corruptions = tuple(SpanCorruption(sentinels, end, *spans) for spans in (*REGULAR_SPANS, *EXTREME_SPANS))
         denoisers = (*corruptions, PrefixLM(end, longest_rest=LONGEST_REST))
         length = min(denoiser.raw_length(source - 1, target) for denoiser in denoisers)  # 1 is the mode token
         mixture = MixtureOfDenoisers(self._shares(), _mode_ids(tokenizer), denoisers)
-        return ObjectiveDataset(indexed, length, mixture, seed=seed)
+        return ObjectiveDataset(indexed, length, mixture, seed=data.seed)
 
     def _shares(self) -> tuple[float, ...]:
         """Returns the share of each denoiser: regular, extreme, sequential."""

@@ -20,7 +20,7 @@ from ..tokenizers.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 from ..tokenizers.training import TOKENIZER_KINDS, TokenizerKind, train_tokenizer
 from ..tokenizers.vocabulary import Vocabulary, tokenizer_digest
 from .documents import SourceReport, iter_documents, skip_bad, source_name
-from .encoding import encode_documents, encode_sentences, end_token
+from .encoding import encode_documents, end_token
 from .entropy import token_counts
 from .sources import Source, fingerprint
 
@@ -309,12 +309,8 @@ def _write_batches(
 ) -> None:
     for held_out, writer in ((False, train), (True, valid)):
         texts = batches[held_out]
-        if texts and meta.split_sentences:
-            tokens, lengths, sentences = encode_sentences(tokenizer, texts, writer.dtype, meta.end_token)
-            writer.add_sequences(tokens, lengths)
-            writer.end_documents(sentences)
-        elif texts:
-            writer.add_documents(*encode_documents(tokenizer, texts, writer.dtype, meta.end_token))
+        how = {"split_sentences": meta.split_sentences}
+        writer.add_documents(*encode_documents(tokenizer, texts, writer.dtype, meta.end_token, **how))
         texts.clear()
 
 

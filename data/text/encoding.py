@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from ..tokenizers.tokenizer import Tokenizer
-from .sentences import split_sentences
+from .sentences import split_sentences as sentences_of
 
 BATCH_CHARACTERS = 1 << 19  # characters per call of the tokenizer; larger batches only cost memory
+
+
+class Encoded(NamedTuple):
+    """Documents as tokens [tokens], sizes of their sequences, and sequences per document (None: one)."""
+
+    tokens: np.ndarray
+    sizes: np.ndarray
+    sequences: np.ndarray | None
 
 
 def end_token(tokenizer: Tokenizer, *, split_sentences: bool) -> int | None:
@@ -34,30 +43,17 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], dtype: np.dtype) ->
 
 
 def encode_documents(
-    tokenizer: Tokenizer, texts: Sequence[str], dtype: np.dtype, end: int | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Encodes each document, followed by the token `end` if given; returns tokens [total] and lengths int64 [texts]."""
-    tokens, lengths = encode_texts(tokenizer, texts, dtype)
-    if end is None:
-        return tokens, lengths
-    return np.insert(tokens, np.cumsum(lengths), end), lengths + 1
-
-
-def encode_sentences(
-    tokenizer: Tokenizer, texts: Sequence[str], dtype: np.dtype, end: int | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Encodes one sequence per sentence; a document's last one is followed by the token `end` if given.
-
-    Returns tokens [total], lengths, int64 [sentences], and sentences per document, int64 [texts].
-    """
-    sentences = [split_sentences(text) for text in texts]
-    tokens, lengths = encode_texts(tokenizer, [s for document in sentences for s in document], dtype)
-    counts = np.array([len(document) for document in sentences], np.int64)
-    last = np.cumsum(counts) - 1
+    tokenizer: Tokenizer, texts: Sequence[str], dtype: np.dtype, end: int | None, *, split_sentences: bool = False
+) -> Encoded:
+    """Encodes documents, each followed by the token `end` if given, as one sequence each or one per sentence."""
+    documents = [sentences_of(text) if split_sentences else [text] for text in texts]
+    tokens, lengths = encode_texts(tokenizer, [part for document in documents for part in document], dtype)
+    counts = np.array([len(document) for document in documents], np.int64)
     if end is not None and len(counts):
+        last = np.cumsum(counts) - 1
         tokens = np.insert(tokens, np.cumsum(lengths)[last], end)
         lengths[last] += 1
-    return tokens, lengths, counts
+    return Encoded(tokens, lengths, counts if split_sentences else None)
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:

@@ -11,11 +11,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-
-import numpy as np
 
 from ..indexed.format import dtype_for_vocabulary
 from ..indexed.meta import CorpusMeta
@@ -23,7 +21,7 @@ from ..indexed.writer import IndexedDatasetWriter, WriterState
 from ..tokenizers.tokenizer import Tokenizer, load_tokenizer
 from ..tokenizers.vocabulary import Vocabulary, tokenizer_digest
 from .documents import LineNumbers, OnBad, SourceReport, skip_bad, source_name
-from .encoding import encode_documents, encode_sentences
+from .encoding import Encoded, encode_documents
 from .records import ChunkText, read_chunk
 from .sources import Chunk, Source, fingerprint, plan_chunks
 
@@ -72,14 +70,12 @@ PrepareProgress = Callable[[PrepareReport, int, int], None]  # (report so far, c
 
 
 @dataclass
-class _Encoded:
+class _EncodedChunk:
     """The tokens of one chunk, and the counts of its text without the text itself."""
 
-    tokens: np.ndarray
-    lengths: np.ndarray
-    sequences: np.ndarray | None  # per document; None if each document is one sequence
+    encoded: Encoded
     text: ChunkText
-    documents: int = field(default=0)
+    documents: int
 
 
 def prepare_dataset(
@@ -129,10 +125,10 @@ def prepare_dataset(
             bad = numbers.number(chunk, part.text)
             report.add(part.text, bad)
             report.documents += part.documents
-            report.tokens += len(part.tokens)
+            report.tokens += len(part.encoded.tokens)
             for record in bad:
                 on_bad(record)
-            _write(writer, part)
+            writer.add_documents(*part.encoded)
             done += 1
             report.seconds = time.monotonic() - started
             if time.monotonic() - committed > SECONDS_BETWEEN_COMMITS:
@@ -147,25 +143,13 @@ def prepare_dataset(
     return report
 
 
-def _write(writer: IndexedDatasetWriter, part: _Encoded) -> None:
-    if part.sequences is None:
-        writer.add_documents(part.tokens, part.lengths)
-    else:
-        writer.add_sequences(part.tokens, part.lengths)
-        writer.end_documents(part.sequences)
-
-
-def _encode(chunk: Chunk, options: PrepareOptions, tokenizer: Tokenizer) -> _Encoded:
+def _encode(chunk: Chunk, options: PrepareOptions, tokenizer: Tokenizer) -> _EncodedChunk:
     text = read_chunk(chunk, options.text_key)
-    dtype = dtype_for_vocabulary(tokenizer.vocab_size)
-    sequences, end = None, _end_of_text(tokenizer, options)
-    if options.split_sentences:
-        tokens, lengths, sequences = encode_sentences(tokenizer, text.documents, dtype, end)
-    else:
-        tokens, lengths = encode_documents(tokenizer, text.documents, dtype, end)
+    dtype, end = dtype_for_vocabulary(tokenizer.vocab_size), _end_of_text(tokenizer, options)
+    encoded = encode_documents(tokenizer, text.documents, dtype, end, split_sentences=options.split_sentences)
     count = len(text.documents)
     text.documents.clear()  # so that they are not sent back to the main process
-    return _Encoded(tokens, lengths, sequences, text, count)
+    return _EncodedChunk(encoded, text, count)
 
 
 def _end_of_text(tokenizer: Tokenizer, options: PrepareOptions) -> int | None:
@@ -184,13 +168,15 @@ def _end_of_text(tokenizer: Tokenizer, options: PrepareOptions) -> int | None:
     return index
 
 
-def _encode_all(chunks: list[Chunk], options: PrepareOptions, tokenizer: Tokenizer, workers: int) -> Iterator[_Encoded]:
+def _encode_all(
+    chunks: list[Chunk], options: PrepareOptions, tokenizer: Tokenizer, workers: int
+) -> Iterator[_EncodedChunk]:
     """Yields encoded chunks in order; at most two per worker are in flight, so memory does not grow."""
     if workers == 1:
         yield from (_encode(chunk, options, tokenizer) for chunk in chunks)
         return
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (options,))
-    waiting: deque[Future[_Encoded]] = deque()
+    waiting: deque[Future[_EncodedChunk]] = deque()
     try:
         for chunk in chunks:
             waiting.append(pool.submit(_work, chunk))
@@ -223,7 +209,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _work(chunk: Chunk) -> _Encoded:
+def _work(chunk: Chunk) -> _EncodedChunk:
     assert _worker is not None
     return _encode(chunk, *_worker)
 

@@ -111,7 +111,6 @@ MEGATRON = MegatronMap(
         aliases=((TIED_HEAD, EMBEDDING),),
     ),
     stack="encoder",
-    fused_qkv=("attention.qkv.weight", "attention.qkv.bias"),
     owns=_owns,
     infer=_infer,
     arguments=_arguments,

@@ -86,11 +86,11 @@ class MegatronMap:
 
     name_map: NameMap
     stack: str
-    fused_qkv: tuple[str, ...]
     owns: Callable[[Iterable[str]], bool]
     infer: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]], int], ModelConfig]
     arguments: Callable[[Any], dict[str, Any]]
     post_norm: bool = False
+    fused_qkv: tuple[str, ...] = ("attention.qkv.weight", "attention.qkv.bias")
 
     @property
     def styles(self) -> tuple[Style, ...]:

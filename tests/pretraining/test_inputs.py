@@ -24,7 +24,7 @@ from shardzoo.data import (
     train_tokenizer,
 )
 from shardzoo.data.indexed.meta import meta_path
-from shardzoo.data.objectives.pretraining import objective_names
+from shardzoo.data.objectives.pretraining import PretrainingData, objective_names
 from shardzoo.data.tokenizers.tokenizer import save_tokenizer
 from shardzoo.models import FAMILIES, family
 from shardzoo.pretraining.inputs import choose_inputs
@@ -229,10 +229,11 @@ def test_the_shortest_length_of_an_objective(config, tmp_path, texts, name):
     tokenizer = train_tokenizer(family(model).tokenizer, stories(texts), 400, tmp_path / "tokenizer")
     objective().add_special_tokens(tokenizer)
     documents = documents_in_memory(stories(texts), tokenizer, split_sentences=objective.split_sentences)
-    samples = objective().build(documents, tokenizer, objective.shortest)
+    samples = objective().build(documents, tokenizer, PretrainingData(name, objective.shortest))
     assert all(len(samples[i]["input_ids"]) <= objective().lengths(objective.shortest)[0] for i in range(20))
+    shorter = PretrainingData(name, objective.shortest - 1)
     with pytest.raises(ValueError):  # noqa: PT011 - each objective has its own message
-        objective().build(documents, tokenizer, objective.shortest - 1)
+        objective().build(documents, tokenizer, shorter)
 
 
 def test_widths_that_cannot_be_split_are_refused_before_the_corpus_is_read(config, tmp_path, texts):
