@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
@@ -46,6 +47,8 @@ class Pretraining:
             torch.set_float32_matmul_precision("high")
         self.console = Console(quiet=not launch.is_first)
         self.trainer = Trainer(arguments)
+        if dist.is_initialized():
+            dist.barrier()  # every process has checked the folder that the first rank changes next
         self.run_folder, self.first_step = on_first_rank(self._prepare_folder)
         self.trainer.run_folder = self.run_folder
         tokenizer = load_tokenizer(self.run_folder.data / TOKENIZER)

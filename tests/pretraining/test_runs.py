@@ -252,3 +252,22 @@ def test_an_export_that_does_not_fit_the_device_is_evaluated_on_the_cpu(tmp_path
     monkeypatch.setattr(export, "evaluate", evaluate)
     assert export.exported_loss(tmp_path, [], batch_size=1, collate=list, device=torch.device("meta")) == 1.5
     assert devices == [torch.device("meta"), torch.device("cpu")]
+
+
+def test_a_rank_that_comes_late_finds_the_folder_as_the_others_did(run_mesh, tmp_path, texts, config):
+    """The processes may be joined before they check the folder, which the first one then changes."""
+
+    def run_late(mesh: Any) -> list[dict[str, float]]:
+        time.sleep(mesh.rank)
+        return run_pretraining(
+            mesh,
+            tmp_path / "run",
+            "gpt",
+            model=str(config("gpt2")),
+            data=(str(texts),),
+            train_steps=1,
+            warmup_steps=0,
+            export=False,
+        )
+
+    assert len(train_losses(run_mesh(2, run_late)[0])) == 1
