@@ -144,11 +144,11 @@ def test_an_objective_registers_itself(jsonl, tokenizer_dir, tmp_path, monkeypat
     class Reversed(pretraining.Seq2SeqObjective):
         offset: int = 0
 
-        def build(self, indexed, tokenizer, sequence_length, target_length=None, seed=1234):
+        def build(self, indexed, tokenizer, data):
             def reverse(tokens, generator):
-                return {"input_ids": tokens, "labels": tokens[::-1][:target_length] + self.offset}
+                return {"input_ids": tokens, "labels": tokens[::-1][: data.target_length] + self.offset}
 
-            return ObjectiveDataset(indexed, sequence_length, reverse, seed=seed)
+            return ObjectiveDataset(indexed, data.sequence_length, reverse, seed=data.seed)
 
     for objective, offset in (("reversed", 0), (Reversed(offset=7), 7)):
         batch = next(iter(build_loader(PretrainingData(objective, 32, 8, micro_batch_size=2), indexed, tokenizer)))

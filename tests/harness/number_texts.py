@@ -40,6 +40,6 @@ class Plain(Objective):
     name: ClassVar[str] = "plain"
     format: ClassVar = "masked"
 
-    def build(self, indexed, tokenizer, sequence_length, target_length=None, seed=1234):
+    def build(self, indexed, tokenizer, data):
         unchanged = lambda tokens, generator: {"input_ids": tokens, "labels": tokens}  # noqa: E731
-        return ObjectiveDataset(indexed, sequence_length, unchanged, seed=seed)
+        return ObjectiveDataset(indexed, data.sequence_length, unchanged, seed=data.seed)
