@@ -51,7 +51,7 @@ class SequenceClassifier(nn.Module):
         hidden_states, _ = self.encoder(input_ids, attention_mask, token_type_ids, position_ids)
         logits = self.classify(self.encoder.first_token(hidden_states[-1]))  # [B, num_labels]
         loss = None if labels is None else self.loss(logits, labels, num_items_in_batch)
-        return SequenceClassifierOutput(loss, logits, hidden_states if output_hidden_states else None)
+        return SequenceClassifierOutput(loss, logits, tuple(hidden_states) if output_hidden_states else None)
 
     def problem_type(self, labels: Tensor) -> ProblemType:
         """Returns the configured problem type, or infers it like transformers: integer labels are classes."""

@@ -14,9 +14,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ...mpu import Dropout, LayerNorm, ParallelMesh, VocabParallelEmbedding, VocabParallelHead, checkpoint
+from ...mpu import Dropout, LayerNorm, ParallelMesh, VocabParallelEmbedding, VocabParallelHead
 from ..common.language_model import VOCABULARY_MULTIPLE, LanguageModel, PositionEmbedding, ReplicatedLinear, first_token
 from ..common.parallel_config import LayerArguments, ParallelConfig, layer_arguments, residual_dropout
+from ..common.stack import Hidden, run_blocks
 from ..common.transformer import MLP, SelfAttention, find_activation, key_mask
 from .classification import SequenceClassifier, class_loss
 from .config import BertConfig
@@ -74,25 +75,23 @@ class BertEncoder(nn.Module):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Returns the hidden states, and the word embedding table for a head.
+    ) -> Hidden:
+        """Returns the hidden states, and the word embedding table for a head."""
+        x, table = self.embed(input_ids, token_type_ids, position_ids)
+        mask = key_mask(attention_mask)
+        return Hidden(run_blocks(self.blocks, x, lambda _: (mask,), self.recompute_blocks), table)
 
-        The hidden states are the embedding output and each block's output, [B, S, H], or [B, S/tp, H] under sequence
-        parallelism.
-        """
+    def embed(
+        self, input_ids: Tensor, token_type_ids: Tensor | None, position_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the blocks' input [B, S, H], or [B, S/tp, H] under sequence parallelism, and the table for a head."""
         if position_ids is None:
             position_ids = self.default_position_ids(input_ids)
         if token_type_ids is None:
             token_type_ids = torch.zeros_like(input_ids[:1])
         x, table = self.word_embeddings.embed(input_ids)
         x = x + self.token_type_embeddings(token_type_ids)
-        x = self.embedding_dropout(self.embedding_norm(x + self.position_embeddings(position_ids)))
-        mask = key_mask(attention_mask)
-        hidden_states = [x]
-        for block in self.blocks:
-            x = checkpoint(block, x, mask) if self.recompute_blocks else block(x, mask)
-            hidden_states.append(x)
-        return tuple(hidden_states), table
+        return self.embedding_dropout(self.embedding_norm(x + self.position_embeddings(position_ids))), table
 
     def default_position_ids(self, input_ids: Tensor) -> Tensor:
         """Returns position ids, int64 [1, S], or [B, S] if padding has a separate position.
@@ -196,7 +195,7 @@ class BertForMaskedLM(BertModel, LanguageModel):
         hidden_states, table = self.encoder(input_ids, attention_mask, token_type_ids, position_ids)
         x = self.head.transform(hidden_states[-1])
         loss, logits = self.loss_and_logits(self.head.decoder, x, labels, num_items_in_batch, table)
-        return MaskedLMOutput(loss, logits, hidden_states if output_hidden_states else None)
+        return MaskedLMOutput(loss, logits, tuple(hidden_states) if output_hidden_states else None)
 
 
 class BertForPreTraining(BertModel, LanguageModel):
@@ -244,7 +243,7 @@ class BertForPreTraining(BertModel, LanguageModel):
         loss, logits = self.loss_and_logits(self.head.decoder, x, labels, num_items_in_batch, table)
         if loss is not None and next_sentence_label is not None:
             loss = loss + class_loss(scores, next_sentence_label, num_sequences_in_batch)
-        return PreTrainingOutput(loss, logits, scores, hidden_states if output_hidden_states else None)
+        return PreTrainingOutput(loss, logits, scores, tuple(hidden_states) if output_hidden_states else None)
 
 
 class BertForSequenceClassification(BertModel, SequenceClassifier):

@@ -19,12 +19,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding, VocabParallelHead, checkpoint
+from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding, VocabParallelHead
 from ..common.cache import Cache, LayerKVCache
 from ..common.language_model import VOCABULARY_MULTIPLE, LanguageModel, ModelOutput, PositionEmbedding
 from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
+from ..common.stack import run_blocks
 from ..common.transformer import MLP, SelfAttention
 from .config import GLMConfig
+from .masks import visible_keys
 
 
 class GLMBlock(nn.Module):
@@ -126,18 +128,14 @@ class GLMForConditionalGeneration(LanguageModel):
         (batch, length), memory = input_ids.shape, self.memory_length(mems) if cache is None else cache.length
         x, table = self.embed(input_ids, position_ids, memory)  # [B, S, H], or [B, S/tp, H] under sequence parallelism
         mask, causal = visible_keys(attention_mask, batch, length, memory)
-        hidden_states = [x]
-        for i, block in enumerate(self.blocks):
-            earlier = None if mems is None else mems[i]
-            arguments = (x, mask, causal, earlier, None if cache is None else cache.layers[i])
-            x = checkpoint(block, *arguments) if self.recompute_blocks else block(*arguments)
-            hidden_states.append(x)
-        new_mems = extend_mems(mems, hidden_states) if use_cache else None
-        x = self.final_norm(x)
-        hidden_states[-1] = x
+        layers = cache and cache.layers
+        states = run_blocks(
+            self.blocks, x, lambda i: (mask, causal, mems and mems[i], layers and layers[i]), self.recompute_blocks
+        )
+        new_mems = extend_mems(mems, states) if use_cache else None
+        states[-1] = x = self.final_norm(states[-1])
         loss, logits = self.loss_and_logits(self.head, x[:, -logits_to_keep:], labels, num_items_in_batch, table)
-        hidden = tuple(hidden_states) if output_hidden_states else None
-        return GLMOutput(loss, logits, new_mems, hidden)
+        return GLMOutput(loss, logits, new_mems, tuple(states) if output_hidden_states else None)
 
     def embed(self, input_ids: Tensor, position_ids: Tensor | None, memory: int) -> tuple[Tensor, Tensor]:
         """Returns the blocks' input, and the word embedding table for the head."""
@@ -183,38 +181,6 @@ def extend_mems(mems: Sequence[Tensor] | None, new: Sequence[Tensor]) -> tuple[T
     if mems is None:
         return tuple(state.detach() for state in new)
     return tuple(torch.cat([old, state.detach()], dim=1) for old, state in zip(mems, new, strict=True))
-
-
-def visible_keys(attention_mask: Tensor | None, batch: int, queries: int, memory: int) -> tuple[Tensor | None, bool]:
-    """Returns (bool mask broadcastable to [B, N, S, M + S] or None, whether attention is causal).
-
-    B is `batch`. S = `queries` new positions follow M = `memory` cached positions.
-
-    Args:
-        attention_mask: One of the following; of a longer mask the last M + S columns are used.
-            - None: causal attention.
-            - Numbers [B], [1], [B, 1] or a scalar, the length of part A: all queries attend to memory and to part A,
-              and the queries of part B also to themselves and to earlier positions of part B.
-            - [B, ≥ M + S]: nonzero for the keys that every query attends to.
-            - [B or 1, N or 1, S or 1, ≥ M + S]: nonzero where a query attends to a key.
-    """
-    if attention_mask is None:
-        return None, True
-    shape, keys = attention_mask.shape, memory + queries
-    fits = not shape or shape[0] in (1, batch)
-    if fits and (len(shape) < 2 or shape[1:] == (1,)):
-        prefix = attention_mask.reshape(-1, 1, 1, 1)
-        key = torch.arange(-memory, queries, device=attention_mask.device)  # negative for memory
-        query = torch.arange(queries, device=attention_mask.device)[:, None]
-        return (key <= query) | (key < prefix), False  # [B, 1, S, M + S]
-    if fits and len(shape) == 2 and shape[1] >= keys:
-        return attention_mask.bool()[:, None, None, -keys:], False
-    if fits and len(shape) == 4 and shape[2] in (1, queries) and shape[3] >= keys:
-        return attention_mask.bool()[..., -keys:], False
-    raise ValueError(
-        f"attention_mask has shape {tuple(shape)}; for {batch} x {queries} tokens after {memory} cached ones use "
-        f"[{batch}] (the length of part A), [{batch}, {keys}] or [{batch}, 1, {queries}, {keys}]"
-    )
 
 
 @dataclass

@@ -14,10 +14,11 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding, VocabParallelHead, checkpoint
+from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding, VocabParallelHead
 from ..common.cache import Cache, LayerKVCache
 from ..common.language_model import VOCABULARY_MULTIPLE, CausalLM, CausalLMOutput, PositionEmbedding
 from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
+from ..common.stack import run_blocks
 from ..common.transformer import MLP, SelfAttention, causal_mask
 from .config import GPT2Config
 
@@ -95,7 +96,19 @@ class GPT2LMHeadModel(CausalLM):
             cache: The keys and values of M earlier positions; not supported under sequence parallelism.
             logits_to_keep: The number of last positions whose logits are returned; 0 means all.
         """
-        length, cached = input_ids.shape[1], 0 if cache is None else cache.length
+        cached = 0 if cache is None else cache.length
+        x, table = self.embed(input_ids, position_ids, token_type_ids, cached)
+        mask = causal_mask(attention_mask, input_ids.shape[1], cached)
+        states = run_blocks(self.blocks, x, lambda i: (mask, cache and cache.layers[i]), self.recompute_blocks)
+        states[-1] = x = self.final_norm(states[-1])
+        loss, logits = self.loss_and_logits(self.head, x[:, -logits_to_keep:], labels, num_items_in_batch, table)
+        return CausalLMOutput(loss, logits, self.gather_all_hidden_states(states) if output_hidden_states else None)
+
+    def embed(
+        self, input_ids: Tensor, position_ids: Tensor | None, token_type_ids: Tensor | None, cached: int
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the blocks' input [B, S, H], or [B, S/tp, H] under sequence parallelism, and the table for a head."""
+        length = input_ids.shape[1]
         if cached + length > self.config.n_positions:
             raise ValueError(
                 f"the sequence has {cached + length} tokens, but the model has only {self.config.n_positions} positions"
@@ -107,18 +120,7 @@ class GPT2LMHeadModel(CausalLM):
         if token_type_ids is not None:
             types, table = self.word_embeddings.embed(token_type_ids, table)
             x = x + types
-        x = self.embedding_dropout(x)  # [B, S, H], or [B, S/tp, H] under sequence parallelism
-        mask = causal_mask(attention_mask, length, cached)
-        hidden_states = [x]
-        for i, block in enumerate(self.blocks):
-            arguments = (x, mask, None if cache is None else cache.layers[i])
-            x = checkpoint(block, *arguments) if self.recompute_blocks else block(*arguments)
-            hidden_states.append(x)
-        x = self.final_norm(x)
-        hidden_states[-1] = x
-        loss, logits = self.loss_and_logits(self.head, x[:, -logits_to_keep:], labels, num_items_in_batch, table)
-        hidden = self.gather_all_hidden_states(hidden_states) if output_hidden_states else None
-        return CausalLMOutput(loss, logits, hidden)
+        return self.embedding_dropout(x), table
 
     def init_weights(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """Initializes a parameter's unsplit value in place."""

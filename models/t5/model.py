@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...mpu import ParallelMesh, RMSNorm, VocabParallelEmbedding, VocabParallelHead, checkpoint
+from ...mpu import ParallelMesh, RMSNorm, VocabParallelEmbedding, VocabParallelHead
 from ..common.cache import Cache, LayerKVCache
 from ..common.language_model import VOCABULARY_MULTIPLE, EncoderOutput, Seq2SeqLM, Seq2SeqLMOutput
 from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
 from ..common.relative_bias import RelativeBias
+from ..common.stack import run_blocks
 from ..common.transformer import MLP, CrossAttention, GatedMLP, SelfAttention, causal_mask, key_mask
 from .config import T5Config
 
@@ -119,15 +120,15 @@ class T5Stack(nn.Module):
         """
         cached = 0 if cache is None else cache.length
         position_bias = self.relative_bias(length, cached + length)  # [1, Np, S, M + S] with M cached positions
-        x = self.embedding_dropout(x)
-        hidden_states = [x]
-        for i, block in enumerate(self.blocks):
-            caches = () if cache is None else (cache.layers[i], cache.sources[i])
-            arguments = (x, mask, position_bias, source, source_mask, *caches)
-            x = checkpoint(block, *arguments) if self.recompute_blocks else block(*arguments)
-            hidden_states.append(x)
-        hidden_states[-1] = self.final_dropout(self.final_norm(x))
-        return hidden_states
+        shared = (mask, position_bias, source, source_mask)
+        states = run_blocks(
+            self.blocks,
+            self.embedding_dropout(x),
+            lambda i: (*shared, cache and cache.layers[i], cache and cache.sources[i]),
+            self.recompute_blocks,
+        )
+        states[-1] = self.final_dropout(self.final_norm(states[-1]))
+        return states
 
 
 class T5ForConditionalGeneration(Seq2SeqLM):
