@@ -61,17 +61,25 @@ def run_modes(mesh, config: dict, stored: dict[str, Tensor], inputs: dict, modes
 
 def whole(config: dict, ranks: list, mode: int) -> Run:
     """One run from what all ranks returned. Replicated results must be the same on every rank."""
-    from shardzoo.models import family
-
-    name_map = family(config["model_type"]).name_map
-    first, loss, grads = ranks[0][mode]
+    first, loss, _ = ranks[0][mode]
     for logits, other_loss, _ in (rank[mode] for rank in ranks[1:]):
         assert torch.equal(logits, first)
         assert other_loss == loss
+    return Run(first, loss, merge_gradients(config["model_type"], [rank[mode][2] for rank in ranks]))
+
+
+def merge_gradients(family_name: str, ranks: list[dict]) -> dict[str, Tensor]:
+    """Whole gradients by stored name, from {native name: (this rank's gradient, its shard)} of all ranks.
+
+    Gradients of replicated parameters must be the same on every rank.
+    """
+    from shardzoo.models import family
+
+    grads = ranks[0]
     merged: dict[str, Tensor] = {}
-    for native, entry in zip(grads, name_map.resolve(grads), strict=True):
+    for native, entry in zip(grads, family(family_name).name_map.resolve(grads), strict=True):
         shard = grads[native][1]
-        parts = [rank[mode][2][native][0] for rank in ranks]
+        parts = [rank[native][0] for rank in ranks]
         if shard is None:
             for part in parts[1:]:
                 torch.testing.assert_close(part, parts[0], rtol=0, atol=0, msg=f"{native} differs between ranks")
@@ -81,7 +89,7 @@ def whole(config: dict, ranks: list, mode: int) -> Run:
         full = full.t() if entry.transpose else full
         names = entry.stored_names()
         merged |= dict(zip(names, full.split(list(shard.groups) if len(names) > 1 else len(full)), strict=True))
-    return Run(first, loss, merged)
+    return merged
 
 
 def assert_same(actual: Run, expected: Run) -> None:

@@ -1,0 +1,464 @@
+"""Compares every architecture of the zoo with transformers, from tiny checkpoints that transformers itself writes.
+
+A row of the matrix is a `Case`; the rows of a family are in `tests/zoo/rows/<model_type>.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from parity import merge_gradients, randomize
+from stored_models import tensor_hashes
+from torch import Tensor
+
+ROWS = Path(__file__).parents[1] / "zoo" / "rows"
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sequence parallel": {"sequence_parallel": True},
+    "recompute": {"recompute": "full"},
+    "selective recompute": {"recompute": "selective"},
+    "sequence parallel and recompute": {"sequence_parallel": True, "recompute": "full"},
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+LARGEST_ERROR = 1e-5  # of fp32 outputs and gradients; `Comparison` says relative to what
+LARGEST_RATIO = 1.5  # of the error of bf16 to that of transformers' bf16
+RESOLUTION = 2**-7  # of bf16, relative
+SMALL = 1e-2  # gradients smaller than this part of the largest one are sums whose terms cancel
+ROWS_OF_BATCH, LENGTH, CHOICES, NEW_TOKENS = 6, 12, 2, 6
+OUTPUTS = (
+    "logits", "prediction_logits", "seq_relationship_logits", "start_logits", "end_logits", "last_hidden_state",
+    "pooler_output", "encoder_last_hidden_state",
+)  # fmt: skip
+ENDS = [2, *range(7, 20)]  # of a vocabulary of about a hundred tokens, so many that answers of all lengths occur
+GENERATION: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "greedy without cache": {"use_cache": False},
+    "two beams": {"num_beams": 2},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny model, written by transformers.
+
+    Attributes:
+        config: Arguments of transformers' configuration class. The vocabulary has about 100 tokens.
+        sizes: The tensor-parallel sizes.
+        padding: The sides on which the rows of a batch are padded in turn; "" is a row without padding. Question
+            answering has no labels to ignore, so leave out rows with padding that sees nothing (on the left of a causal
+            model; beyond a window).
+        untied: Give the model its own output head, where transformers 5 ties the head of a new model.
+    """
+
+    config: dict[str, Any]
+    sizes: tuple[int, ...] = (1, 2, 3)
+    padding: tuple[str, ...] = ("right", "left", "")
+    untied: bool = False
+
+
+@dataclass
+class Run:
+    """What a model computed: its outputs, whole, the loss, and the gradients by stored name."""
+
+    outputs: dict[str, Tensor]
+    loss: float
+    grads: dict[str, Tensor]
+
+
+@dataclass
+class Figures:
+    """The largest errors of a case, and what it does not do right."""
+
+    outputs: float = 0.0
+    grads: float = 0.0
+    bf16_outputs: float = 0.0
+    bf16_grads: float = 0.0
+    tokens: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def load_rows(folder: Path = ROWS) -> dict[str, tuple[str, Case]]:
+    """Returns name of a case -> (family, case).
+
+    The name is the architecture, or the architecture, a comma and what is special about the case.
+    """
+    rows: dict[str, tuple[str, Case]] = {}
+    for path in sorted(folder.glob("*.py")):
+        spec = importlib.util.spec_from_file_location(f"rows_{path.stem}", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        assert not rows.keys() & module.CASES.keys()
+        rows |= {name: (path.stem, case) for name, case in module.CASES.items()}
+    return rows
+
+
+def architecture_of(name: str) -> str:
+    return name.partition(",")[0]
+
+
+def build(name: str, case: Case, folder: Path) -> Any:
+    """Returns transformers' model, in evaluation mode, with eager attention, after writing it to a folder.
+
+    The weights can be represented in bf16, so that one folder serves both types without rounding.
+    """
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    model_class = getattr(transformers, architecture_of(name))
+    config = model_class.config_class(**case.config)
+    config._attn_implementation = "eager"
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = model_class(config)
+    if case.untied:
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    randomize(model, seed=3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def stacks(name: str) -> str:
+    """Which stacks of blocks an architecture has."""
+    from shardzoo.models import FAMILIES, family
+
+    architecture = architecture_of(name)
+    if architecture.endswith(("EncoderModel", "T5ForTokenClassification")):
+        return "encoder"
+    return next(family(f).kind for f in FAMILIES if architecture in family(f).architectures)
+
+
+def padded(sides: Sequence[str]) -> Tensor:
+    """Returns an attention mask [B, S] whose rows have unequal lengths and are padded on these sides in turn."""
+    mask = torch.ones(ROWS_OF_BATCH, LENGTH, dtype=torch.long)
+    for row in range(ROWS_OF_BATCH):
+        side = sides[row % len(sides)]
+        if side == "right":
+            mask[row, LENGTH - 1 - row :] = 0
+        elif side == "left":
+            mask[row, : 1 + row] = 0
+    return mask
+
+
+class Inputs:
+    """Makes the batch of a case."""
+
+    def __init__(self, name: str, case: Case, config: Any) -> None:
+        self.architecture, self.config, self.kind = architecture_of(name), config, stacks(name)
+        self.generator = torch.Generator().manual_seed(7)
+        self.padding = case.padding
+
+    def integers(self, high: int, *size: int) -> Tensor:
+        return torch.randint(high, size, generator=self.generator)
+
+    def ids(self, mask: Tensor) -> Tensor:
+        """Ids that are no special tokens where the mask is 1, and padding elsewhere."""
+        padding = 0 if self.config.pad_token_id is None else self.config.pad_token_id
+        ids = self.integers(self.config.vocab_size - 8, *mask.shape) + 8
+        ids[ids == padding] = 9
+        return ids.masked_fill(mask == 0, padding)
+
+    def batch(self) -> dict[str, Tensor]:
+        mask = padded(self.padding)
+        if self.architecture.endswith("ForMultipleChoice"):
+            mask = mask[:, None].repeat(1, CHOICES, 1)
+        inputs = {"input_ids": self.ids(mask), "attention_mask": mask}
+        if self.kind == "encoder" and getattr(self.config, "type_vocab_size", 0):
+            inputs["token_type_ids"] = self.integers(self.config.type_vocab_size, *mask.shape)
+        if self.kind == "encoder-decoder" and "ForSequenceClassification" in self.architecture:
+            last = (mask * torch.arange(1, LENGTH + 1)).argmax(1)
+            inputs["input_ids"][torch.arange(len(mask)), last] = self.config.eos_token_id
+        return inputs | self.targets(inputs)
+
+    def targets(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The labels that the head takes; for a body the decoder's ids."""
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        architecture, rows = self.architecture, len(ids)
+        if "ForSequenceClassification" in architecture:
+            return {"labels": self.class_labels(rows)}
+        if "ForMultipleChoice" in architecture:
+            return {"labels": self.integers(CHOICES, rows)}
+        if "ForNextSentencePrediction" in architecture:
+            return {"labels": self.integers(2, rows)}
+        if "ForQuestionAnswering" in architecture:
+            return {name: self.integers(LENGTH, rows) for name in ("start_positions", "end_positions")}
+        if "ForTokenClassification" in architecture:
+            return {"labels": self.integers(self.config.num_labels, rows, LENGTH).masked_fill(mask == 0, -100)}
+        if architecture == "ElectraForPreTraining":
+            return {"labels": self.integers(2, rows, LENGTH)}
+        if self.kind == "decoder" and ("LMHead" in architecture or "CausalLM" in architecture):
+            labels = ids.masked_fill(mask == 0, -100)
+            labels[:, 1:][mask[:, :-1] == 0] = -100  # what padding predicts is noise
+            labels[2, 5:7] = -100
+            return {"labels": labels}
+        if self.kind == "encoder-decoder":
+            return self.decoder_targets(rows)
+        if "ForMaskedLM" in architecture or "ForPreTraining" in architecture:
+            hidden = torch.rand(mask.shape, generator=self.generator) < 0.5
+            labels = {"labels": self.ids(torch.ones_like(ids)).masked_fill(hidden | (mask == 0), -100)}
+            return labels | ({"next_sentence_label": self.integers(2, rows)} if "PreTraining" in architecture else {})
+        return {}
+
+    def class_labels(self, rows: int) -> Tensor:
+        if self.config.problem_type == "multi_label_classification":
+            return self.integers(2, rows, self.config.num_labels).float()
+        if self.config.problem_type == "regression" or self.config.num_labels == 1:
+            shape = (rows, self.config.num_labels) if self.config.num_labels > 1 else (rows,)
+            return torch.randn(shape, generator=self.generator)
+        return self.integers(self.config.num_labels, rows)
+
+    def decoder_targets(self, rows: int) -> dict[str, Tensor]:
+        whole = torch.ones(rows, LENGTH, dtype=torch.long)
+        targets = self.ids(whole)
+        mask = whole.clone()
+        mask[1, 10:] = 0
+        if "ForConditionalGeneration" not in self.architecture:
+            return {"decoder_input_ids": targets, "decoder_attention_mask": mask}
+        targets[1, 9:], targets[2, 3] = -100, -100
+        return {"labels": targets, "decoder_attention_mask": mask}
+
+    def prompts(self) -> tuple[Tensor, Tensor]:
+        """Prompts of unequal lengths, ids and mask [B, S], padded on the side that generation needs."""
+        mask = padded(["left" if self.kind == "decoder" else "right"])
+        return self.ids(mask), mask
+
+
+def loss_of(outputs: dict[str, Tensor], inputs: dict[str, Tensor]) -> Tensor:
+    """The loss of a body: a weighted sum of its outputs at the positions that are not padding."""
+    generator = torch.Generator().manual_seed(5)
+    total = torch.zeros(())
+    for name, value in outputs.items():
+        weights = torch.randn(value.shape, generator=generator)
+        total = total + (attended(name, value, inputs).float() * weights).mean()
+    return total
+
+
+def attended(name: str, value: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+    """Sets what an output has at positions of padding to zero: what comes out of nothing is nobody's business."""
+    is_decoders = "decoder_attention_mask" in inputs and not name.startswith("encoder")
+    mask = inputs["decoder_attention_mask" if is_decoders else "attention_mask"]
+    if value.shape[: mask.dim()] != mask.shape or name.startswith(("start", "end")):
+        return value
+    return value * mask.view(*mask.shape, *[1] * (value.dim() - mask.dim()))
+
+
+def forward(model: Any, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    """Returns a model's outputs, whole, and its loss."""
+    output = model(**inputs)
+    found = {name: output[name] for name in OUTPUTS if name in output.keys()}  # noqa: SIM118 - iterates over values
+    if hasattr(model, "gather_logits"):
+        found |= {n: model.gather_logits(v) for n, v in found.items() if n in ("logits", "prediction_logits")}
+    loss = output["loss"] if "loss" in output.keys() else loss_of(found, inputs)  # noqa: SIM118
+    return {name: attended(name, value.detach(), inputs) for name, value in found.items()}, loss
+
+
+def reference(model: Any, inputs: dict[str, Tensor], family_name: str) -> Run:
+    """What transformers' model computes; the gradients have the names of the family's name map."""
+    from shardzoo.models import config_from_dict, family
+    from shardzoo.models.auto import build_on_meta
+
+    model.zero_grad()
+    outputs, loss = forward(model, inputs)
+    loss.backward()
+    name_map = family(family_name).name_map
+    parameters = dict(build_on_meta(config_from_dict(model.config.to_dict()), None).named_parameters())
+    stored = {name for entry in name_map.resolve(parameters) for name in entry.stored_names()}
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    grads = {name_map.todays_name(name, stored): grad for name, grad in found.items()}
+    return Run(outputs, loss.item(), grads)
+
+
+def run_layouts(mesh, folder: Path, inputs: dict[str, Tensor], layouts, prompts) -> tuple[list, dict[str, Tensor]]:
+    """On one rank: the outputs, the loss and the gradients of each (mode, type), and the generated tokens."""
+    from shardzoo import from_pretrained  # not from the models, which have no `generate` of their own
+    from shardzoo.models import ParallelConfig
+
+    results = []
+    for mode, dtype in layouts:
+        model: Any = from_pretrained(folder, mesh, DTYPES[dtype], parallel_config=ParallelConfig(**MODES[mode]))
+        outputs, loss = forward(model, inputs)
+        loss.backward()
+        grads = {n: (p.grad, getattr(p, "shard", None)) for n, p in model.named_parameters() if p.grad is not None}
+        results.append((outputs, loss.item(), grads))
+    if prompts is None:
+        return results, {}
+    model = from_pretrained(folder, mesh)
+    return results, {name: decode(model, *prompts, options) for name, options in GENERATION.items()}
+
+
+def decode(model: Any, ids: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:
+    settings = {"max_new_tokens": NEW_TOKENS, "eos_token_id": ENDS, "do_sample": False, **options}
+    return model.generate(ids, attention_mask=mask, **settings)
+
+
+def until_end(tokens: Tensor, prompt: int, ends: list[int]) -> list[list[int]]:
+    """Each sequence up to its first end. What transformers fills the rest of beams with is the first end where the
+    padding token is 0 (`pad_token_id or eos_token_id[0]`), and here always the padding token."""
+    rows = []
+    for row in tokens.tolist():
+        stop = next((i for i in range(prompt, len(row)) if row[i] in ends), len(row))
+        rows.append(row[: stop + 1])
+    return rows
+
+
+def error_ratio(ours: Tensor, theirs: Tensor, exact: Tensor) -> float:
+    """The error of ours relative to that of theirs, or to the resolution of bf16 where that is larger."""
+    errors = [(value.float() - exact).norm() for value in (ours, theirs)]
+    return (errors[0] / max(errors[1], RESOLUTION * exact.norm())).item()
+
+
+def joined(grads: dict[str, Tensor], names: Iterable[str]) -> Tensor:
+    return torch.cat([grads[name].flatten().float() for name in names])
+
+
+@dataclass
+class Comparison:
+    """One case's references, with which the layouts are compared.
+
+    In fp32, each output differs by at most 1e-5 of its largest value, and each gradient by at most 1e-5 of the sum of
+    its own norm and a hundredth of the largest gradient's. The second term is for gradients that are only rounding (of
+    a key's bias, to which the softmax is blind) or whose terms cancel (of a bias of two classes): fp32 resolves the
+    terms, not the sum.
+
+    In bf16, let e(x) be the Euclidean norm of x minus what transformers computes in fp32 from the same weights, which
+    bf16 represents exactly. Each output's e is at most 1.5 times that of transformers in bf16 (or 2^-7 of the output's
+    norm, bf16's resolution, if that is larger), and so is the e of all gradients taken as one vector. Errors of single
+    gradients of tiny models are too random for a ratio.
+    """
+
+    fp32: Run
+    bf16: Run
+    figures: Figures
+
+    def add(self, layout: str, dtype: str, run: Run) -> None:
+        problems = self.wide(run) if dtype == "fp32" else self.narrow(run)
+        self.figures.problems += [f"{layout}, {dtype}: {problem}" for problem in problems]
+
+    def wide(self, run: Run) -> list[str]:
+        problems, expected = [], self.fp32
+        if run.outputs.keys() != expected.outputs.keys():
+            problems.append(f"outputs are {list(run.outputs)}, not {list(expected.outputs)}")
+        for name in run.outputs.keys() & expected.outputs.keys():
+            error = (run.outputs[name] - expected.outputs[name]).abs().max() / expected.outputs[name].abs().max()
+            self.figures.outputs = max(self.figures.outputs, error.item())
+            if not error <= LARGEST_ERROR:
+                problems.append(f"{name} differ by {error:.1e} of their scale")
+        if not abs(run.loss - expected.loss) <= 1e-6 * max(1.0, abs(expected.loss)):
+            problems.append(f"the loss is {run.loss}, not {expected.loss}")
+        if run.grads.keys() != expected.grads.keys():
+            problems.append(f"only one has gradients of {sorted(run.grads.keys() ^ expected.grads.keys())}")
+        largest = max(grad.norm() for grad in expected.grads.values())
+        for name in run.grads.keys() & expected.grads.keys():
+            grad = expected.grads[name]
+            error = (run.grads[name] - grad).norm() / (grad.norm() + SMALL * largest)
+            self.figures.grads = max(self.figures.grads, error.item())
+            if not error <= LARGEST_ERROR:
+                problems.append(f"the gradient of {name} differs by {error:.1e}")
+        return problems
+
+    def narrow(self, run: Run) -> list[str]:
+        problems = []
+        for name in run.outputs.keys() & self.fp32.outputs.keys():
+            ratio = error_ratio(run.outputs[name], self.bf16.outputs[name], self.fp32.outputs[name])
+            self.figures.bf16_outputs = max(self.figures.bf16_outputs, ratio)
+            if not ratio <= LARGEST_RATIO:
+                problems.append(f"{name} have {ratio:.2f} times the error of transformers' bf16")
+        names = run.grads.keys() & self.fp32.grads.keys()
+        ratio = error_ratio(*(joined(each.grads, names) for each in (run, self.bf16, self.fp32)))
+        self.figures.bf16_grads = max(self.figures.bf16_grads, ratio)
+        if not ratio <= LARGEST_RATIO:
+            problems.append(f"the gradients have {ratio:.2f} times the error of transformers' bf16")
+        return problems
+
+
+def whole(family_name: str, ranks: list) -> Run:
+    """One run from what all ranks returned. Replicated results must be the same on every rank."""
+    outputs, loss, _ = ranks[0]
+    for others, other_loss, _ in ranks[1:]:
+        assert other_loss == loss, "the ranks' losses differ"
+        assert all(torch.equal(others[name], outputs[name]) for name in outputs), "the ranks' outputs differ"
+    return Run(outputs, loss, merge_gradients(family_name, [grads for *_, grads in ranks]))
+
+
+def check_case(
+    name: str,
+    row: tuple[str, Case],
+    folder: Path,
+    run_mesh: Callable[..., list],
+    sizes: Iterable[int] | None = None,
+    layouts: Iterable[tuple[str, str]] = (),
+) -> Figures:
+    """Compares one case with transformers at each tensor-parallel size and in each (mode, type).
+
+    Args:
+        name: Of the row.
+        row: The family and the case.
+        folder: An empty folder for checkpoints.
+        run_mesh: The fixture of that name.
+        sizes: Tensor-parallel sizes; None means the case's.
+        layouts: Pairs of MODES and DTYPES; by default all.
+    """
+    family_name, case = row
+    model = build(name, case, folder / "hf")
+    batches = Inputs(name, case, model.config)
+    inputs, figures = batches.batch(), Figures()
+    narrow = copy.deepcopy(model).bfloat16()
+    comparison = Comparison(*(reference(m, inputs, family_name) for m in (model, narrow)), figures)
+    prompts, expected = None, {}
+    if generates(name, family_name):
+        prompts = batches.prompts()
+        expected = {key: decode(model, *prompts, options) for key, options in GENERATION.items()}
+    todo = list(layouts) or [(mode, dtype) for mode in MODES for dtype in DTYPES]
+    for size in case.sizes if sizes is None else sizes:
+        ranks = run_mesh(size, run_layouts, folder / "hf", inputs, todo, prompts)
+        for i, (mode, dtype) in enumerate(todo):
+            try:
+                run = whole(family_name, [results[i] for results, _ in ranks])
+            except AssertionError as error:
+                figures.problems.append(f"TP {size}, {mode}, {dtype}: {error}")
+                continue
+            comparison.add(f"TP {size}, {mode}", dtype, run)
+        compare_tokens(size, [tokens for _, tokens in ranks], expected, prompts, batches.kind, figures)
+        check_conversion(folder, size, figures)
+    return figures
+
+
+def generates(name: str, family_name: str) -> bool:
+    from shardzoo.models import family
+
+    return getattr(family(family_name).architectures[architecture_of(name)], "generates", "") in (
+        "continuation", "answer",
+    )  # fmt: skip
+
+
+def compare_tokens(size: int, ranks: list, expected: dict[str, Tensor], prompts, kind: str, figures: Figures) -> None:
+    for key, tokens in expected.items():
+        prompt = prompts[0].shape[1] if kind == "decoder" else 1
+        wanted = until_end(tokens, prompt, ENDS)
+        figures.tokens += sum(len(row) - prompt for row in wanted)
+        for rank, found in enumerate(ranks):
+            if (rows := until_end(found[key], prompt, ENDS)) != wanted:
+                figures.problems.append(f"TP {size}, {key}, rank {rank}: tokens are {rows}, not {wanted}")
+
+
+def check_conversion(folder: Path, size: int, figures: Figures) -> None:
+    """HF -> ranks -> HF gives equal bytes, as read here; and `shardzoo convert verify --round-trip` says the same."""
+    from shardzoo.convert.operations import Options, merge, split
+    from shardzoo.convert.verification import verify_round_trip
+
+    split(folder / "hf", folder / f"shards-{size}", size)
+    merge(folder / f"shards-{size}", folder / f"merged-{size}")
+    if tensor_hashes(folder / f"merged-{size}") != tensor_hashes(folder / "hf"):
+        figures.problems.append(f"TP {size}: split and merge change the stored tensors")
+    verdict = verify_round_trip(folder / "hf", size, Options(), lambda done, total: None)
+    figures.problems += [f"TP {size}, --round-trip: {problem}" for problem in verdict.differences]

@@ -1,0 +1,9 @@
+"""mT5: gated GELU, an output head of its own."""
+
+from matrix import Case
+
+SIZES = {
+    "d_model": 18, "d_kv": 8, "num_heads": 6, "d_ff": 48, "vocab_size": 193, "num_layers": 3, "num_decoder_layers": 2,
+    "decoder_start_token_id": 0,
+}  # fmt: skip
+CASES = {"MT5ForConditionalGeneration": Case(SIZES, untied=True)}
