@@ -20,6 +20,12 @@ SHARDZOO_HASH uint64_t row_key(int64_t sample_key, int64_t row) {
   return z ^ (z >> 31);
 }
 
+// The row of attention probabilities of the unit-th (head, query) of a tensor whose first head is `first_head`. It does
+// not depend on the number of queries, which padding changes.
+SHARDZOO_HASH int64_t attention_row(int64_t first_head, int64_t unit, int64_t queries) {
+  return ((first_head + unit / queries) << 32) + unit % queries;
+}
+
 // The hash of the element in `column` (U: uint32_t or a vector of them).
 template <class U>
 SHARDZOO_HASH U element_hash(uint64_t key, U column) {

@@ -36,7 +36,7 @@ struct Dropout {
   const int64_t* keys;  // [batch]
   uint32_t threshold;   // an element whose hash is below this is dropped
   double keep_scale;    // 1 / (1 - p)
-  int64_t first_row;    // where the tensor begins within the sample
+  int64_t first_row;    // where the tensor begins within the sample; for attention, its first head
   int64_t first_column;
 };
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from ..ops import dropout, dropout_keys, masked_softmax, use_key
-from .mesh import ParallelMesh
+from .mesh import ParallelMesh, tp_rank
 
 
 class DropoutKey(NamedTuple):
@@ -85,8 +85,8 @@ class Dropout(nn.Module):
 
     Args:
         p: The probability of zeroing an element; the other elements are scaled by 1 / (1 - p).
-        split_dim: The dimension of the input that is split over the tensor-parallel ranks (1 for a split sequence or
-            for heads in [B, N, S, S], -1 for split features), or None if the input is replicated.
+        split_dim: The dimension of the input that is split over the tensor-parallel ranks (1 for a split sequence,
+            -1 for split features), or None if it is replicated. `scaled_masked_softmax` does not use it.
     """
 
     def __init__(self, p: float, *, split_dim: int | None = None, mesh: ParallelMesh | None = None):
@@ -94,7 +94,7 @@ class Dropout(nn.Module):
         if not 0 <= p < 1:
             raise ValueError(f"dropout probability {p} must be at least 0 and below 1")
         if split_dim not in (None, 1, -1):
-            raise ValueError(f"split_dim {split_dim} must be 1 (sequence or heads), -1 (features) or None")
+            raise ValueError(f"split_dim {split_dim} must be 1 (sequence), -1 (features) or None")
         self.p, self.split_dim, self.mesh = p, split_dim, mesh
         self.site: int | None = None
 
@@ -109,10 +109,7 @@ class Dropout(nn.Module):
     def mask_arguments(self, tensor: Tensor) -> dict[str, Any]:
         """Returns the arguments `keys`, `first_row` and `first_column` of `ops`: where this rank's part begins in the
         unsplit tensor."""
-        if self.site is None:
-            raise RuntimeError("call assign_dropout_sites(model) once after building the model")
-        key, first_sample = dropout_state.visit(self.site)
-        arguments: dict[str, Any] = {"keys": dropout_keys(key, first_sample, tensor.shape[0], tensor.device)}
+        arguments: dict[str, Any] = {"keys": self.keys(tensor)}
         if self.mesh is None:
             return arguments
         if self.split_dim in (-1, tensor.dim() - 1):
@@ -121,9 +118,16 @@ class Dropout(nn.Module):
             arguments["first_row"] = self.mesh.tp_rank * math.prod(tensor.shape[1:-1])
         return arguments
 
+    def keys(self, tensor: Tensor) -> Tensor:
+        """Returns the keys of the samples of a tensor [B, ...] for this use of the site, int64 [B]."""
+        if self.site is None:
+            raise RuntimeError("call assign_dropout_sites(model) once after building the model")
+        key, first_sample = dropout_state.visit(self.site)
+        return dropout_keys(key, first_sample, tensor.shape[0], tensor.device)
+
     # torch.compiler.disable sets this attribute too, but imports dynamo. The method must not be compiled, because
     # each step has a new key, which would be a new constant.
-    vars(mask_arguments)["_torchdynamo_disable"] = True
+    vars(keys)["_torchdynamo_disable"] = True
 
     def extra_repr(self) -> str:
         return f"p={self.p}, split_dim={self.split_dim}"
@@ -157,14 +161,16 @@ def scaled_masked_softmax(
             that may attend to no key gives zeros.
         bias: Broadcastable to scores; it may be trained.
         causal: Query i may attend to the keys j <= i + Sk - Sq.
-        dropout: A `Dropout(p, split_dim=1, mesh=mesh)`, because the heads are split.
+        dropout: A `Dropout(p, mesh=mesh)`. Whether it keeps an element depends on the sample, head, query and key
+            alone, not on the lengths that the batch is padded to.
 
     Returns:
         [B, Np, Sq, Sk] in the dtype of scores.
     """
     dropped: dict[str, Any] = {}
     if dropout is not None and dropout.drops:
-        dropped = {"dropout": dropout.p, **dropout.mask_arguments(scores)}
+        first_head = tp_rank(dropout.mesh) * scores.shape[1]
+        dropped = {"dropout": dropout.p, "keys": dropout.keys(scores), "first_head": first_head}
     return masked_softmax(scores, mask, bias, scale=scale, causal=causal, **dropped)
 
 

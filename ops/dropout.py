@@ -2,8 +2,9 @@
 
 The result is computed in fp32 (fp64 for fp64 input) and rounded once. Whether an element is kept is an integer function
 of the seed, the site (which dropout of the model), the visit (which use of the site), the global sample index, and the
-element's row and column in the sample's unsplit tensor. All arithmetic is on unsigned integers modulo 2^64 or 2^32, so
-PyTorch, C++, CUDA and Triton compute identical bits:
+element's row and column in the sample's unsplit tensor. In attention probabilities the row is head * 2^32 + query and
+the column is the key. All arithmetic is on unsigned integers modulo 2^64 or 2^32, so PyTorch, C++, CUDA and Triton
+compute identical bits:
 
     mix64(z): z ^= z >> 30; z *= 0xbf58476d1ce4e5b9; z ^= z >> 27; z *= 0x94d049bb133111eb; z ^= z >> 31
     chain(key, value) = mix64(key + 0x9e3779b97f4a7c15 * (value + 1))
@@ -16,6 +17,8 @@ mix64 is the finalizer of SplitMix64 (Steele et al. 2014); the 32-bit constants 
 """
 
 from __future__ import annotations
+
+from math import prod
 
 import torch
 from torch import Tensor
@@ -181,9 +184,18 @@ def dropout_keys(key: int, first_sample: int, batch: int, device: torch.device |
     return _chain(torch.full_like(samples, _signed(key)), samples)
 
 
-def row_keys(keys: Tensor, first_row: int, rows: int) -> Tensor:
-    """Returns the keys of the rows first_row, first_row + 1, ... of each sample, int64 [B, rows]."""
-    return _chain(keys.reshape(-1, 1), torch.arange(first_row, first_row + rows, device=keys.device))
+def row_keys(keys: Tensor, rows: Tensor) -> Tensor:
+    """Returns the keys of the rows int64 [R] of each sample, int64 [B, R]."""
+    return _chain(keys.reshape(-1, 1), rows)
+
+
+def attention_rows(first_head: int, heads: int, queries: int, device: torch.device | str) -> Tensor:
+    """Returns the row of each (head, query) in attention probabilities, int64 [heads * queries]: head * 2^32 + query.
+
+    So the mask of a head does not depend on the number of queries, which padding changes.
+    """
+    numbers = torch.arange(first_head, first_head + heads, device=device)
+    return ((numbers << 32)[:, None] + torch.arange(queries, device=device)).flatten()
 
 
 def dropout_threshold(p: float) -> int:
@@ -200,18 +212,19 @@ def dropout_keep(keys: Tensor, shape: tuple[int, ...], p: float, first_row: int 
         keys: int64 [B] from `dropout_keys`.
         shape: The tensor's shape. The dimensions between the first and the last are the rows of a sample.
         p: The probability of dropping an element.
-        first_row, first_column: Where the tensor begins within the sample's unsplit tensor. A rank with heads
-            [n0, n0 + Np) of [N, Sq, Sk] has first_row = n0 * Sq; a rank with columns [f0, f0 + Fp) of [S, F] has
-            first_column = f0.
+        first_row, first_column: Where the tensor begins within the sample's unsplit tensor. A rank with positions
+            [s0, s0 + Sp) of [S, F] has first_row = s0; one with columns [f0, f0 + Fp) has first_column = f0.
     """
-    rows = 1
-    for size in shape[1:-1]:
-        rows *= size
-    of_rows = row_keys(keys, first_row, rows)[:, :, None]  # [B, rows, 1]
-    column = torch.arange(first_column, first_column + shape[-1], device=keys.device)
-    h = ((of_rows & _LOW) + column) & _LOW
+    rows = torch.arange(first_row, first_row + prod(shape[1:-1]), device=keys.device)
+    return kept_elements(row_keys(keys, rows), shape[-1], p, first_column).reshape(shape)
+
+
+def kept_elements(of_rows: Tensor, columns: int, p: float, first_column: int = 0) -> Tensor:
+    """Returns the boolean mask [B, R, columns] of kept elements in rows with the keys int64 [B, R]."""
+    column = torch.arange(first_column, first_column + columns, device=of_rows.device)
+    h = ((of_rows[:, :, None] & _LOW) + column) & _LOW
     h = ((h ^ (h >> 16)) * 0x21F0AAAD) & _LOW
-    h = h ^ _shift_right(of_rows, 32)
+    h = h ^ _shift_right(of_rows[:, :, None], 32)
     h = ((h ^ (h >> 15)) * 0x735A2D97) & _LOW
     h = h ^ (h >> 15)
-    return (h >= dropout_threshold(p)).reshape(shape)
+    return h >= dropout_threshold(p)

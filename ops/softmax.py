@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import torch
 
-from .dropout import dropout_keep
+from .dropout import attention_rows, kept_elements, row_keys
 from .library import Op, compute_dtype, empty_placeholder, empty_pooled, same_dtype
 
 
-def reference(scores, mask, bias, prefix, keys, scale, causal, dropout, first_row):
+def reference(scores, mask, bias, prefix, keys, scale, causal, dropout, first_head):
     """Computes the definition. The arguments are as in the schema."""
     dtype = compute_dtype(scores)
     z = scores.to(dtype) * scale  # [B, N, Sq, Sk]
@@ -30,9 +30,15 @@ def reference(scores, mask, bias, prefix, keys, scale, causal, dropout, first_ro
     probs = z.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
     if dropout == 0.0:
         return probs.to(scores.dtype), empty_placeholder(scores)
-    keep = dropout_keep(keys, tuple(scores.shape), dropout, first_row)
+    keep = _kept(scores, keys, dropout, first_head)
     dropped = torch.where(keep, probs / (1.0 - dropout), 0.0)
     return probs.to(scores.dtype), dropped.to(scores.dtype)
+
+
+def _kept(scores, keys, dropout, first_head):
+    _, heads, queries, columns = scores.shape
+    rows = attention_rows(first_head, heads, queries, scores.device)
+    return kept_elements(row_keys(keys, rows), columns, dropout).reshape(scores.shape)
 
 
 def visible_keys(scores, mask, prefix, causal):
@@ -49,12 +55,12 @@ def visible_keys(scores, mask, prefix, causal):
     return rule if visible is None else visible & rule
 
 
-def backward_reference(grad, probs, keys, scale, dropout, first_row, bias_batch):
+def backward_reference(grad, probs, keys, scale, dropout, first_head, bias_batch):
     """Returns the gradients of the scores and, if bias_batch is 1 or B, of a bias [bias_batch, N, Sq, Sk]."""
     dtype = compute_dtype(probs)
     grad, p = grad.to(dtype), probs.to(dtype)
     if dropout:
-        keep = dropout_keep(keys, tuple(probs.shape), dropout, first_row)
+        keep = _kept(probs, keys, dropout, first_head)
         grad = torch.where(keep, grad / (1.0 - dropout), 0.0)
     grad_z = p * (grad - (grad * p).sum(-1, keepdim=True))
     grad_bias = empty_placeholder(probs)
@@ -63,11 +69,11 @@ def backward_reference(grad, probs, keys, scale, dropout, first_row, bias_batch)
     return (grad_z * scale).to(probs.dtype), grad_bias
 
 
-def _allocate(scores, mask, bias, prefix, keys, scale, causal, dropout, first_row):
+def _allocate(scores, mask, bias, prefix, keys, scale, causal, dropout, first_head):
     return empty_pooled(scores), empty_pooled(scores) if dropout else empty_placeholder(scores)
 
 
-def _allocate_backward(grad, probs, keys, scale, dropout, first_row, bias_batch):
+def _allocate_backward(grad, probs, keys, scale, dropout, first_head, bias_batch):
     bias = empty_pooled(probs, bias_batch, *probs.shape[1:]) if bias_batch else empty_placeholder(probs)
     return empty_pooled(probs), bias
 
@@ -80,7 +86,7 @@ def _expanded(tensor, like):
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _prepare(scores, mask, bias, prefix, keys, scale, causal, dropout, first_row):
+def _prepare(scores, mask, bias, prefix, keys, scale, causal, dropout, first_head):
     additive = mask if mask is not None and mask.dtype != torch.bool else None
     return same_dtype(scores, bias, additive) or (
         scores.contiguous(),
@@ -91,11 +97,11 @@ def _prepare(scores, mask, bias, prefix, keys, scale, causal, dropout, first_row
         scale,
         causal,
         dropout,
-        first_row,
+        first_head,
     )
 
 
-def _prepare_backward(grad, probs, keys, scale, dropout, first_row, bias_batch):
+def _prepare_backward(grad, probs, keys, scale, dropout, first_head, bias_batch):
     keys = None if keys is None else keys.contiguous()
     return same_dtype(grad, probs) or (
         grad.contiguous(),
@@ -103,7 +109,7 @@ def _prepare_backward(grad, probs, keys, scale, dropout, first_row, bias_batch):
         keys,
         scale,
         dropout,
-        first_row,
+        first_head,
         bias_batch,
     )
 
@@ -111,7 +117,7 @@ def _prepare_backward(grad, probs, keys, scale, dropout, first_row, bias_batch):
 forward_op = Op(
     "masked_softmax",
     "Tensor scores, Tensor? mask, Tensor? bias, Tensor? prefix, Tensor? keys, float scale, bool causal, "
-    "float dropout, SymInt first_row",
+    "float dropout, SymInt first_head",
     ("probs", "dropped"),
     allocate=_allocate,
     reference=reference,
@@ -119,7 +125,7 @@ forward_op = Op(
 )
 backward_op = Op(
     "masked_softmax_backward",
-    "Tensor grad, Tensor probs, Tensor? keys, float scale, float dropout, SymInt first_row, SymInt bias_batch",
+    "Tensor grad, Tensor probs, Tensor? keys, float scale, float dropout, SymInt first_head, SymInt bias_batch",
     ("grad_scores", "grad_bias"),
     allocate=_allocate_backward,
     reference=backward_reference,
@@ -128,7 +134,7 @@ backward_op = Op(
 
 
 def _setup_context(ctx, inputs, output):
-    _, _, bias, _, keys, ctx.scale, _, ctx.dropout, ctx.first_row = inputs
+    _, _, bias, _, keys, ctx.scale, _, ctx.dropout, ctx.first_head = inputs
     ctx.bias_shape = None if bias is None or not bias.requires_grad else bias.shape
     ctx.save_for_backward(output[0], keys)
     ctx.set_materialize_grads(False)  # one of the two outputs is not used
@@ -141,7 +147,7 @@ def _backward(ctx, grad_probs, grad_dropped):
     grad = grad_dropped if ctx.dropout else grad_probs
     if grad is None:
         return (None,) * 9
-    grad_scores, grad_bias = backward_op(grad, probs, keys, ctx.scale, ctx.dropout, ctx.first_row, bias_batch)
+    grad_scores, grad_bias = backward_op(grad, probs, keys, ctx.scale, ctx.dropout, ctx.first_head, bias_batch)
     grad_bias = None if shape is None else grad_bias.sum_to_size(shape)
     return grad_scores, None, grad_bias, None, None, None, None, None, None
 
@@ -159,7 +165,7 @@ def masked_softmax(
     prefix: torch.Tensor | None = None,
     dropout: float = 0.0,
     keys: torch.Tensor | None = None,
-    first_row: int = 0,
+    first_head: int = 0,
 ) -> torch.Tensor:
     """Returns the attention probabilities softmax(scale * scores + bias + mask), with dropout applied.
 
@@ -172,7 +178,7 @@ def masked_softmax(
         prefix: int64 [B], only with `causal`: every query of sample b also attends to the keys j < prefix[b].
         dropout: The probability of dropping an attention probability; requires `keys`.
         keys: int64 [B] from `dropout_keys`.
-        first_row: The row of the unsplit sample [N of all ranks, Sq, Sk] where this tensor begins: first head * Sq.
+        first_head: The head of the unsplit sample [N of all ranks, Sq, Sk] where this tensor begins.
 
     Raises:
         ValueError: The shapes do not match, a prefix is passed without `causal`, or dropout without keys.
@@ -195,5 +201,5 @@ def masked_softmax(
             raise ValueError(f"{name} {tuple(tensor.shape)} does not broadcast to the scores {tuple(scores.shape)}")
     if bias is not None and bias.dim() != 4:
         bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
-    probs, dropped = forward_op(scores, mask, bias, prefix, keys, float(scale), causal, float(dropout), first_row)
+    probs, dropped = forward_op(scores, mask, bias, prefix, keys, float(scale), causal, float(dropout), first_head)
     return dropped if dropout else probs

@@ -8,7 +8,7 @@ namespace {
 
 void masked_softmax(const Tensor& scores, const OptionalTensor& mask, const OptionalTensor& bias,
                     const OptionalTensor& prefix, const OptionalTensor& keys, double scale, bool causal, double p,
-                    int64_t first_row, const Tensor& probs, const Tensor& dropped) {
+                    int64_t first_head, const Tensor& probs, const Tensor& dropped) {
   SoftmaxForward a = {};
   a.scores = input(scores), a.mask = input(mask), a.bias = input(bias), a.prefix = integers(prefix);
   a.probs = output(probs), a.dropped = output(dropped);
@@ -19,21 +19,21 @@ void masked_softmax(const Tensor& scores, const OptionalTensor& mask, const Opti
   }
   a.mask_is_bool = mask && mask->scalar_type() == ScalarType::Bool;
   a.causal = causal, a.scale = scale;
-  a.dropout = dropout_of(p > 0 ? keys : OptionalTensor(), p, first_row, 0);
+  a.dropout = dropout_of(p > 0 ? keys : OptionalTensor(), p, first_head, 0);
   check_sizes(scores.numel(), {mask, bias, probs, p > 0 ? OptionalTensor(dropped) : OptionalTensor()});
   check_sizes(a.batch, {prefix, keys});
   run(kSoftmaxForward, scores, &a, rows_of(scores), a.columns);
 }
 
 void masked_softmax_backward(const Tensor& grad, const Tensor& probs, const OptionalTensor& keys, double scale,
-                             double p, int64_t first_row, int64_t bias_batch, const Tensor& grad_scores,
+                             double p, int64_t first_head, int64_t bias_batch, const Tensor& grad_scores,
                              const Tensor& grad_bias) {
   SoftmaxBackward a = {};
   a.grad = input(grad), a.probs = input(probs);
   a.grad_scores = output(grad_scores), a.grad_bias = output(grad_bias);
   a.batch = probs.size(0), a.heads = probs.size(1), a.queries = probs.size(2), a.columns = probs.size(3);
   a.bias_batch = bias_batch, a.scale = scale;
-  a.dropout = dropout_of(p > 0 ? keys : OptionalTensor(), p, first_row, 0);
+  a.dropout = dropout_of(p > 0 ? keys : OptionalTensor(), p, first_head, 0);
   check_sizes(probs.numel(), {grad, grad_scores});
   check_sizes(a.batch, {keys});
   check_sizes(bias_batch * a.heads * a.queries * a.columns, {grad_bias});
@@ -198,9 +198,9 @@ void linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, c
 STABLE_TORCH_LIBRARY(shardzoo_kernels, m) {
   m.def(
       "masked_softmax(Tensor scores, Tensor? mask, Tensor? bias, Tensor? prefix, Tensor? keys, float scale, "
-      "bool causal, float p, int first_row, Tensor(a!) probs, Tensor(b!) dropped) -> ()");
+      "bool causal, float p, int first_head, Tensor(a!) probs, Tensor(b!) dropped) -> ()");
   m.def(
-      "masked_softmax_backward(Tensor grad, Tensor probs, Tensor? keys, float scale, float p, int first_row, "
+      "masked_softmax_backward(Tensor grad, Tensor probs, Tensor? keys, float scale, float p, int first_head, "
       "int bias_batch, Tensor(a!) grad_scores, Tensor(b!) grad_bias) -> ()");
   m.def(
       "layer_norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps, Tensor(a!) y, "

@@ -101,7 +101,7 @@ void softmax_forward(const SoftmaxForward& a, int64_t begin, int64_t end) {
     });
     if (a.dropout.keys == nullptr) continue;
     T* dropped = at<T>(a.dropped, start);
-    const uint64_t key = row_key(a.dropout.keys[b], a.dropout.first_row + n * a.queries + q);
+    const uint64_t key = row_key(a.dropout.keys[b], attention_row(a.dropout.first_row + n, q, a.queries));
     for (int64_t i = limit; i < a.columns; ++i) row[i] = 0;
     for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
       const V keep = keep_factor<C>(key, i, a.dropout.threshold, a.dropout.keep_scale);
@@ -118,13 +118,17 @@ INLINE VectorOf<T> dropped_grad(const Dropout& d, uint64_t key, int64_t i, Vecto
   return keep == 0 ? VectorOf<T>{} : value * keep;
 }
 
+INLINE uint64_t key_of_row(const Dropout& d, int64_t b, int64_t unit, int64_t queries) {
+  return d.keys == nullptr ? 0 : row_key(d.keys[b], attention_row(d.first_row, unit, queries));
+}
+
 // Processes one row. Adds the bias gradient to `bias_sum`, or writes it to `bias_out`, if they are not null.
 template <class T>
 INLINE void softmax_backward_row(const SoftmaxBackward& a, int64_t b, int64_t unit, Compute<T>* bias_sum) {
   using C = Compute<T>;
   using V = VectorOf<T>;
   const int64_t plane = a.heads * a.queries, row = (b * plane + unit) * a.columns;
-  const uint64_t key = a.dropout.keys == nullptr ? 0 : row_key(a.dropout.keys[b], a.dropout.first_row + unit);
+  const uint64_t key = key_of_row(a.dropout, b, unit, a.queries);
   const T *grad = at<T>(a.grad, row), *probs = at<T>(a.probs, row);
   V sums = {};
   for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {

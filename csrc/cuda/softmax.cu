@@ -60,6 +60,10 @@ __device__ __forceinline__ void masked_scores(const Row<T>& row, Compute<T> scal
   for (int j = 0; j < N; ++j) z[j] = column + j < row.limit ? z[j] : C(kLowest);
 }
 
+__device__ __forceinline__ uint64_t key_of_row(const Dropout& d, int64_t b, int64_t row) {
+  return d.keys == nullptr ? 0 : row_key(d.keys[b], row);
+}
+
 template <class T, int N, bool Kept>
 __global__ void __launch_bounds__(1024) softmax_forward_kernel(SoftmaxForward a, int64_t rows) {
   using C = Compute<T>;
@@ -84,8 +88,9 @@ __global__ void __launch_bounds__(1024) softmax_forward_kernel(SoftmaxForward a,
     });
     const C total = reduce_block(Pair<C>{sum, C(0)}, Add()).first;
     const C inverse = total == 0 ? C(0) : 1 / total;
-    const int64_t in_sample = unit % (a.heads * a.queries), b = unit / (a.heads * a.queries);
-    const uint64_t key = a.dropout.keys == nullptr ? 0 : row_key(a.dropout.keys[b], a.dropout.first_row + in_sample);
+    const int64_t plane = a.heads * a.queries;
+    const uint64_t key =
+        key_of_row(a.dropout, unit / plane, attention_row(a.dropout.first_row, unit % plane, a.queries));
     each_vector<Kept, K, N>(a.columns, [&](int k, int64_t column) {
       if (!Kept) {
         masked_scores<T, N>(row, scale, column, z[k]);
@@ -130,11 +135,12 @@ __global__ void __launch_bounds__(512) softmax_backward_kernel(SoftmaxBackward a
   const C scale = static_cast<C>(a.scale);
   const int64_t plane = a.heads * a.queries;
   for (int64_t unit = blockIdx.x; unit < plane; unit += gridDim.x) {
+    const int64_t row = attention_row(a.dropout.first_row, unit, a.queries);
     C bias_sum[K][N] = {};
     for (int64_t b = blockIdx.y; b < a.batch; b += gridDim.y) {
       const int64_t start = (b * plane + unit) * a.columns;
       const T *grad = at<T>(a.grad, start), *probs = at<T>(a.probs, start);
-      const uint64_t key = a.dropout.keys == nullptr ? 0 : row_key(a.dropout.keys[b], a.dropout.first_row + unit);
+      const uint64_t key = key_of_row(a.dropout, b, row);
       C g[K][N], p[K][N];
       C dot = 0;
       each_vector<Kept, K, N>(a.columns, [&](int k, int64_t column) {
@@ -174,13 +180,14 @@ __global__ void __launch_bounds__(512) long_bias_kernel(SoftmaxBackward a) {
   using C = Compute<T>;
   const int64_t plane = a.heads * a.queries;
   for (int64_t unit = blockIdx.x; unit < plane; unit += gridDim.x) {
+    const int64_t row = attention_row(a.dropout.first_row, unit, a.queries);
     for (int64_t first = 0; first < a.columns; first += blockDim.x) {
       const int64_t mine = first + threadIdx.x;
       C sum = 0;
       for (int64_t b = 0; b < a.batch; ++b) {
         const int64_t start = (b * plane + unit) * a.columns;
         const T *grad = at<T>(a.grad, start), *probs = at<T>(a.probs, start);
-        const uint64_t key = a.dropout.keys == nullptr ? 0 : row_key(a.dropout.keys[b], a.dropout.first_row + unit);
+        const uint64_t key = key_of_row(a.dropout, b, row);
         C dot = 0;
         for (int64_t column = threadIdx.x; column < a.columns; column += blockDim.x) {
           C g[1];

@@ -191,7 +191,7 @@ class CoreAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.scale = scale
-        self.dropout = Dropout(dropout, split_dim=1, mesh=mesh)
+        self.dropout = Dropout(dropout, mesh=mesh)
         self.recompute = parallel_config.recompute == "selective"
 
     def forward(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -72,6 +73,11 @@ def dropout_backward(
         tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * columns + column, sums, mask=inside)
 
 
+def _keys(keys, first_row, rows):
+    """The keys of all samples' rows, of which there are `rows`."""
+    return row_keys(keys, torch.arange(first_row, first_row + rows // keys.shape[0], device=keys.device))
+
+
 def _forward(x, bias, residual, keys, p, first_row, first_column, y):
     columns = x.shape[-1]
     rows, block = x.numel() // columns, block_of(columns)
@@ -79,7 +85,7 @@ def _forward(x, bias, residual, keys, p, first_row, first_column, y):
         x,
         pointer(bias, x),
         pointer(residual, x),
-        row_keys(keys, first_row, rows // x.shape[0]) if p else x,
+        _keys(keys, first_row, rows) if p else x,
         y,
         columns,
         first_column,
@@ -99,7 +105,7 @@ def _backward(grad, keys, p, first_row, first_column, has_bias, grad_x, grad_bia
     partial = partial_sums(grad, rows, columns)
     dropout_backward[(len(partial),)](
         grad,
-        row_keys(keys, first_row, rows // grad.shape[0]) if p else grad,
+        _keys(keys, first_row, rows) if p else grad,
         grad_x,
         partial,
         rows,

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..dropout import dropout_threshold, row_keys
+from ..dropout import attention_rows, dropout_threshold, row_keys
 from .common import block_of, keep_factor, pointer, warps_of
 
 
@@ -112,7 +112,7 @@ def softmax_backward(
         tl.store(grad_bias_ptr + at, bias_sum.to(grad_bias_ptr.dtype.element_ty), mask=inside)
 
 
-def _forward(scores, mask, bias, prefix, keys, scale, causal, p, first_row, probs, dropped):
+def _forward(scores, mask, bias, prefix, keys, scale, causal, p, first_head, probs, dropped):
     batch, heads, queries, columns = scores.shape
     boolean = mask is not None and mask.dtype == torch.bool
     block = block_of(columns)
@@ -121,7 +121,7 @@ def _forward(scores, mask, bias, prefix, keys, scale, causal, p, first_row, prob
         pointer(mask.view(torch.uint8) if boolean else mask, scores),
         pointer(bias, scores),
         pointer(prefix, scores),
-        row_keys(keys, first_row, heads * queries) if p else scores,
+        row_keys(keys, attention_rows(first_head, heads, queries, keys.device)) if p else scores,
         probs,
         dropped,
         heads,
@@ -142,13 +142,13 @@ def _forward(scores, mask, bias, prefix, keys, scale, causal, p, first_row, prob
     )
 
 
-def _backward(grad, probs, keys, scale, p, first_row, bias_batch, grad_scores, grad_bias):
+def _backward(grad, probs, keys, scale, p, first_head, bias_batch, grad_scores, grad_bias):
     batch, heads, queries, columns = probs.shape
     block = block_of(columns)
     softmax_backward[(heads * queries,)](
         grad,
         probs,
-        row_keys(keys, first_row, heads * queries) if p else probs,
+        row_keys(keys, attention_rows(first_head, heads, queries, keys.device)) if p else probs,
         grad_scores,
         grad_bias,
         batch,

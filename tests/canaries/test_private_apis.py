@@ -272,7 +272,7 @@ def test_dynamo_leaves_marked_functions_alone():
 
         disabled = torch.compiler.disable(function)
         assert disabled._torchdynamo_disable is True  # type: ignore[attr-defined]
-        assert Dropout.mask_arguments._torchdynamo_disable is True  # type: ignore[attr-defined]
+        assert Dropout.keys._torchdynamo_disable is True  # type: ignore[attr-defined]
 
 
 def test_a_worker_of_the_data_loader_can_be_hidden():

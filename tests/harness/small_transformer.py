@@ -18,7 +18,7 @@ class Block(nn.Module):
         self.head_size, self.recompute = hidden // heads, recompute
         self.norm_1 = mpu.LayerNorm(hidden, **options)
         self.qkv = mpu.ColumnParallelLinear(hidden, 3 * hidden, groups=(hidden,) * 3, unit=self.head_size, **options)
-        self.attention_dropout = mpu.Dropout(dropout, split_dim=1, mesh=mesh)
+        self.attention_dropout = mpu.Dropout(dropout, mesh=mesh)
         self.out = mpu.RowParallelLinear(hidden, hidden, unit=self.head_size, **options)
         self.dropout_1 = mpu.Dropout(dropout, split_dim=split_dim, mesh=mesh)
         self.norm_2 = mpu.LayerNorm(hidden, **options)

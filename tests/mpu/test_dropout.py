@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 
 import pytest
@@ -63,6 +64,32 @@ def test_mask_is_the_documented_function(seed, sample, shape, p, visit):
             for column in range(shape[-1]):
                 kept = element(row_key, column) >= round(p * 2**32)
                 assert bool(actual.view(shape[0], rows, shape[-1])[b, row, column]) == kept
+
+
+def attention_dropped(mesh, heads: int, queries: int, keys_: int, samples: int) -> torch.Tensor:
+    """Which of a rank's attention probabilities are dropped, for all samples, as zeros."""
+    layer = keys("site", p=0.4, mesh=mesh)["site"]
+    mpu.dropout_state.set(5, 1000)
+    return mpu.scaled_masked_softmax(torch.zeros(samples, heads // mesh.tp_size, queries, keys_), dropout=layer) != 0
+
+
+def test_the_mask_of_attention_is_the_documented_function():
+    layer = keys("site", p=0.3)["site"]
+    mpu.dropout_state.set(7, 30)
+    actual = mpu.scaled_masked_softmax(torch.zeros(2, 3, 4, 5), dropout=layer) != 0
+    site = chain(chain(mix64(7), layer.site), 0)
+    for b, head, query, key in itertools.product(range(2), range(3), range(4), range(5)):
+        row_key = chain(chain(site, 30 + b), (head << 32) + query)
+        assert bool(actual[b, head, query, key]) == (element(row_key, key) >= round(0.3 * 2**32))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3])
+def test_the_mask_of_attention_depends_neither_on_padding_nor_on_the_split(tp, run_mesh):
+    [whole] = run_mesh(1, attention_dropped, 6, 9, 11, 3)
+    assert 0.3 < whole.float().mean() < 0.9
+    for queries, keys_, samples in ((9, 11, 3), (17, 11, 3), (9, 30, 2), (64, 64, 3)):
+        padded = torch.cat(run_mesh(tp, attention_dropped, 6, queries, keys_, samples), dim=1)
+        assert torch.equal(padded[:, :, :9, :11], whole[:samples])
 
 
 def test_sites_are_a_function_of_the_name_alone():

@@ -120,7 +120,7 @@ def build_cases(rows=5, columns=37, seed=0):
         "softmax_causal": attention({"scores": scores}, causal=True),
         "softmax_prefix": attention({"scores": scores, "prefix": prefix, "bias": score_bias}, causal=True),
         "softmax_dropout": attention(
-            {"scores": scores, "bias": score_bias, "keys": keys}, dropout=0.3, first_row=7, causal=True
+            {"scores": scores, "bias": score_bias, "keys": keys}, dropout=0.3, first_head=7, causal=True
         ),
         "layer_norm": Case(ops.layer_norm, {"x": x, "weight": weight, "bias": bias}, norm, {"eps": 1e-5}),
         "layer_norm_no_bias": Case(ops.layer_norm, {"x": x, "weight": weight}, norm[:2], {"bias": None, "eps": 1e-5}),
