@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..models.common.cache import Cache
 from ..models.common.language_model import CausalLM, EncoderOutput, Seq2SeqLM
-from ..models.common.transformer import lower_triangular_mask
+from ..models.common.masks import lower_triangular_mask
 from .vocabulary import without_padding
 
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from ...mpu import Dropout, LayerNorm, ParallelMesh, VocabParallelEmbedding, VocabParallelHead
 from ..common.language_model import VOCABULARY_MULTIPLE, LanguageModel, PositionEmbedding, ReplicatedLinear, first_token
+from ..common.masks import key_mask
 from ..common.parallel_config import LayerArguments, ParallelConfig, layer_arguments, residual_dropout
 from ..common.stack import Hidden, run_blocks
-from ..common.transformer import MLP, SelfAttention, find_activation, key_mask
+from ..common.transformer import MLP, SelfAttention, find_activation
 from .classification import SequenceClassifier, class_loss
 from .config import BertConfig
 from .outputs import MaskedLMOutput, PreTrainingOutput

@@ -1,25 +1,220 @@
-"""Computes rotary positions (Su et al., 2021, arXiv:2104.09864). As in Hugging Face, features i and i + D/2 pair up."""
+"""Computes rotary positions (Su et al., 2021, arXiv:2104.09864) with the published scalings of their frequencies.
+
+Pairs of features turn by an angle that is the position times the pair's frequency. As in Hugging Face, features i and
+i + R/2 are a pair, or features 2i and 2i + 1 if `interleaved`, where R ≤ D features of each head rotate. The angles are
+computed in fp32 and their cosines and sines are rounded to the dtype of the model.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+RopeValue = str | float | bool | list[float] | None
+RopeParameters = dict[str, RopeValue]
+"""The `rope_parameters` of a `config.json` of transformers: `rope_type`, `rope_theta` and the scaling's numbers."""
 
-def rotary_embedding(position_ids: Tensor, head_size: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns the cosines and sines of positions int64 [B, S], each [B, 1, S, D].
+_REQUIRED: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+_WITH_ORIGINAL = ("yarn", "longrope", "llama3")  # they compare with the length that the model was pretrained with
+
+
+class Rotary(NamedTuple):
+    """The rotation of queries and keys.
+
+    Attributes:
+        cos, sin: [B or 1, 1, S, R/2], for R rotated features of each head.
+        interleaved: Whether features 2i and 2i + 1 are a pair, instead of i and i + R/2.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+
+
+def rotary_embedding(
+    position_ids: Tensor,
+    head_size: int,
+    parameters: Mapping[str, Any],
+    max_positions: int,
+    dtype: torch.dtype,
+    *,
+    interleaved: bool = False,
+) -> Rotary:
+    """Returns the rotation for positions int64 [B or 1, S].
 
     Args:
-        theta: The angle of position p and feature i is p * theta^(-2i / D), in fp32.
+        parameters: From `read_rope_parameters`.
+        max_positions: `max_position_embeddings`, from which some scalings start.
         dtype: The dtype of the result.
     """
-    exponents = torch.arange(0, head_size, 2, device=position_ids.device, dtype=torch.float32) / head_size
-    angles = position_ids[:, None, :, None].float() * (1.0 / theta**exponents)  # [B, 1, S, D/2]
-    angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    rotated = int(head_size * parameters.get("partial_rotary_factor", 1.0))
+    exponents = torch.arange(0, rotated, 2, device=position_ids.device, dtype=torch.float32) / rotated
+    scaled = _SCALINGS[parameters["rope_type"]]
+    frequencies, factor = scaled(exponents, parameters, max_positions, position_ids)
+    angles = position_ids[:, None, :, None].float() * frequencies
+    return Rotary((angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype), interleaved)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates queries or keys [B, N, S, D] to their positions."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """Rotates queries or keys [B, N, S, D] to their positions. Each product is rounded, as in transformers."""
+    # The result is [B, S, N, D] in memory, so that attention's output is too and needs no copy to merge its heads.
+    x, cos, sin = (tensor.transpose(1, 2) for tensor in (x, rotary.cos, rotary.sin))
+    rotated = 2 * cos.shape[-1]
+    turning, rest = x[..., :rotated], x[..., rotated:]
+    first, second = (turning[..., ::2], turning[..., 1::2]) if rotary.interleaved else turning.chunk(2, dim=-1)
+    pairs = (first * cos - second * sin, second * cos + first * sin)
+    turned = (torch.stack(pairs, dim=-1).flatten(-2),) if rotary.interleaved else pairs
+    return torch.cat([*turned, rest], dim=-1).transpose(1, 2)
+
+
+def read_rope_parameters(
+    values: Mapping[str, Any], max_positions: int, *, theta: float = 10000.0, partial: float = 1.0
+) -> RopeParameters:
+    """Returns the `rope_parameters` of the contents of a `config.json`.
+
+    Files of transformers 4 have `rope_theta`, `rope_scaling` (whose `type` is today's `rope_type`) and
+    `partial_rotary_factor` instead.
+
+    Args:
+        max_positions: The model's `max_position_embeddings`.
+        theta, partial: The family's values where the file has none.
+    """
+    found: Any = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    if not isinstance(found, Mapping):
+        raise ValueError(f"rope_parameters must be an object, not {found!r}")
+    stored = cast(Mapping[str, Any], found)
+    parameters: RopeParameters = {key: value for key, value in stored.items() if key != "type"}
+    parameters.setdefault("rope_type", stored.get("type", "default"))
+    parameters.setdefault("rope_theta", values.get("rope_theta") or theta)
+    factor = parameters.setdefault("partial_rotary_factor", values.get("partial_rotary_factor") or partial)
+    if factor == 1.0:
+        del parameters["partial_rotary_factor"]
+    if parameters["rope_type"] in _WITH_ORIGINAL:
+        original = values.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings")
+        parameters["original_max_position_embeddings"] = original or max_positions
+    return parameters
+
+
+def check_rope_parameters(parameters: Mapping[str, Any], head_size: int) -> None:
+    """Raises ValueError unless the parameters are complete and in range."""
+    kind = parameters.get("rope_type")
+    if kind not in _REQUIRED:
+        raise ValueError(f"rope_type {kind!r} is not supported; use one of {', '.join(_REQUIRED)}")
+    numbers = {"rope_theta": 0.0, "partial_rotary_factor": 0.0, "original_max_position_embeddings": 0.0}
+    if kind != "default":
+        numbers |= {"factor": 1.0, "low_freq_factor": 0.0, "high_freq_factor": 0.0, "attention_factor": 0.0}
+    for name in ("rope_theta", *_REQUIRED[kind]):
+        if parameters.get(name) is None:
+            raise ValueError(f"rope_parameters of type {kind} need {name}")
+    for name, least in numbers.items():
+        value = parameters.get(name)
+        if value is not None and not (isinstance(value, (int, float)) and least <= value < math.inf and value):
+            raise ValueError(f"rope_parameters: {name} must be a number of at least {least:g}, not 0; got {value!r}")
+    rotated = head_size * parameters.get("partial_rotary_factor", 1.0)
+    if rotated > head_size or int(rotated) % 2 or int(rotated) < 2:
+        raise ValueError(f"rotary positions need an even number of features, at most {head_size}; got {rotated:g}")
+    for name in ("short_factor", "long_factor") if kind == "longrope" else ():
+        if not isinstance(parameters[name], list) or len(parameters[name]) != int(rotated) // 2:
+            raise ValueError(f"rope_parameters: {name} must be a list of {int(rotated) // 2} numbers")
+
+
+def _default(exponents: Tensor, parameters: Mapping[str, Any], *_: Any) -> tuple[Tensor, float]:
+    """Frequency i is theta^(-2i / R)."""
+    return 1.0 / parameters["rope_theta"] ** exponents, 1.0
+
+
+def _linear(exponents: Tensor, parameters: Mapping[str, Any], *_: Any) -> tuple[Tensor, float]:
+    """Position interpolation (Chen et al., 2023, arXiv:2306.15595)."""
+    return _default(exponents, parameters)[0] / parameters["factor"], 1.0
+
+
+def _dynamic(
+    exponents: Tensor, parameters: Mapping[str, Any], max_positions: int, position_ids: Tensor
+) -> tuple[Tensor, float]:
+    """Dynamic NTK scaling: theta grows with the longest sequence of the call beyond `max_positions`."""
+    factor, rotated = parameters["factor"], 2 * len(exponents)
+    length = (position_ids.max() + 1).clamp(min=max_positions)
+    stretch = factor * length / max_positions - (factor - 1)
+    return 1.0 / (parameters["rope_theta"] * stretch ** (rotated / (rotated - 2))) ** exponents, 1.0
+
+
+def _yarn(
+    exponents: Tensor, parameters: Mapping[str, Any], max_positions: int, position_ids: Tensor
+) -> tuple[Tensor, float]:
+    """YaRN (Peng et al., 2023, arXiv:2309.00071), sections 3.2 to 3.4.
+
+    Pairs that turn more than `beta_fast` times within the original length keep their frequency, those that turn less
+    than `beta_slow` times are interpolated, and a ramp joins them.
+    """
+    theta, factor, rotated = parameters["rope_theta"], parameters["factor"], 2 * len(exponents)
+    original = parameters["original_max_position_embeddings"]
+
+    def pair_of(turns: float) -> float:
+        return rotated * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = (pair_of(parameters.get(name) or default) for name, default in (("beta_fast", 32), ("beta_slow", 1)))
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotated - 1)
+    ramp = torch.arange(len(exponents), device=exponents.device, dtype=torch.float32) - low
+    kept = 1 - (ramp / (high - low if high != low else 0.001)).clamp(0, 1)
+    powers = theta**exponents
+    return (1.0 / (factor * powers)) * (1 - kept) + (1.0 / powers) * kept, _yarn_attention_factor(parameters)
+
+
+def _yarn_attention_factor(parameters: Mapping[str, Any]) -> float:
+    def mscale(weight: float) -> float:
+        return 1.0 if parameters["factor"] <= 1 else 0.1 * weight * math.log(parameters["factor"]) + 1.0
+
+    if parameters.get("attention_factor") is not None:
+        return parameters["attention_factor"]
+    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        return mscale(parameters["mscale"]) / mscale(parameters["mscale_all_dim"])
+    return mscale(1.0)
+
+
+def _longrope(
+    exponents: Tensor, parameters: Mapping[str, Any], max_positions: int, position_ids: Tensor
+) -> tuple[Tensor, float]:
+    """LongRoPE (Ding et al., 2024, arXiv:2402.13753): a divisor for each pair, others beyond the original length."""
+    original = parameters["original_max_position_embeddings"]
+    factor, attention = parameters.get("factor") or max_positions / original, parameters.get("attention_factor")
+    if attention is None:
+        attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    long, short = (exponents.new_tensor(parameters[name]) for name in ("long_factor", "short_factor"))
+    divisors = torch.where(position_ids.max() + 1 > original, long, short)
+    return 1.0 / (divisors * parameters["rope_theta"] ** exponents), attention
+
+
+def _llama3(exponents: Tensor, parameters: Mapping[str, Any], *_: Any) -> tuple[Tensor, float]:
+    """Llama 3.1 (Dubey et al., 2024, arXiv:2407.21783): long wavelengths are stretched, those between are blended."""
+    frequencies, factor = _default(exponents, parameters)[0], parameters["factor"]
+    low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+    original = parameters["original_max_position_embeddings"]
+    wavelengths = 2 * math.pi / frequencies
+    kept = (original / wavelengths - low) / (high - low)
+    blended = (1 - kept) * frequencies / factor + kept * frequencies
+    scaled = torch.where(wavelengths > original / low, frequencies / factor, frequencies)
+    between = (wavelengths >= original / high) & (wavelengths <= original / low)
+    return torch.where(between, blended, scaled), 1.0
+
+
+_SCALINGS: dict[str, Callable[..., tuple[Tensor, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "llama3": _llama3,
+}

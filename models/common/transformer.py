@@ -18,6 +18,7 @@ from ...mpu import (
     ColumnParallelLinear,
     Dropout,
     ParallelMesh,
+    RMSNorm,
     RowParallelLinear,
     Shard,
     checkpoint,
@@ -30,8 +31,9 @@ from ...ops import bias_gelu, geglu, in_inference_mode, linear, matmul, relu, sw
 from ...ops.autograd import Function, once_differentiable
 from ...ops.library import can_bypass_dispatcher, empty_pooled, needs_gradient
 from .cache import LayerKVCache
-from .parallel_config import ParallelConfig
-from .rotary import rotate
+from .masks import lower_triangular_mask
+from .parallel_config import LayerArguments, ParallelConfig
+from .rotary import Rotary, rotate
 
 MAX_EAGER_SCORES = 512 * 512  # scores per head, for `eager_beats_sdpa`
 
@@ -66,7 +68,7 @@ class Attention(nn.Module):
     Args:
         num_key_value_heads: For grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245); num_heads by default.
         head_size: hidden_size / num_heads by default.
-        bias: Whether the projections have biases.
+        qkv_bias, output_bias: Whether the input projections, and the output projection, have biases.
 
     Raises:
         ValueError: The tensor-parallel size does not divide both numbers of heads; a head is never split.
@@ -81,7 +83,8 @@ class Attention(nn.Module):
         *,
         num_key_value_heads: int | None = None,
         head_size: int | None = None,
-        bias: bool = True,
+        qkv_bias: bool = True,
+        output_bias: bool = True,
         scale: float,
         dropout: float = 0.0,
         mesh: ParallelMesh | None = None,
@@ -93,7 +96,6 @@ class Attention(nn.Module):
         check_heads(num_key_value_heads, tp_size(mesh))
         self.head_size = head_size or hidden_size // num_heads
         shared: dict[str, Any] = {
-            "bias": bias,
             "unit": self.head_size,
             "sequence_parallel": parallel_config.sequence_parallel,
             "mesh": mesh,
@@ -104,16 +106,30 @@ class Attention(nn.Module):
         for name, blocks in self.projections.items():
             widths = tuple(heads[block] * self.head_size for block in blocks)
             groups = widths if len(widths) > 1 else None
-            self.add_module(name, ColumnParallelLinear(hidden_size, sum(widths), groups=groups, **shared))
+            self.add_module(
+                name, ColumnParallelLinear(hidden_size, sum(widths), bias=qkv_bias, groups=groups, **shared)
+            )
             self.heads[name] = tuple(heads[block] // tp_size(mesh) for block in blocks)
-        self.output = RowParallelLinear(num_heads * self.head_size, hidden_size, **shared)
+        self.output = RowParallelLinear(num_heads * self.head_size, hidden_size, bias=output_bias, **shared)
 
 
 class SelfAttention(Attention):
-    """Attention of a sequence to itself, with one fused projection [Q|K|V]."""
+    """Attention of a sequence to itself, with one fused projection [Q|K|V].
+
+    Args:
+        qk_norm_eps: The epsilon of an RMSNorm over the features of each query head, and of each key head, before they
+            are rotated; None for no such norms. The other arguments are those of `Attention`.
+    """
 
     projections: ClassVar = {"qkv": "qkv"}
     qkv: ColumnParallelLinear
+
+    def __init__(self, *args: Any, qk_norm_eps: float | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Each rank has other heads, so the ranks' gradients of a norm's weight are summed.
+        shared: LayerArguments = {"mesh": kwargs.get("mesh"), "sequence_parallel": True}
+        self.q_norm = None if qk_norm_eps is None else RMSNorm(self.head_size, qk_norm_eps, **shared)
+        self.k_norm = None if qk_norm_eps is None else RMSNorm(self.head_size, qk_norm_eps, **shared)
 
     def forward(
         self,
@@ -124,7 +140,7 @@ class SelfAttention(Attention):
         causal: bool = False,
         memory: Tensor | None = None,
         cache: LayerKVCache | None = None,
-        rotary: tuple[Tensor, Tensor] | None = None,
+        rotary: Rotary | None = None,
     ) -> Tensor:
         """Returns [B, S, H]. With memory or a cache of M earlier positions there are M + S keys, else S.
 
@@ -136,12 +152,14 @@ class SelfAttention(Attention):
             memory: [B, M, H], the hidden states of the positions before x, which x attends to as well. Not supported
                 under sequence parallelism, where x is a part of the sequence.
             cache: The keys and values of M earlier positions; those of x are appended to it.
-            rotary: The cosines and sines of the positions of x, from `rotary_embedding`; not supported with memory.
+            rotary: The rotation to the positions of x, from `rotary_embedding`; not supported with memory.
         """
         qkv = self.qkv(x if memory is None else torch.cat([memory, x], dim=1))
         q, k, v = split_fused_heads(qkv, self.heads["qkv"], self.head_size)  # [B, Np or Kp, S, D]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
-            q, k = rotate(q, *rotary), rotate(k, *rotary)
+            q, k = rotate(q, rotary), rotate(k, rotary)
         if memory is not None:
             q = q[:, :, memory.shape[1] :]
         if cache is not None:
@@ -310,45 +328,6 @@ def unfold_beams(attended: Tensor, copies: int) -> Tensor:
     if copies == 1:
         return attended
     return torch.unflatten(attended, 2, (copies, -1)).transpose(1, 2).flatten(0, 1)
-
-
-def key_mask(attention_mask: Tensor | None) -> Tensor | None:
-    """Returns the mask of bidirectional attention and cross-attention, which excludes padding.
-
-    Args:
-        attention_mask: None; or [B, Sk], nonzero for tokens and 0 for padding, as in transformers; or a complete mask
-            [B or 1, N or 1, Sq, Sk], nonzero where a query attends to a key.
-
-    Raises:
-        ValueError: The shape is another one, or a 4-D mask has floats, which may be meant to be added.
-    """
-    if attention_mask is None:
-        return None
-    if attention_mask.dim() == 2:
-        return attention_mask.bool()[:, None, None, :]
-    if attention_mask.dim() == 4 and not attention_mask.is_floating_point():
-        return attention_mask.bool()
-    raise ValueError(
-        "attention_mask must be [B, S], 0 for padding, or a bool or integer [B, N, Sq, Sk], 0 where not attended; "
-        f"got {attention_mask.dtype} {tuple(attention_mask.shape)}"
-    )
-
-
-def causal_mask(attention_mask: Tensor | None, sequence_length: int, cached: int = 0) -> Tensor | None:
-    """Returns the mask of causal attention over `cached` earlier positions and the S new ones, [B, 1, S, cached + S].
-
-    The result is None if `attention_mask` is None: there is no padding. A 2-D `attention_mask` is [B, cached + S]; a
-    complete mask is returned unchanged. See `key_mask`.
-    """
-    keys = key_mask(attention_mask)
-    if attention_mask is None or keys is None or attention_mask.dim() == 4:
-        return keys
-    return lower_triangular_mask(sequence_length, cached + sequence_length, keys.device) & keys
-
-
-def lower_triangular_mask(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Returns bool [Sq, Sk]: each query attends to its own and earlier positions; the last query is at the last key."""
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
 class MLP(nn.Module):

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding, VocabParallelHead
 from ..common.cache import Cache, LayerKVCache
 from ..common.language_model import VOCABULARY_MULTIPLE, CausalLM, CausalLMOutput, PositionEmbedding
+from ..common.masks import causal_mask
 from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
 from ..common.stack import run_blocks
-from ..common.transformer import MLP, SelfAttention, causal_mask
+from ..common.transformer import MLP, SelfAttention
 from .config import GPT2Config
 
 

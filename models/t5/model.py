@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from ...mpu import ParallelMesh, RMSNorm, VocabParallelEmbedding, VocabParallelHead
 from ..common.cache import Cache, LayerKVCache
 from ..common.language_model import VOCABULARY_MULTIPLE, EncoderOutput, Seq2SeqLM, Seq2SeqLMOutput
+from ..common.masks import causal_mask, key_mask
 from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
 from ..common.relative_bias import RelativeBias
 from ..common.stack import run_blocks
-from ..common.transformer import MLP, CrossAttention, GatedMLP, SelfAttention, causal_mask, key_mask
+from ..common.transformer import MLP, CrossAttention, GatedMLP, SelfAttention
 from .config import T5Config
 
 
@@ -37,7 +38,13 @@ class T5Block(nn.Module):
         size, heads, rate = config.d_model, config.num_heads, config.dropout_rate
         eps, shared = config.layer_norm_epsilon, layer_arguments(mesh, parallel_config)
         block: dict[str, Any] = {"dropout": rate, "mesh": mesh, "parallel_config": parallel_config}
-        attention: dict[str, Any] = {"head_size": config.d_kv, "bias": False, "scale": 1.0, **block}
+        attention: dict[str, Any] = {
+            "head_size": config.d_kv,
+            "qkv_bias": False,
+            "output_bias": False,
+            "scale": 1.0,
+            **block,
+        }
         self.attention_norm = RMSNorm(size, eps, **shared)
         self.attention = SelfAttention(size, heads, **attention)
         self.attention_dropout = residual_dropout(rate, mesh, parallel_config)
