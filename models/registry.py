@@ -18,13 +18,18 @@ from .common.config import ModelConfig
 from .common.megatron import MegatronMap
 from .common.name_map import NameMap
 
+HYPHENATED = ("xlm-roberta",)  # the names that a folder, which is a package, spells with an underscore
+
+
+def _find_families() -> dict[str, str]:
+    spelled = {name.replace("-", "_"): name for name in HYPHENATED}
+    folders = [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]) if module.ispkg]
+    return {spelled.get(folder, folder): folder for folder in sorted(folders) if folder != "common"}
+
+
 # Each family is a folder beside this file with the name of its `model_type`.
-FAMILIES = tuple(
-    sorted(
-        module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])
-        if module.ispkg and module.name != "common"
-    )
-)  # fmt: skip
+_FOLDERS = _find_families()
+FAMILIES = tuple(_FOLDERS)
 
 Kind = Literal["decoder", "encoder", "encoder-decoder"]
 
@@ -50,7 +55,7 @@ class Family:
     How a model generates is declared by its class: see `LanguageModel.generates`.
 
     Attributes:
-        config: The configuration class, whose `model_type` is the folder's name.
+        config: The configuration class, whose `model_type` is the folder's name (see `HYPHENATED`).
         architectures: Name of an architecture, as in `config.json` -> its class. The first is the default.
         name_map: Where a Hugging Face checkpoint stores each parameter.
         presets: Name of a preset -> its configuration.
@@ -94,7 +99,7 @@ def family(model_type: str) -> Family:
     """Returns the facts about a family. Raises ValueError if the zoo does not have it."""
     if model_type not in FAMILIES:
         raise ValueError(f"there is no model family {model_type!r}; use one of {', '.join(FAMILIES)}")
-    return importlib.import_module(f".{model_type}", __package__).FAMILY
+    return importlib.import_module(f".{_FOLDERS[model_type]}", __package__).FAMILY
 
 
 def family_of(values: Mapping[str, Any]) -> Family:

@@ -14,6 +14,7 @@ PRESETS: dict[str, RobertaConfig] = {
     "roberta-large": _BASE.with_changes(
         hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
     ),
+    "distilroberta-base": _BASE.with_changes(num_hidden_layers=6),
     "roberta-quickstart": _BASE.with_changes(
         vocab_size=1024,
         hidden_size=128,

@@ -274,7 +274,9 @@ def reference(model: Any, inputs: dict[str, Tensor], family_name: str) -> Run:
     parameters = dict(build_on_meta(config_from_dict(model.config.to_dict()), None).named_parameters())
     stored = {name for entry in name_map.resolve(parameters) for name in entry.stored_names()}
     found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    grads = {name_map.todays_name(name, stored): grad for name, grad in found.items()}
+    named = {name_map.todays_name(name, stored): grad for name, grad in found.items()}
+    kept = dict(name_map.aliases)  # a tied head may be registered before the embedding
+    grads = {name if name in stored else kept.get(name, name): grad for name, grad in named.items()}
     return Run(outputs, loss.item(), grads)
 
 

@@ -301,6 +301,7 @@ PARAMETERS = {
     "bert-base-multilingual-cased": 177_974_523,
     "roberta-base": 124_697_433,
     "roberta-large": 355_412_057,
+    "distilroberta-base": 82_170_201,
 }
 
 

@@ -39,6 +39,10 @@ PUBLISHED = {
     **{f"{name}-large": 1_229_581_312 for name in ("mt5", "mt0")},
     **{f"{name}-xl": 3_742_619_648 for name in ("mt5", "mt0")},
     **{f"{name}-xxl": 12_921_057_280 for name in ("mt5", "mt0")},
+    "xlm-roberta-base": 278_295_186,
+    "xlm-roberta-large": 560_142_482,
+    "camembert-base": 110_655_493,
+    "camembert-large": 336_695_557,
 }
 
 

@@ -1,0 +1,23 @@
+"""Defines XLM-RoBERTa's configuration, with the keys of Hugging Face's `config.json`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..common.config import VocabSize
+from ..roberta.config import RobertaConfig
+from ..roberta.siblings import renamed
+
+
+@dataclass(frozen=True)
+class XLMRobertaConfig(RobertaConfig):
+    """The sizes and constants of an XLM-RoBERTa. Names, meanings and defaults are those of transformers."""
+
+    model_type: ClassVar[str] = "xlm-roberta"
+    architectures: ClassVar[tuple[str, ...]] = tuple(
+        renamed(name, "XLMRoberta") for name in RobertaConfig.architectures
+    )
+
+    vocab_size: VocabSize = 30522
+    architecture: str = "XLMRobertaForMaskedLM"
