@@ -25,7 +25,7 @@ MODES: dict[str, dict[str, Any]] = {
     "selective recompute": {"recompute": "selective"},
     "sequence parallel and recompute": {"sequence_parallel": True, "recompute": "full"},
 }
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "dropout": torch.float32}
 LARGEST_ERROR = 1e-5  # of fp32 outputs and gradients; `Comparison` says relative to what
 LARGEST_RATIO = 1.5  # of the error of bf16 to that of transformers' bf16
 RESOLUTION = 2**-7  # of bf16, relative
@@ -35,6 +35,7 @@ OUTPUTS = (
     "logits", "prediction_logits", "seq_relationship_logits", "start_logits", "end_logits", "last_hidden_state",
     "pooler_output", "encoder_last_hidden_state",
 )  # fmt: skip
+HIDDEN_STATES = ("decoder_hidden_states", "encoder_hidden_states")
 ENDS = [2, *range(7, 20)]  # of a vocabulary of about a hundred tokens, so many that answers of all lengths occur
 GENERATION: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -73,13 +74,14 @@ class Run:
 
 @dataclass
 class Figures:
-    """The largest errors of a case, and what it does not do right."""
+    """The largest errors of a case, whether its model has dropout, and what it does not do right."""
 
     outputs: float = 0.0
     grads: float = 0.0
     bf16_outputs: float = 0.0
     bf16_grads: float = 0.0
     tokens: int = 0
+    dropout: bool = False
     problems: list[str] = field(default_factory=list)
 
 
@@ -254,11 +256,14 @@ def attended(name: str, value: Tensor, inputs: dict[str, Tensor]) -> Tensor:
 
 def forward(model: Any, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
     """Returns a model's outputs, whole, and its loss."""
-    output = model(**inputs)
-    found = {name: output[name] for name in OUTPUTS if name in output.keys()}  # noqa: SIM118 - iterates over values
+    output = model(**inputs, output_hidden_states=True)
+    names = output.keys()
+    found = {name: output[name] for name in OUTPUTS if name in names}
     if hasattr(model, "gather_logits"):
         found |= {n: model.gather_logits(v) for n, v in found.items() if n in ("logits", "prediction_logits")}
-    loss = output["loss"] if "loss" in output.keys() else loss_of(found, inputs)  # noqa: SIM118
+    loss = output["loss"] if "loss" in names else loss_of(found, inputs)
+    for name in HIDDEN_STATES:
+        found |= {f"{name}.{i}": state for i, state in enumerate(output[name] if name in names else ())}
     return {name: attended(name, value.detach(), inputs) for name, value in found.items()}, loss
 
 
@@ -281,13 +286,16 @@ def reference(model: Any, inputs: dict[str, Tensor], family_name: str) -> Run:
 
 
 def run_layouts(mesh, folder: Path, inputs: dict[str, Tensor], layouts, prompts) -> tuple[list, dict[str, Tensor]]:
-    """On one rank: the outputs, the loss and the gradients of each (mode, type), and the generated tokens."""
+    """On one rank: the outputs, the loss and the gradients of each (mode, kind), and the generated tokens."""
     from shardzoo import from_pretrained  # not from the models, which have no `generate` of their own
     from shardzoo.models import ParallelConfig
+    from shardzoo.mpu import dropout_state
 
     results = []
-    for mode, dtype in layouts:
-        model: Any = from_pretrained(folder, mesh, DTYPES[dtype], parallel_config=ParallelConfig(**MODES[mode]))
+    for mode, kind in layouts:
+        model: Any = from_pretrained(folder, mesh, KINDS[kind], parallel_config=ParallelConfig(**MODES[mode]))
+        model.train(kind == "dropout")
+        dropout_state.set(5, 0)
         outputs, loss = forward(model, inputs)
         loss.backward()
         grads = {n: (p.grad, getattr(p, "shard", None)) for n, p in model.named_parameters() if p.grad is not None}
@@ -336,18 +344,19 @@ class Comparison:
     bf16 represents exactly. Each output's e is at most 1.5 times that of transformers in bf16 (or 2^-7 of the output's
     norm, bf16's resolution, if that is larger), and so is the e of all gradients taken as one vector. Errors of single
     gradients of tiny models are too random for a ratio.
+
+    With dropout, every layout computes what the unsplit model computes, to the tolerances of fp32.
     """
 
-    fp32: Run
-    bf16: Run
+    references: dict[str, Run]  # by kind; "theirs" is transformers in bf16
     figures: Figures
 
-    def add(self, layout: str, dtype: str, run: Run) -> None:
-        problems = self.wide(run) if dtype == "fp32" else self.narrow(run)
-        self.figures.problems += [f"{layout}, {dtype}: {problem}" for problem in problems]
+    def add(self, layout: str, kind: str, run: Run) -> None:
+        problems = self.narrow(run) if kind == "bf16" else self.wide(run, self.references[kind])
+        self.figures.problems += [f"{layout}, {kind}: {problem}" for problem in problems]
 
-    def wide(self, run: Run) -> list[str]:
-        problems, expected = [], self.fp32
+    def wide(self, run: Run, expected: Run) -> list[str]:
+        problems = []
         if run.outputs.keys() != expected.outputs.keys():
             problems.append(f"outputs are {list(run.outputs)}, not {list(expected.outputs)}")
         for name in run.outputs.keys() & expected.outputs.keys():
@@ -369,14 +378,14 @@ class Comparison:
         return problems
 
     def narrow(self, run: Run) -> list[str]:
-        problems = []
-        for name in run.outputs.keys() & self.fp32.outputs.keys():
-            ratio = error_ratio(run.outputs[name], self.bf16.outputs[name], self.fp32.outputs[name])
+        problems, theirs, exact = [], self.references["theirs"], self.references["fp32"]
+        for name in run.outputs.keys() & set(OUTPUTS):
+            ratio = error_ratio(run.outputs[name], theirs.outputs[name], exact.outputs[name])
             self.figures.bf16_outputs = max(self.figures.bf16_outputs, ratio)
             if not ratio <= LARGEST_RATIO:
                 problems.append(f"{name} have {ratio:.2f} times the error of transformers' bf16")
-        names = run.grads.keys() & self.fp32.grads.keys()
-        ratio = error_ratio(*(joined(each.grads, names) for each in (run, self.bf16, self.fp32)))
+        names = run.grads.keys() & exact.grads.keys()
+        ratio = error_ratio(*(joined(each.grads, names) for each in (run, theirs, exact)))
         self.figures.bf16_grads = max(self.figures.bf16_grads, ratio)
         if not ratio <= LARGEST_RATIO:
             problems.append(f"the gradients have {ratio:.2f} times the error of transformers' bf16")
@@ -388,7 +397,8 @@ def whole(family_name: str, ranks: list) -> Run:
     outputs, loss, _ = ranks[0]
     for others, other_loss, _ in ranks[1:]:
         assert other_loss == loss, "the ranks' losses differ"
-        assert all(torch.equal(others[name], outputs[name]) for name in outputs), "the ranks' outputs differ"
+        differ = [name for name in outputs if not torch.equal(others[name], outputs[name])]
+        assert not differ, f"the ranks' {', '.join(differ)} differ"
     return Run(outputs, loss, merge_gradients(family_name, [grads for *_, grads in ranks]))
 
 
@@ -400,7 +410,7 @@ def check_case(
     sizes: Iterable[int] | None = None,
     layouts: Iterable[tuple[str, str]] = (),
 ) -> Figures:
-    """Compares one case with transformers at each tensor-parallel size and in each (mode, type).
+    """Compares one case with transformers at each tensor-parallel size and in each (mode, kind).
 
     Args:
         name: Of the row.
@@ -408,28 +418,36 @@ def check_case(
         folder: An empty folder for checkpoints.
         run_mesh: The fixture of that name.
         sizes: Tensor-parallel sizes; None means the case's.
-        layouts: Pairs of MODES and DTYPES; by default all.
+        layouts: Pairs of MODES and KINDS; by default all.
     """
     family_name, case = row
     model = build(name, case, folder / "hf")
     batches = Inputs(name, case, model.config)
     inputs, figures = batches.batch(), Figures()
-    narrow = copy.deepcopy(model).bfloat16()
-    comparison = Comparison(*(reference(m, inputs, family_name) for m in (model, narrow)), figures)
+    dropped, _ = run_layouts(None, folder / "hf", inputs, [("plain", "dropout")], None)
+    comparison = Comparison(
+        {
+            "fp32": reference(model, inputs, family_name),
+            "theirs": reference(copy.deepcopy(model).bfloat16(), inputs, family_name),
+            "dropout": whole(family_name, dropped),
+        },
+        figures,
+    )
+    figures.dropout = abs(comparison.references["dropout"].loss - comparison.references["fp32"].loss) > 1e-4
     prompts, expected = None, {}
     if generates(name, family_name):
         prompts = batches.prompts()
         expected = {key: decode(model, *prompts, options) for key, options in GENERATION.items()}
-    todo = list(layouts) or [(mode, dtype) for mode in MODES for dtype in DTYPES]
+    todo = list(layouts) or [(mode, kind) for mode in MODES for kind in KINDS]
     for size in case.sizes if sizes is None else sizes:
         ranks = run_mesh(size, run_layouts, folder / "hf", inputs, todo, prompts)
-        for i, (mode, dtype) in enumerate(todo):
+        for i, (mode, kind) in enumerate(todo):
             try:
                 run = whole(family_name, [results[i] for results, _ in ranks])
             except AssertionError as error:
-                figures.problems.append(f"TP {size}, {mode}, {dtype}: {error}")
+                figures.problems.append(f"TP {size}, {mode}, {kind}: {error}")
                 continue
-            comparison.add(f"TP {size}, {mode}", dtype, run)
+            comparison.add(f"TP {size}, {mode}", kind, run)
         compare_tokens(size, [tokens for _, tokens in ranks], expected, prompts, batches.kind, figures)
         check_conversion(folder, size, figures)
     return figures

@@ -8,7 +8,8 @@ from matrix import architecture_of, check_case, load_rows
 from shardzoo.models import FAMILIES, family
 
 ROWS = load_rows()
-LAYOUTS = (("plain", "fp32"), ("sequence parallel and recompute", "fp32"), ("plain", "bf16"))
+BOTH = "sequence parallel and recompute"
+LAYOUTS = (("plain", "fp32"), (BOTH, "fp32"), (BOTH, "dropout"), ("plain", "bf16"))
 
 
 @pytest.mark.parametrize("name", ROWS)
