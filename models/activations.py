@@ -52,6 +52,7 @@ class Block:
         dropouts: The number of dropouts on the residual stream; each keeps a key.
         statistics: Numbers that a norm keeps per token: 2 for a LayerNorm, 1 for an RMSNorm.
         bias: Whether a trained bias is added to the scores.
+        own_bias: Whether each block computes its own bias; otherwise the blocks of a stack share one.
         cross: Whether the block also attends to a source.
         gated: Whether the feed-forward block has a gate.
         key_value_heads: The number of key and value heads for grouped-query attention; by default `heads`.
@@ -68,6 +69,7 @@ class Block:
     statistics: int
     causal: bool = False
     bias: bool = False
+    own_bias: bool = False
     cross: bool = False
     gated: bool = False
     key_value_heads: int | None = None
@@ -162,6 +164,8 @@ def _kept(stack: Stack, batch: Batch, layout: Layout, *, without_core: bool) -> 
         lengths.append(batch.length)
     for number, keys in enumerate(lengths):
         total += _core(stack, batch, layout, keys, crosses=number == 1, recomputed=without_core)
+    if block.own_bias and without_core:  # an input of the recomputed core
+        total += block.heads * lengths[0] ** 2 * e // t
     feed_forward = -(-block.feed_forward // t)
     total += block.mlp_kept * tokens * feed_forward * e
     if block.gated and t > 1:

@@ -33,15 +33,25 @@ class RelativeBias(nn.Module):
         self.shard = Shard((buckets, num_heads), 1)
         self.weight = split_parameter(self.shard, mesh)  # [buckets, Np]
 
-    def forward(self, queries: int, keys: int) -> Tensor:
-        """Returns the bias [1, Np, Sq, Sk]. The last query is at the last key's position."""
-        # The bias depends only on key - query, so each distance is looked up once and copied along its diagonal.
-        distances = torch.arange(1 - keys, queries, device=self.weight.device)
-        buckets = relative_buckets(distances, self.buckets, self.max_distance, self.bidirectional)
+    def forward(self, queries: int, keys: int, buckets: Tensor | None = None) -> Tensor:
+        """Returns the bias [1, Np, Sq, Sk]. The last query is at the last key's position.
+
+        `buckets` is the result of `distance_buckets`, which is the same for all layers of a stack.
+        """
+        if buckets is None:
+            buckets = self.distance_buckets(queries, keys)
         # Many distances share a bucket, so their gradients are summed in fp32.
         wide = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
         by_distance = F.embedding(buckets, wide).to(self.weight.dtype).t()  # [Np, Sq + Sk - 1]
         return _LayOutDiagonals.apply(by_distance, queries, keys)[None]
+
+    def distance_buckets(self, queries: int, keys: int) -> Tensor:
+        """Returns the bucket of each distance key - query from 1 - Sk to Sq - 1, int64 [Sq + Sk - 1].
+
+        The bias depends only on the distance, so `forward` looks each up once and copies it along its diagonal.
+        """
+        distances = torch.arange(1 - keys, queries, device=self.weight.device)
+        return relative_buckets(distances, self.buckets, self.max_distance, self.bidirectional)
 
     def extra_repr(self) -> str:
         return f"{self.shard.describe()}, bidirectional={self.bidirectional}"

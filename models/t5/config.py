@@ -45,6 +45,8 @@ class T5Config(ModelConfig):
         "num_attention_heads": "num_heads",
         "head_dim": "d_kv",
     }
+    shares_relative_bias: ClassVar[bool] = True
+    """Whether the layers of a stack share one relative bias."""
 
     vocab_size: VocabSize = 32128
     d_model: HiddenSize = 512

@@ -1,18 +1,21 @@
-"""Maps each native parameter of T5 to its tensors in Hugging Face's checkpoints."""
+"""Maps each native parameter of T5, mT5 and UMT5 to its tensors in Hugging Face's checkpoints."""
 
 from __future__ import annotations
 
 from ..common.name_map import Entry, NameMap
 
 
-def _self_attention(stack: str) -> tuple[Entry, ...]:
+def _self_attention(stack: str, shares_bias: bool) -> tuple[Entry, ...]:
     native, stored = f"{stack}.blocks.{{i}}", f"{stack}.block.{{i}}.layer.0"
+    bias = f"{stored}.SelfAttention.relative_attention_bias.weight"
     return (
         Entry(f"{native}.attention_norm.weight", f"{stored}.layer_norm.weight"),
         Entry(f"{native}.attention.qkv.weight", tuple(f"{stored}.SelfAttention.{x}.weight" for x in "qkv")),
         Entry(f"{native}.attention.output.weight", f"{stored}.SelfAttention.o.weight"),
-        # Only the first block stores the relative bias; all blocks of the stack use it.
-        Entry(f"{stack}.relative_bias.weight", f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"),
+        # A bias that all blocks of the stack use is stored in the first.
+        Entry(f"{stack}.relative_bias.weight", bias.replace("{i}", "0"))
+        if shares_bias
+        else Entry(f"{native}.relative_bias.weight", bias),
     )
 
 
@@ -31,27 +34,33 @@ def _feed_forward(stack: str, layer: int) -> tuple[Entry, ...]:
 
 _CROSS = "decoder.block.{i}.layer.1"
 
-NAME_MAP = NameMap(
-    entries=(
-        Entry("word_embeddings.weight", "shared.weight"),
-        *_self_attention("encoder"),
-        *_feed_forward("encoder", 1),
-        *_self_attention("decoder"),
-        Entry("decoder.blocks.{i}.cross_attention_norm.weight", f"{_CROSS}.layer_norm.weight"),
-        Entry("decoder.blocks.{i}.cross_attention.query.weight", f"{_CROSS}.EncDecAttention.q.weight"),
-        Entry(
-            "decoder.blocks.{i}.cross_attention.key_value.weight",
-            (f"{_CROSS}.EncDecAttention.k.weight", f"{_CROSS}.EncDecAttention.v.weight"),
+
+def name_map(shares_bias: bool) -> NameMap:
+    """Returns the names of a family whose stacks share a relative bias, or whose layers have one each."""
+    return NameMap(
+        entries=(
+            Entry("word_embeddings.weight", "shared.weight"),
+            *_self_attention("encoder", shares_bias),
+            *_feed_forward("encoder", 1),
+            *_self_attention("decoder", shares_bias),
+            Entry("decoder.blocks.{i}.cross_attention_norm.weight", f"{_CROSS}.layer_norm.weight"),
+            Entry("decoder.blocks.{i}.cross_attention.query.weight", f"{_CROSS}.EncDecAttention.q.weight"),
+            Entry(
+                "decoder.blocks.{i}.cross_attention.key_value.weight",
+                (f"{_CROSS}.EncDecAttention.k.weight", f"{_CROSS}.EncDecAttention.v.weight"),
+            ),
+            Entry("decoder.blocks.{i}.cross_attention.output.weight", f"{_CROSS}.EncDecAttention.o.weight"),
+            *_feed_forward("decoder", 2),
+            Entry("head.weight", "lm_head.weight"),
         ),
-        Entry("decoder.blocks.{i}.cross_attention.output.weight", f"{_CROSS}.EncDecAttention.o.weight"),
-        *_feed_forward("decoder", 2),
-        Entry("head.weight", "lm_head.weight"),
-    ),
-    aliases=(
-        ("encoder.embed_tokens.weight", "shared.weight"),
-        ("decoder.embed_tokens.weight", "shared.weight"),
-        ("lm_head.weight", "shared.weight"),
-    ),
-    # A bias that the first releases stored and never used.
-    ignored=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
-)
+        aliases=(
+            ("encoder.embed_tokens.weight", "shared.weight"),
+            ("decoder.embed_tokens.weight", "shared.weight"),
+            ("lm_head.weight", "shared.weight"),
+        ),
+        # A bias that the first releases stored and never used.
+        ignored=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
+    )
+
+
+NAME_MAP = name_map(shares_bias=True)

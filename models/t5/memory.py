@@ -1,4 +1,4 @@
-"""Describes T5's blocks for the memory estimate. mT5's blocks are the same."""
+"""Describes T5's blocks for the memory estimate. Those of mT5 and UMT5 are the same."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def activations(config: T5Config) -> Activations:
         "gated": config.is_gated,
         "attention_dropout": drops,
         "bias": True,
+        "own_bias": not config.shares_relative_bias,
         "statistics": 1,
     }
     encoder = Block(**block, dropouts=3 if drops else 0)

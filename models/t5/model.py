@@ -1,7 +1,7 @@
 """T5 (Raffel et al., 2020, "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer").
 
 - encoder and decoder share the word embedding; the only positions are a relative bias on the attention scores, from
-  one table for each stack
+  one table for each stack, or in UMT5 one for each layer
 - pre-RMSNorm blocks: x + attention(norm(x)), in the decoder x + cross_attention(norm(x)), x + mlp(norm(x)); each
   stack ends with a norm
 - no biases; attention scores are not scaled; the heads' total width may differ from the hidden size
@@ -45,6 +45,7 @@ class T5Block(nn.Module):
             "scale": 1.0,
             **block,
         }
+        self.relative_bias = None if config.shares_relative_bias else relative_bias(config, is_decoder, mesh)
         self.attention_norm = RMSNorm(size, eps, **shared)
         self.attention = SelfAttention(size, heads, **attention)
         self.attention_dropout = residual_dropout(rate, mesh, parallel_config)
@@ -64,7 +65,7 @@ class T5Block(nn.Module):
         self,
         x: Tensor,
         mask: Tensor | None,
-        position_bias: Tensor,
+        position: Tensor | tuple[int, int, Tensor],
         source: Tensor | None = None,
         source_mask: Tensor | None = None,
         cache: LayerKVCache | None = None,
@@ -74,9 +75,11 @@ class T5Block(nn.Module):
 
         Args:
             x: [B, S, H].
+            position: The relative bias that the stack shares, or the arguments of the block's own.
             source: The encoder's output [B, T, H]. For the other arguments see `SelfAttention` and `CrossAttention`.
         """
-        y = self.attention(self.attention_norm(x), mask, position_bias, causal=self.is_decoder, cache=cache)
+        bias = position if self.relative_bias is None else self.relative_bias(*position)
+        y = self.attention(self.attention_norm(x), mask, bias, causal=self.is_decoder, cache=cache)
         x = clamp_fp16_overflow(x + self.attention_dropout(y))
         if self.is_decoder:
             assert source is not None
@@ -98,13 +101,7 @@ class T5Stack(nn.Module):
     ) -> None:
         super().__init__()
         self.recompute_blocks = parallel_config.recompute == "full"
-        self.relative_bias = RelativeBias(
-            config.relative_attention_num_buckets,
-            config.num_heads,
-            config.relative_attention_max_distance,
-            bidirectional=not is_decoder,
-            mesh=mesh,
-        )
+        self.relative_bias = relative_bias(config, is_decoder, mesh) if config.shares_relative_bias else None
         self.embedding_dropout = residual_dropout(config.dropout_rate, mesh, parallel_config)
         self.blocks = nn.ModuleList(T5Block(config, is_decoder, mesh, parallel_config) for _ in range(layers))
         self.final_norm = RMSNorm(config.d_model, config.layer_norm_epsilon, **layer_arguments(mesh, parallel_config))
@@ -125,9 +122,13 @@ class T5Stack(nn.Module):
             x: Embeddings [B, S, H], or [B, S/tp, H] under sequence parallelism.
             length: S.
         """
-        cached = 0 if cache is None else cache.length
-        position_bias = self.relative_bias(length, cached + length)  # [1, Np, S, M + S] with M cached positions
-        shared = (mask, position_bias, source, source_mask)
+        keys = length if cache is None else cache.length + length  # M + S with M cached positions
+        if self.relative_bias is not None:
+            position = self.relative_bias(length, keys)  # [1, Np, S, M + S]
+        else:
+            first: Any = next(iter(self.blocks))
+            position = length, keys, first.relative_bias.distance_buckets(length, keys)
+        shared = (mask, position, source, source_mask)
         states = run_blocks(
             self.blocks,
             self.embedding_dropout(x),
@@ -136,6 +137,16 @@ class T5Stack(nn.Module):
         )
         states[-1] = self.final_dropout(self.final_norm(states[-1]))
         return states
+
+
+def relative_bias(config: T5Config, is_decoder: bool, mesh: ParallelMesh | None) -> RelativeBias:
+    return RelativeBias(
+        config.relative_attention_num_buckets,
+        config.num_heads,
+        config.relative_attention_max_distance,
+        bidirectional=not is_decoder,
+        mesh=mesh,
+    )
 
 
 class T5ForConditionalGeneration(Seq2SeqLM):

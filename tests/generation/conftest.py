@@ -16,6 +16,7 @@ MODELS = {
     "gpt2": ("GPT2LMHeadModel", GPT2),
     "t5": ("T5ForConditionalGeneration", T5),
     "t5 v1.1": ("T5ForConditionalGeneration", {**T5, **V1_1}),
+    "umt5": ("UMT5ForConditionalGeneration", T5),
     "mt5": ("MT5ForConditionalGeneration", {**T5, "d_kv": 8, "d_ff": 40}),
 }
 

@@ -50,7 +50,7 @@ def shown(tokens: torch.Tensor, prompt: int, ends: list[int]) -> list[list[int]]
     return rows
 
 
-@pytest.mark.parametrize("family", ["gpt2", "t5", "t5 v1.1", "mt5"])
+@pytest.mark.parametrize("family", ["gpt2", "t5", "t5 v1.1", "mt5", "umt5"])
 def test_tokens_are_those_of_transformers(family, saved, prompts, run_mesh):
     reference, folder = saved(family)
     ids, mask = prompts(ROWS, padded_left=family == "gpt2")
@@ -68,7 +68,7 @@ def test_tokens_are_those_of_transformers(family, saved, prompts, run_mesh):
             assert not wrong, f"{name} at TP {size}: row {wrong[0]} is {found[wrong[0]]}, not {wanted[wrong[0]]}"
 
 
-@pytest.mark.parametrize("family", ["gpt2", "t5", "t5 v1.1", "mt5"])
+@pytest.mark.parametrize("family", ["gpt2", "t5", "t5 v1.1", "mt5", "umt5"])
 def test_the_cache_changes_nothing(family, saved, prompts, run_mesh):
     _, folder = saved(family)
     ids, mask = prompts(12, padded_left=family == "gpt2")

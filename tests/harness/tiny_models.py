@@ -24,6 +24,7 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "t5": _SEQ2SEQ,
     "mt5": _SEQ2SEQ,
+    "umt5": _SEQ2SEQ,
 }  # fmt: skip
 PRETRAINED = {"t5": "T5ForConditionalGeneration", "gpt2": "GPT2LMHeadModel", "bert": "BertForPreTraining"}
 _BERT_DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
@@ -34,6 +35,7 @@ _DROPOUTS = {
     "glm": ("embedding_dropout_prob", "attention_dropout_prob", "output_dropout_prob"),
     "t5": ("dropout_rate",),
     "mt5": ("dropout_rate",),
+    "umt5": ("dropout_rate",),
 }
 _DEPTHS = {
     "gpt2": ("n_layer",),
@@ -42,6 +44,7 @@ _DEPTHS = {
     "glm": ("num_layers",),
     "t5": ("num_layers", "num_decoder_layers"),
     "mt5": ("num_layers", "num_decoder_layers"),
+    "umt5": ("num_layers", "num_decoder_layers"),
 }
 _SPECIAL_TOKENS = {
     "gpt2": {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"},

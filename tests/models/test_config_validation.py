@@ -171,6 +171,7 @@ THEIRS = {
     "gpt2": transformers.GPT2Config,
     "t5": transformers.T5Config,
     "mt5": transformers.MT5Config,
+    "umt5": transformers.UMT5Config,
     "bert": transformers.BertConfig,
     "roberta": transformers.RobertaConfig,
 }

@@ -27,6 +27,7 @@ SIZES = {
         "decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
     },
     "mt5": {"d_model": 24, "d_kv": 5, "num_heads": 12, "d_ff": 25, "vocab_size": 131, "num_layers": 1},
+    "umt5": {"d_model": 24, "d_kv": 5, "num_heads": 12, "d_ff": 25, "vocab_size": 131, "num_layers": 2},
 }  # fmt: skip
 GPT2_PREFIX = "transformer."
 

@@ -43,6 +43,10 @@ PUBLISHED = {
     "xlm-roberta-large": 560_142_482,
     "camembert-base": 110_655_493,
     "camembert-large": 336_695_557,
+    "umt5-small": 306_601_984,
+    "umt5-base": 592_043_520,
+    "umt5-xl": 3_768_356_864,
+    "umt5-xxl": 12_972_531_712,
 }
 
 

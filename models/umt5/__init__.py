@@ -1,0 +1,25 @@
+"""UMT5 (Chung et al., 2023): mT5 with a relative bias of its own in every layer."""
+
+from ..registry import Family
+from ..t5.hf import name_map
+from ..t5.memory import activations
+from .config import UMT5Config
+from .model import UMT5ForConditionalGeneration
+from .presets import PRESETS
+
+FAMILY = Family(
+    config=UMT5Config,
+    architectures={"UMT5ForConditionalGeneration": UMT5ForConditionalGeneration},
+    name_map=name_map(shares_bias=False),
+    presets=PRESETS,
+    kind="encoder-decoder",
+    objective="t5",
+    pretrains={"seq2seq": "UMT5ForConditionalGeneration"},
+    tokenizer="sentencepiece",
+    activations=activations,
+    tasks={"text2text-generation": "UMT5ForConditionalGeneration"},
+    # The published files have no model_type.
+    has_config=lambda values: str(values.get("architectures")).startswith("['UMT5"),
+)
+
+__all__ = ["FAMILY", "UMT5Config", "UMT5ForConditionalGeneration"]
