@@ -39,19 +39,13 @@ class RelativeBias(nn.Module):
         `buckets` is the result of `distance_buckets`, which is the same for all layers of a stack.
         """
         if buckets is None:
-            buckets = self.distance_buckets(queries, keys)
+            buckets = distance_buckets(
+                queries, keys, self.weight.device, self.buckets, self.max_distance, self.bidirectional
+            )
         # Many distances share a bucket, so their gradients are summed in fp32.
         wide = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
         by_distance = F.embedding(buckets, wide).to(self.weight.dtype).t()  # [Np, Sq + Sk - 1]
         return _LayOutDiagonals.apply(by_distance, queries, keys)[None]
-
-    def distance_buckets(self, queries: int, keys: int) -> Tensor:
-        """Returns the bucket of each distance key - query from 1 - Sk to Sq - 1, int64 [Sq + Sk - 1].
-
-        The bias depends only on the distance, so `forward` looks each up once and copies it along its diagonal.
-        """
-        distances = torch.arange(1 - keys, queries, device=self.weight.device)
-        return relative_buckets(distances, self.buckets, self.max_distance, self.bidirectional)
 
     def extra_repr(self) -> str:
         return f"{self.shard.describe()}, bidirectional={self.bidirectional}"
@@ -86,6 +80,16 @@ class _LayOutDiagonals(Function):
             sums = torch.sum(shifted.view(-1, size, width + 1), 1, dtype=total.dtype)
             total[:, queries - first - size :][:, :width] += sums[:, :width]
         return total.to(grad.dtype), None, None
+
+
+def distance_buckets(
+    queries: int, keys: int, device: torch.device, buckets: int, max_distance: int, bidirectional: bool
+) -> Tensor:
+    """Returns the bucket of each distance key - query from 1 - Sk to Sq - 1, int64 [Sq + Sk - 1].
+
+    The bias depends only on the distance, so `RelativeBias` looks each up once and copies it along its diagonal.
+    """
+    return relative_buckets(torch.arange(1 - keys, queries, device=device), buckets, max_distance, bidirectional)
 
 
 def relative_buckets(distances: Tensor, buckets: int, max_distance: int, bidirectional: bool) -> Tensor:

@@ -22,7 +22,7 @@ from ..common.cache import Cache, LayerKVCache
 from ..common.language_model import VOCABULARY_MULTIPLE, EncoderOutput, Seq2SeqLM, Seq2SeqLMOutput
 from ..common.masks import causal_mask, key_mask
 from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
-from ..common.relative_bias import RelativeBias
+from ..common.relative_bias import RelativeBias, distance_buckets
 from ..common.stack import run_blocks
 from ..common.transformer import MLP, CrossAttention, GatedMLP, SelfAttention
 from .config import T5Config
@@ -45,7 +45,9 @@ class T5Block(nn.Module):
             "scale": 1.0,
             **block,
         }
-        self.relative_bias = None if config.shares_relative_bias else relative_bias(config, is_decoder, mesh)
+        self.relative_bias = None
+        if not config.shares_relative_bias:
+            self.relative_bias = RelativeBias(num_heads=heads, **bucketing(config, is_decoder), mesh=mesh)
         self.attention_norm = RMSNorm(size, eps, **shared)
         self.attention = SelfAttention(size, heads, **attention)
         self.attention_dropout = residual_dropout(rate, mesh, parallel_config)
@@ -101,7 +103,9 @@ class T5Stack(nn.Module):
     ) -> None:
         super().__init__()
         self.recompute_blocks = parallel_config.recompute == "full"
-        self.relative_bias = relative_bias(config, is_decoder, mesh) if config.shares_relative_bias else None
+        self.bucketing = bucketing(config, is_decoder)
+        shares = config.shares_relative_bias
+        self.relative_bias = RelativeBias(num_heads=config.num_heads, **self.bucketing, mesh=mesh) if shares else None
         self.embedding_dropout = residual_dropout(config.dropout_rate, mesh, parallel_config)
         self.blocks = nn.ModuleList(T5Block(config, is_decoder, mesh, parallel_config) for _ in range(layers))
         self.final_norm = RMSNorm(config.d_model, config.layer_norm_epsilon, **layer_arguments(mesh, parallel_config))
@@ -126,8 +130,7 @@ class T5Stack(nn.Module):
         if self.relative_bias is not None:
             position = self.relative_bias(length, keys)  # [1, Np, S, M + S]
         else:
-            first: Any = next(iter(self.blocks))
-            position = length, keys, first.relative_bias.distance_buckets(length, keys)
+            position = length, keys, distance_buckets(length, keys, x.device, **self.bucketing)
         shared = (mask, position, source, source_mask)
         states = run_blocks(
             self.blocks,
@@ -139,14 +142,13 @@ class T5Stack(nn.Module):
         return states
 
 
-def relative_bias(config: T5Config, is_decoder: bool, mesh: ParallelMesh | None) -> RelativeBias:
-    return RelativeBias(
-        config.relative_attention_num_buckets,
-        config.num_heads,
-        config.relative_attention_max_distance,
-        bidirectional=not is_decoder,
-        mesh=mesh,
-    )
+def bucketing(config: T5Config, is_decoder: bool) -> dict[str, Any]:
+    """Returns how distances are put into buckets."""
+    return {
+        "buckets": config.relative_attention_num_buckets,
+        "max_distance": config.relative_attention_max_distance,
+        "bidirectional": not is_decoder,
+    }
 
 
 class T5ForConditionalGeneration(Seq2SeqLM):
