@@ -361,9 +361,12 @@ class MLP(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(dropout(activation(gate(x)) · up(x))), without biases (Shazeer 2020, arXiv:2002.05202).
+    """down(dropout(activation(gate(x)) · up(x))) (Shazeer 2020, arXiv:2002.05202).
 
-    Any number of ranks can share the inner width.
+    Args:
+        fused: Whether gate and up are one parameter, [gate|up], as the files of some families store them. Otherwise any
+            number of ranks can share the inner width.
+        bias: Whether the projections have biases; only of a fused one.
     """
 
     def __init__(
@@ -372,6 +375,8 @@ class GatedMLP(nn.Module):
         inner_size: int,
         activation: str,
         *,
+        fused: bool = False,
+        bias: bool = False,
         dropout: float = 0.0,
         mesh: ParallelMesh | None = None,
         parallel_config: ParallelConfig,
@@ -379,16 +384,47 @@ class GatedMLP(nn.Module):
         super().__init__()
         shared: dict[str, Any] = {"sequence_parallel": parallel_config.sequence_parallel, "mesh": mesh}
         self.activation = find_activation(activation)
-        self.gate_up = GateUpLinear(hidden_size, inner_size, **shared)
         self.dropout = Dropout(dropout, split_dim=-1, mesh=mesh)
-        self.down = DownLinear(inner_size, hidden_size, **shared)
+        if fused:
+            groups = (inner_size, inner_size)
+            self.gate_up = ColumnParallelLinear(hidden_size, 2 * inner_size, bias=bias, groups=groups, **shared)
+            self.down = RowParallelLinear(inner_size, hidden_size, bias=bias, **shared)
+        else:
+            self.gate_up = GateUpLinear(hidden_size, inner_size, **shared)
+            self.down = DownLinear(inner_size, hidden_size, **shared)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, H] -> [B, S, H]"""
-        gate, up = self.gate_up(x)  # [B, S, Fp] each
+        projected = self.gate_up(x)
+        gate, up = split_in_halves(projected) if isinstance(projected, Tensor) else projected  # [B, S, Fp] each
         fused = GATES.get(self.activation)
         product = self.activation(gate) * up if fused is None else fused(gate, up)
         return self.down(self.dropout(product))
+
+
+def split_in_halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., 2F] -> two tensors [..., F]"""
+    if needs_gradient(x) and can_bypass_dispatcher(x):
+        return _Halves.apply(x)
+    first, second = x.chunk(2, dim=-1)
+    return first, second
+
+
+class _Halves(Function):
+    """Implements `split_in_halves`. The backward pass writes both gradients into their places."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, ...]:
+        ctx.shape = x.shape
+        return x.chunk(2, dim=-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):
+        whole = empty_pooled(grads[0], *ctx.shape)
+        for half, grad in zip(whole.chunk(2, dim=-1), grads, strict=True):
+            half.copy_(grad)
+        return whole
 
 
 class GateUpLinear(nn.Module):
