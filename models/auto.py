@@ -14,7 +14,7 @@ from ..checkpoint.formats.megatron import SavedRun
 from ..checkpoint.stored_tensor import StoredTensor
 from ..data.files import read_folder_json
 from ..mpu import ParallelMesh, initialize, materialize
-from .common.config import ModelConfig
+from .common.config import ModelConfig, shown
 from .common.megatron import MegatronMap
 from .common.parallel_config import ParallelConfig
 from .registry import FAMILIES, family, family_of, presets
@@ -36,7 +36,9 @@ def find_config(name: str) -> ModelConfig:
 
 def config_from_dict(values: dict[str, Any]) -> ModelConfig:
     """Returns the configuration of a family from the contents of a `config.json`."""
-    return family_of(values).config.from_dict(values)
+    config = family_of(values).config.from_dict(values)
+    model_class(config)
+    return config
 
 
 def infer_config(ranks: Sequence[Mapping[str, StoredTensor]], saved: SavedRun | None = None) -> ModelConfig:
@@ -82,8 +84,11 @@ def as_config(config: ModelConfig | dict[str, Any] | str | Any) -> ModelConfig:
 
 
 def model_class(config: ModelConfig) -> type[nn.Module]:
-    """Returns the class that `config.architecture` names."""
-    return family(config.model_type).architectures[config.architecture]
+    """Returns the class that `config.architecture` names. Raises ValueError if the family does not have it."""
+    known = family(config.model_type).architectures
+    if config.architecture not in known:
+        raise ValueError(f"architecture {shown(config.architecture)} is not supported; use one of {', '.join(known)}")
+    return known[config.architecture]
 
 
 def build_on_meta(

@@ -171,6 +171,7 @@ def stored_config(
     layers += getattr(config, "decoder_layers", 0)
     if not 0 < layers <= most:
         raise ValueError(f"config.json: it claims {layers:,} layers, but the files have {most:,} tensors in all")
+    config = config.fitted_to(checkpoint.ranks[0].keys())
     tied = _is_tied(checkpoint, config, values, repeats or have_same_bytes)
     return config if tied is None else config.with_changes(tie_word_embeddings=tied)
 

@@ -63,6 +63,16 @@ class DropoutState:
         finally:
             self._key = current
 
+    @contextmanager
+    def rows_per_sample(self, count: int) -> Generator[None]:
+        """Within the context, each sample of the micro-batch has `count` consecutive rows."""
+        current = self._key
+        self._key = current and current._replace(first_sample=current.first_sample * count)
+        try:
+            yield
+        finally:
+            self._key = current
+
     def visit(self, site: int) -> tuple[int, int]:
         """Returns the 64-bit key of this use of the site, and the first sample. Raises RuntimeError before `set`."""
         if self._key is None:

@@ -1,20 +1,17 @@
 """BERT (Devlin et al., 2018)."""
 
+from ..common.heads import with_heads
 from ..registry import Family
 from .config import BertConfig
 from .hf import NAME_MAP
 from .megatron import MEGATRON
 from .memory import activations
-from .model import BertForMaskedLM, BertForPreTraining, BertForSequenceClassification
+from .model import HEADS, BertBody
 from .presets import PRESETS
 
 FAMILY = Family(
     config=BertConfig,
-    architectures={
-        "BertForMaskedLM": BertForMaskedLM,
-        "BertForPreTraining": BertForPreTraining,
-        "BertForSequenceClassification": BertForSequenceClassification,
-    },
+    architectures=with_heads(BertBody, "Bert", HEADS),
     name_map=NAME_MAP,
     presets=PRESETS,
     kind="encoder",
@@ -24,7 +21,7 @@ FAMILY = Family(
     activations=activations,
     megatron=MEGATRON,
     tasks={"text-classification": "BertForSequenceClassification"},
-    new_modules=("pooler", "next_sentence", "classifier"),
+    new_modules=("pooler", "next_sentence", "classifier", "token_classifier", "choice_classifier", "qa_outputs"),
 )
 
-__all__ = ["FAMILY", "BertConfig", "BertForMaskedLM", "BertForPreTraining", "BertForSequenceClassification"]
+__all__ = ["FAMILY", "BertConfig"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, cast
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from typing_extensions import Self
 
@@ -11,39 +12,28 @@ from ..common.config import (
     Activation,
     ClassCount,
     HeadCount,
+    HeadsConfig,
     HiddenSize,
     InitializerScale,
     InnerSize,
     LayerCount,
-    ModelConfig,
     NormEpsilon,
     PositionCount,
     Probability,
     TokenId,
     VocabSize,
-    shown,
 )
-
-ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 
 
 @dataclass(frozen=True)
-class BertConfig(ModelConfig):
+class BertConfig(HeadsConfig):
     """The sizes and constants of a BERT. Names, meanings and defaults are those of transformers.
 
     Attributes:
-        architecture: The transformers class name, which selects the head.
-        num_labels, problem_type: Settings of the sequence classification head; `config.json` stores the number of
-            labels as the length of `id2label`.
-        id2label, label2id: The names of the labels; `LABEL_0`, … by default.
+        add_pooling_layer: Whether the bare model pools the first token's state; the files decide when it is loaded.
     """
 
     model_type: ClassVar[str] = "bert"
-    architectures: ClassVar[tuple[str, ...]] = (
-        "BertForMaskedLM",
-        "BertForPreTraining",
-        "BertForSequenceClassification",
-    )
 
     vocab_size: VocabSize = 30522
     hidden_size: HiddenSize = 768
@@ -65,19 +55,12 @@ class BertConfig(ModelConfig):
     add_cross_attention: bool = False
     tie_word_embeddings: bool = True
     position_embedding_type: str = "absolute"
-    architecture: str = "BertForMaskedLM"  # type: ignore[misc] - a class variable of the families with one head
-    num_labels: ClassCount = 2
-    problem_type: ProblemType | None = None
-    id2label: dict[str, str] | dict[int, str] | None = None
-    label2id: dict[str, int] | None = None
+    architecture: str = "BertForMaskedLM"
+    add_pooling_layer: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_heads(self.hidden_size, self.num_attention_heads)
-        if self.architecture not in self.architectures:
-            raise ValueError(
-                f"architecture {shown(self.architecture)} is not supported; use one of {', '.join(self.architectures)}"
-            )
         if self.is_decoder or self.add_cross_attention:
             raise ValueError(
                 f"{self.model_type} is supported only as an encoder: is_decoder and add_cross_attention must be false"
@@ -87,17 +70,6 @@ class BertConfig(ModelConfig):
         if self.position_embedding_type != "absolute":
             raise ValueError(
                 f"position_embedding_type {self.position_embedding_type!r} is not supported; use 'absolute'"
-            )
-        if self.problem_type == "single_label_classification" and self.num_labels == 1:
-            raise ValueError("problem_type='single_label_classification' needs num_labels of at least 2, not 1")
-        if self.id2label is not None and len(self.id2label) != self.num_labels:
-            raise ValueError(
-                f"id2label names {len(self.id2label)} labels, but num_labels is {self.num_labels}; "
-                "change both, or set id2label and label2id to None"
-            )
-        if self.id2label is not None and set(map(str, self.id2label)) != set(map(str, range(self.num_labels))):
-            raise ValueError(
-                f"id2label must name the labels 0 to {self.num_labels - 1}, not {shown(list(self.id2label))}"
             )
 
     @property
@@ -118,26 +90,14 @@ class BertConfig(ModelConfig):
         """The position of padding, which is not learned; None if padding has the same positions as other tokens."""
         return None
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        values = dict(values)
-        if architectures := values.get("architectures"):
-            if not isinstance(architectures, list):
-                raise ValueError(f"architectures must be a list of class names, not {shown(architectures)}")
-            values["architecture"] = architectures[0]
-        names: Any = values.get("id2label")
-        if isinstance(names, dict):
-            names = cast(dict[Any, Any], names)
-            values["num_labels"] = len(names)
-            if set(map(str, names.values())) == {f"LABEL_{i}" for i in range(len(names))}:
-                values["id2label"] = values["label2id"] = None  # transformers' default names
-        return super().from_dict(values)
+    def fitted_to(self, stored_names: Collection[str]) -> Self:
+        """Returns the configuration of a bare model with a pooler only if the files have one."""
+        if not self.architecture.endswith("Model"):
+            return self
+        return replace(self, add_pooling_layer=any("pooler." in name for name in stored_names))
 
     def to_dict(self) -> dict[str, Any]:
         values = super().to_dict()
-        del values["architecture"]
-        number = values.pop("num_labels")
-        if self.id2label is None:
-            values["id2label"] = {str(i): f"LABEL_{i}" for i in range(number)}
-            values["label2id"] = {f"LABEL_{i}": i for i in range(number)}
+        if self.add_pooling_layer:  # transformers has no such key
+            del values["add_pooling_layer"]
         return values

@@ -42,6 +42,9 @@ NAME_MAP = NameMap(
         *both("pooler", "bert.pooler.dense"),
         *both("next_sentence", "cls.seq_relationship"),
         *both("classifier", "classifier"),
+        *both("token_classifier", "classifier"),
+        *both("choice_classifier", "classifier"),
+        *both("qa_outputs", "qa_outputs"),
     ),
     aliases=(
         ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),

@@ -14,15 +14,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ...mpu import Dropout, LayerNorm, ParallelMesh, VocabParallelEmbedding, VocabParallelHead
-from ..common.language_model import VOCABULARY_MULTIPLE, LanguageModel, PositionEmbedding, ReplicatedLinear, first_token
+from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding
+from ..common.heads import (
+    BareModel,
+    MaskedLM,
+    MaskedLMHead,
+    MultipleChoice,
+    NextSentencePrediction,
+    PreTraining,
+    QuestionAnswering,
+    SequenceClassification,
+    TokenClassification,
+    configured,
+)
+from ..common.language_model import VOCABULARY_MULTIPLE, PositionEmbedding
 from ..common.masks import key_mask
-from ..common.parallel_config import LayerArguments, ParallelConfig, layer_arguments, residual_dropout
-from ..common.stack import Hidden, run_blocks
-from ..common.transformer import MLP, SelfAttention, find_activation
-from .classification import SequenceClassifier, class_loss
+from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
+from ..common.stack import Body, Hidden, run_blocks
+from ..common.transformer import MLP, SelfAttention
 from .config import BertConfig
-from .outputs import MaskedLMOutput, PreTrainingOutput
 
 
 class BertBlock(nn.Module):
@@ -54,8 +64,7 @@ class BertEncoder(nn.Module):
 
     def __init__(self, config: BertConfig, mesh: ParallelMesh | None, parallel_config: ParallelConfig) -> None:
         super().__init__()
-        self.config, self.mesh, self.max_sequence_length = config, mesh, config.max_sequence_length
-        self.sequence_parallel = parallel_config.sequence_parallel
+        self.config, self.max_sequence_length = config, config.max_sequence_length
         self.recompute_blocks = parallel_config.recompute == "full"
         size = config.hidden_size
         shared = layer_arguments(mesh, parallel_config)
@@ -112,34 +121,9 @@ class BertEncoder(nn.Module):
         is_token = input_ids != self.config.pad_token_id
         return is_token.cumsum(1) * is_token + padding
 
-    def first_token(self, x: Tensor) -> Tensor:
-        """Returns the first token's hidden state [B, H] on every rank, from [B, S, H] or [B, S/tp, H]."""
-        return first_token(x, sequence_parallel=self.sequence_parallel, mesh=self.mesh)
 
-
-class MaskedLMHead(nn.Module):
-    """Computes norm(activation(dense(x))) times the word embedding, plus a bias."""
-
-    def __init__(self, encoder: BertEncoder, activation: str) -> None:
-        super().__init__()
-        config, size = encoder.config, encoder.config.hidden_size
-        shared = LayerArguments(mesh=encoder.mesh, sequence_parallel=encoder.sequence_parallel)
-        self.activation = find_activation(activation)
-        self.dense = ReplicatedLinear(size, size, **shared)
-        self.norm = LayerNorm(size, config.layer_norm_eps, **shared)
-        self.decoder = VocabParallelHead(size, config.vocab_size, bias=True, tied=encoder.word_embeddings, **shared)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns the logits [B, S, Vp] of [B, S, H] or [B, S/tp, H]."""
-        return self.decoder(self.transform(x))
-
-    def transform(self, x: Tensor) -> Tensor:
-        """Returns the input of `decoder`, in the shape of x."""
-        return self.norm(self.activation(self.dense(x)))
-
-
-class BertModel(nn.Module):
-    """Base of the models with different heads. With `mesh=None` the model is not split."""
+class BertBody(Body):
+    """The encoder. With `mesh=None` the model is not split."""
 
     config: BertConfig
 
@@ -147,8 +131,31 @@ class BertModel(nn.Module):
         self, config: BertConfig, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
     ) -> None:
         super().__init__()
-        self.config, self.mesh = config, mesh
-        self.encoder = BertEncoder(config, mesh, parallel_config or ParallelConfig())
+        self.config, self.mesh, self.parallel_config = config, mesh, parallel_config or ParallelConfig()
+        self.encoder = BertEncoder(config, mesh, self.parallel_config)
+
+    @property
+    def embedding(self) -> VocabParallelEmbedding:
+        return self.encoder.word_embeddings
+
+    def body(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Hidden:
+        """Runs the encoder.
+
+        Args:
+            input_ids, token_type_ids, position_ids: int64 [B, S].
+            attention_mask: [B, S], 0 for padding.
+        """
+        return self.encoder(input_ids, attention_mask, token_type_ids, position_ids)
+
+    def masked_lm_head(self) -> MaskedLMHead:
+        config, shared = self.config, layer_arguments(self.mesh, self.parallel_config)
+        return MaskedLMHead(self.embedding, config.hidden_size, config.head_act, config.layer_norm_eps, shared)
 
     def init_weights(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """Initializes a parameter's unsplit value in place."""
@@ -164,100 +171,13 @@ class BertModel(nn.Module):
                 full[self.config.position_padding_idx].zero_()
 
 
-class BertForMaskedLM(BertModel, LanguageModel):
-    """Predicts the masked tokens."""
-
-    generates = "masks"
-    sparse_labels = True
-
-    def __init__(
-        self, config: BertConfig, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
-    ) -> None:
-        super().__init__(config, mesh, parallel_config)
-        self.head = MaskedLMHead(self.encoder, config.head_act)
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        labels: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        output_hidden_states: bool = False,
-    ) -> MaskedLMOutput:
-        """Returns the logits and, with labels, the mean loss, or the summed loss divided by `num_items_in_batch`.
-
-        Args:
-            input_ids, token_type_ids, position_ids: int64 [B, S].
-            attention_mask: [B, S], 0 for padding.
-            labels: int64 [B, S], the token at each position; -100 is ignored.
-        """
-        hidden_states, table = self.encoder(input_ids, attention_mask, token_type_ids, position_ids)
-        x = self.head.transform(hidden_states[-1])
-        loss, logits = self.loss_and_logits(self.head.decoder, x, labels, num_items_in_batch, table)
-        return MaskedLMOutput(loss, logits, tuple(hidden_states) if output_hidden_states else None)
-
-
-class BertForPreTraining(BertModel, LanguageModel):
-    """Predicts the masked tokens, and whether the second sentence follows the first."""
-
-    generates = "masks"
-    sparse_labels = True
-
-    def __init__(
-        self, config: BertConfig, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
-    ) -> None:
-        super().__init__(config, mesh, parallel_config)
-        self.head = MaskedLMHead(self.encoder, config.head_act)
-        self.pooler = nn.Linear(config.hidden_size, config.hidden_size)
-        self.next_sentence = nn.Linear(config.hidden_size, 2)
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        labels: Tensor | None = None,
-        next_sentence_label: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        num_sequences_in_batch: Tensor | int | None = None,
-        output_hidden_states: bool = False,
-    ) -> PreTrainingOutput:
-        """Returns both kinds of logits and, with both kinds of labels, the loss, as in transformers.
-
-        The loss is the sum of the two mean losses, or of the two summed losses divided by `num_items_in_batch` labels
-        and `num_sequences_in_batch` sequences.
-
-        Args:
-            next_sentence_label: int64 [B], 0 if the second sentence follows the first, else 1. For the other
-                arguments see `BertForMaskedLM`.
-        """
-        if labels is None or next_sentence_label is None:
-            labels = next_sentence_label = None
-        elif (num_items_in_batch is None) != (num_sequences_in_batch is None):
-            raise ValueError("give both num_items_in_batch and num_sequences_in_batch, or neither")
-        hidden_states, table = self.encoder(input_ids, attention_mask, token_type_ids, position_ids)
-        x = self.head.transform(hidden_states[-1])
-        scores = self.next_sentence(self.pooler(self.encoder.first_token(hidden_states[-1])).tanh())  # [B, 2]
-        loss, logits = self.loss_and_logits(self.head.decoder, x, labels, num_items_in_batch, table)
-        if loss is not None and next_sentence_label is not None:
-            loss = loss + class_loss(scores, next_sentence_label, num_sequences_in_batch)
-        return PreTrainingOutput(loss, logits, scores, tuple(hidden_states) if output_hidden_states else None)
-
-
-class BertForSequenceClassification(BertModel, SequenceClassifier):
-    """A linear classifier on the first token's pooled state."""
-
-    def __init__(
-        self, config: BertConfig, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
-    ) -> None:
-        super().__init__(config, mesh, parallel_config)
-        self.pooler = nn.Linear(config.hidden_size, config.hidden_size)
-        self.dropout = Dropout(config.classifier_dropout_prob)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
-
-    def classify(self, first: Tensor) -> Tensor:
-        """Returns the logits [B, num_labels] of the first token's hidden state [B, H]."""
-        return self.classifier(self.dropout(self.pooler(first).tanh()))
+HEADS = {
+    "Model": configured(BareModel, pooler_name="pooler"),
+    "ForMaskedLM": MaskedLM,
+    "ForPreTraining": PreTraining,
+    "ForNextSentencePrediction": configured(NextSentencePrediction, dense_name="pooler"),
+    "ForSequenceClassification": configured(SequenceClassification, dense_name="pooler"),
+    "ForTokenClassification": TokenClassification,
+    "ForMultipleChoice": configured(MultipleChoice, dense_name="pooler"),
+    "ForQuestionAnswering": QuestionAnswering,
+}

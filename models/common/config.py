@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import types
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Collection
+from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from typing_extensions import Self
 
@@ -113,6 +114,10 @@ class ModelConfig:
         """Returns the contents of a `config.json` that transformers' `AutoConfig` reads."""
         return {"architectures": [self.architecture], "model_type": self.model_type, **asdict(self)}
 
+    def fitted_to(self, stored_names: Collection[str]) -> Self:
+        """Returns the configuration of the model whose tensors have these names, if the names decide a setting."""
+        return self
+
     def save(self, folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n")
 
@@ -132,6 +137,66 @@ class ModelConfig:
             raise ValueError(
                 f"{width}={hidden_size} is not a multiple of {number}={heads}; use {number} from {fitting}"
             )
+
+
+ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
+
+
+@dataclass(frozen=True)
+class HeadsConfig(ModelConfig):
+    """Base of the configurations of families with several heads.
+
+    Attributes:
+        architecture: The transformers class name, which selects the head.
+        num_labels, problem_type: Settings of the classification heads; `config.json` stores the number of labels as
+            the length of `id2label`.
+        id2label, label2id: The names of the labels; `LABEL_0`, … by default.
+    """
+
+    _: KW_ONLY
+    architecture: str  # type: ignore[misc] - a class variable of the families with one head
+    num_labels: ClassCount = 2
+    problem_type: ProblemType | None = None
+    id2label: dict[str, str] | dict[int, str] | None = None
+    label2id: dict[str, int] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.problem_type == "single_label_classification" and self.num_labels == 1:
+            raise ValueError("problem_type='single_label_classification' needs num_labels of at least 2, not 1")
+        if self.id2label is not None and len(self.id2label) != self.num_labels:
+            raise ValueError(
+                f"id2label names {len(self.id2label)} labels, but num_labels is {self.num_labels}; "
+                "change both, or set id2label and label2id to None"
+            )
+        if self.id2label is not None and set(map(str, self.id2label)) != set(map(str, range(self.num_labels))):
+            raise ValueError(
+                f"id2label must name the labels 0 to {self.num_labels - 1}, not {shown(list(self.id2label))}"
+            )
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        values = dict(values)
+        if architectures := values.get("architectures"):
+            if not isinstance(architectures, list):
+                raise ValueError(f"architectures must be a list of class names, not {shown(architectures)}")
+            values["architecture"] = architectures[0]
+        names: Any = values.get("id2label")
+        if isinstance(names, dict):
+            names = cast(dict[Any, Any], names)
+            values["num_labels"] = len(names)
+            if set(map(str, names.values())) == {f"LABEL_{i}" for i in range(len(names))}:
+                values["id2label"] = values["label2id"] = None  # transformers' default names
+        return super().from_dict(values)
+
+    def to_dict(self) -> dict[str, Any]:
+        values = super().to_dict()
+        del values["architecture"]
+        number = values.pop("num_labels")
+        if self.id2label is None:
+            values["id2label"] = {str(i): f"LABEL_{i}" for i in range(number)}
+            values["label2id"] = {f"LABEL_{i}": i for i in range(number)}
+        return values
 
 
 @lru_cache

@@ -25,7 +25,7 @@ from ...mpu import (
     tp_size,
     vocab_parallel_cross_entropy,
 )
-from .parallel_config import ParallelConfig
+from .stack import Body
 
 Generates = Literal["continuation", "answer", "blanks", "masks"]
 
@@ -33,15 +33,12 @@ VOCABULARY_MULTIPLE = 64  # each rank's number of logits is a multiple of it, wh
 IGNORED = -100  # the label of positions without a prediction
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(Body):
     """Base of the models that predict the label at each position from the logits at the same position.
 
     These are masked language models, and decoders whose labels are already shifted. The logits are vocabulary-parallel.
     """
 
-    config: Any  # the family's ModelConfig
-    mesh: ParallelMesh | None
-    parallel_config: ParallelConfig
     generates: ClassVar[Generates]
     """What `shardzoo.generation` generates: the continuation of a prompt, an encoder-decoder's answer to a prompt, the
     text of blanks, or the tokens at masked positions."""
@@ -84,6 +81,11 @@ class LanguageModel(nn.Module):
         """Returns the id that each position predicts, int64 [B, S]."""
         return labels
 
+    @property
+    def label_classes(self) -> int:
+        """The number of classes of the labels, which are token ids."""
+        return self.config.vocab_size
+
     def count_targets(self, labels: Tensor) -> Tensor:
         """Returns the number of predictions that enter the loss of `labels`."""
         return (self.targets(labels) != IGNORED).sum()
@@ -95,17 +97,6 @@ class LanguageModel(nn.Module):
     def gather_logits(self, logits: Tensor) -> Tensor:
         """Returns the logits of the whole vocabulary: each rank's [B, S, Vp] -> [B, S, V]."""
         return gather_from_tp(logits, self.mesh)[..., : self.config.vocab_size]
-
-    def gather_hidden_states(self, x: Tensor) -> Tensor:
-        """Returns the whole hidden states [B, S, H], of which each rank may hold a part [B, S/tp, H]."""
-        return gather_sequence(x, self.mesh, partial_grad=False) if self.parallel_config.sequence_parallel else x
-
-    def gather_all_hidden_states(self, hidden_states: Iterable[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(self.gather_hidden_states(x) for x in hidden_states)
-
-    def scatter_hidden_states(self, x: Tensor) -> Tensor:
-        """Returns this rank's part of whole hidden states [B, S, H]."""
-        return scatter_sequence(x, self.mesh) if self.parallel_config.sequence_parallel else x
 
 
 class CausalLM(LanguageModel):

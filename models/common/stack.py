@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ...mpu import checkpoint
+from ...mpu import ParallelMesh, VocabParallelEmbedding, checkpoint, gather_sequence, scatter_sequence
+from .parallel_config import ParallelConfig
 
 Context = Callable[[int], tuple[Any, ...]]
 """Returns the arguments of block i after its input."""
@@ -25,10 +26,63 @@ class Hidden(NamedTuple):
         states: The embedding output and each block's output, the last one after the final norm if there is one,
             [B, S, H], or [B, S/tp, H] under sequence parallelism.
         table: The word embedding table for a tied head; see `VocabParallelHead.forward`.
+        encoder_states: The same of the encoder, if `states` are those of a decoder that attends to it.
     """
 
     states: list[Tensor]
     table: Tensor | None
+    encoder_states: list[Tensor] | None = None
+
+
+class Body(nn.Module):
+    """Base of the models: embeddings and blocks, without a head.
+
+    A subclass sets the attributes.
+    """
+
+    config: Any  # the family's ModelConfig
+    mesh: ParallelMesh | None
+    parallel_config: ParallelConfig
+    word_embeddings: VocabParallelEmbedding
+
+    def body(self, *inputs: Any, **options: Any) -> Hidden:
+        """Runs the embeddings and blocks. The first two arguments are `input_ids` and `attention_mask`."""
+        raise NotImplementedError
+
+    @property
+    def hidden_size(self) -> int:
+        """The width H of the hidden states."""
+        return getattr(self.config, self.config.attribute_map.get("hidden_size", "hidden_size"))
+
+    @property
+    def embedding(self) -> VocabParallelEmbedding:
+        """The word embedding, to which a head may be tied."""
+        return self.word_embeddings
+
+    def gather_hidden_states(self, x: Tensor) -> Tensor:
+        """Returns the whole hidden states [B, S, H], of which each rank may hold a part [B, S/tp, H]."""
+        return gather_sequence(x, self.mesh, partial_grad=False) if self.parallel_config.sequence_parallel else x
+
+    def gather_all_hidden_states(self, hidden_states: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(self.gather_hidden_states(x) for x in hidden_states)
+
+    def scatter_hidden_states(self, x: Tensor) -> Tensor:
+        """Returns this rank's part of whole hidden states [B, S, H]."""
+        return scatter_sequence(x, self.mesh) if self.parallel_config.sequence_parallel else x
+
+    def shown_states(self, hidden: Hidden, output_hidden_states: bool) -> dict[str, Any]:
+        """Returns the fields of an output that hold hidden states."""
+
+        def gathered(states: list[Tensor]) -> tuple[Tensor, ...] | None:
+            return self.gather_all_hidden_states(states) if output_hidden_states else None
+
+        if hidden.encoder_states is None:
+            return {"hidden_states": gathered(hidden.states)}
+        return {
+            "decoder_hidden_states": gathered(hidden.states),
+            "encoder_last_hidden_state": self.gather_hidden_states(hidden.encoder_states[-1]),
+            "encoder_hidden_states": gathered(hidden.encoder_states),
+        }
 
 
 def run_blocks(blocks: Iterable[nn.Module], x: Tensor, context: Context, recompute: bool) -> list[Tensor]:

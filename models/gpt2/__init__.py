@@ -1,16 +1,17 @@
 """GPT-2 (Radford et al., 2019)."""
 
+from ..common.heads import with_heads
 from ..registry import Family
 from .config import GPT2Config
 from .hf import NAME_MAP
 from .megatron import MEGATRON
 from .memory import activations
-from .model import GPT2LMHeadModel
+from .model import HEADS, GPT2Body
 from .presets import PRESETS
 
 FAMILY = Family(
     config=GPT2Config,
-    architectures={"GPT2LMHeadModel": GPT2LMHeadModel},
+    architectures=with_heads(GPT2Body, "GPT2", HEADS),
     name_map=NAME_MAP,
     presets=PRESETS,
     kind="decoder",
@@ -20,6 +21,7 @@ FAMILY = Family(
     activations=activations,
     megatron=MEGATRON,
     tasks={"text-generation": "GPT2LMHeadModel", "text2text-generation": "GPT2LMHeadModel"},
+    new_modules=("classifier", "token_classifier", "qa_outputs"),
 )
 
-__all__ = ["FAMILY", "GPT2Config", "GPT2LMHeadModel"]
+__all__ = ["FAMILY", "GPT2Config"]

@@ -8,11 +8,11 @@ from typing import ClassVar
 from ..common.config import (
     Activation,
     HeadCount,
+    HeadsConfig,
     HiddenSize,
     InitializerScale,
     InnerSize,
     LayerCount,
-    ModelConfig,
     NormEpsilon,
     PositionCount,
     Probability,
@@ -22,11 +22,10 @@ from ..common.config import (
 
 
 @dataclass(frozen=True)
-class GPT2Config(ModelConfig):
+class GPT2Config(HeadsConfig):
     """The sizes and constants of a GPT-2. Names, meanings and defaults are those of transformers."""
 
     model_type: ClassVar[str] = "gpt2"
-    architecture: ClassVar[str] = "GPT2LMHeadModel"
     attribute_map: ClassVar[dict[str, str]] = {
         "hidden_size": "n_embd",
         "num_hidden_layers": "n_layer",
@@ -52,6 +51,9 @@ class GPT2Config(ModelConfig):
     tie_word_embeddings: bool = True
     bos_token_id: TokenId | None = 50256
     eos_token_id: TokenId | list[TokenId] | None = 50256
+    pad_token_id: TokenId | None = None
+    classifier_dropout: Probability | None = None
+    architecture: str = "GPT2LMHeadModel"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,6 +64,10 @@ class GPT2Config(ModelConfig):
     @property
     def inner_size(self) -> int:
         return self.n_inner if self.n_inner is not None else 4 * self.n_embd
+
+    @property
+    def classifier_dropout_prob(self) -> float:
+        return 0.1 if self.classifier_dropout is None else self.classifier_dropout
 
     @property
     def num_attention_heads(self) -> int:

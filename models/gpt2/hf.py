@@ -24,6 +24,11 @@ NAME_MAP = NameMap(
         Entry("final_norm.weight", "transformer.ln_f.weight"),
         Entry("final_norm.bias", "transformer.ln_f.bias"),
         Entry("head.weight", "lm_head.weight"),
+        Entry("classifier.weight", "score.weight"),
+        Entry("token_classifier.weight", "classifier.weight"),
+        Entry("token_classifier.bias", "classifier.bias"),
+        Entry("qa_outputs.weight", "qa_outputs.weight"),
+        Entry("qa_outputs.bias", "qa_outputs.bias"),
     ),
     aliases=(("lm_head.weight", "transformer.wte.weight"),),
     # Causal-mask buffers in files written before transformers 4.27.

@@ -14,12 +14,20 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding, VocabParallelHead
+from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding
 from ..common.cache import Cache, LayerKVCache
-from ..common.language_model import VOCABULARY_MULTIPLE, CausalLM, CausalLMOutput, PositionEmbedding
+from ..common.heads import (
+    BareModel,
+    CausalLMHead,
+    QuestionAnswering,
+    SequenceClassification,
+    TokenClassification,
+    configured,
+)
+from ..common.language_model import VOCABULARY_MULTIPLE, PositionEmbedding
 from ..common.masks import causal_mask
 from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
-from ..common.stack import run_blocks
+from ..common.stack import Body, Hidden, run_blocks
 from ..common.transformer import MLP, SelfAttention
 from .config import GPT2Config
 
@@ -49,8 +57,8 @@ class GPT2Block(nn.Module):
         return x + self.mlp_dropout(self.mlp(self.ln_2(x)))
 
 
-class GPT2LMHeadModel(CausalLM):
-    """GPT-2 with its language-modeling head. With `mesh=None` the model is not split."""
+class GPT2Body(Body):
+    """GPT-2 without a head. With `mesh=None` the model is not split."""
 
     config: GPT2Config
 
@@ -69,41 +77,30 @@ class GPT2LMHeadModel(CausalLM):
         self.embedding_dropout = residual_dropout(config.embd_pdrop, mesh, parallel_config)
         self.blocks = nn.ModuleList(GPT2Block(config, layer, mesh, parallel_config) for layer in range(config.n_layer))
         self.final_norm = LayerNorm(config.n_embd, config.layer_norm_epsilon, **shared)
-        tied = self.word_embeddings if config.tie_word_embeddings else None
-        self.head = VocabParallelHead(
-            config.n_embd, config.vocab_size, tied=tied, pad_multiple=VOCABULARY_MULTIPLE, **shared
-        )
 
-    def forward(
+    def body(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         token_type_ids: Tensor | None = None,
-        labels: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        output_hidden_states: bool = False,
         cache: Cache | None = None,
-        logits_to_keep: int = 0,
-    ) -> CausalLMOutput:
-        """Returns the logits and, with labels, the mean loss, or the summed loss divided by `num_items_in_batch`.
+    ) -> Hidden:
+        """Runs the embeddings and blocks.
 
         Args:
             input_ids: int64 [B, S].
             attention_mask: [B, S], or [B, M + S] with a cache; 0 for padding.
             position_ids: int64 [B, S] or [1, S].
             token_type_ids: int64 [B, S], tokens whose embeddings are added.
-            labels: int64 [B, S], which are shifted here, as in transformers; -100 is ignored.
             cache: The keys and values of M earlier positions; not supported under sequence parallelism.
-            logits_to_keep: The number of last positions whose logits are returned; 0 means all.
         """
         cached = 0 if cache is None else cache.length
         x, table = self.embed(input_ids, position_ids, token_type_ids, cached)
         mask = causal_mask(attention_mask, input_ids.shape[1], cached)
         states = run_blocks(self.blocks, x, lambda i: (mask, cache and cache.layers[i]), self.recompute_blocks)
-        states[-1] = x = self.final_norm(states[-1])
-        loss, logits = self.loss_and_logits(self.head, x[:, -logits_to_keep:], labels, num_items_in_batch, table)
-        return CausalLMOutput(loss, logits, self.gather_all_hidden_states(states) if output_hidden_states else None)
+        states[-1] = self.final_norm(states[-1])
+        return Hidden(states, table)
 
     def embed(
         self, input_ids: Tensor, position_ids: Tensor | None, token_type_ids: Tensor | None, cached: int
@@ -133,3 +130,12 @@ class GPT2LMHeadModel(CausalLM):
             writes_residual = name.endswith((".output.weight", ".down.weight"))
             std = self.config.initializer_range / (math.sqrt(2 * self.config.n_layer) if writes_residual else 1.0)
             full.normal_(0.0, std, generator=generator)
+
+
+HEADS = {
+    "LMHeadModel": CausalLMHead,
+    "Model": BareModel,
+    "ForSequenceClassification": configured(SequenceClassification, pooling="last", dropout_rate=None, bias=False),
+    "ForTokenClassification": TokenClassification,
+    "ForQuestionAnswering": QuestionAnswering,
+}

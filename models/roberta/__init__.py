@@ -1,18 +1,17 @@
 """RoBERTa (Liu et al., 2019)."""
 
 from ..bert.memory import activations
+from ..bert.model import BertBody
+from ..common.heads import with_heads
 from ..registry import Family
 from .config import RobertaConfig
 from .hf import NAME_MAP
-from .model import RobertaForMaskedLM, RobertaForSequenceClassification
+from .model import HEADS
 from .presets import PRESETS
 
 FAMILY = Family(
     config=RobertaConfig,
-    architectures={
-        "RobertaForMaskedLM": RobertaForMaskedLM,
-        "RobertaForSequenceClassification": RobertaForSequenceClassification,
-    },
+    architectures=with_heads(BertBody, "Roberta", HEADS),
     name_map=NAME_MAP,
     presets=PRESETS,
     kind="encoder",
@@ -21,7 +20,7 @@ FAMILY = Family(
     tokenizer="roberta-bpe",
     activations=activations,
     tasks={"text-classification": "RobertaForSequenceClassification"},
-    new_modules=("pooler", "classifier"),
+    new_modules=("pooler", "encoder_pooler", "classifier", "token_classifier", "choice_classifier", "qa_outputs"),
 )
 
-__all__ = ["FAMILY", "RobertaConfig", "RobertaForMaskedLM", "RobertaForSequenceClassification"]
+__all__ = ["FAMILY", "RobertaConfig"]

@@ -14,7 +14,6 @@ class RobertaConfig(BertConfig):
     """The sizes and constants of a RoBERTa. Names, meanings and defaults are those of transformers."""
 
     model_type: ClassVar[str] = "roberta"
-    architectures: ClassVar[tuple[str, ...]] = ("RobertaForMaskedLM", "RobertaForSequenceClassification")
 
     vocab_size: VocabSize = 50265
     pad_token_id: TokenId | None = 1

@@ -14,12 +14,15 @@ NAME_MAP = NameMap(
         Entry("head.decoder.bias", "lm_head.bias"),
         *both("pooler", "classifier.dense"),
         *both("classifier", "classifier.out_proj"),
+        *both("encoder_pooler", "roberta.pooler.dense"),
+        *both("token_classifier", "classifier"),
+        *both("choice_classifier", "classifier"),
+        *both("qa_outputs", "qa_outputs"),
     ),
     aliases=(
         ("lm_head.decoder.weight", "roberta.embeddings.word_embeddings.weight"),
         ("lm_head.decoder.bias", "lm_head.bias"),
     ),
     renamed=OLD_NORM_NAMES,
-    # A buffer in files written before transformers 4.31, and the encoder's pooler, which no head uses.
-    ignored=(r"(roberta\.)?embeddings\.position_ids", r"(roberta\.)?pooler\.dense\.(weight|bias)"),
+    ignored=(r"(roberta\.)?embeddings\.position_ids",),  # a buffer in files written before transformers 4.31
 )

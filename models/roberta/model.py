@@ -3,33 +3,28 @@
 RoBERTa is BERT with these differences:
 - positions count the tokens that are not padding, starting after the padding token's id
 - there is no next-sentence prediction, so pretraining does not pool the first token's state
-- the classifier also applies dropout to its input; its dense layer replaces the pooler
+- the sequence classifier also applies dropout to its input; its dense layer replaces the pooler, as `pooler`; the
+  pooler of the other heads is `encoder_pooler`
 - the masked-language-model head always uses the exact GELU, independent of `hidden_act`
 """
 
 from __future__ import annotations
 
-from torch import Tensor
+from ..common.heads import (
+    BareModel,
+    MaskedLM,
+    MultipleChoice,
+    QuestionAnswering,
+    SequenceClassification,
+    TokenClassification,
+    configured,
+)
 
-from ...mpu import Dropout, ParallelMesh
-from ..bert.model import BertForMaskedLM, BertForSequenceClassification
-from ..common.parallel_config import ParallelConfig
-from .config import RobertaConfig
-
-
-class RobertaForMaskedLM(BertForMaskedLM):
-    """Predicts the masked tokens."""
-
-
-class RobertaForSequenceClassification(BertForSequenceClassification):
-    """A two-layer classifier on the first token's state."""
-
-    def __init__(
-        self, config: RobertaConfig, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
-    ) -> None:
-        super().__init__(config, mesh, parallel_config)
-        self.input_dropout = Dropout(config.classifier_dropout_prob)
-
-    def classify(self, first: Tensor) -> Tensor:
-        """Returns the logits [B, num_labels] of the first token's hidden state [B, H]."""
-        return super().classify(self.input_dropout(first))
+HEADS = {
+    "Model": configured(BareModel, pooler_name="encoder_pooler"),
+    "ForMaskedLM": MaskedLM,
+    "ForSequenceClassification": configured(SequenceClassification, dense_name="pooler", drops_input=True),
+    "ForTokenClassification": TokenClassification,
+    "ForMultipleChoice": configured(MultipleChoice, dense_name="encoder_pooler", dropout_rate="hidden_dropout_prob"),
+    "ForQuestionAnswering": QuestionAnswering,
+}

@@ -118,7 +118,7 @@ def randomize(model, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            is_norm = "norm" in name.lower() and name.endswith("weight")
+            is_norm = ("norm" in name.lower() or ".ln_" in name) and name.endswith("weight")
             parameter.normal_(1.0 if is_norm else 0.0, 0.15, generator=generator)
 
 

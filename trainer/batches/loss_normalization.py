@@ -149,7 +149,9 @@ def label_problem(batch: Mapping[str, Any], model: nn.Module, first_sample: int)
 def _label_limit(labels: Tensor, model: nn.Module) -> int | None:
     """Returns the number of classes of integer labels, or None if the model's configuration may not define it."""
     config: Any = getattr(model, "config", None)
-    of_sequences, of_tokens = isinstance(config, ModelConfig), False
+    if isinstance(config, ModelConfig):
+        return getattr(model, "label_classes", None)
+    of_sequences = of_tokens = False
     for kind in type(model).__mro__:
         if kind.__module__.split(".")[0] in ("transformers", "peft"):
             of_sequences |= kind.__name__.endswith(("ForSequenceClassification", "ForImageClassification"))

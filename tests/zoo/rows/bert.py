@@ -15,4 +15,11 @@ CASES = {
     "BertForMaskedLM, other sizes": Case(OTHERS),
     "BertForPreTraining": Case(SIZES),
     "BertForSequenceClassification": Case({**SIZES, "num_labels": 3}),
+    "BertModel": Case(SIZES),
+    "BertForTokenClassification": Case({**SIZES, "num_labels": 5}),
+    "BertForMultipleChoice": Case(SIZES),
+    "BertForNextSentencePrediction": Case(SIZES),
+    "BertForQuestionAnswering": Case(SIZES),
+    "BertForSequenceClassification, one number": Case({**SIZES, "num_labels": 1, "hidden_act": "relu"}),
+    "BertForSequenceClassification, three numbers": Case({**SIZES, "num_labels": 3, "problem_type": "regression"}),
 }

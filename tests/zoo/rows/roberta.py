@@ -9,4 +9,8 @@ SIZES = {
 CASES = {
     "RobertaForMaskedLM": Case(SIZES),
     "RobertaForSequenceClassification": Case({**SIZES, "num_labels": 5, "problem_type": "multi_label_classification"}),
+    "RobertaModel": Case(SIZES),
+    "RobertaForTokenClassification": Case({**SIZES, "num_labels": 3}),
+    "RobertaForMultipleChoice": Case(SIZES),
+    "RobertaForQuestionAnswering": Case(SIZES),
 }

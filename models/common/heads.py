@@ -1,0 +1,596 @@
+"""Adds heads to a family's bare model, by a table: name of an architecture -> kind of head.
+
+A head is a class that a family does not write: `with_heads` combines its bare model with a kind below, whose class
+attributes are settings. All matrices of a head but the vocabulary's are replicated. Losses are transformers': the mean
+over the labels, or the sum divided by `num_items_in_batch`. The outputs have Hugging Face's field names; logits without
+a vocabulary are the same on every rank.
+"""
+
+# pyright: reportUnknownMemberType=false
+# (torch does not annotate many of its methods)
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...mpu import Dropout, LayerNorm, ParallelMesh, VocabParallelEmbedding, VocabParallelHead, dropout_state
+from .language_model import (
+    IGNORED,
+    VOCABULARY_MULTIPLE,
+    CausalLM,
+    CausalLMOutput,
+    LanguageModel,
+    ModelOutput,
+    ReplicatedLinear,
+    first_token,
+)
+from .parallel_config import LayerArguments, ParallelConfig, layer_arguments
+from .stack import Body
+from .transformer import find_activation
+
+
+def with_heads(body: type[Body], stem: str, heads: Mapping[str, type[Body]]) -> dict[str, type[Body]]:
+    """Returns name of an architecture -> its class.
+
+    Args:
+        body: The family's bare model.
+        stem: What the names begin with, such as "Bert".
+        heads: The rest of the name, such as "ForMaskedLM" -> the kind of head, which may be `configured`.
+    """
+    made: dict[str, type[Body]] = {}
+    for rest, kind in heads.items():
+        made[stem + rest] = type(stem + rest, (kind, body), {"__module__": body.__module__, "__doc__": kind.__doc__})
+    return made
+
+
+def configured(kind: type[Body], **settings: Any) -> type[Body]:
+    """Returns a kind of head with other settings. Raises ValueError for a setting that the kind does not have."""
+    if unknown := [name for name in settings if not hasattr(kind, name)]:
+        raise ValueError(f"{kind.__name__} has no setting {unknown[0]!r}")
+    return type(kind.__name__, (kind,), {**settings, "__doc__": kind.__doc__})
+
+
+@dataclass
+class BaseModelOutput(ModelOutput):
+    """The output of a bare model. The fields for encoder-decoders are as in `Seq2SeqLMOutput`.
+
+    Attributes:
+        last_hidden_state: [B, S, H].
+        pooler_output: [B, H], the pooled state of the first token, of a model that has a pooler.
+        hidden_states: The embedding output and each block's output, [B, S, H] each; None unless requested.
+    """
+
+    last_hidden_state: Tensor
+    pooler_output: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    decoder_hidden_states: tuple[Tensor, ...] | None = None
+    encoder_last_hidden_state: Tensor | None = None
+    encoder_hidden_states: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class MaskedLMOutput(ModelOutput):
+    """The output of a masked language model. Its loss and logits are as in `CausalLMOutput`."""
+
+    loss: Tensor | None
+    logits: Tensor
+    hidden_states: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class PreTrainingOutput(ModelOutput):
+    """The output of `PreTraining`.
+
+    Attributes:
+        loss: Masked-language-model loss + next-sentence loss; None unless both kinds of labels are given.
+        prediction_logits: [B, S, Vp], vocabulary-parallel; with both kinds of labels computed when first read.
+        seq_relationship_logits: [B, 2], replicated; class 0 means that the second sentence follows the first.
+    """
+
+    loss: Tensor | None
+    prediction_logits: Tensor
+    seq_relationship_logits: Tensor
+    hidden_states: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class ClassifierOutput(ModelOutput):
+    """The output of a classifier. The fields for encoder-decoders are as in `Seq2SeqLMOutput`.
+
+    Attributes:
+        loss: Scalar fp32; None without labels.
+        logits: [B, num_labels] for sequences, [B, S, num_labels] for tokens, [B, C] for C choices.
+    """
+
+    loss: Tensor | None
+    logits: Tensor
+    hidden_states: tuple[Tensor, ...] | None = None
+    decoder_hidden_states: tuple[Tensor, ...] | None = None
+    encoder_last_hidden_state: Tensor | None = None
+    encoder_hidden_states: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class QuestionAnsweringOutput(ModelOutput):
+    """The output of `QuestionAnswering`: a scalar loss, and scores of each position as an answer's ends, [B, S]."""
+
+    loss: Tensor | None
+    start_logits: Tensor
+    end_logits: Tensor
+    hidden_states: tuple[Tensor, ...] | None = None
+    decoder_hidden_states: tuple[Tensor, ...] | None = None
+    encoder_last_hidden_state: Tensor | None = None
+    encoder_hidden_states: tuple[Tensor, ...] | None = None
+
+
+def class_loss(logits: Tensor, labels: Tensor, num_items: Tensor | int | None = None, ignored: int = IGNORED) -> Tensor:
+    """Returns the fp32 cross-entropy of replicated logits [..., C] with classes int64 [...].
+
+    The result is the mean over the labels that are not `ignored`, or the sum divided by `num_items`.
+    """
+    reduction = "mean" if num_items is None else "sum"
+    rows = widen(logits).view(-1, logits.shape[-1])
+    loss = F.cross_entropy(rows, labels.reshape(-1), ignore_index=ignored, reduction=reduction)
+    return loss if num_items is None else loss / num_items
+
+
+def widen(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+class Head(Body):
+    """Base of the kinds of heads. Classes that `with_heads` makes inherit from a kind and from a bare model."""
+
+    def __init__(
+        self, config: Any, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
+    ) -> None:
+        super().__init__(config, mesh, parallel_config)  # of the bare model
+        self.add_head()
+
+    def add_head(self) -> None:
+        """Adds the modules of the head."""
+
+
+class BareModel(Head):
+    """The embeddings and blocks without a head."""
+
+    pooler_name: ClassVar[str | None] = None
+    """The name of the module that pools the first token's state, which `config.add_pooling_layer` may leave out."""
+
+    def add_head(self) -> None:
+        if self.pooler_name is not None and self.config.add_pooling_layer:
+            self.add_module(self.pooler_name, nn.Linear(self.hidden_size, self.hidden_size))
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *inputs: Any,
+        output_hidden_states: bool = False,
+        **options: Any,
+    ) -> BaseModelOutput:
+        """Returns the last hidden states. For the inputs see the family's `body`."""
+        hidden = self.body(input_ids, attention_mask, *inputs, **options)
+        pooled = None
+        if self.pooler_name is not None and self.config.add_pooling_layer:
+            first = first_token(hidden.states[-1], **layer_arguments(self.mesh, self.parallel_config))
+            pooled = self.get_submodule(self.pooler_name)(first).tanh()
+        last = self.gather_hidden_states(hidden.states[-1])
+        return BaseModelOutput(last, pooled, **self.shown_states(hidden, output_hidden_states))
+
+
+class CausalLMHead(Head, CausalLM):
+    """Predicts each token from the tokens before it. The head is the word embedding if the configuration ties them."""
+
+    def add_head(self) -> None:
+        self.head = VocabParallelHead(
+            self.hidden_size,
+            self.config.vocab_size,
+            tied=self.embedding if self.config.tie_word_embeddings else None,
+            pad_multiple=VOCABULARY_MULTIPLE,
+            **layer_arguments(self.mesh, self.parallel_config),
+        )
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *inputs: Any,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        output_hidden_states: bool = False,
+        logits_to_keep: int = 0,
+        **options: Any,
+    ) -> CausalLMOutput:
+        """Returns the logits and, with labels, the mean loss, or the summed loss divided by `num_items_in_batch`.
+
+        Args:
+            input_ids, attention_mask, inputs, options: See the family's `body`.
+            labels: int64 [B, S], which are shifted here, as in transformers; -100 is ignored.
+            logits_to_keep: The number of last positions whose logits are returned; 0 means all.
+        """
+        hidden = self.body(input_ids, attention_mask, *inputs, **options)
+        x = hidden.states[-1][:, -logits_to_keep:]
+        loss, logits = self.loss_and_logits(self.head, x, labels, num_items_in_batch, hidden.table)
+        return CausalLMOutput(loss, logits, **self.shown_states(hidden, output_hidden_states))
+
+
+class MaskedLMHead(nn.Module):
+    """Computes norm(activation(dense(x))) times the word embedding, plus a bias.
+
+    Args:
+        hidden_size: The width of x; the dense layer's output is as wide as the embedding.
+    """
+
+    def __init__(
+        self, embedding: VocabParallelEmbedding, hidden_size: int, activation: str, eps: float, shared: LayerArguments
+    ) -> None:
+        super().__init__()
+        size = embedding.weight.shape[1]
+        self.activation = find_activation(activation)
+        self.dense = ReplicatedLinear(hidden_size, size, **shared)
+        self.norm = LayerNorm(size, eps, **shared)
+        self.decoder = VocabParallelHead(size, embedding.num_embeddings, bias=True, tied=embedding, **shared)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the logits [B, S, Vp] of [B, S, H] or [B, S/tp, H]."""
+        return self.decoder(self.transform(x))
+
+    def transform(self, x: Tensor) -> Tensor:
+        """Returns the input of `decoder`, in the shape of x."""
+        return self.norm(self.activation(self.dense(x)))
+
+
+class MaskedLM(Head, LanguageModel):
+    """Predicts the masked tokens. The family's bare model has a method `masked_lm_head`."""
+
+    generates = "masks"
+    sparse_labels = True
+    masked_lm_head: Callable[[], MaskedLMHead]
+
+    def add_head(self) -> None:
+        self.head = self.masked_lm_head()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *inputs: Any,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        output_hidden_states: bool = False,
+        **options: Any,
+    ) -> ModelOutput:
+        """Returns the logits and, with labels, the mean loss, or the summed loss divided by `num_items_in_batch`.
+
+        Args:
+            input_ids, attention_mask, inputs, options: See the family's `body`.
+            labels: int64 [B, S], the token at each position; -100 is ignored.
+        """
+        hidden = self.body(input_ids, attention_mask, *inputs, **options)
+        x = self.head.transform(hidden.states[-1])
+        loss, logits = self.loss_and_logits(self.head.decoder, x, labels, num_items_in_batch, hidden.table)
+        return MaskedLMOutput(loss, logits, **self.shown_states(hidden, output_hidden_states))
+
+
+class PreTraining(MaskedLM):
+    """Predicts the masked tokens, and whether the second sentence follows the first."""
+
+    def add_head(self) -> None:
+        super().add_head()
+        self.pooler = nn.Linear(self.hidden_size, self.hidden_size)
+        self.next_sentence = nn.Linear(self.hidden_size, 2)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *inputs: Any,
+        labels: Tensor | None = None,
+        next_sentence_label: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        num_sequences_in_batch: Tensor | int | None = None,
+        output_hidden_states: bool = False,
+        **options: Any,
+    ) -> PreTrainingOutput:
+        """Returns both kinds of logits and, with both kinds of labels, the loss, as in transformers.
+
+        The loss is the sum of the two mean losses, or of the two summed losses divided by `num_items_in_batch` labels
+        and `num_sequences_in_batch` sequences.
+
+        Args:
+            next_sentence_label: int64 [B], 0 if the second sentence follows the first, else 1. For the other
+                arguments see `MaskedLM`.
+        """
+        if labels is None or next_sentence_label is None:
+            labels = next_sentence_label = None
+        elif (num_items_in_batch is None) != (num_sequences_in_batch is None):
+            raise ValueError("give both num_items_in_batch and num_sequences_in_batch, or neither")
+        hidden = self.body(input_ids, attention_mask, *inputs, **options)
+        x = self.head.transform(hidden.states[-1])
+        first = first_token(hidden.states[-1], **layer_arguments(self.mesh, self.parallel_config))
+        scores = self.next_sentence(self.pooler(first).tanh())  # [B, 2]
+        loss, logits = self.loss_and_logits(self.head.decoder, x, labels, num_items_in_batch, hidden.table)
+        if loss is not None and next_sentence_label is not None:
+            loss = loss + class_loss(scores, next_sentence_label, num_sequences_in_batch)
+        return PreTrainingOutput(loss, logits, scores, **self.shown_states(hidden, output_hidden_states))
+
+
+class Classifier(Head):
+    """Base of the kinds that classify. Their logits are replicated."""
+
+    dropout_rate: ClassVar[str | None] = "classifier_dropout_prob"
+    """The configuration's attribute with the rate of the dropouts; None for no dropout."""
+    linear_name: ClassVar[str] = "classifier"
+    """The name of the module that makes the logits."""
+    bias: ClassVar[bool] = True
+    """Whether the logits have a bias."""
+
+    @property
+    def num_outputs(self) -> int:
+        """The number of logits for each position or sequence."""
+        return self.config.num_labels
+
+    def add_head(self) -> None:
+        self.dropout = self.make_dropout()
+        self.add_module(self.linear_name, nn.Linear(self.hidden_size, self.num_outputs, bias=self.bias))
+
+    def make_dropout(self) -> nn.Module:
+        return nn.Identity() if self.dropout_rate is None else Dropout(getattr(self.config, self.dropout_rate))
+
+    def score(self, x: Tensor) -> Tensor:
+        """Returns the logits [..., C] of replicated states [..., H]."""
+        return self.get_submodule(self.linear_name)(self.dropout(x))
+
+    @property
+    def label_classes(self) -> int | None:
+        """The number of classes of integer labels; None for one class, which is a regression."""
+        return None if self.config.num_labels == 1 else self.config.num_labels
+
+    def count_targets(self, labels: Tensor) -> Tensor:
+        """Returns the number of terms in the loss of `labels`."""
+        return (labels != IGNORED).sum()
+
+    def gather_logits(self, logits: Tensor) -> Tensor:
+        """Returns the logits unchanged, because they are replicated."""
+        return logits
+
+
+class SequenceClassification(Classifier):
+    """Classifies sequences: with one label, several labels or numbers for each, by `config.problem_type`.
+
+    The pooled state passes through a dropout, a dense layer and its activation, another dropout and the classifier.
+    """
+
+    pooling: ClassVar[Literal["first", "last", "eos", "mean"]] = "first"
+    """Which states represent a sequence: those of its first, its last (that is not padding) or its last end-of-sequence
+    token, or the mean over its attention mask."""
+    dense_name: ClassVar[str | None] = None
+    """The name of the dense layer; None for none."""
+    activation: ClassVar[str] = "tanh"
+    """The activation of the dense layer."""
+    drops_input: ClassVar[bool] = False
+    """Whether there is a dropout before the dense layer."""
+
+    def add_head(self) -> None:
+        if self.dense_name is not None:
+            self.add_module(self.dense_name, nn.Linear(self.hidden_size, self.hidden_size))
+        super().add_head()
+        self.input_dropout = self.make_dropout() if self.drops_input else nn.Identity()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *inputs: Any,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        output_hidden_states: bool = False,
+        **options: Any,
+    ) -> ClassifierOutput:
+        """Returns the logits and, with labels, the loss. See `loss` and the family's `body` for the inputs."""
+        hidden = self.body(input_ids, attention_mask, *inputs, **options)
+        logits = self.classify(self.pool(hidden.states[-1], input_ids, attention_mask))  # [B, num_labels]
+        loss = None if labels is None else self.loss(logits, labels, num_items_in_batch)
+        return ClassifierOutput(loss, logits, **self.shown_states(hidden, output_hidden_states))
+
+    def classify(self, pooled: Tensor) -> Tensor:
+        """Returns the logits [B, C] of the sequences' states [B, H]."""
+        if self.dense_name is not None:
+            pooled = self.get_submodule(self.dense_name)(self.input_dropout(pooled))
+            pooled = pooled.tanh() if self.activation == "tanh" else find_activation(self.activation)(pooled)
+        return self.score(pooled)
+
+    def pool(self, x: Tensor, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Returns the state of each sequence [B, H], from [B, S, H] or [B, S/tp, H]."""
+        if self.pooling == "first":
+            return first_token(x, **layer_arguments(self.mesh, self.parallel_config))
+        x = self.gather_hidden_states(x)  # [B, S, H]
+        if self.pooling == "mean":
+            weights = (torch.ones_like(input_ids) if attention_mask is None else attention_mask)[..., None]
+            return (x * weights).sum(1) / weights.sum(1)
+        wanted = self.ends(input_ids) if self.pooling == "eos" else self.tokens(input_ids)
+        last = (torch.arange(x.shape[1], device=x.device) * wanted).argmax(-1)
+        return x[torch.arange(len(x), device=x.device), last]
+
+    def tokens(self, input_ids: Tensor) -> Tensor:
+        """Returns which ids are not padding, bool [B, S]; without a padding token, a batch is one sequence."""
+        if self.config.pad_token_id is not None:
+            return input_ids != self.config.pad_token_id
+        if len(input_ids) > 1:
+            raise ValueError(
+                f"{type(self).__name__} finds the last token by the padding token's id: set pad_token_id in the "
+                "configuration, or classify one sequence at a time"
+            )
+        return torch.ones_like(input_ids, dtype=torch.bool)
+
+    def ends(self, input_ids: Tensor) -> Tensor:
+        """Returns which ids end a sequence, bool [B, S]. Raises ValueError if a sequence has no end."""
+        ends = torch.isin(input_ids, torch.tensor(self.config.eos_token_id, device=input_ids.device))
+        if not ends.any(1).all():
+            raise ValueError(
+                f"{type(self).__name__} classifies the state of the last token {self.config.eos_token_id} "
+                "(eos_token_id), but a sequence of input_ids has none"
+            )
+        return ends
+
+    def problem_type(self, labels: Tensor) -> str:
+        """Returns the configured problem type, or infers it like transformers: integer labels are classes."""
+        if self.config.problem_type is not None:
+            return self.config.problem_type
+        if self.config.num_labels == 1:
+            return "regression"
+        return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+
+    def loss(self, logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        """Returns the mean loss, or the sum divided by `num_items_in_batch`; see `count_targets`.
+
+        The loss is the cross-entropy, the squared error, or the binary cross-entropy of each label.
+
+        Args:
+            logits: [B, num_labels].
+            labels: Classes int64 [B] (-100 is ignored), or floats [B, num_labels] (or [B] for one output).
+        """
+        problem = self.problem_type(labels)
+        if problem == "single_label_classification":
+            return class_loss(logits, labels, num_items_in_batch)
+        if labels.numel() != logits.numel():
+            raise ValueError(
+                f"{problem} needs labels of shape {tuple(logits.shape)}, one for each output, not {tuple(labels.shape)}"
+            )
+        function = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
+        wide = widen(logits)
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        loss = function(wide, labels.view_as(wide).to(wide.dtype), reduction=reduction)
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+    def count_targets(self, labels: Tensor) -> Tensor:
+        if self.problem_type(labels) == "single_label_classification":
+            return super().count_targets(labels)
+        return torch.tensor(labels.numel(), device=labels.device)
+
+
+class NextSentencePrediction(SequenceClassification):
+    """Predicts whether the second sentence follows the first (class 0) or not (class 1)."""
+
+    dropout_rate = None
+    linear_name = "next_sentence"
+
+    @property
+    def num_outputs(self) -> int:
+        return 2
+
+    @property
+    def label_classes(self) -> int:
+        return 2
+
+    def problem_type(self, labels: Tensor) -> str:
+        return "single_label_classification"
+
+
+class MultipleChoice(SequenceClassification):
+    """Chooses one of C sequences: each is classified by one logit."""
+
+    linear_name = "choice_classifier"
+
+    @property
+    def num_outputs(self) -> int:
+        return 1
+
+    @property
+    def label_classes(self) -> None:
+        """None: a batch's number of choices limits its labels."""
+        return
+
+    def forward(self, input_ids: Tensor, *inputs: Any, **options: Any) -> ClassifierOutput:
+        """Returns the logits [B, C] and, with labels, the loss.
+
+        Args:
+            input_ids: int64 [B, C, S]; the other inputs of the family's `body` have the same shape.
+            options: Also `labels`, int64 [B], the number of the right choice (-100 is ignored), `num_items_in_batch`
+                and `output_hidden_states` (of all B · C sequences).
+        """
+        labels, num_items = options.pop("labels", None), options.pop("num_items_in_batch", None)
+
+        def rows(value: Any) -> Any:
+            return value.flatten(0, 1) if isinstance(value, Tensor) and value.dim() == 3 else value
+
+        options = {name: rows(value) for name, value in options.items()}
+        with dropout_state.rows_per_sample(input_ids.shape[1]):
+            output = super().forward(rows(input_ids), *map(rows, inputs), **options)
+        logits = output.logits.view(input_ids.shape[:2])
+        loss = None if labels is None else class_loss(logits, labels, num_items)
+        return ClassifierOutput(loss, logits, output.hidden_states)
+
+    def count_targets(self, labels: Tensor) -> Tensor:
+        return (labels != IGNORED).sum()
+
+
+class TokenClassification(Classifier):
+    """Classifies each token."""
+
+    linear_name = "token_classifier"
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *inputs: Any,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        output_hidden_states: bool = False,
+        **options: Any,
+    ) -> ClassifierOutput:
+        """Returns the logits [B, S, num_labels] and, with labels, the loss.
+
+        Args:
+            input_ids, attention_mask, inputs, options: See the family's `body`.
+            labels: int64 [B, S], the class of each token; -100 is ignored.
+        """
+        hidden = self.body(input_ids, attention_mask, *inputs, **options)
+        logits = self.score(self.gather_hidden_states(hidden.states[-1]))
+        loss = None if labels is None else class_loss(logits, labels, num_items_in_batch)
+        return ClassifierOutput(loss, logits, **self.shown_states(hidden, output_hidden_states))
+
+
+class QuestionAnswering(Classifier):
+    """Finds the first and the last token of the answer in the text."""
+
+    dropout_rate = None
+    linear_name = "qa_outputs"
+
+    @property
+    def num_outputs(self) -> int:
+        return 2
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *inputs: Any,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        output_hidden_states: bool = False,
+        **options: Any,
+    ) -> QuestionAnsweringOutput:
+        """Returns both kinds of logits and, with both positions, the mean of their losses.
+
+        Args:
+            input_ids, attention_mask, inputs, options: See the family's `body`.
+            start_positions, end_positions: int64 [B]; as in transformers, positions after the sequence are ignored.
+        """
+        hidden = self.body(input_ids, attention_mask, *inputs, **options)
+        start, end = self.score(self.gather_hidden_states(hidden.states[-1])).unbind(-1)  # [B, S] each
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            ends = zip((start, end), (start_positions, end_positions), strict=True)
+            length = start.shape[1]
+            losses = [class_loss(x, at.view(-1).clamp(0, length), num_items_in_batch, length) for x, at in ends]
+            loss = (losses[0] + losses[1]) / 2
+        return QuestionAnsweringOutput(loss, start, end, **self.shown_states(hidden, output_hidden_states))
