@@ -42,12 +42,21 @@ class ParameterSpec:
         """Returns the ranges along `dim` that rank `rank` of `size` holds; the whole length if replicated."""
         return stored_ranges(self.shard, rank, size, self.order) if self.shard else ((0, (self.shape or (1,))[0]),)
 
-    def local_shape(self, size: int) -> tuple[int, ...]:
+    def local_shape(self, rank: int, size: int) -> tuple[int, ...]:
         """Returns the shape of a rank's part. ValueError, naming the sizes that work, if `size` is not one of them."""
         try:
-            return self.shard.local_shape(size) if self.shard else self.shape
+            return self.shard.local_shape(rank, size) if self.shard else self.shape
         except ValueError as error:
             raise ValueError(f"parameter {self.name}: {error}") from None
+
+    def even_shape(self, size: int) -> tuple[int, ...]:
+        """Returns the shape that every rank has in a format of equal parts. ValueError if they would be unequal."""
+        try:
+            if self.shard and not self.shard.pad_multiple:
+                self.shard.check_even(size)
+        except ValueError as error:
+            raise ValueError(f"parameter {self.name}: {error}") from None
+        return self.local_shape(0, size)
 
     def without_padding(self) -> ParameterSpec:
         """Returns the parameter without vocabulary padding, for formats that store none."""

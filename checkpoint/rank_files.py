@@ -79,7 +79,7 @@ class ShardedReader:
         spec = ParameterSpec(name, shard.shape, shard)
         placement = place_by_rank({name: spec}, [{name: tensor} for tensor in tensors])[name]
         placement.check()
-        part = torch.zeros(shard.local_shape(size), dtype=torch_dtype(tensors[0]))
+        part = torch.zeros(shard.local_shape(rank, size), dtype=torch_dtype(tensors[0]))
         self._reader.fill(placement, spec.ranges(rank, size), part)
         return part
 

@@ -108,7 +108,7 @@ class VerifyCheckpoint(Common):
     logits: bool = False
     """Run the split model and transformers on the same tokens, and show the largest difference of the logits."""
     tp: int | None = None
-    """Number of ranks for --round-trip and --logits; by default the smallest legal one above one."""
+    """Number of ranks for --round-trip and --logits; by default those of the folder, or two."""
     jobs: int | None = None
     """Threads; by default one for each core, at most four."""
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from ..models import FAMILIES, family, find_config, presets
 from ..models.auto import build_on_meta
 from ..models.common.config import ModelConfig
-from ..models.sizes import legal_sizes, sizes_of
+from ..models.sizes import largest_size, sizes_of, uneven_work
 from ..trainer.estimate.model import ITEMSIZE
 from .console import exit_code_of
 
@@ -44,23 +44,26 @@ class Size:
 
     Attributes:
         parameters: Elements of the unsplit model, without padding.
-        on_rank: Elements of the largest rank, with padding; None if the requested tensor-parallel size is not legal.
-        legal: Tensor-parallel sizes that the model can be split into.
+        on_rank: Elements of the largest rank, with padding; None if the model cannot be split so.
+        largest: The largest tensor-parallel size that the model can be split into.
+        uneven: How much more the busiest rank computes than an even share, e.g. 0.04; None if `on_rank` is.
     """
 
     parameters: int
     on_rank: int | None
-    legal: tuple[int, ...]
+    largest: int
+    uneven: float | None
 
 
 def measure(config: ModelConfig, tensor_parallel_size: int) -> Size:
     """Measures the model, which is built on the meta device."""
     model = build_on_meta(config, None)
-    legal = legal_sizes(model)
-    can_be_split = tensor_parallel_size in legal
-    sizes = sizes_of(model, tensor_parallel_size if can_be_split else 1)
-    on_rank = sum(size.local for size in sizes) if can_be_split else None
-    return Size(sum(size.full for size in sizes), on_rank, legal)
+    largest = largest_size(model)
+    parameters = sum(size.full for size in sizes_of(model, 1))
+    if tensor_parallel_size > largest:
+        return Size(parameters, None, largest, None)
+    on_rank = sum(size.local for size in sizes_of(model, tensor_parallel_size))
+    return Size(parameters, on_rank, largest, uneven_work(model, tensor_parallel_size))
 
 
 def bytes_on_rank(parameters: int, dtype: str, optimizer: str) -> int:
@@ -89,16 +92,16 @@ def table_of(arguments: ModelsArguments) -> Table:
         box=box.SIMPLE,
         pad_edge=False,
     )
-    for column in ("family", "model", "parameters", "on a rank", "GiB on a rank", "tensor-parallel sizes"):
+    for column in ("family", "model", "parameters", "on a rank", "GiB on a rank", "uneven work", "ranks at most"):
         table.add_column(column, justify="left" if column in ("family", "model") else "right", overflow="fold")
     for name, config in select(arguments.names):
         size = measure(config, arguments.tp)
-        on_rank = memory = "cannot be split so"
-        if size.on_rank is not None:
+        on_rank = memory = uneven = "cannot be split so"
+        if size.on_rank is not None and size.uneven is not None:
             on_rank = f"{size.on_rank:,}"
             memory = f"{bytes_on_rank(size.on_rank, arguments.dtype, arguments.optimizer) / GIB:.2f}"
-        legal = " ".join(map(str, size.legal))
-        table.add_row(config.model_type, name, f"{size.parameters:,}", on_rank, memory, legal)
+            uneven = f"{size.uneven:.1%}"
+        table.add_row(config.model_type, name, f"{size.parameters:,}", on_rank, memory, uneven, str(size.largest))
     return table
 
 

@@ -19,7 +19,7 @@ from ..models import family, from_pretrained
 from ..models.mapping import MappedCheckpoint, map_checkpoint
 from ..mpu import ParallelMesh
 from .operations import Options, merge, split
-from .verification import smallest_size
+from .verification import SMALLEST_SPLIT
 
 TOLERANCE = 1e-5
 BATCH, LENGTH, SEED = 2, 24, 0
@@ -47,13 +47,13 @@ def compare_logits(folder: Path, size: int | None, config_file: Path | None = No
     """Compares the fp32 logits of random tokens: those of `size` processes that load shards, and transformers'.
 
     If `folder` has another format, shards or a Hugging Face folder are written to a temporary folder. A family that
-    transformers does not have is compared with the unsplit model. By default `size` is the number of rank files, or for
-    a Hugging Face folder the smallest one above 1.
+    transformers does not have is compared with the unsplit model. By default `size` is the number of rank files, or two
+    for a Hugging Face folder.
     """
     source = open_checkpoint(folder, config_file)
     mapped = map_checkpoint(source)
     if size is None:
-        size = len(source.ranks) if source.kind != "huggingface" else smallest_size(mapped)
+        size = len(source.ranks) if source.kind != "huggingface" else SMALLEST_SPLIT
     mapped.model.check_size(size)
     inputs = example_inputs(mapped)
     options = Options(config_file=config_file)

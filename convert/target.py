@@ -45,9 +45,9 @@ def shards_target(mapped: MappedCheckpoint, size: int, dtype: str | None = None)
     """Lays out a shardzoo folder of `size` ranks. ValueError, naming the sizes that work, if it is not one of them."""
     mapped.model.check_size(size)
     dtypes = new_dtypes(mapped, dtype)
-    shapes = {name: (dtypes[name], p.local_shape(size)) for name, p in mapped.model.parameters.items()}
     files, ranks = [], []
     for rank in range(size):
+        shapes = {name: (dtypes[name], p.local_shape(rank, size)) for name, p in mapped.model.parameters.items()}
         file = new_safetensors_file(f"rank_{rank:02d}.safetensors", shapes)
         files.append(file)
         ranks.append(file.tensors)
@@ -167,7 +167,7 @@ def legacy_target(mapped: MappedCheckpoint, size: int, dtype: str | None = None)
     parameters = {name: p.without_padding() if original else p for name, p in model.parameters.items()}
     names = {name: known[name].stored_names()[0] if original else name for name in parameters}
     _refuse_extras(mapped, "mp_rank files")
-    shapes = {names[name]: (dtypes[name], p.local_shape(size)) for name, p in parameters.items()}
+    shapes = {names[name]: (dtypes[name], p.even_shape(size)) for name, p in parameters.items()}
     files, ranks = [], []
     for rank in range(size):
         path = f"{LEGACY_FOLDER}/mp_rank_{rank:02d}_model_states.pt"
@@ -212,7 +212,7 @@ def megatron_target(
         ranks.append({})
         tied.append({})
         for stage, names in enumerate(plan):
-            shapes = {stored: (dtypes[name], specs[name].local_shape(size)) for stored, name in names.items()}
+            shapes = {stored: (dtypes[name], specs[name].even_shape(size)) for stored, name in names.items()}
             folder = f"{LEGACY_FOLDER}/mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else "")
             files.append(new_torch_file(f"{folder}/{RANK_FILES[0]}", shapes, arrange))
             for stored, name in names.items():

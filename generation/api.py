@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.common.language_model import EncoderOutput, ModelOutput
+from ..mpu import borrow_once
 from .decoders import BlankDecoder, CausalDecoder, Decoder, Seq2SeqDecoder
 from .logits_processors import LogitsProcessors
 from .prompts import check_ids, check_mask, decoder_prompt, left_padding
@@ -272,10 +273,11 @@ def device_of(model: nn.Module) -> torch.device:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Puts the model in evaluation mode for the duration of the context."""
+    """Puts the model in evaluation mode for the duration of the context, in which its weights must not change."""
     was_training = model.training
     model.eval()
     try:
-        yield
+        with borrow_once(model):
+            yield
     finally:
         model.train(was_training)

@@ -53,7 +53,7 @@ class NativeModel:
         """Returns the rows of the vocabulary over all of `size` ranks, padding included."""
         for parameter in self.parameters.values():
             if parameter.shard is not None and parameter.shard.pad_multiple:
-                return size * parameter.local_shape(size)[parameter.dim]
+                return size * parameter.local_shape(0, size)[parameter.dim]
         return self.vocab_size
 
     def check_size(self, size: int) -> None:
@@ -61,7 +61,7 @@ class NativeModel:
         if size < 1:
             raise ValueError(f"the tensor-parallel size must be at least 1, not {size}")
         for parameter in self.parameters.values():
-            parameter.local_shape(size)
+            parameter.local_shape(0, size)
 
 
 @dataclass(frozen=True)
@@ -466,7 +466,7 @@ def _check_ranks_differ(checkpoint: Checkpoint, model: NativeModel, names: Mappi
 def _is_padded(parameter: ParameterSpec, checkpoint: Checkpoint, name: str) -> bool:
     """Returns whether the files pad the vocabulary as this package's layers do."""
     return bool(parameter.shard and parameter.shard.pad_multiple) and checkpoint.ranks[0][name].shape == (
-        parameter.local_shape(len(checkpoint.ranks))
+        parameter.local_shape(0, len(checkpoint.ranks))
     )
 
 
@@ -474,9 +474,10 @@ def _by_rank(
     checkpoint: Checkpoint, parameters: Mapping[str, ParameterSpec], names: Mapping[str, str]
 ) -> dict[str, ParameterPlacement]:
     problems: list[str] = []
+    size, is_even = len(checkpoint.ranks), checkpoint.kind != "shards"
     for name, parameter in parameters.items():
-        expected = parameter.local_shape(len(checkpoint.ranks))
-        for tensors in checkpoint.ranks:
+        for rank, tensors in enumerate(checkpoint.ranks):
+            expected = parameter.even_shape(size) if is_even else parameter.local_shape(rank, size)
             _check_shape(tensors[names[name]], expected, name, problems)
     _refuse_shapes(problems)
     return place_by_rank(

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 from torch import nn
 
 from ..mpu import Shard, VocabParallelEmbedding
+from ..mpu.parameter import SplitParameter
 from .auto import build_on_meta
 from .common.config import ModelConfig
-
-LARGEST_SIZE = 64  # tensor-parallel ranks
 
 
 @dataclass(frozen=True)
@@ -40,18 +38,18 @@ def parameter_sizes(config: ModelConfig, tensor_parallel_size: int = 1) -> list[
 
 def sizes_of(model: nn.Module, tensor_parallel_size: int) -> list[ParameterSize]:
     """Returns the same as `parameter_sizes`, of an unsplit model that is built already; the meta device will do."""
-    legal = legal_sizes(model)
-    if tensor_parallel_size not in legal:
+    largest = largest_size(model)
+    if not 1 <= tensor_parallel_size <= largest:
         raise ValueError(
             f"a {type(model).__name__} of this configuration cannot be split {tensor_parallel_size} ways; use a "
-            f"tensor-parallel size of {', '.join(map(str, legal))}"
+            f"tensor-parallel size from 1 to {largest}"
         )
     tables = {parameter for module in model.modules() if is_embedding(module) for parameter in module.parameters()}
     sizes: list[ParameterSize] = []
     for name, parameter in model.named_parameters():
         shard = getattr(parameter, "shard", None)
         shape = tuple(shard.shape if shard else parameter.shape)
-        local = tuple(shard.local_shape(tensor_parallel_size)) if shard else shape
+        local = tuple(shard.local_shape(0, tensor_parallel_size)) if shard else shape
         sizes.append(ParameterSize(name, shape, local, parameter in tables))
     return sizes
 
@@ -67,10 +65,20 @@ def is_embedding(module: nn.Module) -> bool:
     return isinstance(module, (nn.Embedding, VocabParallelEmbedding))
 
 
-def legal_sizes(model: nn.Module) -> tuple[int, ...]:
-    """Returns the tensor-parallel sizes up to `LARGEST_SIZE` over which every parameter can be split."""
-    shards: Sequence[Shard | None] = [getattr(parameter, "shard", None) for parameter in model.parameters()]
-    sizes = set(range(1, LARGEST_SIZE + 1))
-    for shard in {shard for shard in shards if shard is not None}:
-        sizes &= set(shard.legal_sizes(LARGEST_SIZE))
-    return tuple(sorted(sizes))
+def largest_size(model: nn.Module) -> int:
+    """Returns the largest number of tensor-parallel ranks: a rank holds at least one unit of every parameter."""
+    return min(largest for shard in _shards(model) if (largest := shard.largest_size) is not None)
+
+
+def uneven_work(model: nn.Module, tensor_parallel_size: int) -> float:
+    """Returns how much more the busiest rank multiplies than an even share of the split parameters, e.g. 0.04.
+
+    It is the price of heads that do not divide, of key-value heads that several ranks compute, and of padding.
+    """
+    shards = _shards(model)
+    busiest = sum(prod(shard.needed_shape(0, tensor_parallel_size)) for shard in shards)
+    return tensor_parallel_size * busiest / sum(prod(shard.shape) for shard in shards) - 1
+
+
+def _shards(model: nn.Module) -> list[Shard]:
+    return [parameter.shard for parameter in model.parameters() if isinstance(parameter, SplitParameter)]

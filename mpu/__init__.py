@@ -18,6 +18,7 @@ from .layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelHead,
+    borrow_once,
     column_parallel,
 )
 from .mesh import ParallelMesh, tp_rank, tp_size, validate_layout
@@ -27,9 +28,10 @@ from .shard import Shard, divide
 # fmt: off
 __all__ = [
     "ColumnParallelLinear", "Dropout", "LayerNorm", "ParallelMesh", "RMSNorm", "RowParallelLinear", "Shard",
-    "VocabParallelEmbedding", "VocabParallelHead", "assign_dropout_sites", "checkpoint", "clip_grad_norm_",
-    "column_parallel", "copy_to_tp", "divide", "dropout_state", "gather_from_tp", "gather_sequence", "grad_norm",
-    "head_losses", "initialize", "materialize", "reduce_from_tp", "reduce_scatter_sequence", "scaled_masked_softmax",
-    "scatter_sequence", "scatter_to_tp", "tp_rank", "tp_size", "validate_layout", "vocab_parallel_cross_entropy",
+    "VocabParallelEmbedding", "VocabParallelHead", "assign_dropout_sites", "borrow_once", "checkpoint",
+    "clip_grad_norm_", "column_parallel", "copy_to_tp", "divide", "dropout_state", "gather_from_tp", "gather_sequence",
+    "grad_norm", "head_losses", "initialize", "materialize", "reduce_from_tp", "reduce_scatter_sequence",
+    "scaled_masked_softmax", "scatter_sequence", "scatter_to_tp", "tp_rank", "tp_size", "validate_layout",
+    "vocab_parallel_cross_entropy",
 ]
 # fmt: on

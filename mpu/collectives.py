@@ -6,7 +6,7 @@ These functions are differentiable. Without a mesh, or with one rank, each retur
 |---------------------------|---------------------|------------------------------------------------|
 | `copy_to_tp`              | identity            | all-reduce                                     |
 | `reduce_from_tp`          | all-reduce          | identity                                       |
-| `gather_from_tp`          | all-gather          | local slice                                    |
+| `gather_from_tp`          | all-gather          | reduce-scatter (`partial_grad`) or local slice |
 | `scatter_to_tp`           | local slice         | all-gather                                     |
 | `gather_sequence`         | all-gather (dim 1)  | reduce-scatter (`partial_grad`) or local slice |
 | `scatter_sequence`        | local slice (dim 1) | all-gather                                     |
@@ -109,9 +109,14 @@ def reduce_from_tp(tensor: Tensor, mesh: ParallelMesh | None) -> Tensor:
     return tensor if mesh is None or tp_size(mesh) == 1 else _Reduce.apply(tensor, mesh.tp_group)
 
 
-def gather_from_tp(tensor: Tensor, mesh: ParallelMesh | None, dim: int = -1) -> Tensor:
-    """Returns the ranks' tensors concatenated along `dim`. Every rank must then run the same computation on it."""
-    return tensor if mesh is None or tp_size(mesh) == 1 else _Gather.apply(tensor, dim, mesh.tp_group, False)
+def gather_from_tp(tensor: Tensor, mesh: ParallelMesh | None, dim: int = -1, *, partial_grad: bool = False) -> Tensor:
+    """Returns the ranks' tensors concatenated along `dim`.
+
+    Args:
+        partial_grad: True when the ranks then compute differently: their gradients are summed. False when every rank
+            runs the same computation.
+    """
+    return tensor if mesh is None or tp_size(mesh) == 1 else _Gather.apply(tensor, dim, mesh.tp_group, partial_grad)
 
 
 def scatter_to_tp(tensor: Tensor, mesh: ParallelMesh | None, dim: int = -1) -> Tensor:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from ..ops import dropout, dropout_keys, masked_softmax, use_key
-from .mesh import ParallelMesh, tp_rank
+from .mesh import ParallelMesh, tp_rank, tp_size
+from .shard import first_unit
 
 
 class DropoutKey(NamedTuple):
@@ -97,15 +98,19 @@ class Dropout(nn.Module):
         p: The probability of zeroing an element; the other elements are scaled by 1 / (1 - p).
         split_dim: The dimension of the input that is split over the tensor-parallel ranks (1 for a split sequence,
             -1 for split features), or None if it is replicated. `scaled_masked_softmax` does not use it.
+        count: The number of features, or for `scaled_masked_softmax` of heads, over all ranks, which may hold unequal
+            parts as `Shard` says; None if all ranks hold equally many.
     """
 
-    def __init__(self, p: float, *, split_dim: int | None = None, mesh: ParallelMesh | None = None):
+    def __init__(
+        self, p: float, *, split_dim: int | None = None, count: int | None = None, mesh: ParallelMesh | None = None
+    ):
         super().__init__()
         if not 0 <= p < 1:
             raise ValueError(f"dropout probability {p} must be at least 0 and below 1")
         if split_dim not in (None, 1, -1):
             raise ValueError(f"split_dim {split_dim} must be 1 (sequence), -1 (features) or None")
-        self.p, self.split_dim, self.mesh = p, split_dim, mesh
+        self.p, self.split_dim, self.count, self.mesh = p, split_dim, count, mesh
         self.site: int | None = None
 
     @property
@@ -123,10 +128,15 @@ class Dropout(nn.Module):
         if self.mesh is None:
             return arguments
         if self.split_dim in (-1, tensor.dim() - 1):
-            arguments["first_column"] = self.mesh.tp_rank * tensor.shape[-1]
+            arguments["first_column"] = self.first_of(tensor.shape[-1])
         elif self.split_dim == 1:
-            arguments["first_row"] = self.mesh.tp_rank * math.prod(tensor.shape[1:-1])
+            arguments["first_row"] = self.first_of(tensor.shape[1]) * math.prod(tensor.shape[2:-1])
         return arguments
+
+    def first_of(self, local: int) -> int:
+        """Returns the index over all ranks of the first of this rank's `local` heads, features or positions."""
+        rank = tp_rank(self.mesh)
+        return rank * local if self.count is None else first_unit(self.count, rank, tp_size(self.mesh))
 
     def keys(self, tensor: Tensor) -> Tensor:
         """Returns the keys of the samples of a tensor [B, ...] for this use of the site, int64 [B]."""
@@ -179,7 +189,7 @@ def scaled_masked_softmax(
     """
     dropped: dict[str, Any] = {}
     if dropout is not None and dropout.drops:
-        first_head = tp_rank(dropout.mesh) * scores.shape[1]
+        first_head = dropout.first_of(scores.shape[1])
         dropped = {"dropout": dropout.p, "keys": dropout.keys(scores), "first_head": first_head}
     return masked_softmax(scores, mask, bias, scale=scale, causal=causal, **dropped)
 

@@ -7,6 +7,9 @@ of `ops` or of PyTorch.
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -14,14 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..ops import autocast_arguments, layer_norm, linear, linear_cross_entropy, matmul, rms_norm
+from ..ops import autocast_arguments, in_inference_mode, layer_norm, linear, linear_cross_entropy, matmul, rms_norm
 from ..ops.autograd import Function, once_differentiable
 from .collectives import (
     SEQUENCE_DIM,
+    copy_to_tp,
     gather_from_tp,
     reduce_from_tp,
     reduce_scatter_sequence,
-    scatter_to_tp,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
@@ -35,10 +38,12 @@ from .shard import Shard
 class ColumnParallelLinear(SplitLayer):
     """y = x Wᵀ + b with the output features split over the tensor-parallel ranks. Weight [out, in].
 
-    Input [..., in], replicated. Output [..., out/tp], or [..., out] if gathered, in the input's dtype.
+    Input [..., in], replicated. Output [..., out/tp], or [..., out] if gathered, in the input's dtype. Where tp does
+    not divide the units, the ranks' parts differ by one.
 
     Args:
-        groups: Sizes of the blocks stacked along the output (fused Q, K, V; gate and up), each split separately.
+        groups: Sizes of the blocks stacked along the output (fused Q, K, V; gate and up), each split separately. Of a
+            shared block (`Shard.is_shared`), a rank computes all features that it needs; others lend it the rows.
         unit: Each rank's part of a block is a whole number of units, e.g. of head sizes.
         gather_output: Return all output features, in the unsplit order, on every rank.
         sequence_parallel: The input is this rank's part [B, S/tp, in] of the sequence.
@@ -67,21 +72,84 @@ class ColumnParallelLinear(SplitLayer):
         self.weight = split_parameter(self.shard, mesh)  # [out/tp, in]
         self.bias = split_parameter(Shard((out_features,), 0, groups, unit), mesh) if bias else None  # [out/tp]
 
+        self._lends = mesh is not None and not gather_output and bool(self.shard.shared_blocks(mesh.tp_size))
+        self._borrowed: list[tuple[Tensor, Tensor | None]] | None = None  # see `borrow_once`
+
     def forward(self, tensor: Tensor) -> Tensor:
-        output = column_parallel(
-            tensor, self.weight, self.bias, sequence_parallel=self.sequence_parallel, mesh=self.mesh
-        )
+        weight, bias = self._needed_rows(self.mesh) if self._lends and self.mesh else (self.weight, self.bias)
+        output = column_parallel(tensor, weight, bias, sequence_parallel=self.sequence_parallel, mesh=self.mesh)
         if self.gather_output and self.mesh is not None and self.mesh.tp_size > 1:
-            return self._unsplit_order(gather_from_tp(output, self.mesh), self.mesh.tp_size)
+            return torch.cat(_whole_blocks(output, self.shard, range(self.shard.blocks), self.mesh, -1), -1)
         return output
 
-    def _unsplit_order(self, gathered: Tensor, size: int) -> Tensor:
-        """Reorders gathered features [..., out] from rank-major to block-major order."""
-        if len(self.shard.groups) < 2:
-            return gathered
-        widths = [group // size for group in self.shard.groups]
-        pieces = torch.split(gathered, widths * size, dim=-1)  # rank 0's blocks, rank 1's blocks, ...
-        return torch.cat([piece for block in range(len(widths)) for piece in pieces[block :: len(widths)]], dim=-1)
+    def keep_borrowed(self, keep: bool) -> None:
+        """Starts or ends keeping the rows that other ranks lend; see `borrow_once`."""
+        self._borrowed = [] if keep else None
+
+    def _needed_rows(self, mesh: ParallelMesh) -> tuple[Tensor, Tensor | None]:
+        """Returns the rows of the weight and the bias that this rank computes with."""
+        if self._borrowed and in_inference_mode():
+            return self._borrowed[0]
+        rows = _borrow_rows(self.weight, self.bias, self.shard, mesh)
+        if self._borrowed is not None and in_inference_mode():
+            self._borrowed.append(rows)
+        return rows
+
+
+def _borrow_rows(weight: Tensor, bias: Tensor | None, shard: Shard, mesh: ParallelMesh) -> tuple[Tensor, Tensor | None]:
+    """Returns this rank's rows, with all rows of the shared blocks that it needs.
+
+    The gradients of borrowed rows are summed and return to the ranks that hold them.
+    """
+    rank, size = mesh.tp_rank, mesh.tp_size
+    shared, ranges = shard.shared_blocks(size), shard.ranges(rank, size)
+    first = sum(stop - start for start, stop in ranges[: shared[0]])  # shared blocks are the last ones
+    own = weight[first:] if bias is None else torch.cat([weight[first:], bias[first:, None]], 1)  # one exchange
+    starts = list(accumulate(shard.groups, initial=0))
+    rows = [
+        block[start - starts[number] : stop - starts[number]]
+        for number, block in zip(shared, _whole_blocks(own, shard, shared, mesh, 0, partial_grad=True), strict=True)
+        for start, stop in [shard.needed_ranges(rank, size)[number]]
+    ]
+    if bias is None:
+        return torch.cat([weight[:first], *rows]), None
+    columns = weight.shape[1]
+    return torch.cat([weight[:first], *(r[:, :columns] for r in rows)]), torch.cat(
+        [bias[:first], *(r[:, columns] for r in rows)]
+    )
+
+
+def _whole_blocks(
+    part: Tensor, shard: Shard, blocks: Sequence[int], mesh: ParallelMesh, dim: int, *, partial_grad: bool = False
+) -> list[Tensor]:
+    """Gathers blocks of a shard, of which `part` holds this rank's rows along `dim`, one block after the other."""
+    ranges = [shard.ranges(rank, mesh.tp_size) for rank in range(mesh.tp_size)]
+    counts = [[own[block][1] - own[block][0] for block in blocks] for own in ranges]
+    missing = sum(counts[0]) - part.shape[dim]  # the first rank has the most
+    if missing:
+        shape = [*part.shape]
+        shape[dim] = missing
+        part = torch.cat([part, part.new_zeros(shape)], dim)
+    gathered = gather_from_tp(part, mesh, dim, partial_grad=partial_grad)
+    sizes = [count for own in counts for count in (*own, sum(counts[0]) - sum(own))]
+    pieces = torch.split(gathered, sizes, dim)
+    return [torch.cat(pieces[block :: len(blocks) + 1], dim) for block in range(len(blocks))]
+
+
+@contextmanager
+def borrow_once(model: nn.Module) -> Generator[None]:
+    """Within the context, a forward pass in inference mode reuses the rows that an earlier one borrowed.
+
+    The weights must not change within it.
+    """
+    layers = [module for module in model.modules() if isinstance(module, ColumnParallelLinear)]
+    for layer in layers:
+        layer.keep_borrowed(True)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.keep_borrowed(False)
 
 
 class RowParallelLinear(SplitLayer):
@@ -119,8 +187,9 @@ class RowParallelLinear(SplitLayer):
         self.bias = nn.Parameter(torch.full((out_features,), float("nan"))) if bias else None
 
     def forward(self, tensor: Tensor) -> Tensor:
-        if not self.input_is_parallel:
-            tensor = scatter_to_tp(tensor, self.mesh)
+        if not self.input_is_parallel and self.mesh is not None:
+            [(start, stop)] = self.shard.ranges(self.mesh.tp_rank, self.mesh.tp_size)
+            tensor = copy_to_tp(tensor, self.mesh)[..., start:stop]
         if self.mesh is None or self.mesh.tp_size == 1:
             return linear(tensor, self.weight, self.bias)
         arguments = autocast_arguments(tensor, self.weight, self.bias)

@@ -50,7 +50,7 @@ class SplitParameter(nn.Parameter):
 
 def split_parameter(shard: Shard, mesh: ParallelMesh | None) -> SplitParameter:
     """Returns a parameter for this rank's part of `shard`, filled with NaN until it is initialized or loaded."""
-    parameter = SplitParameter(torch.full(shard.local_shape(tp_size(mesh)), float("nan")))
+    parameter = SplitParameter(torch.full(shard.local_shape(tp_rank(mesh), tp_size(mesh)), float("nan")))
     parameter.shard = shard
     parameter.model_parallel = parameter.tensor_model_parallel = True
     return parameter

@@ -232,7 +232,7 @@ class MegatronMap:
             "kv_channels": hidden // config.num_attention_heads,
             "max_position_embeddings": config.max_sequence_length,
             "seq_length": config.max_sequence_length,
-            "padded_vocab_size": ranks[0] * embedding.local_shape(ranks[0])[0],
+            "padded_vocab_size": ranks[0] * embedding.local_shape(0, ranks[0])[0],
             "make_vocab_size_divisible_by": PADDING,
             "tensor_model_parallel_size": ranks[0],
             "pipeline_model_parallel_size": ranks[1],

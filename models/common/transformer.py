@@ -6,6 +6,7 @@ means that the query attends to the key. None means that every query attends to 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
@@ -23,10 +24,13 @@ from ...mpu import (
     Shard,
     checkpoint,
     column_parallel,
+    divide,
     scaled_masked_softmax,
+    tp_rank,
     tp_size,
 )
 from ...mpu.parameter import split_parameter
+from ...mpu.shard import first_unit
 from ...ops import bias_gelu, geglu, in_inference_mode, linear, matmul, relu, swiglu
 from ...ops.autograd import Function, once_differentiable
 from ...ops.library import can_bypass_dispatcher, empty_pooled, needs_gradient
@@ -71,7 +75,7 @@ class Attention(nn.Module):
         qkv_bias, output_bias: Whether the input projections, and the output projection, have biases.
 
     Raises:
-        ValueError: The tensor-parallel size does not divide both numbers of heads; a head is never split.
+        ValueError: The tensor-parallel size is larger than the number of heads; a head is never split.
     """
 
     projections: ClassVar[dict[str, str]]
@@ -93,23 +97,26 @@ class Attention(nn.Module):
         super().__init__()
         num_key_value_heads = num_key_value_heads or num_heads
         check_heads(num_heads, tp_size(mesh))
-        check_heads(num_key_value_heads, tp_size(mesh))
+        if num_key_value_heads != num_heads and "qkv" not in self.projections:
+            divide(num_key_value_heads, tp_size(mesh), "key-value heads of a projection of their own")
         self.head_size = head_size or hidden_size // num_heads
         shared: dict[str, Any] = {
             "unit": self.head_size,
             "sequence_parallel": parallel_config.sequence_parallel,
             "mesh": mesh,
         }
-        self.core = CoreAttention(scale=scale, dropout=dropout, mesh=mesh, parallel_config=parallel_config)
+        self.core = CoreAttention(
+            num_heads, num_key_value_heads, scale=scale, dropout=dropout, mesh=mesh, parallel_config=parallel_config
+        )
         heads = {"q": num_heads, "k": num_key_value_heads, "v": num_key_value_heads}
         self.heads: dict[str, tuple[int, ...]] = {}  # projection -> this rank's heads in each block
         for name, blocks in self.projections.items():
             widths = tuple(heads[block] * self.head_size for block in blocks)
             groups = widths if len(widths) > 1 else None
-            self.add_module(
-                name, ColumnParallelLinear(hidden_size, sum(widths), bias=qkv_bias, groups=groups, **shared)
-            )
-            self.heads[name] = tuple(heads[block] // tp_size(mesh) for block in blocks)
+            projection = ColumnParallelLinear(hidden_size, sum(widths), bias=qkv_bias, groups=groups, **shared)
+            self.add_module(name, projection)
+            computed = projection.shard.needed_ranges(tp_rank(mesh), tp_size(mesh))
+            self.heads[name] = tuple((stop - start) // self.head_size for start, stop in computed)
         self.output = RowParallelLinear(num_heads * self.head_size, hidden_size, bias=output_bias, **shared)
 
 
@@ -205,11 +212,22 @@ class CoreAttention(nn.Module):
     """
 
     def __init__(
-        self, *, scale: float, dropout: float, mesh: ParallelMesh | None, parallel_config: ParallelConfig
+        self,
+        num_heads: int,
+        num_key_value_heads: int,
+        *,
+        scale: float,
+        dropout: float,
+        mesh: ParallelMesh | None,
+        parallel_config: ParallelConfig,
     ) -> None:
         super().__init__()
         self.scale = scale
-        self.dropout = Dropout(dropout, mesh=mesh)
+        self.dropout = Dropout(dropout, count=num_heads, mesh=mesh)
+        first, last = (first_unit(num_heads, tp_rank(mesh) + end, tp_size(mesh)) for end in (0, 1))
+        served = Counter(head * num_key_value_heads // num_heads for head in range(first, last))
+        # The query heads of each of this rank's key-value heads; empty if they are equally many.
+        self.served = tuple(served.values()) if len(set(served.values())) > 1 else ()
         self.recompute = parallel_config.recompute == "selective"
 
     def forward(
@@ -219,7 +237,7 @@ class CoreAttention(nn.Module):
 
         Args:
             q: [B, Np, Sq, D].
-            k, v: [B, Kp, Sk, D]; each key-value head serves Np / Kp consecutive query heads.
+            k, v: [B, Kp, Sk, D]; each key-value head serves consecutive query heads.
         """
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self.attend, q, k, v, mask, position_bias, causal)
@@ -228,6 +246,8 @@ class CoreAttention(nn.Module):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position_bias: Tensor | None, causal: bool
     ) -> Tensor:
+        if self.served:
+            k, v = repeat_unequally(k, self.served), repeat_unequally(v, self.served)
         causal = causal and mask is None and q.shape[2] > 1  # the last query attends to every key
         if mask is None and not causal and in_inference_mode():
             mask, position_bias = position_bias, None  # without gradients, the bias can be a mask of added numbers
@@ -253,6 +273,13 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
+def repeat_unequally(x: Tensor, counts: tuple[int, ...]) -> Tensor:
+    """Repeats the heads of [B, Kp, S, D] consecutively, each as often as `counts` says."""
+    return torch.cat(
+        [head.expand(-1, count, -1, -1) for head, count in zip(torch.split(x, 1, 1), counts, strict=True)], 1
+    )
+
+
 def eager_beats_sdpa(q: Tensor, k: Tensor) -> bool:
     """Whether two matrix products and a softmax are faster than `scaled_dot_product_attention`, forward and backward.
 
@@ -264,11 +291,11 @@ def eager_beats_sdpa(q: Tensor, k: Tensor) -> bool:
 
 
 def check_heads(num_heads: int, tensor_parallel_size: int) -> None:
-    if num_heads % tensor_parallel_size:
-        fitting = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
+    """Raises ValueError if there are more ranks than attention heads."""
+    if tensor_parallel_size > num_heads:
         raise ValueError(
-            f"{num_heads} attention heads cannot be split {tensor_parallel_size} ways; "
-            f"use a model-parallel size of {', '.join(map(str, fitting))}"
+            f"{num_heads} attention heads cannot be split {tensor_parallel_size} ways; use a model-parallel size from "
+            f"1 to {num_heads}"
         )
 
 
@@ -348,7 +375,7 @@ class MLP(nn.Module):
         shared: dict[str, Any] = {"bias": bias, "sequence_parallel": parallel_config.sequence_parallel, "mesh": mesh}
         self.activation = find_activation(activation)
         self.up = ColumnParallelLinear(hidden_size, inner_size, **shared)
-        self.dropout = Dropout(dropout, split_dim=-1, mesh=mesh)
+        self.dropout = Dropout(dropout, split_dim=-1, count=inner_size, mesh=mesh)
         self.down = RowParallelLinear(inner_size, hidden_size, **shared)
 
     def forward(self, x: Tensor) -> Tensor:

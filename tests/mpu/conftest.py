@@ -20,9 +20,10 @@ settings.load_profile("ranks")
 
 
 def cut(tensor, dim, rank, size, groups=None):
-    """Rank's part of each block along `dim`, written without `Shard`."""
+    """Rank's part of each block along `dim`, written without `Shard`: of ten features over four ranks 3, 2, 3, 2."""
     blocks = tensor.split(list(groups) if groups else tensor.shape[dim], dim)
-    return torch.cat([block.chunk(size, dim)[rank] for block in blocks], dim)
+    parts = [[i for i in range(block.shape[dim]) if i * size // block.shape[dim] == rank] for block in blocks]
+    return torch.cat([block.narrow(dim, part[0], len(part)) for block, part in zip(blocks, parts, strict=True)], dim)
 
 
 def close(actual, expected):

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from shardzoo.mpu import ColumnParallelLinear, RowParallelLinear
+from shardzoo.mpu import ColumnParallelLinear, RowParallelLinear, Shard, borrow_once
 
 TP = [1, 2, 3, 4]
 
@@ -81,12 +81,14 @@ def test_column_parallel_equals_unsplit(tp, run_mesh, helpers):
         positions=st.integers(1, 3),
         in_features=st.integers(1, 9),
         widths=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+        more=st.integers(0, 2),
         bias=st.booleans(),
         strided=st.booleans(),
     )
-    @example(batch=2, positions=2, in_features=5, widths=[2, 1, 3], bias=True, strided=True)
-    def check(batch, positions, in_features, widths, bias, strided):
-        groups = tuple(width * tp for width in widths)
+    @example(batch=2, positions=2, in_features=5, widths=[2, 1, 3], more=0, bias=True, strided=True)
+    @example(batch=2, positions=2, in_features=5, widths=[2, 1, 3], more=1, bias=True, strided=True)
+    def check(batch, positions, in_features, widths, more, bias, strided):
+        groups = tuple((widths[0] if more else width) * tp + more for width in widths)
         x = noncontiguous(random(batch, positions * tp, in_features), strided)
         weight, b = random(sum(groups), in_features, seed=1), random(sum(groups), seed=2) if bias else None
         grad = noncontiguous(random(batch, positions * tp, sum(groups), seed=3), strided)
@@ -112,14 +114,16 @@ def test_row_parallel_equals_unsplit(tp, run_mesh, helpers):
         batch=st.integers(0, 3),
         positions=st.integers(1, 3),
         width=st.integers(1, 5),
+        more=st.integers(0, 2),
         out_features=st.integers(1, 9),
         bias=st.booleans(),
         strided=st.booleans(),
     )
-    @example(batch=2, positions=2, width=3, out_features=5, bias=True, strided=True)
-    def check(batch, positions, width, out_features, bias, strided):
-        x = noncontiguous(random(batch, positions * tp, width * tp), strided)
-        weight, b = random(out_features, width * tp, seed=1), random(out_features, seed=2) if bias else None
+    @example(batch=2, positions=2, width=3, more=1, out_features=5, bias=True, strided=True)
+    def check(batch, positions, width, more, out_features, bias, strided):
+        in_features = width * tp + more
+        x = noncontiguous(random(batch, positions * tp, in_features), strided)
+        weight, b = random(out_features, in_features, seed=1), random(out_features, seed=2) if bias else None
         grad = noncontiguous(random(batch, positions * tp, out_features, seed=3), strided)
         expected = unsplit(x, weight, b, grad)
         modes = [{"input_is_parallel": i, "sequence_parallel": s} for i in (False, True) for s in (False, True)]
@@ -135,6 +139,55 @@ def test_row_parallel_equals_unsplit(tp, run_mesh, helpers):
                     helpers.close(actual[3], expected[3])
 
     check()
+
+
+def lent(mesh, x, weight, bias, grads, groups, unit):
+    """Output and gradients of a layer with shared blocks, in both modes, and the output without gradients."""
+    results = []
+    for sequence_parallel in (False, True):
+        options = {"groups": groups, "unit": unit, "sequence_parallel": sequence_parallel, "mesh": mesh}
+        layer = ColumnParallelLinear(weight.shape[1], weight.shape[0], bias=bias is not None, **options)
+        parts = [None if t is None else layer.shard.slice(t, mesh.tp_rank, mesh.tp_size) for t in (weight,)]
+        if bias is not None:
+            parts.append(layer.bias.shard.slice(bias, mesh.tp_rank, mesh.tp_size))
+        own = x.chunk(mesh.tp_size, 1)[mesh.tp_rank] if sequence_parallel else x
+        results.append(run_layer(layer, own, *parts, *[None] * (2 - len(parts)), grads[mesh.tp_rank]))
+        with torch.inference_mode(), borrow_once(layer):
+            first = layer(own)
+            torch.testing.assert_close(first, results[-1][0], rtol=1e-5, atol=1e-6)
+            layer.weight.zero_()
+            assert torch.equal(layer(own), first)  # with the rows that it has borrowed
+        assert not torch.equal(layer(own), first)
+    return results
+
+
+@pytest.mark.parametrize(("tp", "heads", "key_values"), [(4, 8, 2), (3, 8, 2), (2, 9, 3), (3, 10, 5), (4, 4, 1)])
+def test_rows_that_several_ranks_need_are_lent(tp, heads, key_values, run_mesh, helpers):
+    """Each rank computes the key-value heads of its query heads; gradients come home to the rank that holds a row."""
+    unit, served = 3, heads // key_values
+    groups = tuple(unit * count for count in (heads, key_values, key_values))
+    x, weight, bias = random(2, 12, 5), random(sum(groups), 5, seed=1), random(sum(groups), seed=2)
+    shard, features = Shard(tuple(weight.shape), 0, groups, unit), []
+    for rank in range(tp):
+        own = [head for head in range(heads) if head * tp // heads == rank]
+        kept = sorted({head // served for head in own})
+        blocks = ((own, 0), (kept, heads), (kept, heads + key_values))
+        features.append([(first + head) * unit + i for block, first in blocks for head in block for i in range(unit)])
+    grads = [random(2, 12, len(rows), seed=3 + rank) for rank, rows in enumerate(features)]
+    for b in (bias, None):
+        total = torch.zeros(2, 12, sum(groups))
+        for rows, grad in zip(features, grads, strict=True):
+            total[..., rows] += grad
+        expected = unsplit(x, weight, b, total)
+        results = run_mesh(tp, lent, x, weight, b, grads, groups, unit)
+        for mode in (0, 1):
+            for rank, result in enumerate(results):
+                helpers.close(result[mode][0], expected[0][..., features[rank]])
+                helpers.close(result[mode][1], helpers.cut(expected[1], 1, rank, tp) if mode else expected[1])
+            helpers.close(shard.merge([result[mode][2] for result in results]), expected[2])
+            if b is not None:
+                bias_shard = Shard((sum(groups),), 0, groups, unit)
+                helpers.close(bias_shard.merge([result[mode][3] for result in results]), expected[3])
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -213,11 +266,11 @@ def test_errors_name_the_sizes_that_work(run_mesh):
     def refused(mesh):
         messages = []
         for build in (
-            lambda: ColumnParallelLinear(8, 10, mesh=mesh),
-            lambda: RowParallelLinear(10, 8, mesh=mesh),
+            lambda: ColumnParallelLinear(8, 6, unit=2, mesh=mesh),
+            lambda: RowParallelLinear(3, 8, mesh=mesh),
             lambda: RowParallelLinear(8, 8, sequence_parallel=True, mesh=mesh)(torch.zeros(1, 10, 2)),
         ):
-            with pytest.raises(ValueError, match="cannot be split 4 ways; use 1, 2, 5 or 10") as error:
+            with pytest.raises(ValueError, match=r"cannot be split 4 ways; use 1(, 2, 5 or 10| to 3 ranks)") as error:
                 build()
             messages.append(str(error.value))
         return messages

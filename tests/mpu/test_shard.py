@@ -14,17 +14,25 @@ from shardzoo.mpu import Shard, divide
 
 @st.composite
 def cases(draw):
-    """(shard, size): any rank of tensor, any dim, unequal groups, units, or vocabulary padding."""
-    size, unit = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    """(shard, size): any rank of tensor, any dim, equal or unequal groups, units, or vocabulary padding."""
+    size, unit = draw(st.integers(1, 6)), draw(st.integers(1, 4))
     others = draw(st.lists(st.integers(0, 3), max_size=2))
     dim = draw(st.integers(0, len(others)))
     if draw(st.booleans()):
         length, options = draw(st.integers(1, 40)), {"pad_multiple": draw(st.integers(1, 8))}
     else:
-        groups = tuple(size * unit * n for n in draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
+        widest = draw(st.integers(size, 14))  # in units
+        served = st.sampled_from([n for n in range(1, widest + 1) if widest % n == 0])
+        counts = [widest, *draw(st.lists(st.one_of(served, st.integers(size, widest)), max_size=3))]
+        groups = tuple(unit * count for count in counts)
         length, options = sum(groups), {"groups": groups, "unit": unit}
     shape = (*others[:dim], length, *others[dim:])
     return Shard(shape, dim - draw(st.sampled_from([0, len(shape)])), **options), size
+
+
+def holder(index, count, size):
+    """The rank of an element that is at index / count of the way."""
+    return next(rank for rank in range(size) if index * size < (rank + 1) * count)
 
 
 def rows_of(shard, rank, size):
@@ -37,9 +45,15 @@ def rows_of(shard, rank, size):
         return [row if row < shard.shape[shard.dim] else None for row in rows]
     rows, start = [], 0
     for group in shard.groups:
-        rows += range(start + group * rank // size, start + group * (rank + 1) // size)
+        is_served = group < max(shard.groups) and max(shard.groups) % group == 0
+        unit = 1 if is_served and group // shard.unit % size else shard.unit
+        rows += [start + row for row in range(group) if holder(row // unit, group // unit, size) == rank]
         start += group
     return rows
+
+
+def rows_in(ranges):
+    return [row for start, stop in ranges for row in range(start, stop)]
 
 
 @given(cases(), st.sampled_from([torch.float32, torch.bfloat16, torch.int8]))
@@ -49,15 +63,14 @@ def test_slice_and_merge_are_exact_inverses(case, dtype):
     full = full.transpose(0, -1).contiguous().transpose(0, -1)  # strides that are not the usual ones
     parts = [shard.slice(full, rank, size) for rank in range(size)]
     for rank, part in enumerate(parts):
-        assert part.shape == shard.local_shape(size)
+        assert part.shape == shard.local_shape(rank, size)
         assert part.is_contiguous()
         rows = rows_of(shard, rank, size)
+        assert 0 <= parts[0].shape[shard.dim] - len(rows) <= shard.unit * shard.blocks
         for local, row in enumerate(rows):
             expected = 0 if row is None else full.select(shard.dim, row)
             assert (part.select(shard.dim, local) == expected).all()
-        assert [row for start, stop in shard.ranges(rank, size) for row in range(start, stop)] == [
-            row for row in rows if row is not None
-        ]
+        assert rows_in(shard.ranges(rank, size)) == [row for row in rows if row is not None]
     merged = shard.merge(parts)
     assert merged.dtype == dtype
     assert torch.equal(merged, full)
@@ -65,17 +78,50 @@ def test_slice_and_merge_are_exact_inverses(case, dtype):
     assert covered == list(range(shard.shape[shard.dim]))
 
 
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 5), st.integers(1, 8))
+def test_a_rank_has_the_key_value_heads_of_its_query_heads(head_size, key_values, served, size):
+    queries = key_values * served
+    size = min(size, queries)
+    widths = (queries * head_size, key_values * head_size)
+    shard = Shard((sum(widths),), 0, widths, head_size)
+    for rank in range(size):
+        own, wanted = (shard.ranges(rank, size), shard.needed_ranges(rank, size))
+        assert wanted[0] == own[0]
+        heads = sorted({row // head_size // served for row in rows_in([own[0]])})
+        assert [row - widths[0] for row in rows_in([wanted[1]])] == [
+            head * head_size + i for head in heads for i in range(head_size)
+        ]
+        assert shard.needed_shape(rank, size) == (len(rows_in(wanted)),)
+        if size % key_values == 0:
+            assert len(heads) == 1
+        if key_values % size == 0:
+            assert wanted == own
+
+
 @given(cases())
-def test_legal_sizes_are_exactly_those_that_slice(case):
+def test_the_largest_size_is_the_last_that_slices(case):
     shard, _ = case
-    for size in range(1, 13):
-        if all(block % (shard.unit * size) == 0 for block in shard.groups):
-            assert shard.legal_sizes(12).count(size) == 1
-            shard.local_shape(size)
+    for size in range(1, 20):
+        if shard.largest_size is None or size <= shard.largest_size:
+            for rank in range(size):
+                assert 0 not in shard.local_shape(rank, size)[shard.dim : shard.dim + 1]
         else:
-            assert size not in shard.legal_sizes(12)
-            with pytest.raises(ValueError, match=f"split {size} ways; use 1"):
-                shard.local_shape(size)
+            with pytest.raises(ValueError, match=f"split {size} ways; use 1 to {shard.largest_size} ranks"):
+                shard.local_shape(0, size)
+
+
+@given(cases(), st.integers(1, 12))
+def test_even_parts_are_equal_and_whole(case, size):
+    shard, _ = case
+    if shard.pad_multiple:
+        return
+    if all(block % (shard.unit * size) == 0 for block in shard.groups):
+        shard.check_even(size)
+        assert len({shard.local_shape(rank, size) for rank in range(size)}) == 1
+        assert all(shard.ranges(rank, size) == shard.needed_ranges(rank, size) for rank in range(size))
+    else:
+        with pytest.raises(ValueError, match=f"split {size} ways evenly; use 1"):
+            shard.check_even(size)
 
 
 def test_a_slice_does_not_keep_the_full_tensor_alive():
@@ -84,16 +130,20 @@ def test_a_slice_does_not_keep_the_full_tensor_alive():
 
 
 def test_heads_are_not_cut():
-    heads = Shard((6 * 64, 8), 0, unit=64)
-    assert heads.local_shape(3) == (128, 8)
-    with pytest.raises(ValueError, match=r"4 rows in units of 64 .* cannot be split 3 ways; use 1, 2 or 4"):
-        Shard((4 * 64, 8), 0, unit=64).local_shape(3)
+    heads = Shard((25 * 64, 8), 0, unit=64)
+    assert [heads.local_shape(rank, 4)[0] // 64 for rank in range(4)] == [7, 6, 6, 6]
+    with pytest.raises(ValueError, match=r"4 rows in units of 64 .* cannot be split 5 ways; use 1 to 4 ranks"):
+        Shard((4 * 64, 8), 0, unit=64).local_shape(0, 5)
 
 
-def test_unequal_groups_share_the_smallest_divisor():
-    grouped = Shard((32 * 8 + 2 * 8 + 2 * 8, 16), 0, groups=(256, 16, 16), unit=8)
-    assert grouped.legal_sizes(64) == [1, 2]
-    assert grouped.ranges(1, 2) == [(128, 256), (264, 272), (280, 288)]
+def test_grouped_queries():
+    grouped = Shard((14 * 8 + 2 * 8 + 2 * 8, 16), 0, groups=(112, 16, 16), unit=8)
+    assert grouped.ranges(1, 2) == [(56, 112), (120, 128), (136, 144)]
+    assert not grouped.shared_blocks(2)
+    assert grouped.shared_blocks(4) == [1, 2]
+    assert [grouped.ranges(rank, 4)[1:] for rank in (0, 3)] == [[(112, 116), (128, 132)], [(124, 128), (140, 144)]]
+    assert [grouped.needed_ranges(rank, 4)[1] for rank in range(4)] == [(112, 120)] * 2 + [(120, 128)] * 2
+    assert grouped.largest_size == 14
 
 
 def test_a_vocabulary_smaller_than_the_padding_leaves_ranks_empty():

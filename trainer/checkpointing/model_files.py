@@ -138,7 +138,7 @@ def make_manifest(model: nn.Module, config: ModelConfig, hashes_by_rank: Sequenc
     for name, parameter in model.named_parameters():
         shard = getattr(parameter, "shard", None)
         if shard is not None and shard.pad_multiple and shard.shape[shard.dim] == config.vocab_size:
-            padded_vocab_size = len(hashes_by_rank) * shard.local_shape(len(hashes_by_rank))[shard.dim]
+            padded_vocab_size = len(hashes_by_rank) * shard.local_shape(0, len(hashes_by_rank))[shard.dim]
         records[name] = TensorRecord(
             shape=tuple(shard.shape if shard else parameter.shape),
             dtype=str(parameter.dtype).removeprefix("torch."),

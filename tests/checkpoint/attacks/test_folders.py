@@ -133,9 +133,9 @@ def test_no_configuration(arena, gpt2_folder):
     assert "no config.json" in arena.refused_split(source)
 
 
-def test_heads_that_do_not_divide(arena, gpt2_folder):
-    refusal = arena.refused_split(gpt2_folder, 3)
-    assert re.search(r"blocks\.0\.attention\.qkv\.weight.*3 ways.*1, 2 or 4", refusal)
+def test_more_ranks_than_heads(arena, gpt2_folder):
+    refusal = arena.refused_split(gpt2_folder, 5)
+    assert re.search(r"blocks\.0\.attention\.qkv\.weight.*5 ways; use 1 to 4 ranks", refusal)
 
 
 @pytest.mark.parametrize("size", [0, -1])
