@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from ..common.config import VocabSize
 from ..roberta.config import RobertaConfig
-from ..roberta.siblings import renamed
 
 
 @dataclass(frozen=True)
@@ -15,7 +14,6 @@ class CamembertConfig(RobertaConfig):
     """The sizes and constants of a CamemBERT. Names, meanings and defaults are those of transformers."""
 
     model_type: ClassVar[str] = "camembert"
-    architectures: ClassVar[tuple[str, ...]] = tuple(renamed(name, "Camembert") for name in RobertaConfig.architectures)
 
     vocab_size: VocabSize = 30522
     architecture: str = "CamembertForMaskedLM"

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from ..bert.model import BertBody
+from ..common.heads import with_heads
 from ..registry import Family
 from . import FAMILY as ROBERTA
 from .config import RobertaConfig
+from .model import HEADS
 
 
 def sibling(prefix: str, config: type[RobertaConfig], presets: Mapping[str, RobertaConfig]) -> Family:
@@ -15,7 +18,7 @@ def sibling(prefix: str, config: type[RobertaConfig], presets: Mapping[str, Robe
     return replace(
         ROBERTA,
         config=config,
-        architectures={renamed(name, prefix): model for name, model in ROBERTA.architectures.items()},
+        architectures=with_heads(BertBody, prefix, HEADS),
         presets=presets,
         pretrains={samples: renamed(name, prefix) for samples, name in ROBERTA.pretrains.items()},
         tasks={task: renamed(name, prefix) for task, name in ROBERTA.tasks.items()},

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from ..common.config import VocabSize
 from ..roberta.config import RobertaConfig
-from ..roberta.siblings import renamed
 
 
 @dataclass(frozen=True)
@@ -15,9 +14,6 @@ class XLMRobertaConfig(RobertaConfig):
     """The sizes and constants of an XLM-RoBERTa. Names, meanings and defaults are those of transformers."""
 
     model_type: ClassVar[str] = "xlm-roberta"
-    architectures: ClassVar[tuple[str, ...]] = tuple(
-        renamed(name, "XLMRoberta") for name in RobertaConfig.architectures
-    )
 
     vocab_size: VocabSize = 30522
     architecture: str = "XLMRobertaForMaskedLM"

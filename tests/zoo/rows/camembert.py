@@ -9,4 +9,8 @@ SIZES = {
 CASES = {
     "CamembertForMaskedLM": Case(SIZES, sizes=(1, 2)),
     "CamembertForSequenceClassification": Case({**SIZES, "num_labels": 1}, sizes=(1, 2)),
+    "CamembertModel": Case(SIZES, sizes=(1, 2)),
+    "CamembertForTokenClassification": Case({**SIZES, "num_labels": 3}, sizes=(1, 2)),
+    "CamembertForMultipleChoice": Case(SIZES, sizes=(1, 2)),
+    "CamembertForQuestionAnswering": Case(SIZES, sizes=(1, 2)),
 }

@@ -9,4 +9,8 @@ SIZES = {
 CASES = {
     "XLMRobertaForMaskedLM": Case(SIZES, sizes=(1, 3)),
     "XLMRobertaForSequenceClassification": Case({**SIZES, "num_labels": 3}, sizes=(1, 3)),
+    "XLMRobertaModel": Case(SIZES, sizes=(1, 3)),
+    "XLMRobertaForTokenClassification": Case({**SIZES, "num_labels": 3}, sizes=(1, 3)),
+    "XLMRobertaForMultipleChoice": Case(SIZES, sizes=(1, 3)),
+    "XLMRobertaForQuestionAnswering": Case(SIZES, sizes=(1, 3)),
 }
