@@ -411,7 +411,7 @@ class GatedMLP(nn.Module):
         super().__init__()
         shared: dict[str, Any] = {"sequence_parallel": parallel_config.sequence_parallel, "mesh": mesh}
         self.activation = find_activation(activation)
-        self.dropout = Dropout(dropout, split_dim=-1, mesh=mesh)
+        self.dropout = Dropout(dropout, split_dim=-1, count=inner_size if fused else None, mesh=mesh)
         if fused:
             groups = (inner_size, inner_size)
             self.gate_up = ColumnParallelLinear(hidden_size, 2 * inner_size, bias=bias, groups=groups, **shared)
