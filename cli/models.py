@@ -1,4 +1,4 @@
-"""Implements `shardzoo models`: lists families and presets, and the memory that each needs on a rank."""
+"""Implements `shardzoo models`: lists the families, or presets and the memory that each needs on a rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..models import FAMILIES, family, find_config, presets
+from ..models import FAMILIES, family, find_config
 from ..models.auto import build_on_meta
 from ..models.common.config import ModelConfig
 from ..models.sizes import largest_size, sizes_of, uneven_work
@@ -26,10 +26,10 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class ModelsArguments:
-    """Lists the zoo's families and presets, and the memory that weights, gradients and optimizer take on a rank."""
+    """Lists the zoo's families, or named models and the memory that weights, gradients and optimizer take on a rank."""
 
     names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Families, presets, or folders with a config.json; all presets by default."""
+    """Families, presets, or folders with a config.json; without one, all families with their architectures."""
     tp: int = 1
     """Tensor-parallel size."""
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
@@ -76,12 +76,29 @@ def bytes_on_rank(parameters: int, dtype: str, optimizer: str) -> int:
 
 def select(names: Sequence[str]) -> list[tuple[str, ModelConfig]]:
     """Returns the presets of named families, and named presets and folders. Raises ValueError for any other name."""
-    if not names:
-        return list(presets())
     found = []
     for name in names:
         found += family(name).presets.items() if name in FAMILIES else [(name, find_config(name))]
     return found
+
+
+def families_table() -> Table:
+    """Returns a table of all families: their architectures, and their presets with the number of parameters."""
+    table = Table(title="the zoo", box=box.SIMPLE, pad_edge=False)
+    for column in ("family", "kind", "architectures", "presets"):
+        table.add_column(column, overflow="fold")
+    for name in FAMILIES:
+        facts = family(name)
+        sizes = {preset: measure(config, 1).parameters for preset, config in facts.presets.items()}
+        listed = "\n".join(f"{preset} ({short(size)})" for preset, size in sizes.items())
+        table.add_row(name, facts.kind, "\n".join(facts.architectures), listed, end_section=True)
+    return table
+
+
+def short(parameters: int) -> str:
+    """Returns a number of parameters as text of three digits: 124M, 1.56B."""
+    scale, letter = (1e9, "B") if parameters >= 1e9 else (1e6, "M")
+    return f"{parameters / scale:#.3g}".rstrip(".") + letter
 
 
 def table_of(arguments: ModelsArguments) -> Table:
@@ -112,6 +129,12 @@ def main(argv: list[str]) -> int:
         if arguments.tp < 1:
             raise ValueError(f"--tp must be at least 1, not {arguments.tp}")
         console = Console(width=None if sys.stdout.isatty() else 160)
+        if not arguments.names:
+            console.print(families_table())
+            console.print(
+                "`shardzoo models NAME …` shows sizes on a rank of families, presets or folders.", style="dim"
+            )
+            return 0
         console.print(table_of(arguments))
         console.print("Activations and the engine's buffers are not included: see `shardzoo estimate`.", style="dim")
         return 0

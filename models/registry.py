@@ -7,7 +7,7 @@ import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 from torch import nn
 
@@ -17,6 +17,7 @@ from .activations import Activations
 from .common.config import ModelConfig
 from .common.megatron import MegatronMap
 from .common.name_map import NameMap
+from .nearest import refuse_family
 
 HYPHENATED = ("xlm-roberta",)  # the names that a folder, which is a package, spells with an underscore
 
@@ -95,21 +96,30 @@ class Family:
     megatron: MegatronMap | None = None
 
 
-def family(model_type: str) -> Family:
-    """Returns the facts about a family. Raises ValueError if the zoo does not have it."""
+def family(model_type: str, architecture: str = "") -> Family:
+    """Returns the facts about a family.
+
+    Raises ValueError if the zoo does not have it. The message names the nearest model; `architecture` helps to find it.
+    """
     if model_type not in FAMILIES:
-        raise ValueError(f"there is no model family {model_type!r}; use one of {', '.join(FAMILIES)}")
+        raise ValueError(refuse_family(model_type, architecture, architectures()))
     return importlib.import_module(f".{_FOLDERS[model_type]}", __package__).FAMILY
 
 
 def family_of(values: Mapping[str, Any]) -> Family:
     """Returns the family of the contents of a `config.json`. ValueError if they name none, or one not in the zoo."""
     if "model_type" in values:
-        return family(values["model_type"])
+        names = values.get("architectures")
+        return family(values["model_type"], cast(list[Any], names)[0] if isinstance(names, list) and names else "")
     for known in map(family, FAMILIES):
         if known.has_config is not None and known.has_config(values):
             return known
     raise ValueError("the configuration has no model_type, so its family is unknown")
+
+
+def architectures() -> dict[str, list[str]]:
+    """Returns the names of all architectures, by family."""
+    return {name: list(family(name).architectures) for name in FAMILIES}
 
 
 def presets() -> Iterator[tuple[str, ModelConfig]]:

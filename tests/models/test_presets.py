@@ -11,7 +11,7 @@ import transformers
 
 import shardzoo
 from shardzoo.cli.models import bytes_on_rank, main, measure
-from shardzoo.models import find_config
+from shardzoo.models import FAMILIES, family, find_config
 from shardzoo.models.auto import as_config
 
 # Of the checkpoints on the hub, tied weights once: the model cards' and papers' figures to the last parameter.
@@ -113,6 +113,12 @@ def test_the_command_lists_models(capsys):
     assert "300,176,768" in out
     assert "cannot be split so" in out  # the six heads of mt5-small
     assert re.search(r"gpt2-xl +1,557,611,200 .* \d+\.\d% +25", out)
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    for name in FAMILIES:
+        assert all(word in out for word in (name, *family(name).architectures, *family(name).presets))
+    assert "gpt2-xl (1.56B)" in out
+    assert "gpt2 (124M)" in out
     assert main(["no-such-model"]) == 2
     assert "no-such-model" in capsys.readouterr().err
 

@@ -12,7 +12,8 @@ from shardzoo.data.objectives.pretraining import Format, find_objective
 from shardzoo.data.tokenizers.training import TOKENIZER_KINDS
 from shardzoo.finetuning.arguments import Task
 from shardzoo.models import FAMILIES, family
-from shardzoo.models.auto import build_on_meta
+from shardzoo.models.auto import build_on_meta, config_from_dict
+from shardzoo.models.nearest import MISSING
 
 NOT_OF_THE_PACKAGE = {"tests", "benchmarks", "examples", "build", "models"}
 
@@ -39,9 +40,46 @@ def test_the_facts_of_a_family_fit(name):
         assert set(facts.new_modules) <= modules
 
 
-def test_an_unknown_family_is_refused():
-    with pytest.raises(ValueError, match="there is no model family 'gpt3'; use one of bert, "):
-        family("gpt3")
+UNKNOWN_FAMILIES = {  # model_type, architecture: the nearest model, and a word of what is missing
+    ("deberta-v2", "DebertaV2ForMaskedLM"): ("BertForMaskedLM (bert)", "disentangled attention"),
+    ("deberta", "DebertaForSequenceClassification"): ("BertForSequenceClassification (bert)", "disentangled attention"),
+    ("albert", "AlbertForMaskedLM"): ("BertForMaskedLM (bert)", "share their weights"),
+    ("bloom", "BloomForCausalLM"): ("GPT2LMHeadModel (gpt2)", "ALiBi"),
+    ("opt", "OPTForCausalLM"): ("GPT2LMHeadModel (gpt2)", "positions"),
+    ("longt5", "LongT5ForConditionalGeneration"): ("T5ForConditionalGeneration (t5)", "global attention"),
+    ("switch_transformers", "SwitchTransformersForConditionalGeneration"): (
+        "T5ForConditionalGeneration (t5)", "mixture of experts",
+    ),
+    ("xlnet", ""): ("(bert)", "two streams"),
+    ("gpt3", ""): ("GPT2LMHeadModel (gpt2)", "its blocks"),
+    ("whisper", "WhisperForConditionalGeneration"): ("ForConditionalGeneration (", "its blocks"),
+    ("robertta", "RobertaForMaskedLM"): ("RobertaForMaskedLM (roberta)", "its blocks"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wanted", UNKNOWN_FAMILIES)
+def test_an_unknown_family_names_the_nearest_model_and_what_is_missing(wanted):
+    model_type, architecture = wanted
+    names = [architecture] if architecture else None
+    with pytest.raises(ValueError, match=f"there is no model family '{model_type}'.*; use one of bert, ") as caught:
+        config_from_dict({"model_type": model_type, "architectures": names})
+    assert "\n" not in str(caught.value)
+    nearest, missing = str(caught.value).split("The nearest model that works is ")[1].split("; missing: ")
+    assert UNKNOWN_FAMILIES[wanted][0] in nearest
+    assert UNKNOWN_FAMILIES[wanted][1] in missing
+    found, owner = nearest.rstrip(")").split(" (")
+    assert found in family(owner).architectures
+
+
+@pytest.mark.parametrize("model_type", [None, 3, ["bert"], {}, "x" * 10_000])
+def test_a_model_type_that_is_no_name_is_refused(model_type):
+    with pytest.raises(ValueError, match="there is no model family") as caught:
+        config_from_dict({"model_type": model_type, "architectures": [model_type]})
+    assert len(str(caught.value)) < 1000
+
+
+def test_the_families_that_are_missing_are_not_in_the_zoo():
+    assert not MISSING.keys() & set(FAMILIES)
 
 
 def test_no_other_room_imports_from_a_familys_folder():
