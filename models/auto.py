@@ -14,10 +14,11 @@ from ..checkpoint.formats.megatron import SavedRun
 from ..checkpoint.stored_tensor import StoredTensor
 from ..data.files import read_folder_json
 from ..mpu import ParallelMesh, initialize, materialize
-from .common.config import ModelConfig, shown
+from .common.config import ModelConfig
 from .common.megatron import MegatronMap
 from .common.parallel_config import ParallelConfig
-from .registry import FAMILIES, family, family_of, presets
+from .nearest import refuse_architecture
+from .registry import FAMILIES, architectures, family, family_of, presets
 
 
 def find_config(name: str) -> ModelConfig:
@@ -87,7 +88,7 @@ def model_class(config: ModelConfig) -> type[nn.Module]:
     """Returns the class that `config.architecture` names. Raises ValueError if the family does not have it."""
     known = family(config.model_type).architectures
     if config.architecture not in known:
-        raise ValueError(f"architecture {shown(config.architecture)} is not supported; use one of {', '.join(known)}")
+        raise ValueError(refuse_architecture(config.architecture, config.model_type, architectures()))
     return known[config.architecture]
 
 

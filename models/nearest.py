@@ -44,7 +44,7 @@ MISSING: dict[str, tuple[str, str]] = {
     "xlm-roberta-xl": ("xlm-roberta", "norms before attention and MLP"),
     "xlnet": ("bert", "permuted attention with two streams"),
 }
-_HEAD = re.compile(r"(For[A-Z]\w*|LMHeadModel|LMHead|EncoderModel|Model)$")
+_HEAD = re.compile(r"(For[A-Z]\w*|LMHeadModel|LMHead|DoubleHeadsModel|EncoderModel|Model)$")
 
 
 def head_of(architecture: str) -> str:
@@ -88,12 +88,15 @@ def refuse_architecture(architecture: object, model_type: str, zoo: Mapping[str,
 
 
 def _closest_architecture(wanted: str, known: Sequence[str]) -> str:
-    """Returns the architecture with the same head, else the one with the most similar name, else the default."""
+    """Returns the architecture with the most similar head, and of those the one with the most similar name."""
     if not wanted:
         return known[0]
-    same = [name for name in known if head_of(name) == head_of(wanted)]
-    return _closest(wanted, same or known)
+    return max(known, key=lambda name: (_likeness(head_of(name), head_of(wanted)), _likeness(name, wanted)))
 
 
 def _closest(name: str, names: Sequence[str]) -> str:
-    return max(names, key=lambda other: difflib.SequenceMatcher(None, name.lower(), other.lower()).ratio())
+    return max(names, key=lambda other: _likeness(name, other))
+
+
+def _likeness(first: str, second: str) -> float:
+    return difflib.SequenceMatcher(None, first.lower(), second.lower()).ratio()

@@ -35,7 +35,7 @@ OUTPUTS = (
     "logits", "prediction_logits", "seq_relationship_logits", "start_logits", "end_logits", "last_hidden_state",
     "pooler_output", "encoder_last_hidden_state",
 )  # fmt: skip
-HIDDEN_STATES = ("decoder_hidden_states", "encoder_hidden_states")
+HIDDEN_STATES = ("hidden_states", "decoder_hidden_states", "encoder_hidden_states")
 ENDS = [2, *range(7, 20)]  # of a vocabulary of about a hundred tokens, so many that answers of all lengths occur
 GENERATION: dict[str, dict[str, Any]] = {
     "greedy": {},

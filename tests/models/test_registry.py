@@ -71,6 +71,33 @@ def test_an_unknown_family_names_the_nearest_model_and_what_is_missing(wanted):
     assert found in family(owner).architectures
 
 
+UNKNOWN_ARCHITECTURES = {  # the nearest architecture, and what is missing
+    ("bert", "BertLMHeadModel"): ("BertFor", "the head ForCausalLM"),
+    ("bert", "BertForCausalLM"): ("BertFor", "the head ForCausalLM"),
+    ("bert", "BertForX"): ("BertFor", "the head ForX"),
+    ("bert", "BERTForMaskedLM"): ("BertForMaskedLM", "a class called 'BERTForMaskedLM'"),
+    ("gpt2", "GPT2DoubleHeadsModel"): ("GPT2", "the head"),
+    ("roberta", "RobertaForCausalLM"): ("RobertaFor", "the head ForCausalLM"),
+}
+
+
+@pytest.mark.parametrize("wanted", UNKNOWN_ARCHITECTURES)
+def test_an_unknown_architecture_names_the_nearest_one_and_what_is_missing(wanted):
+    model_type, architecture = wanted
+    start = f"architecture '{architecture}' is not supported; use one of {next(iter(family(model_type).architectures))}"
+    with pytest.raises(ValueError, match=start) as caught:
+        config_from_dict({"model_type": model_type, "architectures": [architecture]})
+    nearest, missing = str(caught.value).split("The nearest one that works is ")[1].split("; missing: ")
+    assert nearest.startswith(UNKNOWN_ARCHITECTURES[wanted][0])
+    assert nearest in family(model_type).architectures
+    assert missing.startswith(UNKNOWN_ARCHITECTURES[wanted][1])
+
+
+def test_an_architecture_of_another_family_names_that_family():
+    with pytest.raises(ValueError, match="or set model_type to 'roberta', whose architecture it is"):
+        config_from_dict({"model_type": "bert", "architectures": ["RobertaForMaskedLM"]})
+
+
 @pytest.mark.parametrize("model_type", [None, 3, ["bert"], {}, "x" * 10_000])
 def test_a_model_type_that_is_no_name_is_refused(model_type):
     with pytest.raises(ValueError, match="there is no model family") as caught:

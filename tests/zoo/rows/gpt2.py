@@ -10,7 +10,7 @@ CASES = {
         {**SIZES, "tie_word_embeddings": False, "scale_attn_by_inverse_layer_idx": True, "activation_function": "relu"}
     ),
     "GPT2Model": Case(SIZES),
-    "GPT2ForSequenceClassification": Case({**SIZES, "num_labels": 3}, sizes=(1, 2, 3, 6)),
+    "GPT2ForSequenceClassification": Case({**SIZES, "num_labels": 3}, sizes=(1, 2, 3, 4)),
     "GPT2ForTokenClassification": Case({**SIZES, "num_labels": 5}),
     "GPT2ForQuestionAnswering": Case(SIZES, padding=("right", "")),
 }
