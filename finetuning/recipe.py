@@ -13,6 +13,7 @@ from ..mpu import ParallelMesh
 from ..trainer.batches.training_data import check_size
 from ..trainer.launch.ranks import on_first_rank
 from ..trainer.run_folder import RunFolder
+from ..trainer.run_lock import return_folder
 from .arguments import FinetuningArguments
 from .data import Collate, FinetuningData, TextTokenizer
 from .evaluation import FinetuningTrainer, class_accuracy, generated_values, next_token_accuracy, text_value_names
@@ -162,14 +163,18 @@ class Finetuning:
             self.model.compile(backend=arguments.torch_compile_backend)
         records = self._data.validation() if valid else None
         trainer.measure = None if records is None else lambda module: self._generated_values(module, records)
-        return trainer.train(
-            self.model,
-            train_dataset=self._data.samples(self._data.train(valid)),
-            valid_dataset=None if records is None else self._data.samples(records),
-            metric_methods=self._metrics(),
-            collate_fn=collate,
-            extra_files=tokenizer_folder(self.run_folder),
-        )
+        try:
+            return trainer.train(
+                self.model,
+                train_dataset=self._data.samples(self._data.train(valid)),
+                valid_dataset=None if records is None else self._data.samples(records),
+                metric_methods=self._metrics(),
+                collate_fn=collate,
+                extra_files=tokenizer_folder(self.run_folder),
+            )
+        finally:
+            if self.ranks.rank == 0:
+                return_folder(self.run_folder.path)
 
     def evaluate(self, file: str | None = None) -> dict[str, float]:
         """Returns the validation values of a file, by default of the validation data."""

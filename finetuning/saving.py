@@ -17,6 +17,7 @@ from ..trainer.checkpointing.snapshot import STATE, Snapshot, TrainerState, writ
 from ..trainer.engines.state import model_tensors
 from ..trainer.launch.ranks import Ranks, on_first_rank
 from ..trainer.run_folder import RunFolder, make_run_folder
+from ..trainer.run_lock import return_folder, take_folder
 from .arguments import FinetuningArguments
 from .loading import ModelSource
 
@@ -38,25 +39,26 @@ def check_run(arguments: FinetuningArguments) -> None:
 
 
 def open_run(arguments: FinetuningArguments, write_companions: Callable[[Path], None]) -> RunFolder:
-    """Makes the run's folder, either output_dir or a new one. Called by the first rank.
+    """Takes the run's folder, either output_dir or a new one, for this process. Called by the first rank.
 
     Raises:
         ValueError: as for `check_run`, or the folder cannot be made.
     """
-    check_run(arguments)
     if not arguments.output_dir:
         folder = RunFolder(make_run_folder(arguments.model_name_or_path))
     else:
         folder = RunFolder(Path(arguments.output_dir))
+    take_folder(folder.path)
+    try:
+        check_run(arguments)
         if arguments.overwrite:
-            shutil.rmtree(folder.path, ignore_errors=True)
-        try:
-            folder.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"output_dir {folder.path} cannot be made ({error.strerror}); choose another") from None
-    kept = {name: value for name, value in asdict(arguments).items() if name not in INVOCATION}
-    folder.arguments_file.write_text(yaml.safe_dump(kept, sort_keys=False))
-    write_companions(tokenizer_folder(folder))
+            folder.clear()
+        kept = {name: value for name, value in asdict(arguments).items() if name not in INVOCATION}
+        folder.arguments_file.write_text(yaml.safe_dump(kept, sort_keys=False))
+        write_companions(tokenizer_folder(folder))
+    except BaseException:
+        return_folder(folder.path)
+        raise
     return folder
 
 

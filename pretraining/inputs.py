@@ -105,7 +105,7 @@ def check_folder(arguments: PretrainingArguments) -> None:
         return
     texts = [source for source, _ in parse_mixture(arguments.data)]
     named = chain.from_iterable([text] if isinstance(text, str | Path) else text or () for text in texts)
-    reads = (arguments.init_from, arguments.tokenizer, *named)
+    reads = (arguments.init_from, arguments.load_dir, arguments.tokenizer, *named)
     folder = RunFolder(Path(arguments.output_dir))
     folder.first_step(resume=arguments.resume, overwrite=arguments.overwrite, reads=reads)
 

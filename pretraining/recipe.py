@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from pathlib import Path
-from tempfile import TemporaryDirectory, mkdtemp
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from ..trainer.launch.ranks import on_first_rank
 from ..trainer.logging.provenance import command_line
 from ..trainer.logging.report import plot_loss
 from ..trainer.run_folder import RunFolder, make_run_folder
+from ..trainer.run_lock import return_folder, take_folder
 from ..trainer.trainer import Trainer
 from .arguments import PretrainingArguments
 from .corpora import TOKENIZER, Collate, PaddedSamples, data_of, held_out_samples, make_samples, prepare_data
@@ -65,11 +66,18 @@ class Pretraining:
 
     def run(self) -> None:
         """Trains and evaluates the model, exports it, and prints the results; with `eval_only` evaluates it alone."""
-        started = time.monotonic()
-        arguments, trainer = self.arguments, self.trainer
-        if arguments.eval_only:
+        if self.arguments.eval_only:
             self._show_evaluation(self.evaluate())
             return
+        try:
+            self._train()
+        finally:
+            if self.trainer.ranks.rank == 0:
+                return_folder(self.run_folder.path)
+
+    def _train(self) -> None:
+        started = time.monotonic()
+        arguments, trainer = self.arguments, self.trainer
         valid = held_out_samples(self.held_out, arguments.eval_sequences)
         with trainer.make_reporter(self.first_step, arguments.train_steps) as reporter:
             step = trainer.train(
@@ -111,17 +119,24 @@ class Pretraining:
                 shutil.rmtree(folder.path)
                 raise
             return folder, 0
-        first_step = folder.first_step(resume=arguments.resume, overwrite=arguments.overwrite) if folder else 0
-        if folder and first_step:
+        folder = folder or RunFolder(make_run_folder(arguments.model_name))
+        take_folder(folder.path, self.console.print)
+        try:
+            return folder, self._fill_folder(folder)
+        except BaseException:
+            return_folder(folder.path)
+            raise
+
+    def _fill_folder(self, folder: RunFolder) -> int:
+        arguments = self.arguments
+        first_step = folder.first_step(resume=arguments.resume, overwrite=arguments.overwrite)
+        if first_step:
             folder.record_arguments(arguments.of_the_run())
-            return folder, first_step
-        goal = folder.path if folder else Path("runs", "new")
-        with temporary_folder_beside(goal) as aside:
-            prepared = Path(aside) / "data"
+            return first_step
+        with folder.new_data() as prepared:
             prepare_data(arguments, self.inputs, prepared, self.console)
-            folder = folder or RunFolder(make_run_folder(arguments.model_name))
             folder.begin(arguments.of_the_run(), prepared)
-        return folder, first_step
+        return 0
 
     def _build_model(self) -> nn.Module:
         arguments, weights = self.arguments, self.inputs.weights
@@ -163,12 +178,3 @@ class Pretraining:
         self.console.print(facts_table("Result", results | run_files(folder, self.config.architecture)))
         self.console.print(Panel(Text(sample), title="the exported model wrote the parts in [[ ]]", title_align="left"))
         check_export(folder.hf, exported, loss)
-
-
-def temporary_folder_beside(goal: Path) -> TemporaryDirectory[str]:
-    """Returns a folder on the file system where `goal` is to be made. ValueError if none can be made there."""
-    nearest = next(parent for parent in goal.absolute().parents if parent.is_dir())
-    try:
-        return TemporaryDirectory(dir=nearest, prefix=f".{goal.name}-")
-    except OSError as error:
-        raise ValueError(f"output_dir {goal} cannot be made ({error.strerror}); choose another") from None

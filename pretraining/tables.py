@@ -88,6 +88,8 @@ def run_plan(arguments: PretrainingArguments, inputs: Inputs) -> Table:
     facts["memory"] = f"about {peak.total / GIB:.2f} GiB on a rank, at the peak in {peak.name}"
     facts["corpus"] = ", ".join(arguments.data) or "the Python standard library"
     folder = RunFolder(Path(arguments.output_dir or Path("runs", f"{Path(arguments.model_name).name}-DATE")))
+    if arguments.overwrite and folder.own_files():
+        facts["would delete"] = ", ".join(str(path) for path in folder.own_files())
     return facts_table("Plan", facts | run_files(folder, inputs.config.architecture))
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import count
@@ -14,8 +15,18 @@ from typing import Any
 
 import yaml
 
+from .run_lock import LOCK
+
 BEST = "best"  # a file that names the best checkpoint
 STEP_FOLDER = re.compile(r"step-(\d{6,})")
+NEW_DATA = ".data.partial"
+BEFORE_RUN = (LOCK, NEW_DATA)  # a process killed while it prepared a run leaves these alone
+# What runs write into their folder, besides checkpoints.
+OWN = (
+    NEW_DATA, "arguments.yaml", "metrics.jsonl", "metrics.partial", "tensorboard", "wandb", "loss.png", "data",
+    "tokenizer", "hf", ".hf.shards", ".hf.partial", "report.html", "trace.json",
+)  # fmt: skip
+OWN_CHECKPOINT = re.compile(r"\.?step-\d{6,}(\.(partial|deleted|abandoned\d*))?|best|\.best\.partial")
 
 
 @dataclass(frozen=True)
@@ -135,7 +146,7 @@ class RunFolder:
             return step
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"output_dir {self.path} is a file; name a folder")
-        if not self.path.is_dir() or not any(self.path.iterdir()):
+        if not self.path.is_dir() or all(entry.name in BEFORE_RUN for entry in self.path.iterdir()):
             return 0
         if not self.arguments_file.exists():
             raise ValueError(f"output_dir {self.path} holds files that do not belong to a run; choose another folder")
@@ -151,10 +162,38 @@ class RunFolder:
                 raise ValueError(f"--overwrite would delete {path}, which this run reads; choose another --output-dir")
         return 0
 
+    def own_files(self) -> list[Path]:
+        """Returns the files and folders here that runs write. Other files in the folder are the user's."""
+        entries = [self.path / name for name in OWN]
+        checkpoints = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
+        entries += [entry for entry in checkpoints if OWN_CHECKPOINT.fullmatch(entry.name)]
+        return [entry for entry in entries if entry.exists()]
+
+    def clear(self, keep: Path | None = None) -> None:
+        """Deletes `own_files`, except `keep`."""
+        for entry in self.own_files():
+            if entry == keep:
+                continue
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+        if self.checkpoints.is_dir() and not any(self.checkpoints.iterdir()):
+            self.checkpoints.rmdir()
+
+    @contextmanager
+    def new_data(self) -> Generator[Path]:
+        """Yields the path of a folder to prepare a corpus in, for `begin`; what is left there is deleted."""
+        path = self.path / NEW_DATA
+        shutil.rmtree(path, ignore_errors=True)
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+
     def begin(self, arguments: dict[str, object], data: Path) -> None:
-        """Replaces the folder with a new run's, and moves the prepared corpus `data` into it."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        self.path.mkdir(parents=True)
+        """Replaces the files of an earlier run with a new run's, and moves the prepared corpus `data` here."""
+        self.clear(keep=data)
         self.arguments_file.write_text(yaml.safe_dump(arguments, sort_keys=False))
         data.rename(self.data)
 

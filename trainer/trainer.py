@@ -41,6 +41,7 @@ from .logging.report import Section, write_report
 from .logging.reporter import MetricsFile, Reporter, RunReporter, SilentReporter, TensorBoard, WeightsAndBiases
 from .loop import TrainingLoop
 from .run_folder import RunFolder
+from .run_lock import return_folder
 
 
 class Trainer:
@@ -235,6 +236,8 @@ class Trainer:
             succeeded = True
         finally:
             loop.saver.close()
+            if self.ranks.rank == 0:
+                return_folder(self.run_folder.path)
             loop.engine.close(whole=succeeded)
         return {**loop.validation, "step": loop.step}
 

@@ -438,3 +438,27 @@ def test_a_quick_run_to_find_mistakes():
     arguments = read("--fast-dev-run", "--train-steps", "100")
     assert (arguments.train_steps, arguments.eval_interval) == (20, 10)
     assert "fast_dev_run" not in arguments.of_the_run()
+
+
+def test_a_folder_in_use_is_left_alone(workspace):
+    """A second run is refused while the first prepares or trains, and not once that has been killed."""
+    command = (sys.executable, PRETRAIN, "--config", "tiny.yaml", "--output-dir", "runs/shared")
+    variables = user_environment(COLUMNS="200")
+    first = subprocess.Popen([*command, "--train-steps", "3000"], cwd=workspace, env=variables, stdout=subprocess.PIPE)
+    lock = workspace / "runs" / "shared" / ".run.lock"
+    try:
+        deadline = time.monotonic() + 120
+        while not lock.exists():
+            assert time.monotonic() < deadline
+            assert first.poll() is None
+            time.sleep(0.05)
+        second = run(*command, "--overwrite", cwd=workspace)
+        assert second.returncode == 2, second.stdout + second.stderr
+        assert f"runs/shared is in use by process {first.pid} on " in second.stdout + second.stderr
+        assert first.poll() is None
+    finally:
+        first.kill()
+        first.communicate()
+    again = run(*command, "--overwrite", cwd=workspace)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert not lock.exists()

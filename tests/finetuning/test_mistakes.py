@@ -183,7 +183,7 @@ def test_a_run_that_has_saved_nothing_is_begun_anew(checkpoints, files, tmp_path
 def test_an_output_dir_in_a_file(checkpoints, files, tmp_path):
     (tmp_path / "file").touch()
     data = {"train_file": str(files / "pairs.json"), "output_dir": str(tmp_path / "file" / "run")}
-    with pytest.raises(ValueError, match=r"cannot be made \(Not a directory\); choose another"):
+    with pytest.raises(ValueError, match=r"cannot be the run's folder, because a file is in its place"):
         t2t.Trainer(model_name_or_path=checkpoints("t5"), **data).train()
 
 

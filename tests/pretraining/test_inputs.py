@@ -294,13 +294,14 @@ def test_names_on_the_hub(parts, tmp_path, monkeypatch):
     assert "*.safetensors" not in asked["org/tokenizer"]
 
 
-@pytest.mark.parametrize("read", ["init_from", "data", "a list", "a share", "tokenizer"])
+@pytest.mark.parametrize("read", ["init_from", "load_dir", "data", "a list", "a share", "tokenizer"])
 def test_a_run_does_not_replace_what_it_reads(parts, tmp_path, read):
     run = shutil.copytree(parts.weights["run"], tmp_path / "run")
     pair, link = str(run / "data" / "train"), tmp_path / "link"
     link.symlink_to(run)
     given = {
         "init_from": {"init_from": str(run), "data": (parts.corpora["text"],)},
+        "load_dir": {"model": "gpt2-quickstart", "load_dir": str(run), "data": (parts.corpora["text"],)},
         "data": {"model": "gpt2-quickstart", "data": (f"{link}/data/train",)},
         "a list": {"model": "gpt2-quickstart", "data": (parts.corpora["text"], str(run / "arguments.yaml"))},
         "a share": {"model": "gpt2-quickstart", "data": (f"{parts.corpora['text']}:1", f"{pair}:1")},
@@ -336,7 +337,7 @@ def test_a_folder_that_cannot_be_made(parts, run_mesh):
     run = partial(
         run_pretraining, folder=Path("/proc/runs/new"), model="gpt2-quickstart", data=(parts.corpora["text"],)
     )
-    with pytest.raises(Exception, match="output_dir /proc/runs/new cannot be made"):
+    with pytest.raises(Exception, match="/proc/runs/new cannot be used: No such file or directory"):
         run_mesh(1, run)
 
 

@@ -15,6 +15,7 @@ from ...data.files import checked_file, read_json_object
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.ranks import Ranks, on_first_rank
 from ..run_folder import RunFolder
+from ..run_lock import return_folder, take_folder
 from .random_state import restore_random_state, seed_everything
 from .snapshot import RANDOM, STATE, TrainerState
 
@@ -81,6 +82,15 @@ def _find(
 
 
 def _open_folder(folder: RunFolder, point: ResumePoint | None, arguments: TrainingArguments) -> None:
+    take_folder(folder.path)
+    try:
+        _prepare_folder(folder, point, arguments)
+    except BaseException:
+        return_folder(folder.path)
+        raise
+
+
+def _prepare_folder(folder: RunFolder, point: ResumePoint | None, arguments: TrainingArguments) -> None:
     step = folder.latest_step()
     own = point if point and point.own else None
     if own and not own.optimizer:
@@ -93,7 +103,6 @@ def _open_folder(folder: RunFolder, point: ResumePoint | None, arguments: Traini
             f"{folder.path} holds a run that is saved at step {step}; resume it with resume=True, or choose "
             "another save_dir or experiment_name"
         )
-    _make_folder(folder.path, "the run's folder")
     if arguments.tensorboard_dir is not None:
         _make_folder(Path(arguments.tensorboard_dir), "tensorboard_dir")
     folder.delete_unfinished()

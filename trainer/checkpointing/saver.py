@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ..launch.ranks import Ranks, on_first_rank
 from ..run_folder import RunFolder
+from ..run_lock import check_taken
 from .snapshot import Snapshot, amend_state, write_snapshot
 from .staging_buffers import StagingBuffers
 
@@ -85,6 +86,8 @@ class BackgroundSaver:
             finally:
                 self.copied.set()
             _yield_the_processor()
+            if self._ranks.rank == 0:
+                check_taken(self.run_folder.path)
             write_snapshot(snapshot, folder, self._ranks, self._group)
             if self._ranks.rank == 0:
                 self._name_best(snapshot.state.step, snapshot.state.best)
