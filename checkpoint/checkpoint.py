@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from ..data.files import checked_file, maps_to_text, read_folder_json, read_json_object
-from .folder_files import CONFIG
+from .folder_files import CONFIG, stage_files
 from .formats.dcp import is_dcp, open_dcp
 from .formats.megatron import TRACKER, SavedRun, reader_of
 from .manifest import MANIFEST, Manifest
@@ -165,8 +165,8 @@ def _open_shards(folder: Path, config_file: Path | None) -> Checkpoint:
     manifest = Manifest.read(folder)
     ranks: list[dict[str, StoredTensor]] = []
     for rank in range(manifest.tensor_parallel_size):
-        path = checked_file(folder, f"rank_{rank:02d}.safetensors")
-        tensors = index_by_name(read_header(path)[0])
+        path, *others = stage_files(folder, f"rank_{rank:02d}.safetensors")
+        tensors = index_by_name([tensor for file in (path, *others) for tensor in read_header(file)[0]])
         if missing := sorted(manifest.tensors.keys() - tensors.keys()):
             raise ValueError(f"{path} lacks tensor {missing[0]} of the manifest")
         if unknown := sorted(tensors.keys() - manifest.tensors.keys()):

@@ -20,6 +20,17 @@ def holds_weights(name: str) -> bool:
     return is_weight or name in OWN_FILES
 
 
+def stage_files(folder: Path, first: str) -> list[Path]:
+    """Returns the files of a rank: `first`, such as rank_00.safetensors, and those of the later pipeline stages.
+
+    Raises ValueError if one is missing: stage s wrote `rank_00_stage_0s.safetensors`.
+    """
+    stem, suffix = Path(first).stem, Path(first).suffix
+    stages = len(list(folder.glob(f"{stem}_stage_*{suffix}")))
+    later = [f"{stem}_stage_{stage:02d}{suffix}" for stage in range(1, stages + 1)]
+    return [checked_file(folder, name) for name in (first, *later)]
+
+
 def companion_files(folder: Path) -> list[Path]:
     """Returns the files to copy with the weights: config.json, tokenizer and generation files, other small files."""
     files: list[Path] = []

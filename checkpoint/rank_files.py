@@ -1,4 +1,7 @@
-"""Reads and writes `<stem>_00.safetensors`, `<stem>_01.safetensors`, …: one file for each tensor-parallel rank."""
+"""Reads and writes `<stem>_00.safetensors`, `<stem>_01.safetensors`, …: one file for each tensor-parallel rank.
+
+Under pipeline parallelism the stages after the first write `<stem>_00_stage_01.safetensors`, ….
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,17 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from ..data.files import checked_file
 from ..mpu import Shard
 from .dtypes import from_torch_name
+from .folder_files import stage_files
 from .layout import ParameterSpec, place_by_rank
 from .safetensors_header import make_header, read_header
 from .stored_tensor import StoredTensor, index_by_name
 from .tensor_reader import TensorReader, tensor_bytes, torch_dtype
 
 
-def rank_file(folder: Path, stem: str, rank: int) -> Path:
-    return folder / f"{stem}_{rank:02d}.safetensors"
+def rank_file(folder: Path, stem: str, rank: int, stage: int = 0) -> Path:
+    return folder / (f"{stem}_{rank:02d}" + (f"_stage_{stage:02d}" if stage else "") + ".safetensors")
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
@@ -49,9 +52,9 @@ def _write_all(file: IO[bytes], data: memoryview) -> None:
 
 def open_rank_files(folder: Path, stem: str) -> list[dict[str, StoredTensor]]:
     """Returns each rank's tensors by name, for as many ranks as there are files. ValueError if one is damaged."""
-    size = len(list(folder.glob(f"{stem}_*.safetensors")))
-    paths = [checked_file(folder, rank_file(Path(), stem, rank).name) for rank in range(size)]
-    return [index_by_name(read_header(path)[0]) for path in paths]
+    size = sum("_stage_" not in path.name for path in folder.glob(f"{stem}_*.safetensors"))
+    files = [stage_files(folder, rank_file(Path(), stem, rank).name) for rank in range(size)]
+    return [index_by_name([tensor for path in paths for tensor in read_header(path)[0]]) for paths in files]
 
 
 class ShardedReader:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..models.common.cache import Cache
 from ..models.common.language_model import CausalLM, EncoderOutput, Seq2SeqLM
 from ..models.common.masks import lower_triangular_mask
+from ..mpu import broadcast_from_stage
 from .vocabulary import without_padding
 
 
@@ -50,6 +51,13 @@ class Decoder(ABC):
     def next_logits(self, ids: Tensor, cached: int) -> Tensor:
         """Returns logits [R, Vp] for ids [R, T], of which the first `cached` tokens are in the cache."""
 
+    def last_logits(self, output: Any) -> Tensor:
+        """Returns the logits [R, Vp] of the last position, on each stage of a pipeline."""
+        if getattr(self.model, "stage", None) is None:
+            return output.logits[:, -1]
+        logits = output.logits[:, -1] if self.model.stage.is_last else None
+        return broadcast_from_stage(logits, self.model.stage.last, self.model.mesh)
+
     def repeat_rows(self) -> None:
         """Repeats each row of the state `copies` times, after the prompts were processed."""
         if self.cache is not None:
@@ -82,7 +90,7 @@ class CausalDecoder(Decoder):
         output = self.model(
             ids[:, cached:], attention_mask=mask, position_ids=positions, cache=self.cache, logits_to_keep=1
         )
-        return output.logits[:, -1]
+        return self.last_logits(output)
 
     def repeat_rows(self) -> None:
         super().repeat_rows()
@@ -124,7 +132,7 @@ class Seq2SeqDecoder(Decoder):
             cache=self.cache,
             logits_to_keep=1,
         )
-        return output.logits[:, -1]
+        return self.last_logits(output)
 
     def repeat_rows(self) -> None:
         super().repeat_rows()
@@ -159,7 +167,7 @@ class BlankDecoder(Decoder):
         new = lower_triangular_mask(length - prompt, length, ids.device) & keys[:, None]  # [B, T - T0, T]
         mask = torch.cat([F.pad(self.visible, (0, length - prompt)), new], 1)[:, None, cached:]  # [B, 1, S, T]
         output = self.model(ids[:, cached:], positions, mask, cache=self.cache, logits_to_keep=1, use_cache=False)
-        return output.logits[:, -1]
+        return self.last_logits(output)
 
     def repeat_rows(self) -> None:
         super().repeat_rows()

@@ -17,6 +17,7 @@ from ..mpu import ParallelMesh, initialize, materialize
 from .common.config import ModelConfig
 from .common.megatron import MegatronMap
 from .common.parallel_config import ParallelConfig
+from .common.pipeline import take_stage
 from .nearest import refuse_architecture
 from .registry import FAMILIES, architectures, family, family_of, presets
 
@@ -100,6 +101,15 @@ def build_on_meta(
         return model_class(config)(config, mesh=mesh, parallel_config=parallel_config or ParallelConfig())
 
 
+def whole_parameters(model: Any) -> dict[str, nn.Parameter]:
+    """Returns a model's parameters; of a pipeline stage, those of the other stages too, without storage."""
+    own = dict(model.named_parameters())
+    if getattr(model, "stage", None) is None:
+        return own
+    whole = dict(build_on_meta(model.config, model.mesh).named_parameters())
+    return {name: own.get(name, parameter) for name, parameter in whole.items()}
+
+
 def from_config(
     config: ModelConfig | dict[str, Any] | str | Any,
     mesh: ParallelMesh | None = None,
@@ -121,6 +131,7 @@ def from_config(
         parallel_config: How the model runs.
     """
     model: Any = build_on_meta(as_config(config), mesh, parallel_config)
+    take_stage(model, mesh, parallel_config)
     if torch.device(device).type != "meta":
         materialize(model, device, dtype)
         initialize(model, model.init_weights, seed, mesh)

@@ -15,11 +15,12 @@ from ..checkpoint.checkpoint import open_checkpoint
 from ..checkpoint.layout import ParameterPlacement, ParameterSpec
 from ..checkpoint.stored_tensor import StoredTensor
 from ..checkpoint.tensor_reader import TensorReader, check_digests, torch_dtype
-from ..mpu import ParallelMesh, gather_from_tp, initialize, materialize, tp_rank, tp_size
+from ..mpu import ParallelMesh, any_rank, gather_from_tp, initialize, materialize, tp_rank, tp_size
 from .auto import as_config, build_on_meta
 from .common.config import ModelConfig
 from .common.name_map import NameMap
 from .common.parallel_config import ParallelConfig
+from .common.pipeline import take_stage
 from .mapping import MappedCheckpoint, config_errors, have_same_bytes, map_checkpoint, native_model, stored_config
 from .registry import family
 
@@ -65,15 +66,19 @@ def from_pretrained(
     checkpoint = open_checkpoint(folder)
     given = None if config is None else as_config(config)
     # A stored head is first loaded into a separate parameter; _tie_equal ties it when both are in memory.
-    settings = stored_config(checkpoint, given, repeats=lambda head, embedding: False)
+    # Of a pipeline, no stage may have both, so the stored bytes decide.
+    in_memory = mesh is None or mesh.pp_size == 1
+    settings = stored_config(checkpoint, given, repeats=(lambda head, embedding: False) if in_memory else None)
     with config_errors():
         model: Any = build_on_meta(settings, mesh, parallel_config)
     absent = _absent_names(model, new)
     mapped = map_checkpoint(checkpoint, native_model(settings, model), absent)
+    take_stage(model, mesh, parallel_config)
     dtypes = {torch_dtype(part.tensor) for place in mapped.layout.placements.values() for part in place.slices()}
     materialize(model, device, _promoted(dtypes) if dtype is None else dtype)
     _load(model, mapped, mesh)
-    _tie_equal(model, mapped, mesh)
+    if in_memory:
+        _tie_equal(model, mapped, mesh)
     for name in new:
         initialize(model.get_submodule(name), model.init_weights, seed, mesh, prefix=name)
     model.name_or_path = str(folder)  # transformers' name; the trainer finds the tokenizer there
@@ -131,9 +136,11 @@ def _load(model: nn.Module, mapped: MappedCheckpoint, mesh: ParallelMesh | None)
     shares: dict[str, Tensor] = {}
     problem = ""
     try:
-        check_digests(sorted(mapped.layout.tensors(), key=lambda t: (t.file, t.offset)), mapped.digests, rank, size)
+        placements = {name: place for name, place in mapped.layout.placements.items() if name in parameters}
+        tensors = {part.tensor for place in placements.values() for part in place.slices()}
+        check_digests(sorted(tensors, key=lambda t: (t.file, t.offset)), mapped.digests, rank, size)
         with TensorReader() as reader, TensorReader() as other:
-            for name, placement in mapped.layout.placements.items():
+            for name, placement in placements.items():
                 if specs[name].shard is None:
                     shares[name] = _read_share(reader, placement, parameters[name], rank, size)
                 else:
@@ -142,17 +149,12 @@ def _load(model: nn.Module, mapped: MappedCheckpoint, mesh: ParallelMesh | None)
                     _check_copies(reader, other, placement, specs[name], rank, size)
     except (OSError, ValueError) as error:
         problem = str(error)
-    if _any_rank(problem != "", mesh):  # before the exchange, where the other ranks would wait for a failed one
+    if any_rank(problem != "", mesh):  # before the exchange, where the other ranks would wait for a failed one
         raise ValueError(problem or "another rank could not read its part of the checkpoint")
     for name, share in shares.items():
         parameter = parameters[name]
         whole = gather_from_tp(share.to(_exchange_device(mesh)), mesh, dim=0)
         parameter.copy_(whole[: parameter.numel()].view(parameter.shape))
-
-
-def _any_rank(condition: bool, mesh: ParallelMesh | None) -> bool:
-    """Returns, on every tensor-parallel rank, whether the condition is true on any of them."""
-    return bool(gather_from_tp(torch.tensor([float(condition)], device=_exchange_device(mesh)), mesh).any())
 
 
 def _exchange_device(mesh: ParallelMesh | None) -> str:
@@ -225,7 +227,7 @@ def _tie_equal(model: Any, mapped: MappedCheckpoint, mesh: ParallelMesh | None) 
             continue
         (stored,) = entry.stored_names()
         embedding = natives[(kept_as[stored],)]
-        if _any_rank(not _same_bytes(own, parameters[embedding]), mesh):
+        if any_rank(not _same_bytes(own, parameters[embedding]), mesh):
             continue
         placements = [mapped.layout.placements[name] for name in (entry.native, embedding)]
         if any(torch_dtype(placement.copies[0][0].tensor) != own.dtype for placement in placements):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..models.common.pipeline import is_last_stage
 from .batches.collate import Batch, is_table
 from .batches.loss_normalization import LossNormalizer, loss_of, output_field, to_device
 from .engines.engine import ForwardStep
@@ -78,7 +79,7 @@ def evaluate(
         batch = to_device(collate([samples[i] for i in rows or range(min(batch_size, len(samples)))]), device)
         output = forward_step(batch, model, None)
         logits = output_field(output, "logits") if metrics else None  # computing them may be collective, too
-        if not rows:
+        if not rows or not is_last_stage(module):
             continue
         count = normalizer.count(batch)[0]
         if count:

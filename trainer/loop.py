@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -168,13 +169,9 @@ class TrainingLoop:
             return None
         self.schedule.before_step(self.step)
         lr = engine.optimizer.param_groups[0].get("lr")
-        losses, tokens = [], 0
-        for k, micro_batch in enumerate(micro_batches):
-            dropout_state.set(self.arguments.seed, self.first_sample(k))
-            engine.begin_micro_batch(is_last=k == self.accumulation_steps - 1)
-            batch = to_device(micro_batch, self.device)
-            losses.append(self._forward_backward(batch, counts[k], totals))
-            tokens += _tokens(batch)
+        forward = partial(self._forward, micro_batches, counts, totals)
+        losses = engine.forward_backward(forward, len(micro_batches))
+        tokens = sum(map(_tokens, micro_batches))
         loss, stop = self._sum_losses(losses, signalled, micro_batches, totals)
         if not self.saver.copied.is_set():
             self.saver.wait_for_copy()
@@ -187,15 +184,14 @@ class TrainingLoop:
             )
         return StepResult(loss, totals[0], tokens, lr, outcome, time.perf_counter() - started, stop)
 
-    def _forward_backward(self, batch: dict[str, Any], counts: list[float], totals: list[float]) -> float:
-        """Runs the forward and backward passes of a micro-batch; returns its share of the step's loss."""
+    def _forward(self, micro_batches: list[Any], counts: list[list[float]], totals: list[float], k: int) -> Tensor:
+        """Runs the forward pass of micro-batch `k`; returns its share of the step's loss."""
+        dropout_state.set(self.arguments.seed, self.first_sample(k))
+        batch = to_device(micro_batches[k], self.device)
         counting = self.throughput.flops_per_token is None and _tokens(batch)
         with self.throughput.counting(_tokens(batch)) if counting else contextlib.nullcontext():
             output = self.forward_step({**batch, **self.normalizer.model_arguments(totals)}, self.engine.model, None)
-        loss = self.normalizer.normalize(loss_of(output), counts, totals)
-        del output  # so that the backward pass can free its tensors one by one
-        self.engine.backward(loss)
-        return loss.item()
+        return self.normalizer.normalize(loss_of(output), counts[k], totals)
 
     def _count_targets(self, micro_batches: list[Any]) -> tuple[list[list[float]], list[float] | None]:
         """Returns the target counts of each micro-batch and of the global batch, or None if any rank's data has ended.
@@ -226,7 +222,7 @@ class TrainingLoop:
         Raises FloatingPointError on every rank if the loss of one rank is not finite.
         """
         bad = next((k for k, share in enumerate(shares) if not math.isfinite(share)), None)
-        own = sum(shares) if self.ranks.tp_rank == 0 else 0.0
+        own = sum(shares) if self.ranks.reports else 0.0
         sums = [own, float(bad is not None), float(signalled.is_set)]
         loss, unusable, stop = self.ranks.sum(*sums) if self._distributed else sums
         if unusable:
@@ -235,14 +231,19 @@ class TrainingLoop:
 
     def _raise_non_finite(self, loss: float, bad: int | None, micro_batches: list[Any], totals: list[float]) -> None:
         """Ends training before the parameters change. Every rank repeats a forward pass to find the cause."""
-        k = bad or 0
+        replicas = self.ranks.gather((self.ranks.dp_rank, bad))
+        of_own = [number for replica, number in replicas if replica == self.ranks.dp_rank and number is not None]
+        k = of_own[0] if of_own else 0
         dropout_state.set(self.arguments.seed, self.first_sample(k))
         batch = {**to_device(micro_batches[k], self.device), **self.normalizer.model_arguments(totals)}
-        where = diagnose_non_finite(self.engine, self.forward_step, batch)
+        where = diagnose_non_finite(self.engine, self.forward_step, batch, self.ranks)
         first = self.first_sample(k)
         last = first + self.arguments.micro_batch_size - 1
-        text = f"training samples {first} to {last} on rank {self.ranks.rank}: {where}" if bad is not None else ""
-        found = next(filter(None, self.ranks.gather(text)))
+        samples = f"training samples {first} to {last} on rank {self.ranks.rank}"
+        # By rank, so of a pipeline the first stage where something is not finite.
+        texts = self.ranks.gather(f"{samples}: {where}" if of_own and where else "")
+        texts += self.ranks.gather(f"{samples}: the loss alone is not finite" if bad is not None else "")
+        found = next(filter(None, texts))
         raise FloatingPointError(
             f"the loss is {loss} at step {self.step + 1}, from {found}; the last checkpoint is kept"
         )

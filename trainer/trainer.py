@@ -219,7 +219,7 @@ class Trainer:
                 )
             return None, single_device(arguments.pytorch_device)
         device = initialize_distributed(launch)
-        return mesh or ParallelMesh(arguments.model_parallel_size), device
+        return mesh or ParallelMesh(arguments.model_parallel_size, arguments.pipeline_parallel_size), device
 
     def _run(
         self, loop: TrainingLoop, point: ResumePoint | None, reporting: contextlib.AbstractContextManager[Any]
@@ -300,6 +300,10 @@ def make_engine(
         from .engines.ddp_engine import DDPEngine
 
         return DDPEngine(model, optimizer, arguments, ranks)
+    if ranks.pp_size > 1:
+        from .engines.pipeline_engine import PipelineEngine
+
+        return PipelineEngine(model, optimizer, arguments, ranks)
     from .engines.deepspeed_engine import DeepSpeedEngine  # takes seconds to import
 
     return DeepSpeedEngine(model, optimizer, arguments, ranks)

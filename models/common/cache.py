@@ -81,8 +81,8 @@ class Cache:
 
     @property
     def length(self) -> int:
-        """The number of positions so far."""
-        return self.layers[0].length
+        """The number of positions so far. A pipeline stage fills only the layers of its own blocks."""
+        return max(layer.length for layer in self.layers)
 
     def select(self, rows: Tensor) -> None:
         """Replaces sequence i by the previous sequence rows[i]. The sources stay, because they belong to the batch."""

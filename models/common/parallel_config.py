@@ -15,10 +15,12 @@ class ParallelConfig:
     Attributes:
         sequence_parallel: Each rank's norms, dropouts and residuals process a slice of the sequence.
         recompute: What the backward pass recomputes to save memory: nothing, the attention core, or whole blocks.
+        pipeline_blocks: The number of blocks of each pipeline stage; by default, equal numbers.
     """
 
     sequence_parallel: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
+    pipeline_blocks: tuple[int, ...] | None = None
 
 
 class LayerArguments(TypedDict):

@@ -8,7 +8,7 @@ context follows from the batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -85,16 +85,43 @@ class Body(nn.Module):
         }
 
 
-def run_blocks(blocks: Iterable[nn.Module], x: Tensor, context: Context, recompute: bool) -> list[Tensor]:
+def run_blocks(blocks: nn.ModuleList, x: Tensor, context: Context, recompute: bool) -> list[Tensor]:
     """Returns the blocks' input and each block's output.
 
     Args:
-        blocks: Each maps (its input, *context(its number)) to its output.
+        blocks: Of a pipeline stage, only its own run; each maps (its input, *context(its number)) to its output.
         x: [B, S, H], or [B, S/tp, H] under sequence parallelism.
         recompute: Keep only each block's input for the backward pass, and compute the block again there.
+
+    Raises:
+        StageEnd: The next block is in the next pipeline stage.
     """
+    part: PipelinePart | None = getattr(blocks, "part", None)
+    numbers = range(len(blocks))
+    if part is not None:
+        numbers, x = part.own, part.enter(x)
     states = [x]
-    for i, block in enumerate(blocks):
-        x = checkpoint(block, x, *context(i)) if recompute else block(x, *context(i))
+    for i in numbers:
+        x = checkpoint(blocks[i], x, *context(i)) if recompute else blocks[i](x, *context(i))
         states.append(x)
+    if part is not None and numbers.stop < len(blocks):
+        raise StageEnd(x)
     return states
+
+
+class StageEnd(Exception):
+    """Leaves the forward pass of a model whose next block is in the next pipeline stage."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__("the next block is in the next pipeline stage")
+        self.hidden = hidden
+
+
+class PipelinePart(Protocol):
+    """The blocks of a stack that are in this pipeline stage; `part` of the list of blocks."""
+
+    own: range
+
+    def enter(self, x: Any) -> Tensor:
+        """Returns the input of the first own block: `x` if that is the stack's first, else what was received."""
+        ...

@@ -283,14 +283,15 @@ def test_the_value_of_an_option_before_parsing(argv, value):
     assert given_value(argv, "lr") == value
 
 
-@pytest.mark.parametrize("spelling", ["--pipeline-parallel-size=2", "--pp", "--pipeline_model_parallel_size"])
-def test_pipeline_parallelism_is_answered_plainly(spelling, tmp_path):
-    with pytest.raises(ValueError, match=r"pipeline parallelism is not supported yet.*model_parallel_size"):
-        read_training(spelling, "2")
+@pytest.mark.parametrize("spelling", ["--pipeline-parallel-size", "--pp", "--pipeline_model_parallel_size"])
+def test_pipeline_parallelism_has_several_names(spelling, tmp_path):
+    how = {"program": "test", "description": "", "quiet": True}
+    found = parse(TrainingArguments, [spelling, "2", "--env-type", "deepspeed+mpu"], **how)
     file = tmp_path / "run.yaml"
-    file.write_text(f"{spelling.strip('-').partition('=')[0]}: 2\n")
-    with pytest.raises(ValueError, match=r"pipeline parallelism is not supported yet.*model_parallel_size"):
-        read_training("--config", str(file))
+    file.write_text(f"{spelling.strip('-')}: 2\nenv_type: deepspeed+mpu\n")
+    values = read_yaml(TrainingArguments, file)
+    assert found == parse(TrainingArguments, [], values=values, **how) == TrainingArguments(**values)
+    assert found.pipeline_parallel_size == 2
 
 
 @pytest.mark.parametrize("name", ["dropout", "world_size", "save_every", "virtual_pipeline_size"])

@@ -107,7 +107,15 @@ def losses(steps: list[dict[str, float]]) -> list[float]:
 
 
 def on_ranks(
-    run_mesh: Any, folder: Path, *, tp: int = 1, data_ranks: int = 1, isolated: bool = False, **settings: Any
+    run_mesh: Any,
+    folder: Path,
+    *,
+    tp: int = 1,
+    data_ranks: int = 1,
+    stages: int = 1,
+    isolated: bool = False,
+    **settings: Any,
 ) -> list[Any]:
     """`run_training` on every rank of a mesh, by rank."""
-    return run_mesh(tp, partial(run_training, folder=folder, **settings), data=data_ranks, isolated=isolated)
+    sizes = {"data": data_ranks, "pipeline": stages, "isolated": isolated}
+    return run_mesh(tp, partial(run_training, folder=folder, **settings), **sizes)

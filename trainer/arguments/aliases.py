@@ -26,6 +26,10 @@ ALIASES = {
     "max_grad_norm": "clip_grad",
     "num_train_epochs": "epochs",
     "per_device_train_batch_size": "micro_batch_size",
+    "num_pipeline_stages": "pipeline_parallel_size",
+    "pipe_parallel_size": "pipeline_parallel_size",
+    "pipeline_model_parallel_size": "pipeline_parallel_size",
+    "pp": "pipeline_parallel_size",
     "save_steps": "save_interval",
 }
 # A boolean switch of FlagAI -> our argument, and its value when the switch is on.
@@ -35,20 +39,14 @@ SWITCHES = {
     "checkpoint_activations": ("recompute", "full"),
 }
 # Names that resemble one of our arguments, but mean something else -> what to do instead.
-_PIPELINE = (
-    "pipeline parallelism is not supported yet; to fit a larger model, raise model_parallel_size, which splits every "
-    "layer, or use recompute, zero_stage or offload_optimizer"
-)
 _TENSOR = "the number of processes that each layer is split over is called model_parallel_size"
 _DATA = (
-    "it follows from the number of processes: num_nodes x num_gpus / model_parallel_size; set num_gpus, or start more "
-    "processes"
+    "it follows from the number of processes: num_nodes x num_gpus / (model_parallel_size x pipeline_parallel_size); "
+    "set num_gpus, or start more processes"
 )
 _CONTEXT = "sequences are split only within a tensor-parallel group: use sequence_parallel with model_parallel_size"
 _EXPERT = "the zoo has no mixture-of-experts models; leave it out"
 EXPLAINED = {
-    **dict.fromkeys(("pp", "pp_size", "pipeline_parallel", "pipeline_parallel_size"), _PIPELINE),
-    **dict.fromkeys(("pipeline_model_parallel_size", "num_pipeline_stages", "pipe_parallel_size"), _PIPELINE),
     **dict.fromkeys(("tp", "tp_size", "tensor_parallel_size", "tensor_model_parallel_size"), _TENSOR),
     **dict.fromkeys(("dp", "dp_size", "data_parallel_size"), _DATA),
     **dict.fromkeys(("cp", "context_parallel_size", "sequence_parallel_size"), _CONTEXT),

@@ -39,6 +39,11 @@ class TrainingArguments:
     """The device of `env_type="pytorch"`, such as "cpu" or "cuda:0"."""
     model_parallel_size: int = 1
     """Tensor-parallel size: the number of processes that each layer is split over."""
+    pipeline_parallel_size: int = 1
+    """Number of pipeline stages: each stage holds a part of the blocks, and micro-batches pass from stage to stage."""
+    pipeline_partition: Literal["uniform", "parameters", "time"] = "uniform"
+    """How blocks are dealt to the stages: equal numbers; or so that the largest stage has as few parameters, or needs
+    as little time, as possible."""
     sequence_parallel: bool = False
     """Also split norms, dropouts and residuals along the sequence (when the model is built)."""
     num_nodes: int = 1
@@ -154,9 +159,9 @@ class TrainingArguments:
         self._check_environment()
 
     def _check_ranges(self) -> None:
-        at_least_one = ("model_parallel_size", "train_steps", "micro_batch_size", "global_batch_size",
-                        "gradient_accumulation_steps", "eval_interval", "save_interval", "log_interval",
-                        "save_total_limit", "num_nodes", "num_gpus")  # fmt: skip
+        at_least_one = ("model_parallel_size", "pipeline_parallel_size", "train_steps", "micro_batch_size",
+                        "global_batch_size", "gradient_accumulation_steps", "eval_interval", "save_interval",
+                        "log_interval", "save_total_limit", "num_nodes", "num_gpus")  # fmt: skip
         for name in at_least_one:
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -184,6 +189,8 @@ class TrainingArguments:
                 f"model_parallel_size={self.model_parallel_size} splits layers, which env_type={self.env_type!r} does "
                 "not; use env_type='deepspeed+mpu'"
             )
+        if self.pipeline_parallel_size > 1:
+            self._check_pipeline()
         if self.env_type == "deepspeed+mpu" and stage == 3:
             raise ValueError(
                 "ZeRO stage 3 splits parameters that deepspeed+mpu has already split; use zero_stage 0, 1 or 2, or "
@@ -211,6 +218,20 @@ class TrainingArguments:
                 )
         if self.relative_step and self.optimizer != "adafactor":
             raise ValueError(f"relative_step needs optimizer='adafactor', not {self.optimizer!r}")
+
+    def _check_pipeline(self) -> None:
+        size = self.pipeline_parallel_size
+        wrong = {
+            f"env_type={self.env_type!r}": self.env_type != "deepspeed+mpu",
+            f"precision={self.precision!r}": self.precision == "fp16",
+            f"zero_stage={self.zero_stage}": (self.zero_stage or 0) > 1,
+            "offload_optimizer": self.offload_optimizer,
+        }
+        for name in (name for name, given in wrong.items() if given):
+            raise ValueError(
+                f"pipeline_parallel_size={size} does not work with {name}; use env_type='deepspeed+mpu', fp32 or bf16, "
+                "and zero_stage 0 or 1 without offload_optimizer, or pipeline_parallel_size=1"
+            )
 
     def accumulation_steps(self, data_parallel_size: int) -> int:
         """Returns the number of micro-batches that each rank accumulates for one optimizer step."""

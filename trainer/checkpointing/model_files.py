@@ -19,6 +19,7 @@ from ...checkpoint.stored_tensor import index_by_name
 from ...checkpoint.tensor_reader import TensorReader
 from ...data.files import checked_file
 from ...data.tokenizers.vocabulary import Vocabulary
+from ...models.auto import whole_parameters
 from ...models.common.config import ModelConfig
 from ..engines.state import persistent_buffers
 from ..launch.ranks import Ranks
@@ -34,7 +35,7 @@ class ModelFiles(Protocol):
     """Stores one kind of model."""
 
     def weights_file(self, ranks: Ranks) -> str:
-        """Returns the name of this rank's file. Data-parallel rank 0 writes it."""
+        """Returns the name of this rank's file. Data-parallel rank 0 writes it, in each pipeline stage."""
         ...
 
     def describe(self, hashes: Sequence[Hashes], vocabulary: Vocabulary | None) -> Callable[[Path], None]:
@@ -63,7 +64,7 @@ class ShardedFiles:
         self.model: Any = model
 
     def weights_file(self, ranks: Ranks) -> str:
-        return rank_file(Path(), WEIGHTS, ranks.tp_rank).name
+        return rank_file(Path(), WEIGHTS, ranks.tp_rank, ranks.pp_rank).name
 
     def describe(self, hashes: Sequence[Hashes], vocabulary: Vocabulary | None) -> Callable[[Path], None]:
         config = self.model.config
@@ -82,7 +83,7 @@ class ShardedFiles:
         stored = open_checkpoint(folder)
         if stored.manifest is None:
             raise ValueError(f"{folder} is a {stored.description}, not a training checkpoint")
-        check_names(folder, set(stored.ranks[0]), set(parameters))
+        check_names(folder, set(stored.ranks[0]), set(whole_parameters(self.model)))
         for name, parameter in parameters.items():
             shard = shards[name]
             full = shard.shape if shard else tuple(parameter.shape)
@@ -135,13 +136,14 @@ def make_manifest(model: nn.Module, config: ModelConfig, hashes_by_rank: Sequenc
     """Returns the manifest of this run's shards."""
     records = {}
     padded_vocab_size = config.vocab_size
-    for name, parameter in model.named_parameters():
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    for name, parameter in whole_parameters(model).items():
         shard = getattr(parameter, "shard", None)
         if shard is not None and shard.pad_multiple and shard.shape[shard.dim] == config.vocab_size:
             padded_vocab_size = len(hashes_by_rank) * shard.local_shape(0, len(hashes_by_rank))[shard.dim]
         records[name] = TensorRecord(
             shape=tuple(shard.shape if shard else parameter.shape),
-            dtype=str(parameter.dtype).removeprefix("torch."),
+            dtype=dtype if parameter.is_meta else str(parameter.dtype).removeprefix("torch."),
             shard=asdict(shard) if shard else None,
             sha256=tuple(hashes[name] for hashes in hashes_by_rank),
         )
@@ -188,4 +190,5 @@ def read_optimizer(folder: Path, model: nn.Module, ranks: Ranks) -> dict[str, Te
         if tensor.shape:  # a scalar, such as a step count, is the same on all ranks
             shards[name] = getattr(parameters.get(name.split("/", 1)[1]), "shard", None)
     with ShardedReader(stored, shards) as reader:
-        return {name: reader.local(name, ranks.tp_rank, ranks.tp_size) for name in stored[0]}
+        wanted = [name for name in stored[0] if ranks.pp_size == 1 or name.split("/", 1)[1] in parameters]
+        return {name: reader.local(name, ranks.tp_rank, ranks.tp_size) for name in wanted}

@@ -99,7 +99,7 @@ def take_snapshot(
     if ranks.dp_rank == 0:
         mine[files.weights_file(ranks)] = weights
         if optimizer:
-            mine[rank_file(Path(), OPTIMIZER, ranks.tp_rank).name] = moments
+            mine[rank_file(Path(), OPTIMIZER, ranks.tp_rank, ranks.pp_rank).name] = moments
     if random:
         mine[rank_file(Path(), RANDOM, ranks.rank).name] = random_state_tensors()
     return Snapshot(state, mine, files.weights_file(ranks) if ranks.dp_rank == 0 else None, files, extra_files)
@@ -114,7 +114,9 @@ def write_snapshot(snapshot: Snapshot, folder: Path, ranks: Ranks, group: dist.P
     _agree(ranks, group, lambda: _make_empty(partial) if ranks.rank == 0 else None)
     written = _agree(ranks, group, lambda: _write_files(snapshot, partial), undo=partial)
     digests = {name: digest for files, _ in written for name, digest in files.items()}
-    hashes = [tensors for _, tensors in written if tensors is not None]
+    hashes: list[dict[str, str]] = [{} for _ in range(ranks.tp_size)]  # each the union of a rank's pipeline stages
+    for number, tensors in enumerate(tensors for _, tensors in written if tensors is not None):
+        hashes[number % ranks.tp_size].update(tensors)
 
     def complete() -> None:
         if ranks.rank == 0:

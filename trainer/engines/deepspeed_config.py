@@ -53,6 +53,11 @@ def zero_stage(arguments: TrainingArguments) -> int:
             f"deepspeed_config {arguments.deepspeed_config} asks for ZeRO stage 3, which splits parameters that "
             "deepspeed+mpu has already split; use stage 0, 1 or 2, or env_type='deepspeed'"
         )
+    if stage > 1 and arguments.pipeline_parallel_size > 1:
+        raise ValueError(
+            f"deepspeed_config {arguments.deepspeed_config} asks for ZeRO stage {stage}, which splits the gradients "
+            "that a pipeline accumulates; use stage 0 or 1, or pipeline_parallel_size=1"
+        )
     if stage and not elementwise:
         raise ValueError(f"{arguments.optimizer} needs whole parameters, which ZeRO stage {stage} splits; use stage 0")
     if not stage and arguments.precision != "fp32":

@@ -26,12 +26,12 @@ from ...mpu import grad_norm
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.ranks import Ranks
 from .deepspeed_config import deepspeed_config, zero_stage
-from .engine import StepOutcome
+from .engine import RunsInOrder, StepOutcome
 from .optimizers import ELEMENT_STATES
 from .state import MASTER_WEIGHT, load_state_tensors, model_tensors, persistent_buffers, state_tensors
 
 
-class DeepSpeedEngine:
+class DeepSpeedEngine(RunsInOrder):
     """An `Engine` that uses DeepSpeed, with any ZeRO stage.
 
     ZeRO's partitions are flat. This class gathers those of stages 1 and 2. DeepSpeed's own functions gather those of
@@ -46,77 +46,76 @@ class DeepSpeedEngine:
         self.applied_steps = 0
         self._replicas, self._mesh = ranks.dp_size, ranks.mesh
         self._rank = ranks.dp_rank
-        self._stage, self._saves = zero_stage(arguments), arguments.save_optim
+        self._zero, self._saves = zero_stage(arguments), arguments.save_optim
         self._keeps_master_weights = arguments.precision != "fp32"
         self._states = ELEMENT_STATES.get(type(optimizer).__name__, ())
         _check_device(arguments)
-        if self._stage and not self._states:
+        if self._zero and not self._states:
             raise ValueError(
-                f"ZeRO stage {self._stage} splits single parameters, and {type(optimizer).__name__} may need whole "
+                f"ZeRO stage {self._zero} splits single parameters, and {type(optimizer).__name__} may need whole "
                 f"ones; use zero_stage=0, or {', '.join(ELEMENT_STATES)}"
             )
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._owners = {parameter: name for parameter, name in self._names.items() if parameter.requires_grad}
-        if self._stage:
-            _check_groups(optimizer, self._stage, set(self._owners))
+        if self._zero:
+            _check_groups(optimizer, self._zero, set(self._owners))
         self._linear = functional.linear  # DeepSpeed replaces it under stage 3
-        self._hooks = [model.register_forward_hook(_as_dict)] if self._stage == 3 else []
+        self._hooks = [model.register_forward_hook(_as_dict)] if self._zero == 3 else []
         # DeepSpeed would compile this CPU collective at run time, with a lock file that a killed run leaves behind.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         _import_muon()
-        self.model: Any = deepspeed.initialize(
-            model=model,
-            optimizer=optimizer,
-            config=deepspeed_config(arguments, ranks.dp_size),
-            mpu=ranks.mesh if arguments.env_type == "deepspeed+mpu" else None,
-        )[0]
+        self._engine: Any = self._initialize(model, arguments, ranks)
         # A forward pass updates buffers from its own samples. As in DDP, those of the first replica are broadcast.
         self._buffers = list(persistent_buffers(model).values()) if ranks.dp_size > 1 else []
         self._replica_group = ranks.mesh.dp_group if ranks.mesh else None
-        if self._stage:
+        if self._zero:
             self._create_element_states()
-        if self._stage == 3:
+        if self._zero == 3:
             self._hooks.append(model.register_forward_hook(_as_output))
+
+    def _initialize(self, model: nn.Module, arguments: TrainingArguments, ranks: Ranks) -> Any:
+        """Returns DeepSpeed's engine, and sets `model`, which runs the forward passes."""
+        mpu = ranks.mesh if arguments.env_type == "deepspeed+mpu" else None
+        config = deepspeed_config(arguments, ranks.dp_size)
+        self.model = deepspeed.initialize(model=model, optimizer=self.optimizer, config=config, mpu=mpu)[0]
+        return self.model
 
     @property
     def loss_scale(self) -> float | None:
-        scaler = getattr(self.model.optimizer, "loss_scaler", None)
-        return float(scaler.cur_scale) if scaler is not None and self.model.fp16_enabled() else None
-
-    def begin_micro_batch(self, *, is_last: bool) -> None:
-        pass  # DeepSpeed counts the micro-batches itself
+        scaler = getattr(self._engine.optimizer, "loss_scaler", None)
+        return float(scaler.cur_scale) if scaler is not None and self._engine.fp16_enabled() else None
 
     def backward(self, loss: Tensor) -> None:
         # DeepSpeed averages over the data-parallel ranks, but the ranks' losses already add up to the mean.
-        self.model.backward(loss * self._replicas, scale_wrt_gas=False)
-        if not self.model.is_gradient_accumulation_boundary():
-            self.model.step()  # here it only counts the micro-batch
+        self._engine.backward(loss * self._replicas, scale_wrt_gas=False)
+        if not self._engine.is_gradient_accumulation_boundary():
+            self._engine.step()  # here it only counts the micro-batch
 
     def step(self) -> StepOutcome:
-        skipped = self.model.skipped_steps
+        skipped = self._engine.skipped_steps
         # Without ZeRO, DeepSpeed clips by the norm but does not return it.
-        norm = grad_norm(list(self._owners), self._mesh) if not self._stage else None
-        self.model.step()
+        norm = grad_norm(list(self._owners), self._mesh) if not self._zero else None
+        self._engine.step()
         for buffer in self._buffers:
             dist.broadcast(buffer, group=self._replica_group, group_src=0)
-        applied = self.model.skipped_steps == skipped
+        applied = self._engine.skipped_steps == skipped
         self.applied_steps += applied
-        if self.applied_steps == 1 and self._saves and not self._stage:
+        if self.applied_steps == 1 and self._saves and not self._zero:
             state_tensors(self.optimizer, self._names)  # raises now if the states cannot be saved
-        norm = self.model.get_global_grad_norm() if norm is None else norm
+        norm = self._engine.get_global_grad_norm() if norm is None else norm
         return StepOutcome(float(norm) if norm is not None else None, applied)
 
     def model_tensors(self) -> dict[str, Tensor]:
         with self._whole_parameters():
             tensors = model_tensors(self.module)
-            return {name: tensor.clone() for name, tensor in tensors.items()} if self._stage == 3 else tensors
+            return {name: tensor.clone() for name, tensor in tensors.items()} if self._zero == 3 else tensors
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        if not self._stage:
+        if not self._zero:
             return state_tensors(self.optimizer, self._names)
-        if self._stage == 3:
+        if self._zero == 3:
             return self._tensors_split_by_parameter()
-        tensors, zero = {}, self.model.optimizer
+        tensors, zero = {}, self._engine.optimizer
         groups_of_parameters = zero.bf16_groups if hasattr(zero, "bf16_groups") else zero.bit16_groups
         zipped = zip(self.optimizer.param_groups, groups_of_parameters, zero.real_dp_process_group, strict=True)
         for group, parameters, ranks in zipped:
@@ -144,7 +143,7 @@ class DeepSpeedEngine:
         return tensors
 
     def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
-        if not self._stage:
+        if not self._zero:
             load_state_tensors(self.optimizer, self._names, tensors, self.applied_steps)
             return
         for parameter, name in self._owners.items():
@@ -158,7 +157,7 @@ class DeepSpeedEngine:
     def counters(self) -> dict[str, float]:
         counters: dict[str, float] = {"applied_steps": self.applied_steps}
         if self.loss_scale is not None:
-            scaler = self.model.optimizer.loss_scaler
+            scaler = self._engine.optimizer.loss_scaler
             counters |= {name: float(getattr(scaler, name)) for name in SCALER_FIELDS}
         return counters
 
@@ -166,15 +165,15 @@ class DeepSpeedEngine:
         self.applied_steps = int(counters["applied_steps"])
         if self.loss_scale is not None and all(name in counters for name in SCALER_FIELDS):
             for name in SCALER_FIELDS:
-                kind = type(getattr(self.model.optimizer.loss_scaler, name))
-                setattr(self.model.optimizer.loss_scaler, name, kind(counters[name]))
+                kind = type(getattr(self._engine.optimizer.loss_scaler, name))
+                setattr(self._engine.optimizer.loss_scaler, name, kind(counters[name]))
 
     def close(self, *, whole: bool) -> None:
         parameters: dict[str, Tensor] = {}
-        if whole and self._stage == 3:
+        if whole and self._zero == 3:
             with self._whole_parameters():
                 parameters = {name: value.detach().clone() for name, value in self.module.named_parameters()}
-        self.model.destroy()
+        self._engine.destroy()
         for hook in self._hooks:
             hook.remove()
         functional.linear, groups.mpu = self._linear, None  # for the next engine of this process
@@ -182,13 +181,13 @@ class DeepSpeedEngine:
             self.module.get_parameter(name).data = value
 
     def _whole_parameters(self) -> contextlib.AbstractContextManager[Any]:
-        if self._stage < 3:
+        if self._zero < 3:
             return contextlib.nullcontext()
         return deepspeed.zero.GatheredParameters(list(self.module.parameters()))
 
     def _set(self, parameter: Any, value: Tensor, state: str | None = None) -> None:
         """Sets a state of a parameter, or its fp32 value if `state` is None."""
-        if self._stage == 3:
+        if self._zero == 3:
             # DeepSpeed 0.19 can set a whole tensor only if its elements divide evenly, but partitions are padded.
             size = parameter.ds_tensor.numel()
             padded = torch.zeros(size * self._replicas, dtype=value.dtype)
@@ -216,8 +215,8 @@ class DeepSpeedEngine:
         # parameter group to the parameters. At this point ZeRO has put its flat partitions into the parameter groups.
         groups = self.optimizer.param_groups
         counts_by_group = type(self.optimizer).__module__.startswith("pytorch_optimizer")
-        if self._stage == 3:
-            partitions = self.model.optimizer.fp32_partitioned_groups_flat
+        if self._zero == 3:
+            partitions = self._engine.optimizer.fp32_partitioned_groups_flat
         else:
             partitions = [partition for group in groups for partition in group["params"]]
         for partition in partitions:
@@ -225,8 +224,8 @@ class DeepSpeedEngine:
             self.optimizer.state[partition] = state if counts_by_group else {**state, "step": torch.tensor(0.0)}
         for group in groups if counts_by_group else []:
             group["step"] = 0
-        if self._stage < 3:
-            self.model.optimizer._lazy_init_hp_params_optimizer_state()
+        if self._zero < 3:
+            self._engine.optimizer._lazy_init_hp_params_optimizer_state()
 
 
 def _as_dict(module: nn.Module, inputs: Any, output: Any) -> Any:

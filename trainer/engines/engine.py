@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 # (batch, the object that runs the forward pass, GLM's memory) -> a dict or ModelOutput with `loss`.
 ForwardStep = Callable[[dict[str, Any], Any, Any], Any]
+# The number of a micro-batch of the step -> its share of the step's loss, computed by `Engine.model`.
+Forward = Callable[[int], Tensor]
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,8 @@ class StepOutcome:
 class Engine(Protocol):
     """A model and its optimizer in one environment.
 
-    For each micro-batch of a step, the loop calls `begin_micro_batch`, the forward pass of `model`, and `backward`.
-    After the last one it calls `step`. The losses of all micro-batches and data-parallel ranks add up to the loss of
-    the step.
+    For each step, the loop calls `forward_backward` and then `step`. The losses of all micro-batches and data-parallel
+    ranks add up to the loss of the step.
     """
 
     module: nn.Module
@@ -46,9 +47,12 @@ class Engine(Protocol):
         """The factor of the loss in the backward pass; None in other precisions than fp16."""
         ...
 
-    def begin_micro_batch(self, *, is_last: bool) -> None: ...
+    def forward_backward(self, forward: Forward, micro_batches: int) -> list[float]:
+        """Runs the forward and backward passes of a step; returns the loss of each micro-batch.
 
-    def backward(self, loss: Tensor) -> None: ...
+        A stage of a pipeline returns the losses that it computes, which only the last stage does; the others are 0.
+        """
+        ...
 
     def step(self) -> StepOutcome:
         """Clips the gradients, updates the parameters, and clears the gradients."""
@@ -81,3 +85,22 @@ class Engine(Protocol):
         Gathering is collective, so `whole` must be False after an error, which other ranks may not have had.
         """
         ...
+
+
+class RunsInOrder:
+    """Base of the engines that run the backward pass of a micro-batch right after its forward pass."""
+
+    def begin_micro_batch(self, *, is_last: bool) -> None:
+        """Is called before the forward pass of each micro-batch."""
+
+    def backward(self, loss: Tensor) -> None:
+        raise NotImplementedError
+
+    def forward_backward(self, forward: Forward, micro_batches: int) -> list[float]:
+        losses: list[float] = []
+        for k in range(micro_batches):
+            self.begin_micro_batch(is_last=k == micro_batches - 1)
+            loss = forward(k)
+            self.backward(loss)
+            losses.append(loss.item())
+        return losses

@@ -40,6 +40,12 @@ def prepare_model(model: nn.Module, device: torch.device, arguments: TrainingArg
             f"the model is split over {size} processes, but model_parallel_size is {ranks.tp_size}; build it with "
             "mesh=trainer.mesh"
         )
+    stages = getattr(getattr(model, "stage", None), "counts", (1,))
+    if len(stages) != ranks.pp_size:
+        raise ValueError(
+            f"the model is cut into {len(stages)} pipeline stages, but pipeline_parallel_size is {ranks.pp_size}; "
+            "build a model of the zoo with mesh=trainer.mesh"
+        )
     model.to(device, DTYPES[arguments.precision])
     if arguments.recompute != "none":
         _recompute(model, arguments.recompute)

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from ...mpu import clip_grad_norm_, grad_norm
 from ..arguments.training_arguments import TrainingArguments
-from .engine import StepOutcome
+from .engine import RunsInOrder, StepOutcome
 from .state import MASTER_WEIGHT, load_state_tensors, model_tensors, state_tensors
 
 
-class TorchEngine:
+class TorchEngine(RunsInOrder):
     """An `Engine` for one process, and the base class of `DDPEngine`."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, arguments: TrainingArguments) -> None:
@@ -34,9 +34,6 @@ class TorchEngine:
     @property
     def loss_scale(self) -> float | None:
         return self._scaler.get_scale() if self._scaler else None
-
-    def begin_micro_batch(self, *, is_last: bool) -> None:
-        pass
 
     def backward(self, loss: Tensor) -> None:
         loss = self._scaler.scale(loss) if self._scaler else loss

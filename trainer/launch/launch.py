@@ -71,7 +71,7 @@ def processes_of(arguments: TrainingArguments) -> int:
     """Returns the number of processes that the arguments ask for on one machine."""
     if arguments.env_type == "pytorch":
         return 1
-    return max(arguments.num_gpus, arguments.model_parallel_size)
+    return max(arguments.num_gpus, arguments.model_parallel_size * arguments.pipeline_parallel_size)
 
 
 def start_processes(

@@ -19,10 +19,16 @@ class Ranks:
         self.rank, self.world_size = (mesh.rank, mesh.world_size) if mesh else (0, 1)
         self.dp_rank, self.dp_size = (mesh.dp_rank, mesh.dp_size) if mesh else (0, 1)
         self.tp_rank, self.tp_size = (mesh.tp_rank, mesh.tp_size) if mesh else (0, 1)
+        self.pp_rank, self.pp_size = (mesh.pp_rank, mesh.pp_size) if mesh else (0, 1)
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank's results count for its replica: the first tensor-parallel rank of the last stage."""
+        return self.tp_rank == 0 and self.pp_rank == self.pp_size - 1
 
     def sum_replicas(self, *values: float) -> list[float]:
-        """Returns sums over the data-parallel ranks, in fp64. Tensor-parallel ranks count once."""
-        return self.sum(*(value if self.tp_rank == 0 else 0.0 for value in values))
+        """Returns sums over the data-parallel ranks, in fp64. Of each replica, the rank that `reports` counts."""
+        return self.sum(*(value if self.reports else 0.0 for value in values))
 
     def sum(self, *values: float) -> list[float]:
         """Returns sums over all processes, in fp64."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..engines.engine import Engine, ForwardStep
+from ..launch.ranks import Ranks
 
 # Dense 16-bit matmul, FLOP/s, from the data sheets.
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "V100": 125e12}
@@ -110,11 +111,12 @@ class StepProfiler:
 
 
 @torch.no_grad()
-def diagnose_non_finite(engine: Engine, forward_step: ForwardStep, batch: dict[str, Any]) -> str:
-    """Repeats a forward pass. Returns a message that names the parameter or module output that is not finite."""
-    for name, parameter in engine.module.named_parameters():
-        if not torch.isfinite(parameter).all():
-            return f"the parameter {name} is not finite"
+def diagnose_non_finite(engine: Engine, forward_step: ForwardStep, batch: dict[str, Any], ranks: Ranks) -> str:
+    """Repeats a forward pass. Returns a message that names the parameter or module output that is not finite, or ""."""
+    parameters = engine.module.named_parameters()
+    wrong = next((name for name, parameter in parameters if not torch.isfinite(parameter).all()), None)
+    if any(ranks.gather(wrong)):
+        return "" if wrong is None else f"the parameter {wrong} is not finite"
     found: list[str] = []
     hooks = [
         module.register_forward_hook(_look_at(name, found)) for name, module in engine.module.named_modules() if name
@@ -124,7 +126,7 @@ def diagnose_non_finite(engine: Engine, forward_step: ForwardStep, batch: dict[s
     finally:
         for hook in hooks:
             hook.remove()
-    return found[0] if found else "the loss alone is not finite; the outputs of all modules are"
+    return found[0] if found else ""
 
 
 def _look_at(name: str, found: list[str]) -> Any:

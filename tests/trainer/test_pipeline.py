@@ -1,0 +1,152 @@
+"""A model that is cut into pipeline stages learns what it learns in one process; any layout goes on from any other."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import tiny
+from training import losses, on_ranks
+
+FAMILIES = {"gpt2": {}, "bert": {"architectures": ["BertForMaskedLM"]}, "roberta": {}, "glm": {}}
+STEPS = 20
+# tensor-parallel, data-parallel, stages. SHARDZOO_PIPELINES=all runs all of them for each family.
+LAYOUTS = [(1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 2)]
+QUICK = {"gpt2": LAYOUTS, "bert": [(1, 2, 2)], "roberta": [(1, 1, 2)], "glm": [(2, 1, 2)], "t5": LAYOUTS, "mt5": []}
+EIGHT = [("gpt2", (2, 2, 2)), ("t5", (2, 2, 2))]
+EVERYTHING = os.environ.get("SHARDZOO_PIPELINES") == "all"
+CASES = [(family, layout) for family in FAMILIES for layout in (LAYOUTS if EVERYTHING else QUICK[family])]
+SAME_LOSS = {"rel": 1e-5, "abs": 0}  # fp32 losses differ by the order of sums alone
+
+
+class Samples:
+    """Unequal lengths and numbers of targets; even lengths if the sequence is split."""
+
+    def __init__(self, multiple: int = 1) -> None:
+        self.multiple = multiple
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        start, stride = torch.randint(1, 97, (2,), generator=generator)
+        tokens = (start + stride * torch.arange(self.multiple * (9 + index % 4))) % 13 + 3
+        labels = tokens.clone()
+        labels[: 1 + index % 5] = -100
+        return {"input_ids": tokens, "labels": labels}
+
+
+def build(mesh, family: str, layers: int = 4, dtype=torch.float32, **how):
+    from shardzoo.models import ParallelConfig, from_config
+
+    config = tiny(family, 0.1, layers=layers, **FAMILIES[family])
+    return from_config(config, mesh, dtype=dtype, parallel_config=ParallelConfig(**how)).train()
+
+
+def settings(family: str = "gpt2", tp: int = 1, replicas: int = 1, stages: int = 1, **changes):
+    """Arguments of `on_ranks`: 8 sequences a step, in four micro-batches of each data-parallel rank."""
+    how = {name: changes[name] for name in ("sequence_parallel", "recompute") if name in changes}
+    dtype = torch.bfloat16 if changes.get("precision") == "bf16" else torch.float32
+    return {
+        "env_type": "deepspeed+mpu",
+        "model": partial(build, family=family, dtype=dtype, **how),
+        "data": Samples(),
+        "train_steps": STEPS,
+        "lr": 5e-3,
+        "warmup_steps": 4,
+        "clip_grad": 0.5,
+        "micro_batch_size": 2 // replicas,
+        "global_batch_size": 8,
+        "tp": tp,
+        "data_ranks": replicas,
+        "stages": stages,
+        "model_parallel_size": tp,
+        "pipeline_parallel_size": stages,
+        **changes,
+    }
+
+
+def checkpoint(folder: Path, step: int) -> str:
+    return str(folder / "checkpoints" / f"step-{step:06d}")
+
+
+@pytest.fixture(scope="module")
+def whole(run_mesh, tmp_path_factory):
+    """`whole(family, **changes)`: the folder, losses, gradient norms and final weights of a run in one process."""
+    runs = {}
+
+    def run(family: str, **changes):
+        key = family, *sorted(changes.items(), key=str)
+        if key not in runs:
+            folder = tmp_path_factory.mktemp("whole")
+            [(steps, weights)] = on_ranks(run_mesh, folder, save_interval=8, **settings(family, **changes))
+            runs[key] = folder, losses(steps), [step["grad_norm"] for step in steps], weights
+        return runs[key]
+
+    return run
+
+
+def weights_of(folder: Path):
+    """The weights of a run's last checkpoint, whole."""
+    from shardzoo.models import from_pretrained
+
+    return dict(from_pretrained(checkpoint(folder, STEPS)).named_parameters())
+
+
+@pytest.mark.parametrize(("family", "layout"), [*CASES, *(EIGHT if EVERYTHING else EIGHT[:0])])
+def test_stages_change_nothing(run_mesh, tmp_path, whole, family, layout):
+    _, expected, norms, weights = whole(family)
+    assert expected[-1] < expected[0] - 0.5
+    by_rank = on_ranks(run_mesh, tmp_path, **settings(family, *layout))
+    for steps, _ in by_rank:
+        assert losses(steps) == pytest.approx(expected, **SAME_LOSS)
+        assert [step["grad_norm"] for step in steps] == pytest.approx(norms, rel=1e-4)
+    found = weights_of(tmp_path)
+    assert found.keys() == weights.keys()
+    for name, value in weights.items():
+        torch.testing.assert_close(found[name].data, value, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        ((1, 1, 2), {"zero_stage": 0}),
+        ((2, 1, 2), {"sequence_parallel": True, "recompute": "full", "data": Samples(2)}),
+        ((1, 1, 2), {"recompute": "selective"}),
+    ],
+)
+def test_options_change_nothing(run_mesh, tmp_path, whole, layout, changes):
+    base = {"data": changes["data"]} if "data" in changes else {}
+    for steps, _ in on_ranks(run_mesh, tmp_path, **settings("gpt2", *layout, **changes)):
+        assert losses(steps) == pytest.approx(whole("gpt2", **base)[1], **SAME_LOSS)
+
+
+def test_bf16(run_mesh, tmp_path, whole):
+    for steps, _ in on_ranks(run_mesh, tmp_path, **settings("gpt2", 2, 1, 2, precision="bf16")):
+        assert losses(steps) == pytest.approx(whole("gpt2", precision="bf16")[1], rel=2e-2)
+
+
+@pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}])
+def test_the_same_layout_goes_on_bit_for_bit(run_mesh, tmp_path, changes):
+    arguments = settings("gpt2", 1, 2, 2, save_interval=8, **changes)
+    before = on_ranks(run_mesh, tmp_path / "whole", **arguments)
+    load = {"load_dir": checkpoint(tmp_path / "whole", 8)}
+    after = on_ranks(run_mesh, tmp_path / "rest", **arguments, **load)
+    for (steps, weights), (later, same) in zip(before, after, strict=True):
+        assert losses(later) == losses(steps)[8:]
+        assert all(torch.equal(value, same[name]) for name, value in weights.items())
+
+
+def test_any_layout_goes_on_from_any_other(run_mesh, tmp_path, whole):
+    """2 stages x 2 tensor-parallel ranks are saved, and go on in others, and from those back."""
+    _, expected, _, _ = whole("gpt2")
+    on_ranks(run_mesh, tmp_path / "first", **settings("gpt2", 2, 1, 2, train_steps=STEPS, save_interval=8))
+    for layout in ((1, 1, 1), (2, 2, 1), (1, 1, 4)):
+        folder = tmp_path / "x".join(map(str, layout))
+        load = {"load_dir": checkpoint(tmp_path / "first", 8)}
+        for steps, _ in on_ranks(run_mesh, folder, **settings("gpt2", *layout, **load, save_interval=8)):
+            assert losses(steps) == pytest.approx(expected[8:], **SAME_LOSS)
+        back = {"load_dir": checkpoint(folder, 16)}
+        for steps, _ in on_ranks(run_mesh, tmp_path / f"{folder} back", **settings("gpt2", 2, 1, 2, **back)):
+            assert losses(steps) == pytest.approx(expected[16:], **SAME_LOSS)

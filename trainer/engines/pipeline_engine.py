@@ -1,0 +1,233 @@
+"""Trains one stage of a pipeline with DeepSpeed's 1F1B schedule (Narayanan et al., 2019, arXiv:1806.03377)."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import os
+from collections.abc import Generator
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import Tensor, nn
+
+from ...models.common.pipeline import Stage
+from ...mpu import clip_grad_norm_, receive_from_stage, send_to_stage
+from ..arguments.training_arguments import TrainingArguments
+from ..launch.ranks import Ranks
+from .deepspeed_config import deepspeed_config
+from .deepspeed_engine import DeepSpeedEngine
+from .engine import Forward, StepOutcome
+
+
+class PipelineEngine(DeepSpeedEngine):
+    """An `Engine` for a model that is one stage of a pipeline.
+
+    DeepSpeed's engine moves the hidden states and their gradients. It sees one layer for each stage, because a stage
+    computes masks, positions and labels from its own micro-batch. It differs from DeepSpeed's use in three ways. The
+    update is not part of the schedule: the loop first checks the loss. A parameter that several stages hold is
+    updated by the first of them, which gets the sum of the gradients and sends the result to the others. (DeepSpeed's
+    tied layers are updated on each stage, and may drift apart by rounding.) Shapes may differ between micro-batches.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, arguments: TrainingArguments, ranks: Ranks
+    ) -> None:
+        whole: Any = model
+        self._pipeline: Stage = whole.stage
+        self._shared = SharedParameters(model, self._pipeline)
+        _leave_out(optimizer, self._shared.copies)
+        self._clip_grad = arguments.clip_grad
+        super().__init__(model, optimizer, arguments, ranks)
+        for parameter in self._shared.copies:
+            self._owners.pop(parameter, None)
+            self._names.pop(parameter, None)
+
+    def _initialize(self, model: nn.Module, arguments: TrainingArguments, ranks: Ranks) -> Any:
+        assert ranks.mesh is not None
+        mesh, self.model = ranks.mesh, model
+        config = deepspeed_config(arguments, ranks.dp_size)
+        # Tensor-parallel ranks would split hidden states between them, as whole tensors of one shape.
+        config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
+        if not self._zero:
+            config["gradient_clipping"] = 0.0  # DeepSpeed would count shared parameters several times
+        self._layer = _StageLayer(self._pipeline, ranks.dp_size * config["gradient_accumulation_steps"])
+        self._layer.add_module("model", model)
+        topology = PipeModelDataParallelTopology(mesh.pp_size, mesh.tp_size, mesh.dp_size)
+        deepspeed.init_distributed(dist_init_required=False)
+        with _quiet(), _local_rank():
+            stages = deepspeed.PipelineModule(
+                [self._layer] * mesh.pp_size, topology=topology, partition_method="uniform", dynamic_shape=True
+            )
+            self._shared.mark_copies()
+            engine: Any = deepspeed.initialize(model=stages, optimizer=self.optimizer, config=config)[0]
+        self._groups = _groups_of(stages)
+        nothing = torch.zeros(1, device=engine.device)
+        engine.set_dataiterator(itertools.repeat((nothing, nothing)))  # a stage reads its own micro-batches
+        engine._INSTRUCTION_MAP = {
+            **engine._INSTRUCTION_MAP,
+            schedule.ReduceTiedGrads: lambda _: self._shared.sum_gradients(self._gradient),
+            schedule.OptimizerStep: lambda _: None,
+        }
+        return engine
+
+    def _gradient(self, parameter: Any) -> Tensor:
+        """Returns the accumulated gradient of a parameter that this stage updates."""
+        if self._engine.using_bf16_optimizer:
+            return parameter._hp_grad.view_as(parameter)  # it is flat
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return parameter.grad
+
+    def forward_backward(self, forward: Forward, micro_batches: int) -> list[float]:
+        self._layer.begin(forward)
+        self._pipeline.scheduled = True
+        engine = self._engine
+        # What `train_batch` does, without its own sum of the losses and without printing it.
+        engine.total_loss, engine._compute_loss = None, True
+        try:
+            engine._exec_schedule(engine._train_schedule())
+        finally:
+            self._pipeline.scheduled = False
+        return self._layer.losses
+
+    def step(self) -> StepOutcome:
+        norm = None
+        if not self._zero:
+            norm = clip_grad_norm_(list(self._owners), self._clip_grad or float("inf"), self._mesh)
+        self._engine._exec_optimizer_step()
+        self._shared.send_values()
+        self.applied_steps += 1
+        norm = self._engine.get_global_grad_norm() if norm is None else norm
+        return StepOutcome(float(norm), applied=True)
+
+    def model_tensors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in super().model_tensors().items() if name not in self._shared.copied}
+
+    def close(self, *, whole: bool) -> None:
+        super().close(whole=whole)
+        for group in self._groups:
+            dist.destroy_process_group(group)
+
+
+class _StageLayer(nn.Module):
+    """The only layer that DeepSpeed sees of a stage: hidden states of the previous one -> those for the next one.
+
+    It runs the micro-batches of a step in their order. The last stage returns losses, multiplied by `scale`, because
+    DeepSpeed averages over micro-batches and data-parallel ranks and the losses already add up to the mean.
+    """
+
+    def __init__(self, stage: Stage, scale: int) -> None:
+        super().__init__()
+        self._stage, self._scale = stage, scale
+        self.losses: list[float] = []
+
+    def begin(self, forward: Forward) -> None:
+        """Begins a step, whose micro-batches `forward` computes."""
+        self._forward, self.losses = forward, []
+
+    def forward(self, received: Tensor) -> Tensor:
+        self._stage.received = None if self._stage.is_first else received
+        loss = self._forward(len(self.losses))
+        self.losses.append(loss.item())
+        if self._stage.is_last:
+            return loss * self._scale
+        hidden, self._stage.sent = self._stage.sent, None
+        assert hidden is not None
+        return hidden
+
+
+class SharedParameters:
+    """The parameters that several stages hold, such as a word embedding that is also the output head.
+
+    The first of the stages owns a parameter. It adds up the gradients and updates the parameter; the others hold a
+    copy, which gets the owner's new values. Copies are in no optimizer, gradient norm or checkpoint.
+    """
+
+    def __init__(self, model: nn.Module, stage: Stage) -> None:
+        own = dict(model.named_parameters())
+        self._stage = stage
+        self._held = {name: own[name] for name in sorted(stage.holders) if name in own}
+        self.copied = {name for name in self._held if stage.holders[name][0] != stage.index}
+        self.copies = {self._held[name] for name in self.copied}
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        for parameter in self.copies:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._accumulate)
+
+    def mark_copies(self) -> None:
+        """Sets DeepSpeed's mark of parameters that another stage counts in norms."""
+        parameter: Any
+        for parameter in self._held.values():
+            parameter.ds_pipe_replicated = parameter in self.copies
+
+    def _accumulate(self, parameter: Any) -> None:
+        """Adds a copy's gradient to its sum over the micro-batches, in fp32."""
+        grad, parameter.grad = parameter.grad.float(), None
+        self._sums[parameter] = self._sums[parameter].add_(grad) if parameter in self._sums else grad
+
+    @torch.no_grad()
+    def sum_gradients(self, gradient: Any) -> None:
+        """Adds the gradients of the copies to `gradient(parameter)` of their owners, in the order of the stages."""
+        for parameter, owner, others in self._exchanges():
+            if self._stage.index != owner:
+                zeros = torch.zeros_like(parameter, dtype=torch.float32)
+                send_to_stage(self._sums.pop(parameter, zeros), owner, self._stage.mesh)
+                continue
+            for other in others:
+                gradient(parameter).add_(receive_from_stage(other, self._stage.mesh))
+
+    @torch.no_grad()
+    def send_values(self) -> None:
+        """Copies the owners' values to the copies."""
+        for parameter, owner, others in self._exchanges():
+            if self._stage.index != owner:
+                parameter.copy_(receive_from_stage(owner, self._stage.mesh))
+                continue
+            for other in others:
+                send_to_stage(parameter, other, self._stage.mesh)
+
+    def _exchanges(self) -> Generator[tuple[Any, int, tuple[int, ...]]]:
+        """Yields the trained parameters that this stage shares, in the same order on all: the owner, and the others."""
+        for name, parameter in self._held.items():
+            owner, *others = self._stage.holders[name]
+            if parameter.requires_grad:
+                yield parameter, owner, tuple(others)
+
+
+def _leave_out(optimizer: torch.optim.Optimizer, parameters: set[nn.Parameter]) -> None:
+    """Removes parameters from an optimizer's groups."""
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if parameter not in parameters]
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+
+
+def _groups_of(stages: Any) -> list[Any]:
+    """Returns the process groups that DeepSpeed has made for a pipeline, to be destroyed with it."""
+    found = [value for holder in (stages, stages.mpu()) for value in vars(holder).values()]
+    return list({id(group): group for group in found if isinstance(group, dist.ProcessGroup)}.values())
+
+
+@contextlib.contextmanager
+def _quiet() -> Generator[None]:
+    """Hides what DeepSpeed prints about a pipeline; the trainer shows the stages itself."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
+
+
+@contextlib.contextmanager
+def _local_rank() -> Generator[None]:
+    """Sets LOCAL_RANK, which DeepSpeed's pipelines read, if no launcher has."""
+    missing = "LOCAL_RANK" not in os.environ
+    if missing:
+        os.environ["LOCAL_RANK"] = "0"
+    try:
+        yield
+    finally:
+        if missing:
+            del os.environ["LOCAL_RANK"]
