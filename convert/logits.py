@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from torch.multiprocessing.spawn import start_processes
 
 from ..checkpoint.checkpoint import open_checkpoint
 from ..models import family, from_pretrained
+from ..models.auto import model_class
+from ..models.common.stack import Body
 from ..models.mapping import MappedCheckpoint, map_checkpoint
 from ..mpu import ParallelMesh
 from .operations import Options, merge, split
@@ -81,6 +83,7 @@ def example_inputs(mapped: MappedCheckpoint) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(SEED)
     length = min(LENGTH, config.max_sequence_length)
     ids = torch.randint(mapped.model.vocab_size, (BATCH, length), generator=generator)
+    ids = cast(type[Body], model_class(config)).example_ids(config, ids)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if getattr(config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = torch.randint(mapped.model.vocab_size, (BATCH, length), generator=generator)
@@ -90,7 +93,9 @@ def example_inputs(mapped: MappedCheckpoint) -> dict[str, Tensor]:
 
 
 def logits_of(output: Any) -> Tensor:
-    return output.prediction_logits if hasattr(output, "prediction_logits") else output.logits
+    """Returns the first kind of logits that a model of the zoo or of transformers has, or else its hidden states."""
+    kinds = ("logits", "prediction_logits", "start_logits", "last_hidden_state")
+    return next(getattr(output, name) for name in kinds if hasattr(output, name))
 
 
 @torch.no_grad()

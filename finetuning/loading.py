@@ -71,8 +71,7 @@ def find_source(arguments: FinetuningArguments) -> ModelSource:
         raise ValueError(f"{adapter} holds LoRA weights, which only transformers' models support; use native=False")
     if native is None:
         native = model_type in FAMILIES and adapter is None
-        shape = _shape(folder, values)
-        native = native and not (arguments.task == "text-classification" and shape != "encoder")
+        native = native and (arguments.task != "text-classification" or arguments.task in family(model_type).tasks)
     elif native and model_type not in FAMILIES:
         raise ValueError(
             f"{folder} is a {model_type}, which is not in the zoo; use native=False, or a model of "

@@ -255,13 +255,15 @@ class Finetuning:
         self._data.prompt = tokens
 
     def _complete_padding(self) -> None:
-        """Sets a missing pad_token_id, with which a transformers decoder that classifies finds the end of a row."""
+        """Sets a missing pad_token_id, with which a decoder that classifies finds the end of a row."""
         config = self.model.config
-        if self.source.native or getattr(config, "pad_token_id", None) is not None:
+        if getattr(config, "pad_token_id", None) is not None:
             return
-        config.pad_token_id = self.tokenizer.pad_token_id
-        if config.pad_token_id is None:
-            config.pad_token_id = self.tokenizer.eos_token_id
+        pad = self.tokenizer.eos_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
+        if not self.source.native:
+            config.pad_token_id = pad
+        elif self._data.labels is not None:
+            self.model.config = config.with_changes(pad_token_id=pad)
 
     def _as_in_training(self, text: str) -> str:
         text = self._data.prepare_source(self.arguments.prefix + text)

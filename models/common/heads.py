@@ -356,10 +356,6 @@ class Classifier(Head):
         """Returns the number of terms in the loss of `labels`."""
         return (labels != IGNORED).sum()
 
-    def gather_logits(self, logits: Tensor) -> Tensor:
-        """Returns the logits unchanged, because they are replicated."""
-        return logits
-
 
 class SequenceClassification(Classifier):
     """Classifies sequences: with one label, several labels or numbers for each, by `config.problem_type`.
@@ -398,6 +394,14 @@ class SequenceClassification(Classifier):
         logits = self.classify(self.pool(hidden.states[-1], input_ids, attention_mask))  # [B, num_labels]
         loss = None if labels is None else self.loss(logits, labels, num_items_in_batch)
         return ClassifierOutput(loss, logits, **self.shown_states(hidden, output_hidden_states))
+
+    @classmethod
+    def example_ids(cls, config: Any, ids: Tensor) -> Tensor:
+        if cls.pooling == "eos":
+            ends = torch.tensor(config.eos_token_id)
+            free = ids.masked_fill(torch.isin(ids, ends), 0)
+            return torch.cat([free[:, :-1], ends.view(-1)[:1].expand(len(ids), 1)], 1)
+        return ids[:1] if cls.pooling == "last" and config.pad_token_id is None else ids
 
     def classify(self, pooled: Tensor) -> Tensor:
         """Returns the logits [B, C] of the sequences' states [B, H]."""
@@ -506,6 +510,10 @@ class MultipleChoice(SequenceClassification):
     def label_classes(self) -> None:
         """None: a batch's number of choices limits its labels."""
         return
+
+    @classmethod
+    def example_ids(cls, config: Any, ids: Tensor) -> Tensor:
+        return torch.stack([ids, ids.flip(1)], 1)  # [B, 2, S]
 
     def forward(self, input_ids: Tensor, *inputs: Any, **options: Any) -> ClassifierOutput:
         """Returns the logits [B, C] and, with labels, the loss.

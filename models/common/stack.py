@@ -59,6 +59,15 @@ class Body(nn.Module):
         """The word embedding, to which a head may be tied."""
         return self.word_embeddings
 
+    @classmethod
+    def example_ids(cls, config: Any, ids: Tensor) -> Tensor:
+        """Returns arbitrary token ids int64 [B, S] in the form that the head takes, to try it."""
+        return ids
+
+    def gather_logits(self, logits: Tensor) -> Tensor:
+        """Returns the logits of all classes, for logits that are replicated: the same."""
+        return logits
+
     def gather_hidden_states(self, x: Tensor) -> Tensor:
         """Returns the whole hidden states [B, S, H], of which each rank may hold a part [B, S/tp, H]."""
         return gather_sequence(x, self.mesh, partial_grad=False) if self.parallel_config.sequence_parallel else x

@@ -20,7 +20,11 @@ FAMILY = Family(
     tokenizer="bpe",
     activations=activations,
     megatron=MEGATRON,
-    tasks={"text-generation": "GPT2LMHeadModel", "text2text-generation": "GPT2LMHeadModel"},
+    tasks={
+        "text-generation": "GPT2LMHeadModel",
+        "text2text-generation": "GPT2LMHeadModel",
+        "text-classification": "GPT2ForSequenceClassification",
+    },
     new_modules=("classifier", "token_classifier", "qa_outputs"),
 )
 

@@ -9,7 +9,10 @@ from shardzoo.cli.convert import main
 from shardzoo.convert.logits import compare_logits
 from shardzoo.convert.operations import split
 
-VARIANTS = ["gpt2", "bert", "roberta", "t5", "t5-v1.1", "mt5", "glm"]
+VARIANTS = [
+    "gpt2", "bert", "roberta", "t5", "t5-v1.1", "mt5", "glm",
+    "bert-choices", "bert-body", "gpt2-classification", "roberta-answers",
+]  # fmt: skip
 
 
 def with_sensible_values(folder):
