@@ -66,6 +66,9 @@ def refuse_family(model_type: object, architecture: object, zoo: Mapping[str, Se
         able = [family for family, known in zoo.items() if not wanted or head_of(wanted) in map(head_of, known)]
         close = _closest(name, able or list(zoo))
         lacking = "its blocks (docs/adding-a-model.md adds a family)"
+    for family, known in zoo.items():
+        if wanted in known:
+            close, lacking = family, f"nothing, if model_type becomes {family!r}"
     of = f" (of {shown(wanted)})" if wanted else ""
     nearest = _closest_architecture(wanted, zoo[close])
     return (

@@ -53,7 +53,7 @@ UNKNOWN_FAMILIES = {  # model_type, architecture: the nearest model, and a word 
     ("xlnet", ""): ("(bert)", "two streams"),
     ("gpt3", ""): ("GPT2LMHeadModel (gpt2)", "its blocks"),
     ("whisper", "WhisperForConditionalGeneration"): ("ForConditionalGeneration (", "its blocks"),
-    ("robertta", "RobertaForMaskedLM"): ("RobertaForMaskedLM (roberta)", "its blocks"),
+    ("robertta", "RobertaForMaskedLM"): ("RobertaForMaskedLM (roberta)", "nothing, if model_type becomes 'roberta'"),
 }  # fmt: skip
 
 
