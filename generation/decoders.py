@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..models.common.cache import Cache
-from ..models.common.language_model import CausalLM, EncoderOutput, Seq2SeqLM
+from ..models.common.language_model import CausalLM, EncoderOutput
 from ..models.common.masks import lower_triangular_mask
+from ..models.common.seq2seq import Seq2SeqLM
 from ..mpu import broadcast_from_stage
 from .vocabulary import without_padding
 

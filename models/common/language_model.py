@@ -109,29 +109,6 @@ class CausalLM(LanguageModel):
         return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-class Seq2SeqLM(LanguageModel):
-    """Base of the encoder-decoders, whose decoder predicts the label at each position.
-
-    `config` has `pad_token_id` and `decoder_start_token_id`.
-    """
-
-    generates = "answer"
-
-    def decoder_inputs(self, decoder_input_ids: Tensor | None, labels: Tensor | None) -> Tensor:
-        """Returns the given ids, else the labels shifted right by one. Raises ValueError if both are None."""
-        if decoder_input_ids is not None:
-            return decoder_input_ids
-        if labels is None:
-            raise ValueError("pass labels, or decoder_input_ids for logits without a loss")
-        return self.prepare_decoder_input_ids_from_labels(labels)
-
-    def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
-        """Returns int64 [B, T]: the start token, then all labels but the last. -100 becomes padding."""
-        ids = labels.roll(1, dims=1)
-        ids[:, 0] = self.config.decoder_start_token_id
-        return ids.masked_fill(ids == IGNORED, self.config.pad_token_id)
-
-
 def head_loss(
     head: VocabParallelHead,
     hidden: Tensor,

@@ -39,7 +39,7 @@ class Match:
         entries: Native name -> its entry, with layer numbers filled in.
         sources: Stored name, as entries spell it -> the tensor's name in this checkpoint.
         aliases: A tensor's name in this checkpoint -> the stored name of another tensor that must be equal.
-        other_heads: The names in this checkpoint of tensors of heads that the model does not have.
+        other_heads: The names in this checkpoint of tensors of heads, and of a decoder, that the model does not have.
     """
 
     entries: dict[str, Entry]
@@ -112,6 +112,7 @@ class NameMap:
         entries = {entry.native: entry for entry in self.resolve(native_names)}
         wanted = {name for entry in entries.values() for name in entry.stored_names()}
         heads = {name for entry in self.entries if "{i}" not in entry.native for name in entry.stored_names()}
+        absent = self._patterns_of_absent({name.partition(".")[0] for name in entries})
         kept_as = {alias: kept for alias, kept in self.aliases if alias not in wanted}
         known = wanted | heads | kept_as.keys()
         sources: dict[str, str] = {}
@@ -126,7 +127,7 @@ class NameMap:
                 sources[name] = stored
             elif name in kept_as:
                 aliases[stored] = kept_as[name]
-            elif name in heads:
+            elif name in heads or any(pattern.fullmatch(name) for pattern in absent):
                 other_heads.append(stored)
             elif not (self.is_ignored(stored) or self.is_ignored(name)):
                 unexpected.append(stored)
@@ -136,6 +137,11 @@ class NameMap:
                 del aliases[stored]
         refuse_names(sorted(wanted - sources.keys()), unexpected)
         return Match(entries, sources, aliases, tuple(other_heads))
+
+    def _patterns_of_absent(self, modules: Container[str]) -> list[re.Pattern[str]]:
+        """Returns the stored names of blocks in stacks that are not among a model's modules, as regular expressions."""
+        entries = (entry for entry in self.entries if entry.native.partition(".")[0] not in modules)
+        return [re.compile(_layer_pattern(name)) for entry in entries for name in entry.stored_names() if "{i}" in name]
 
 
 def refuse_names(missing: list[str], unexpected: list[str]) -> None:

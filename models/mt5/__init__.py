@@ -1,15 +1,15 @@
-"""mT5 (Xue et al., 2021): T5 v1.1 with a vocabulary for 101 languages."""
+"""mT5 (Xue et al., 2021, "mT5: A massively multilingual pre-trained text-to-text transformer"): T5 v1.1, untied."""
 
 from ..registry import Family
-from ..t5.hf import NAME_MAP
+from ..t5.hf import NAME_MAP, NEW_MODULES
 from ..t5.memory import activations
+from ..t5.model import architectures
 from .config import MT5Config
-from .model import MT5ForConditionalGeneration
 from .presets import PRESETS
 
 FAMILY = Family(
     config=MT5Config,
-    architectures={"MT5ForConditionalGeneration": MT5ForConditionalGeneration},
+    architectures=architectures("MT5"),
     name_map=NAME_MAP,
     presets=PRESETS,
     kind="encoder-decoder",
@@ -17,7 +17,11 @@ FAMILY = Family(
     pretrains={"seq2seq": "MT5ForConditionalGeneration"},
     tokenizer="sentencepiece",
     activations=activations,
-    tasks={"text2text-generation": "MT5ForConditionalGeneration"},
+    tasks={
+        "text2text-generation": "MT5ForConditionalGeneration",
+        "text-classification": "MT5ForSequenceClassification",
+    },
+    new_modules=NEW_MODULES,
 )
 
-__all__ = ["FAMILY", "MT5Config", "MT5ForConditionalGeneration"]
+__all__ = ["FAMILY", "MT5Config"]

@@ -19,13 +19,13 @@ class MT5Config(T5Config):
     """
 
     model_type: ClassVar[str] = "mt5"
-    architecture: ClassVar[str] = "MT5ForConditionalGeneration"
 
     vocab_size: VocabSize = 250112
     d_ff: InnerSize = 1024
     num_layers: LayerCount = 8
     num_heads: HeadCount = 6
     feed_forward_proj: str = "gated-gelu"
+    architecture: str = "MT5ForConditionalGeneration"
     tie_word_embeddings: bool = False
 
     def scales_by_default(self) -> bool:

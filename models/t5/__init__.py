@@ -2,14 +2,14 @@
 
 from ..registry import Family
 from .config import T5Config
-from .hf import NAME_MAP
+from .hf import NAME_MAP, NEW_MODULES
 from .memory import activations
-from .model import T5ForConditionalGeneration
+from .model import architectures
 from .presets import PRESETS
 
 FAMILY = Family(
     config=T5Config,
-    architectures={"T5ForConditionalGeneration": T5ForConditionalGeneration},
+    architectures=architectures("T5"),
     name_map=NAME_MAP,
     presets=PRESETS,
     kind="encoder-decoder",
@@ -17,7 +17,8 @@ FAMILY = Family(
     pretrains={"seq2seq": "T5ForConditionalGeneration"},
     tokenizer="sentencepiece",
     activations=activations,
-    tasks={"text2text-generation": "T5ForConditionalGeneration"},
+    tasks={"text2text-generation": "T5ForConditionalGeneration", "text-classification": "T5ForSequenceClassification"},
+    new_modules=NEW_MODULES,
 )
 
-__all__ = ["FAMILY", "T5Config", "T5ForConditionalGeneration"]
+__all__ = ["FAMILY", "T5Config"]

@@ -9,11 +9,11 @@ from typing_extensions import Self
 
 from ..common.config import (
     HeadCount,
+    HeadsConfig,
     HiddenSize,
     InitializerScale,
     InnerSize,
     LayerCount,
-    ModelConfig,
     NormEpsilon,
     Probability,
     Range,
@@ -27,7 +27,7 @@ PRETRAINED_LENGTH = 512  # positions are relative, so longer sequences also work
 
 
 @dataclass(frozen=True)
-class T5Config(ModelConfig):
+class T5Config(HeadsConfig):
     """The sizes and constants of a T5. Names, meanings and defaults are those of transformers.
 
     Attributes:
@@ -38,7 +38,6 @@ class T5Config(ModelConfig):
     """
 
     model_type: ClassVar[str] = "t5"
-    architecture: ClassVar[str] = "T5ForConditionalGeneration"
     attribute_map: ClassVar[dict[str, str]] = {
         "hidden_size": "d_model",
         "num_hidden_layers": "num_layers",
@@ -59,6 +58,7 @@ class T5Config(ModelConfig):
     relative_attention_max_distance: Annotated[int, Range(3, 2**31 - 1)] = 128
     dropout_rate: Probability = 0.1
     layer_norm_epsilon: NormEpsilon = 1e-6
+    classifier_dropout: Probability = 0.0
     initializer_factor: InitializerScale = 1.0
     feed_forward_proj: str = "relu"
     tie_word_embeddings: bool = True
@@ -67,6 +67,7 @@ class T5Config(ModelConfig):
     pad_token_id: TokenId = 0
     eos_token_id: TokenId | list[TokenId] | None = 1
     decoder_start_token_id: TokenId = 0
+    architecture: str = "T5ForConditionalGeneration"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -100,7 +101,17 @@ class T5Config(ModelConfig):
 
     @property
     def decoder_layers(self) -> int:
+        if self.architecture.endswith(("EncoderModel", "ForTokenClassification")):
+            return 0
         return self.num_layers if self.num_decoder_layers is None else self.num_decoder_layers
+
+    def bucketing(self, is_decoder: bool) -> dict[str, Any]:
+        """Returns how a stack's relative biases put distances into buckets."""
+        return {
+            "buckets": self.relative_attention_num_buckets,
+            "max_distance": self.relative_attention_max_distance,
+            "bidirectional": not is_decoder,
+        }
 
     @property
     def num_attention_heads(self) -> int:

@@ -32,6 +32,11 @@ def _feed_forward(stack: str, layer: int) -> tuple[Entry, ...]:
     )
 
 
+def _linear(native: str, stored: str) -> tuple[Entry, ...]:
+    return tuple(Entry(f"{native}.{part}", f"{stored}.{part}") for part in ("weight", "bias"))
+
+
+NEW_MODULES = ("pooler", "classifier", "token_classifier", "qa_outputs")
 _CROSS = "decoder.block.{i}.layer.1"
 
 
@@ -52,12 +57,17 @@ def name_map(shares_bias: bool) -> NameMap:
             Entry("decoder.blocks.{i}.cross_attention.output.weight", f"{_CROSS}.EncDecAttention.o.weight"),
             *_feed_forward("decoder", 2),
             Entry("head.weight", "lm_head.weight"),
+            *_linear("pooler", "classification_head.dense"),
+            *_linear("classifier", "classification_head.out_proj"),
+            *_linear("token_classifier", "classifier"),
+            *_linear("qa_outputs", "qa_outputs"),
         ),
         aliases=(
             ("encoder.embed_tokens.weight", "shared.weight"),
             ("decoder.embed_tokens.weight", "shared.weight"),
             ("lm_head.weight", "shared.weight"),
         ),
+        renamed=((r"transformer\.(.+)", r"\1"),),  # in classifiers
         # A bias that the first releases stored and never used.
         ignored=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
     )

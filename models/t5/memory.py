@@ -25,12 +25,10 @@ def activations(config: T5Config) -> Activations:
     }
     encoder = Block(**block, dropouts=3 if drops else 0)
     decoder = Block(**block, dropouts=4 if drops else 0, causal=True, cross=True)
-    return Activations(
-        (
-            Stack("encoder.blocks.", config.num_layers, encoder),
-            Stack("decoder.blocks.", config.decoder_layers, decoder, is_decoder=True),
-        )
-    )
+    stacks = [Stack("encoder.blocks.", config.num_layers, encoder)]
+    if config.decoder_layers:
+        stacks.append(Stack("decoder.blocks.", config.decoder_layers, decoder, is_decoder=True))
+    return Activations(tuple(stacks))
 
 
 def _mlp_kept(config: T5Config, drops: bool) -> int:

@@ -6,8 +6,7 @@
   stack ends with a norm
 - no biases; attention scores are not scaled; the heads' total width may differ from the hidden size
 - v1.0: ReLU; the head is the word embedding, and its input is scaled by d_model^-0.5
-- v1.1 and mT5: gated tanh-GELU; the head is a separate matrix, and its input is not scaled
-- initial weights as in the paper's code, see `init_weights`
+- v1.1, mT5 and UMT5: gated tanh-GELU; the head is a separate matrix, and its input is not scaled
 """
 
 from __future__ import annotations
@@ -17,13 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...mpu import ParallelMesh, RMSNorm, VocabParallelEmbedding, VocabParallelHead
-from ..common.cache import Cache, LayerKVCache
-from ..common.language_model import VOCABULARY_MULTIPLE, EncoderOutput, Seq2SeqLM, Seq2SeqLMOutput
-from ..common.masks import causal_mask, key_mask
+from ...mpu import ParallelMesh, RMSNorm, VocabParallelEmbedding
+from ..common.cache import LayerKVCache
+from ..common.heads import (
+    BareModel,
+    QuestionAnswering,
+    SequenceClassification,
+    TokenClassification,
+    configured,
+    with_heads,
+)
+from ..common.language_model import VOCABULARY_MULTIPLE
+from ..common.masks import key_mask
 from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
 from ..common.relative_bias import RelativeBias, distance_buckets
-from ..common.stack import run_blocks
+from ..common.seq2seq import Seq2SeqBody, Seq2SeqLM, Stack
+from ..common.stack import Body, Hidden
 from ..common.transformer import MLP, CrossAttention, GatedMLP, SelfAttention
 from .config import T5Config
 
@@ -38,23 +46,15 @@ class T5Block(nn.Module):
         size, heads, rate = config.d_model, config.num_heads, config.dropout_rate
         eps, shared = config.layer_norm_epsilon, layer_arguments(mesh, parallel_config)
         block: dict[str, Any] = {"dropout": rate, "mesh": mesh, "parallel_config": parallel_config}
-        attention: dict[str, Any] = {
-            "head_size": config.d_kv,
-            "qkv_bias": False,
-            "output_bias": False,
-            "scale": 1.0,
-            **block,
-        }
-        self.relative_bias = None
-        if not config.shares_relative_bias:
-            self.relative_bias = RelativeBias(num_heads=heads, **bucketing(config, is_decoder), mesh=mesh)
+        attention: dict[str, Any] = {"scale": 1.0, "qkv_bias": False, "output_bias": False, **block}
+        self.is_decoder, own = is_decoder, not config.shares_relative_bias
+        self.relative_bias = RelativeBias(num_heads=heads, **config.bucketing(is_decoder), mesh=mesh) if own else None
         self.attention_norm = RMSNorm(size, eps, **shared)
-        self.attention = SelfAttention(size, heads, **attention)
+        self.attention = SelfAttention(size, heads, head_size=config.d_kv, **attention)
         self.attention_dropout = residual_dropout(rate, mesh, parallel_config)
-        self.is_decoder = is_decoder
         if is_decoder:
             self.cross_attention_norm = RMSNorm(size, eps, **shared)
-            self.cross_attention = CrossAttention(size, heads, **attention)
+            self.cross_attention = CrossAttention(size, heads, head_size=config.d_kv, **attention)
             self.cross_attention_dropout = residual_dropout(rate, mesh, parallel_config)
         self.mlp_norm = RMSNorm(size, eps, **shared)
         if config.is_gated:
@@ -90,69 +90,39 @@ class T5Block(nn.Module):
         return clamp_fp16_overflow(x + self.mlp_dropout(self.mlp(self.mlp_norm(x))))
 
 
-class T5Stack(nn.Module):
-    """The encoder or the decoder: blocks that share one relative bias, and a final norm."""
+class T5Stack(Stack):
+    """The encoder or the decoder: blocks with relative biases, and a final norm."""
+
+    shared_by_blocks = ("relative_bias",)
 
     def __init__(
-        self,
-        config: T5Config,
-        layers: int,
-        is_decoder: bool,
-        mesh: ParallelMesh | None,
-        parallel_config: ParallelConfig,
+        self, config: T5Config, is_decoder: bool, mesh: ParallelMesh | None, parallel_config: ParallelConfig
     ) -> None:
         super().__init__()
         self.recompute_blocks = parallel_config.recompute == "full"
-        self.bucketing = bucketing(config, is_decoder)
-        shares = config.shares_relative_bias
+        self.bucketing, shares = config.bucketing(is_decoder), config.shares_relative_bias
         self.relative_bias = RelativeBias(num_heads=config.num_heads, **self.bucketing, mesh=mesh) if shares else None
         self.embedding_dropout = residual_dropout(config.dropout_rate, mesh, parallel_config)
+        layers = config.decoder_layers if is_decoder else config.num_layers
         self.blocks = nn.ModuleList(T5Block(config, is_decoder, mesh, parallel_config) for _ in range(layers))
         self.final_norm = RMSNorm(config.d_model, config.layer_norm_epsilon, **layer_arguments(mesh, parallel_config))
         self.final_dropout = residual_dropout(config.dropout_rate, mesh, parallel_config)
 
-    def forward(
-        self,
-        x: Tensor,
-        length: int,
-        mask: Tensor | None,
-        source: Tensor | None = None,
-        source_mask: Tensor | None = None,
-        cache: Cache | None = None,
-    ) -> list[Tensor]:
-        """Returns the embedding output and each block's output, the last one after the final norm.
+    def embed(self, words: Tensor, ids: Tensor, cached: int) -> Tensor:
+        return self.embedding_dropout(words)
 
-        Args:
-            x: Embeddings [B, S, H], or [B, S/tp, H] under sequence parallelism.
-            length: S.
-        """
-        keys = length if cache is None else cache.length + length  # M + S with M cached positions
+    def context(self, ids: Tensor, cached: int) -> tuple[Any]:
+        queries, keys = ids.shape[1], cached + ids.shape[1]
         if self.relative_bias is not None:
-            position = self.relative_bias(length, keys)  # [1, Np, S, M + S]
-        else:
-            position = length, keys, distance_buckets(length, keys, x.device, **self.bucketing)
-        shared = (mask, position, source, source_mask)
-        states = run_blocks(
-            self.blocks,
-            self.embedding_dropout(x),
-            lambda i: (*shared, cache and cache.layers[i], cache and cache.sources[i]),
-            self.recompute_blocks,
-        )
-        states[-1] = self.final_dropout(self.final_norm(states[-1]))
-        return states
+            return (self.relative_bias(queries, keys),)  # [1, Np, S, M + S] with M cached positions
+        return ((queries, keys, distance_buckets(queries, keys, ids.device, **self.bucketing)),)
+
+    def finish(self, x: Tensor) -> Tensor:
+        return self.final_dropout(self.final_norm(x))
 
 
-def bucketing(config: T5Config, is_decoder: bool) -> dict[str, Any]:
-    """Returns how distances are put into buckets."""
-    return {
-        "buckets": config.relative_attention_num_buckets,
-        "max_distance": config.relative_attention_max_distance,
-        "bidirectional": not is_decoder,
-    }
-
-
-class T5ForConditionalGeneration(Seq2SeqLM):
-    """T5 with its language-modeling head. With `mesh=None` the model is not split."""
+class T5EncoderBody(Body):
+    """The encoder without a head. With `mesh=None` the model is not split."""
 
     config: T5Config
 
@@ -160,106 +130,66 @@ class T5ForConditionalGeneration(Seq2SeqLM):
         self, config: T5Config, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
     ) -> None:
         super().__init__()
-        parallel_config = parallel_config or ParallelConfig()
-        self.config, self.mesh, self.parallel_config = config, mesh, parallel_config
-        shared = layer_arguments(mesh, parallel_config)
+        self.config, self.mesh, self.parallel_config = config, mesh, parallel_config or ParallelConfig()
+        shared = layer_arguments(mesh, self.parallel_config)
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size, config.d_model, pad_multiple=VOCABULARY_MULTIPLE, **shared
         )
-        self.encoder = T5Stack(config, config.num_layers, False, mesh, parallel_config)
-        self.decoder = T5Stack(config, config.decoder_layers, True, mesh, parallel_config)
-        tied = self.word_embeddings if config.tie_word_embeddings else None
-        self.head = VocabParallelHead(
-            config.d_model, config.vocab_size, tied=tied, pad_multiple=VOCABULARY_MULTIPLE, **shared
-        )
+        self.encoder = T5Stack(config, False, mesh, self.parallel_config)
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        decoder_input_ids: Tensor | None = None,
-        decoder_attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        encoder_outputs: EncoderOutput | tuple[Tensor, ...] | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        output_hidden_states: bool = False,
-        cache: Cache | None = None,
-        logits_to_keep: int = 0,
-    ) -> Seq2SeqLMOutput:
-        """Returns the logits and, with labels, the mean loss, or the summed loss divided by `num_items_in_batch`.
+    def body(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Hidden:
+        """Runs the encoder.
 
         Args:
             input_ids: int64 [B, S].
             attention_mask: [B, S], 0 for padding.
-            decoder_input_ids: int64 [B, T]; by default the labels, shifted right by one.
-            decoder_attention_mask: [B, T], or [B, M + T] with a cache; 0 for padding.
-            labels: int64 [B, T]; -100 is ignored.
-            encoder_outputs: The result of `encode`, instead of input_ids.
-            cache: The keys and values of M earlier decoder positions and of the encoder's output; not supported under
-                sequence parallelism. With a cache, the decoder may have n rows for each row of the encoder.
-            logits_to_keep: The number of last decoder positions whose logits are returned; 0 means all.
         """
-        decoder_input_ids = self.decoder_inputs(decoder_input_ids, labels)
-        if encoder_outputs is None:
-            encoder_states, table = self.run_encoder(input_ids, attention_mask)
-        else:
-            encoder_states, table = [self.scatter_hidden_states(encoder_outputs[0])], None
-        length = decoder_input_ids.shape[1]
-        x, table = self.word_embeddings.embed(decoder_input_ids, table)
-        decoder_states = self.decoder(
-            x,
-            length,
-            causal_mask(decoder_attention_mask, length, 0 if cache is None else cache.length),
-            encoder_states[-1],
-            key_mask(attention_mask),
-            cache,
-        )
-        x = decoder_states[-1][:, -logits_to_keep:]  # [B, T, H], or [B, T/tp, H] under sequence parallelism
-        if self.config.scale_decoder_outputs:
-            x = x * self.config.d_model**-0.5
-        loss, logits = self.loss_and_logits(self.head, x, labels, num_items_in_batch, table)
-        return Seq2SeqLMOutput(
-            loss,
-            logits,
-            self.gather_all_hidden_states(decoder_states) if output_hidden_states else None,
-            self.gather_hidden_states(encoder_states[-1]),
-            self.gather_all_hidden_states(encoder_states) if output_hidden_states and encoder_outputs is None else None,
-        )
-
-    def encode(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, output_hidden_states: bool = False
-    ) -> EncoderOutput:
-        """Returns the encoder's output, for step-by-step decoding."""
-        states, _ = self.run_encoder(input_ids, attention_mask)
-        return EncoderOutput(
-            self.gather_hidden_states(states[-1]),
-            self.gather_all_hidden_states(states) if output_hidden_states else None,
-        )
-
-    def run_encoder(self, input_ids: Tensor | None, attention_mask: Tensor | None) -> tuple[list[Tensor], Tensor]:
-        """Returns the encoder's hidden states, and the word embedding table for its next use."""
-        if input_ids is None:
-            raise ValueError("pass input_ids, or the encoder_outputs of an earlier call")
-        x, table = self.word_embeddings.embed(input_ids)
-        return self.encoder(x, input_ids.shape[1], key_mask(attention_mask)), table
+        words, table = self.word_embeddings.embed(input_ids)
+        return Hidden(self.encoder(words, input_ids, key_mask(attention_mask)), table)
 
     def init_weights(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """Initializes a parameter's unsplit value in place, with the standard deviations of the T5 code base."""
         config, factor = self.config, self.config.initializer_factor
-        if "norm" in name:
-            full.fill_(factor)
+        if name.endswith(".bias") or "norm" in name:
+            full.fill_(0.0 if name.endswith(".bias") else factor)
             return
         full.normal_(0.0, factor, generator=generator)
         if name.endswith((".attention.output.weight", ".cross_attention.output.weight")):
             full *= (config.num_heads * config.d_kv) ** -0.5
         elif name.endswith(".down.weight"):
             full *= config.d_ff**-0.5
-        elif name != "word_embeddings.weight":
+        elif name not in ("word_embeddings.weight", "token_classifier.weight"):
             full *= config.d_model**-0.5
-        # The attention scores are not scaled, so the initial query weights are smaller. They are the first block of a
-        # fused qkv.
+        # The scores are not scaled, so the initial query weights, the first block of a fused qkv, are smaller.
         if name.endswith(("attention.qkv.weight", "cross_attention.query.weight")):
             full[: config.num_heads * config.d_kv] *= config.d_kv**-0.5
+
+
+class T5Body(Seq2SeqBody, T5EncoderBody):
+    """Encoder and decoder without a head. With `mesh=None` the model is not split."""
+
+    def __init__(
+        self, config: T5Config, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
+    ) -> None:
+        super().__init__(config, mesh, parallel_config)
+        self.decoder = T5Stack(config, True, mesh, self.parallel_config)
+
+    def head_input(self, x: Tensor) -> Tensor:
+        return x * self.config.d_model**-0.5 if self.config.scale_decoder_outputs else x
+
+
+def architectures(stem: str) -> dict[str, type[Body]]:
+    """Returns name of an architecture -> its class, for a family of this design; the names begin with `stem`."""
+    drops: dict[str, Any] = {"dropout_rate": "classifier_dropout"}
+    classification = configured(SequenceClassification, pooling="eos", dense_name="pooler", drops_input=True, **drops)
+    heads = {
+        "ForConditionalGeneration": Seq2SeqLM,
+        "Model": BareModel,
+        "ForSequenceClassification": classification,
+        "ForQuestionAnswering": QuestionAnswering,
+    }
+    encoder_heads = {"EncoderModel": BareModel, "ForTokenClassification": configured(TokenClassification, **drops)}
+    return with_heads(T5Body, stem, heads) | with_heads(T5EncoderBody, stem, encoder_heads)
 
 
 def clamp_fp16_overflow(x: Tensor) -> Tensor:

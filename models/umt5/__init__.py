@@ -1,15 +1,15 @@
-"""UMT5 (Chung et al., 2023): mT5 with a relative bias of its own in every layer."""
+"""UMT5 (Chung et al., 2023, arXiv:2304.09151): mT5 with a relative bias of its own in every layer."""
 
 from ..registry import Family
-from ..t5.hf import name_map
+from ..t5.hf import NEW_MODULES, name_map
 from ..t5.memory import activations
+from ..t5.model import architectures
 from .config import UMT5Config
-from .model import UMT5ForConditionalGeneration
 from .presets import PRESETS
 
 FAMILY = Family(
     config=UMT5Config,
-    architectures={"UMT5ForConditionalGeneration": UMT5ForConditionalGeneration},
+    architectures=architectures("UMT5"),
     name_map=name_map(shares_bias=False),
     presets=PRESETS,
     kind="encoder-decoder",
@@ -17,9 +17,13 @@ FAMILY = Family(
     pretrains={"seq2seq": "UMT5ForConditionalGeneration"},
     tokenizer="sentencepiece",
     activations=activations,
-    tasks={"text2text-generation": "UMT5ForConditionalGeneration"},
+    tasks={
+        "text2text-generation": "UMT5ForConditionalGeneration",
+        "text-classification": "UMT5ForSequenceClassification",
+    },
+    new_modules=NEW_MODULES,
     # The published files have no model_type.
     has_config=lambda values: str(values.get("architectures")).startswith("['UMT5"),
 )
 
-__all__ = ["FAMILY", "UMT5Config", "UMT5ForConditionalGeneration"]
+__all__ = ["FAMILY", "UMT5Config"]

@@ -19,7 +19,6 @@ class UMT5Config(T5Config):
     """
 
     model_type: ClassVar[str] = "umt5"
-    architecture: ClassVar[str] = "UMT5ForConditionalGeneration"
     shares_relative_bias: ClassVar[bool] = False
 
     vocab_size: VocabSize = 250112
@@ -27,3 +26,4 @@ class UMT5Config(T5Config):
     num_layers: LayerCount = 8
     num_heads: HeadCount = 6
     feed_forward_proj: str = "gated-gelu"
+    architecture: str = "UMT5ForConditionalGeneration"

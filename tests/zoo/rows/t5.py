@@ -11,12 +11,13 @@ V1_1 = {
     "relative_attention_num_buckets": 8, "relative_attention_max_distance": 11, "feed_forward_proj": "gated-gelu",
     "tie_word_embeddings": False, "decoder_start_token_id": 7, "pad_token_id": 3,
 }  # fmt: skip
-GATED_SILU = {
-    "d_model": 36, "d_kv": 4, "num_heads": 5, "d_ff": 31, "vocab_size": 131, "num_layers": 2,
-    "feed_forward_proj": "gated-silu", "decoder_start_token_id": 7, "pad_token_id": 3,
-}  # fmt: skip
 CASES = {
     "T5ForConditionalGeneration": Case(SIZES, sizes=(1, 2, 3, 4)),
     "T5ForConditionalGeneration, version 1.1": Case(V1_1, untied=True),
-    "T5ForConditionalGeneration, gated SiLU": Case(GATED_SILU, sizes=(1, 2, 3, 4)),
+    "T5Model": Case(V1_1),
+    "T5EncoderModel": Case(SIZES),
+    "T5ForSequenceClassification": Case({**V1_1, "num_labels": 3}),
+    "T5ForSequenceClassification, regression": Case({**SIZES, "num_labels": 1}),
+    "T5ForTokenClassification": Case({**SIZES, "num_labels": 5}),
+    "T5ForQuestionAnswering": Case(V1_1),
 }
