@@ -93,7 +93,7 @@ def start(argv: Sequence[str] | None, launch: RankInfo, quiet: bool) -> int:
     if not arguments.prompt and arguments.file is None and sys.stdin is None:
         raise ValueError("standard input is closed, and there is neither --prompt nor --file")
     if (Path(arguments.model) / "config.json").exists():
-        check_heads(find_config(arguments.model).num_attention_heads, arguments.tp)
+        check_heads(find_config(arguments.model).attention_heads, arguments.tp)
     if launch.world_size < arguments.tp:
         return start_processes(arguments.tp)
     if launch.world_size != arguments.tp:

@@ -55,8 +55,10 @@ class Block:
         own_bias: Whether each block computes its own bias; otherwise the blocks of a stack share one.
         cross: Whether the block also attends to a source.
         gated: Whether the feed-forward block has a gate.
+        fused: Whether the gate and the up projection are one parameter.
         key_value_heads: The number of key and value heads for grouped-query attention; by default `heads`.
         rotary: Whether queries and keys are rotated.
+        window: Each position attends only to those at most so far away; None for all positions.
     """
 
     hidden: int
@@ -72,8 +74,10 @@ class Block:
     own_bias: bool = False
     cross: bool = False
     gated: bool = False
+    fused: bool = False
     key_value_heads: int | None = None
     rotary: bool = False
+    window: int | None = None
 
     @property
     def key_value_size(self) -> int:
@@ -168,7 +172,7 @@ def _kept(stack: Stack, batch: Batch, layout: Layout, *, without_core: bool) -> 
         total += block.heads * lengths[0] ** 2 * e // t
     feed_forward = -(-block.feed_forward // t)
     total += block.mlp_kept * tokens * feed_forward * e
-    if block.gated and t > 1:
+    if block.gated and not block.fused and t > 1:
         total += 2 * feed_forward * block.hidden * e  # weights of gate and up, stacked for a single collective
     keys_of_dropouts = block.dropouts + (len(lengths) if block.attention_dropout and not without_core else 0)
     return total + keys_of_dropouts * batch.size * INT64
@@ -180,7 +184,7 @@ def _attention_features(stack: Stack, batch: Batch, layout: Layout, *, without_c
     inner, key_value = block.heads * block.head_size, block.key_value_size
     qkv = inner + 2 * key_value
     eager = not without_core and _materializes_weights(block, layout, length, length, crosses=False)
-    if key_value != inner and eager:  # k and v are kept with each head repeated
+    if eager and (key_value != inner or block.rotary):  # k and v are kept with each head repeated, or v as a copy
         return 4 * inner + (0 if block.rotary else qkv - inner)
     return qkv + inner + (inner + key_value if block.rotary else 0)  # v is a view of qkv, which is kept as a whole
 
@@ -200,10 +204,11 @@ def _core(stack: Stack, batch: Batch, layout: Layout, keys: int, *, crosses: boo
     if _materializes_weights(block, layout, queries, keys, crosses):
         return weights
     log_sums = batch.size * block.heads * queries * FP32 // layout.tensor_parallel_size
-    if not batch.padded:
+    windowed = block.window is not None and keys > block.window + 1
+    if not (batch.padded or windowed):
         return log_sums
-    rows = queries if block.causal and not crosses else 1
-    return log_sums + batch.size * rows * keys * layout.itemsize  # the additive mask
+    rows = queries if windowed or (block.causal and not crosses) else 1
+    return log_sums + (batch.size if batch.padded else 1) * rows * keys * layout.itemsize  # the additive mask
 
 
 def _materializes_weights(block: Block, layout: Layout, queries: int, keys: int, crosses: bool) -> bool:

@@ -428,10 +428,8 @@ def _map_megatron(checkpoint: Checkpoint, model: NativeModel, absent: Collection
     assert saved is not None  # every checkpoint of this kind has it
     found.check(saved.arguments, ranks[0])
     heads = saved.arguments.get("num_attention_heads")
-    if isinstance(heads, int) and heads != model.config.num_attention_heads:
-        raise ValueError(
-            f"config.json has {model.config.num_attention_heads} attention heads, but its arguments {heads}"
-        )
+    if isinstance(heads, int) and heads != model.config.attention_heads:
+        raise ValueError(f"config.json has {model.config.attention_heads} attention heads, but its arguments {heads}")
     spelled = found.spell(ranks[0])
     match = found.match(model.parameters, spelled)
     names = {name: spelled[match.sources[entry.stored_names()[0]]] for name, entry in match.entries.items()}

@@ -134,7 +134,7 @@ FIXED = (
 def check_layout(arguments: PretrainingArguments, config: ModelConfig, launch: RankInfo) -> None:
     """Raises ValueError if the model or the batch cannot be split over the processes."""
     size = arguments.model_parallel_size
-    check_heads(config.num_attention_heads, size)
+    check_heads(config.attention_heads, size)
     parameter_sizes(config, size)
     data_parallel_size = validate_layout(launch.world_size if launch.world_size > 1 else processes_of(arguments), size)
     arguments.accumulation_steps(data_parallel_size)

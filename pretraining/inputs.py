@@ -305,7 +305,7 @@ def check_pair(prefix: Path, tokenizer: Tokenizer, name: str, *, stated: bool) -
 def with_vocabulary(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
     """Returns the configuration of new weights for a tokenizer: its size and its special ids."""
     special = tokenizer.special
-    ids = {f"{key}_token_id": special.get(f"{key}_token") for key in ("bos", "eos", "pad")}
+    ids = {f"{key}_token_id": special.get(f"{key}_token") for key in ("bos", "eos", "pad", "cls", "sep")}
     known = {field.name for field in fields(config)}
     if "decoder_start_token_id" in known:
         ids["pad_token_id"] = special.get("pad_token", special.get("eos_token"))

@@ -38,7 +38,7 @@ class BertConfig(HeadsConfig):
     vocab_size: VocabSize = 30522
     hidden_size: HiddenSize = 768
     num_hidden_layers: LayerCount = 12
-    num_attention_heads: HeadCount = 12  # type: ignore[assignment] - a property of the base
+    num_attention_heads: HeadCount = 12
     intermediate_size: InnerSize = 3072
     hidden_act: Activation = "gelu"
     hidden_dropout_prob: Probability = 0.1
@@ -75,6 +75,15 @@ class BertConfig(HeadsConfig):
     @property
     def max_sequence_length(self) -> int:
         return self.max_position_embeddings
+
+    @property
+    def embedding_width(self) -> int:
+        """The width of the embeddings, which are projected to the hidden size if it is another."""
+        return self.hidden_size
+
+    @property
+    def has_segments(self) -> bool:
+        return True
 
     @property
     def head_act(self) -> str:

@@ -27,7 +27,7 @@ from ..common.heads import (
     TokenClassification,
     configured,
 )
-from ..common.language_model import VOCABULARY_MULTIPLE, PositionEmbedding
+from ..common.language_model import VOCABULARY_MULTIPLE, PositionEmbedding, ReplicatedLinear
 from ..common.masks import key_mask
 from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
 from ..common.stack import Body, Hidden, run_blocks
@@ -66,7 +66,7 @@ class BertEncoder(nn.Module):
         super().__init__()
         self.config, self.max_sequence_length = config, config.max_sequence_length
         self.recompute_blocks = parallel_config.recompute == "full"
-        size = config.hidden_size
+        size = config.embedding_width
         shared = layer_arguments(mesh, parallel_config)
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size, size, padding_idx=config.pad_token_id, pad_multiple=VOCABULARY_MULTIPLE, **shared
@@ -74,9 +74,12 @@ class BertEncoder(nn.Module):
         self.position_embeddings = PositionEmbedding(
             config.max_position_embeddings, size, padding_idx=config.position_padding_idx, **shared
         )
-        self.token_type_embeddings = PositionEmbedding(config.type_vocab_size, size, **shared)
+        segments = PositionEmbedding(config.type_vocab_size, size, **shared) if config.has_segments else None
+        self.token_type_embeddings = segments
         self.embedding_norm = LayerNorm(size, config.layer_norm_eps, **shared)
         self.embedding_dropout = residual_dropout(config.hidden_dropout_prob, mesh, parallel_config)
+        wider = size != config.hidden_size
+        self.projection = ReplicatedLinear(size, config.hidden_size, **shared) if wider else nn.Identity()
         self.blocks = nn.ModuleList(BertBlock(config, mesh, parallel_config) for _ in range(config.num_hidden_layers))
 
     def forward(
@@ -97,11 +100,12 @@ class BertEncoder(nn.Module):
         """Returns the blocks' input [B, S, H], or [B, S/tp, H] under sequence parallelism, and the table for a head."""
         if position_ids is None:
             position_ids = self.default_position_ids(input_ids)
-        if token_type_ids is None:
-            token_type_ids = torch.zeros_like(input_ids[:1])
         x, table = self.word_embeddings.embed(input_ids)
-        x = x + self.token_type_embeddings(token_type_ids)
-        return self.embedding_dropout(self.embedding_norm(x + self.position_embeddings(position_ids))), table
+        if self.token_type_embeddings is not None:
+            first = torch.zeros_like(input_ids[:1])
+            x = x + self.token_type_embeddings(first if token_type_ids is None else token_type_ids)
+        x = self.embedding_dropout(self.embedding_norm(x + self.position_embeddings(position_ids)))
+        return self.projection(x), table
 
     def default_position_ids(self, input_ids: Tensor) -> Tensor:
         """Returns position ids, int64 [1, S], or [B, S] if padding has a separate position.

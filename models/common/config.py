@@ -95,9 +95,9 @@ class ModelConfig:
                 raise ValueError(f"{name} must be {allowed}, not {shown(value)}")
 
     @property
-    def num_attention_heads(self) -> int:
-        """The number of attention heads, which the tensor-parallel size must divide."""
-        raise NotImplementedError
+    def attention_heads(self) -> int:
+        """The number of attention heads, which limits the tensor-parallel size."""
+        return getattr(self, self.attribute_map.get("num_attention_heads", "num_attention_heads"))
 
     @property
     def max_sequence_length(self) -> int:

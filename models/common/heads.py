@@ -225,17 +225,27 @@ class MaskedLMHead(nn.Module):
 
     Args:
         hidden_size: The width of x; the dense layer's output is as wide as the embedding.
+        dense_bias, norm_bias, decoder_bias: Which parts have biases.
     """
 
     def __init__(
-        self, embedding: VocabParallelEmbedding, hidden_size: int, activation: str, eps: float, shared: LayerArguments
+        self,
+        embedding: VocabParallelEmbedding,
+        hidden_size: int,
+        activation: str,
+        eps: float,
+        shared: LayerArguments,
+        *,
+        dense_bias: bool = True,
+        norm_bias: bool = True,
+        decoder_bias: bool = True,
     ) -> None:
         super().__init__()
-        size = embedding.weight.shape[1]
+        size, words = embedding.weight.shape[1], embedding.num_embeddings
         self.activation = find_activation(activation)
-        self.dense = ReplicatedLinear(hidden_size, size, **shared)
-        self.norm = LayerNorm(size, eps, **shared)
-        self.decoder = VocabParallelHead(size, embedding.num_embeddings, bias=True, tied=embedding, **shared)
+        self.dense = ReplicatedLinear(hidden_size, size, bias=dense_bias, **shared)
+        self.norm = LayerNorm(size, eps, bias=norm_bias, **shared)
+        self.decoder = VocabParallelHead(size, words, bias=decoder_bias, tied=embedding, **shared)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the logits [B, S, Vp] of [B, S, H] or [B, S/tp, H]."""
@@ -363,7 +373,7 @@ class SequenceClassification(Classifier):
     The pooled state passes through a dropout, a dense layer and its activation, another dropout and the classifier.
     """
 
-    pooling: ClassVar[Literal["first", "last", "eos", "mean"]] = "first"
+    pooling: Literal["first", "last", "eos", "mean"] = "first"
     """Which states represent a sequence: those of its first, its last (that is not padding) or its last end-of-sequence
     token, or the mean over its attention mask."""
     dense_name: ClassVar[str | None] = None

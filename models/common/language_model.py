@@ -184,22 +184,30 @@ class ReplicatedLinear(nn.Linear):
     """y = x Wᵀ + b with the same weight on every rank. Input [..., in], output [..., out].
 
     Args:
+        bias: Whether there is a b.
         sequence_parallel: The input is this rank's part of the sequence, so the parameters' gradients are summed over
             the tensor-parallel ranks.
     """
 
     def __init__(
-        self, in_features: int, out_features: int, *, sequence_parallel: bool = False, mesh: ParallelMesh | None = None
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        mesh: ParallelMesh | None = None,
     ) -> None:
-        super().__init__(in_features, out_features)
+        super().__init__(in_features, out_features, bias=bias)
         self.sequence_parallel, self.mesh = sequence_parallel, mesh
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.sequence_parallel:
             return F.linear(input, self.weight, self.bias)
-        joined = torch.cat([self.weight.flatten(), self.bias])  # one all-reduce of the gradient for both
-        weight, bias = torch.split(copy_to_tp(joined, self.mesh), [self.weight.numel(), self.bias.numel()])
-        return F.linear(input, weight.view_as(self.weight), bias)
+        own = list(self.parameters())  # the weight and perhaps a bias, whose gradients one all-reduce sums
+        joined = copy_to_tp(torch.cat([parameter.flatten() for parameter in own]), self.mesh)
+        weight, *bias = torch.split(joined, [parameter.numel() for parameter in own])
+        return F.linear(input, weight.view_as(self.weight), *bias)
 
 
 def first_token(x: Tensor, *, sequence_parallel: bool, mesh: ParallelMesh | None) -> Tensor:

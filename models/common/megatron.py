@@ -228,8 +228,8 @@ class MegatronMap:
         return {
             "num_layers": layer_count(stored) - self.post_norm,
             "hidden_size": hidden,
-            "num_attention_heads": config.num_attention_heads,
-            "kv_channels": hidden // config.num_attention_heads,
+            "num_attention_heads": config.attention_heads,
+            "kv_channels": hidden // config.attention_heads,
             "max_position_embeddings": config.max_sequence_length,
             "seq_length": config.max_sequence_length,
             "padded_vocab_size": ranks[0] * embedding.local_shape(0, ranks[0])[0],

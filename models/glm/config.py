@@ -47,7 +47,7 @@ class GLMConfig(ModelConfig):
     vocab_size: VocabSize = 30592
     num_layers: LayerCount = 24
     hidden_size: HiddenSize = 1024
-    num_attention_heads: HeadCount = 16  # type: ignore[assignment] - a property of the base
+    num_attention_heads: HeadCount = 16
     embedding_dropout_prob: Probability = 0.1
     attention_dropout_prob: Probability = 0.1
     output_dropout_prob: Probability = 0.1

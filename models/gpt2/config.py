@@ -70,9 +70,5 @@ class GPT2Config(HeadsConfig):
         return 0.1 if self.classifier_dropout is None else self.classifier_dropout
 
     @property
-    def num_attention_heads(self) -> int:
-        return self.n_head
-
-    @property
     def max_sequence_length(self) -> int:
         return self.n_positions

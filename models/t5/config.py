@@ -114,10 +114,6 @@ class T5Config(HeadsConfig):
         }
 
     @property
-    def num_attention_heads(self) -> int:
-        return self.num_heads
-
-    @property
     def max_sequence_length(self) -> int:
         return PRETRAINED_LENGTH
 

@@ -1,0 +1,78 @@
+"""ModernBERT's heads: the classifiers begin with a dense layer, GELU and a norm, as the language model does."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ...mpu import LayerNorm
+from ..common.heads import (
+    BareModel,
+    Classifier,
+    MaskedLM,
+    MultipleChoice,
+    QuestionAnswering,
+    SequenceClassification,
+    TokenClassification,
+)
+from ..common.transformer import find_activation
+from .config import ModernBertConfig
+
+
+class Transform(nn.Module):
+    """Computes norm(activation(dense(x))) of replicated states [..., H]."""
+
+    def __init__(self, config: ModernBertConfig) -> None:
+        super().__init__()
+        self.activation = find_activation(config.classifier_activation)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size, bias=config.classifier_bias)
+        self.norm = LayerNorm(config.hidden_size, config.norm_eps, bias=config.norm_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.activation(self.dense(x)))
+
+
+class Transformed(Classifier):
+    """A classifier of transformed states."""
+
+    dropout_rate = "classifier_dropout"
+
+    def add_head(self) -> None:
+        self.head = Transform(self.config)
+        super().add_head()
+        self.pooling = "mean" if self.config.classifier_pooling == "mean" else "first"
+
+    def score(self, x: Tensor) -> Tensor:
+        return super().score(self.head(x))
+
+
+class ForSequenceClassification(Transformed, SequenceClassification):
+    __doc__ = SequenceClassification.__doc__
+
+
+class ForTokenClassification(Transformed, TokenClassification):
+    __doc__ = TokenClassification.__doc__
+
+
+class ForQuestionAnswering(Transformed, QuestionAnswering):
+    __doc__ = QuestionAnswering.__doc__
+
+
+class ForMultipleChoice(Transformed, MultipleChoice):
+    __doc__ = MultipleChoice.__doc__
+
+    def pool(self, x: Tensor, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        if attention_mask is None or self.pooling == "mean":
+            return super().pool(x, input_ids, attention_mask)
+        first = attention_mask.argmax(-1)  # that is not padding
+        return self.gather_hidden_states(x)[torch.arange(len(first), device=first.device), first]
+
+
+HEADS = {
+    "Model": BareModel,
+    "ForMaskedLM": MaskedLM,
+    "ForSequenceClassification": ForSequenceClassification,
+    "ForTokenClassification": ForTokenClassification,
+    "ForQuestionAnswering": ForQuestionAnswering,
+    "ForMultipleChoice": ForMultipleChoice,
+}

@@ -1,0 +1,28 @@
+"""Describes ModernBERT's blocks for the memory estimate."""
+
+from __future__ import annotations
+
+from ..activations import Activations, Block, Stack
+from .config import ModernBertConfig
+
+
+def activations(config: ModernBertConfig) -> Activations:
+    """Returns what a model of this configuration keeps for its backward pass.
+
+    All blocks count as blocks with local attention, whose mask is the larger one. The first block lacks a norm.
+    """
+    block = Block(
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        head_size=config.head_size,
+        feed_forward=config.intermediate_size,
+        mlp_kept=3,
+        attention_dropout=config.attention_dropout > 0,
+        dropouts=(config.attention_dropout > 0) + (config.mlp_dropout > 0),
+        statistics=2,
+        gated=True,
+        fused=True,
+        rotary=True,
+        window=config.local_attention // 2,
+    )
+    return Activations((Stack("blocks.", config.num_hidden_layers, block),), ends=5)

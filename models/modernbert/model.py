@@ -1,0 +1,143 @@
+"""ModernBERT (Warner et al., 2024, "Smarter, Better, Faster, Longer", arXiv:2412.13663).
+
+- rotary positions; every third layer attends to all tokens, with another theta, and the others to a window around each
+- pre-LayerNorm blocks: x + attention(norm(x)), then x + mlp(norm(x)); a norm after the embedding, in place of the first
+  block's attention norm, and one after the blocks
+- GeGLU with one fused projection; no biases, except that of the output head, and no segments
+- every head begins with a dense layer, GELU and a norm; the sequence's state is the first token's or the mean
+- initial weights N(0, 0.02) cut at two standard deviations; those of projections to the residual stream are divided by
+  sqrt(2 · layers)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding
+from ..common.heads import MaskedLMHead
+from ..common.language_model import VOCABULARY_MULTIPLE
+from ..common.masks import key_mask, window_mask
+from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
+from ..common.rotary import Rotary, rotary_embedding
+from ..common.stack import Body, Hidden, run_blocks
+from ..common.transformer import GatedMLP, SelfAttention
+from .config import ModernBertConfig
+
+
+class ModernBertBlock(nn.Module):
+    def __init__(
+        self, config: ModernBertConfig, layer: int, mesh: ParallelMesh | None, parallel_config: ParallelConfig
+    ) -> None:
+        super().__init__()
+        size, eps, bias = config.hidden_size, config.norm_eps, config.norm_bias
+        shared = layer_arguments(mesh, parallel_config)
+        self.attention_norm = LayerNorm(size, eps, bias=bias, **shared) if layer else nn.Identity()
+        self.attention = SelfAttention(
+            size,
+            config.num_attention_heads,
+            qkv_bias=config.attention_bias,
+            output_bias=config.attention_bias,
+            scale=config.head_size**-0.5,
+            dropout=config.attention_dropout,
+            mesh=mesh,
+            parallel_config=parallel_config,
+        )
+        self.attention_dropout = residual_dropout(config.attention_dropout, mesh, parallel_config)
+        self.mlp_norm = LayerNorm(size, eps, bias=bias, **shared)
+        self.mlp = GatedMLP(
+            size,
+            config.intermediate_size,
+            config.hidden_activation,
+            fused=True,
+            bias=config.mlp_bias,
+            dropout=config.mlp_dropout,
+            mesh=mesh,
+            parallel_config=parallel_config,
+        )
+
+    def forward(self, x: Tensor, mask: Tensor | None, rotary: Rotary) -> Tensor:
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), mask, rotary=rotary))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class ModernBertBody(Body):
+    """The embeddings and blocks. With `mesh=None` the model is not split."""
+
+    config: ModernBertConfig
+
+    def __init__(
+        self, config: ModernBertConfig, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
+    ) -> None:
+        super().__init__()
+        parallel_config = parallel_config or ParallelConfig()
+        self.config, self.mesh, self.parallel_config = config, mesh, parallel_config
+        self.recompute_blocks = parallel_config.recompute == "full"
+        size, shared = config.hidden_size, layer_arguments(mesh, parallel_config)
+        self.word_embeddings = VocabParallelEmbedding(
+            config.vocab_size, size, padding_idx=config.pad_token_id, pad_multiple=VOCABULARY_MULTIPLE, **shared
+        )
+        self.embedding_norm = LayerNorm(size, config.norm_eps, bias=config.norm_bias, **shared)
+        self.embedding_dropout = residual_dropout(config.embedding_dropout, mesh, parallel_config)
+        self.blocks = nn.ModuleList(
+            ModernBertBlock(config, layer, mesh, parallel_config) for layer in range(config.num_hidden_layers)
+        )
+        self.final_norm = LayerNorm(size, config.norm_eps, bias=config.norm_bias, **shared)
+
+    def body(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Hidden:
+        """Runs the embeddings and blocks.
+
+        Args:
+            input_ids, position_ids: int64 [B, S].
+            attention_mask: [B, S], 0 for padding.
+        """
+        config, length, device = self.config, input_ids.shape[1], input_ids.device
+        if position_ids is None:
+            position_ids = torch.arange(length, device=device)[None]
+        x, table = self.embed(input_ids)
+        near = window_mask(attention_mask, length, 0, config.local_attention // 2, causal=False, device=device)
+        masks = {"full_attention": key_mask(attention_mask), "sliding_attention": near}
+        rotary = {
+            kind: rotary_embedding(position_ids, config.head_size, rope, config.max_position_embeddings, x.dtype)
+            for kind, rope in config.rope.items()
+        }
+        context = [(masks[kind], rotary[kind]) for kind in config.attention_types]
+        states = run_blocks(self.blocks, x, lambda i: context[i], self.recompute_blocks)
+        states[-1] = self.final_norm(states[-1])
+        return Hidden(states, table)
+
+    def embed(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the blocks' input [B, S, H], or [B, S/tp, H] under sequence parallelism, and the table for a head."""
+        x, table = self.word_embeddings.embed(input_ids)
+        return self.embedding_dropout(self.embedding_norm(x)), table
+
+    def masked_lm_head(self) -> MaskedLMHead:
+        config = self.config
+        return MaskedLMHead(
+            self.embedding,
+            config.hidden_size,
+            config.classifier_activation,
+            config.norm_eps,
+            layer_arguments(self.mesh, self.parallel_config),
+            dense_bias=config.classifier_bias,
+            norm_bias=config.norm_bias,
+            decoder_bias=config.decoder_bias,
+        )
+
+    def init_weights(self, name: str, full: Tensor, generator: torch.Generator) -> None:
+        """Initializes a parameter's unsplit value in place."""
+        config = self.config
+        if name.endswith(".bias"):
+            full.zero_()
+        elif "norm" in name:
+            full.fill_(1.0)
+        else:
+            std = config.initializer_range
+            if name.endswith(("attention.output.weight", "mlp.down.weight", "head.dense.weight")):
+                std /= (2.0 * config.num_hidden_layers) ** 0.5
+            elif "classifier" in name or "qa_outputs" in name:
+                std = config.hidden_size**-0.5
+            limit = config.initializer_cutoff_factor * std
+            nn.init.trunc_normal_(full, 0.0, std, -limit, limit, generator=generator)
