@@ -362,6 +362,33 @@ class Classifier(Head):
         """The number of classes of integer labels; None for one class, which is a regression."""
         return None if self.config.num_labels == 1 else self.config.num_labels
 
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *inputs: Any,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        output_hidden_states: bool = False,
+        **options: Any,
+    ) -> ModelOutput:
+        """Returns the logits and, with labels, the loss. See `loss` and the family's `body` for the inputs."""
+        hidden = self.body(input_ids, attention_mask, *inputs, **options)
+        logits = self.make_logits(hidden.states[-1], input_ids, attention_mask)
+        loss = None if labels is None else self.loss(logits, labels, num_items_in_batch)
+        return ClassifierOutput(loss, logits, **self.shown_states(hidden, output_hidden_states))
+
+    def make_logits(self, x: Tensor, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Returns the logits of the last hidden states, [B, S, H] or [B, S/tp, H]: by default those of each token."""
+        return self.score(self.gather_hidden_states(x))
+
+    def loss(self, logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        """Returns the mean cross-entropy with the classes `labels`, or the sum divided by `num_items_in_batch`.
+
+        Labels of -100 are ignored.
+        """
+        return class_loss(logits, labels, num_items_in_batch)
+
     def count_targets(self, labels: Tensor) -> Tensor:
         """Returns the number of terms in the loss of `labels`."""
         return (labels != IGNORED).sum()
@@ -389,21 +416,8 @@ class SequenceClassification(Classifier):
         super().add_head()
         self.input_dropout = self.make_dropout() if self.drops_input else nn.Identity()
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        *inputs: Any,
-        labels: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        output_hidden_states: bool = False,
-        **options: Any,
-    ) -> ClassifierOutput:
-        """Returns the logits and, with labels, the loss. See `loss` and the family's `body` for the inputs."""
-        hidden = self.body(input_ids, attention_mask, *inputs, **options)
-        logits = self.classify(self.pool(hidden.states[-1], input_ids, attention_mask))  # [B, num_labels]
-        loss = None if labels is None else self.loss(logits, labels, num_items_in_batch)
-        return ClassifierOutput(loss, logits, **self.shown_states(hidden, output_hidden_states))
+    def make_logits(self, x: Tensor, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        return self.classify(self.pool(x, input_ids, attention_mask))  # [B, num_labels]
 
     @classmethod
     def example_ids(cls, config: Any, ids: Tensor) -> Tensor:
@@ -550,30 +564,9 @@ class MultipleChoice(SequenceClassification):
 
 
 class TokenClassification(Classifier):
-    """Classifies each token."""
+    """Classifies each token: labels int64 [B, S], logits [B, S, num_labels]."""
 
     linear_name = "token_classifier"
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        *inputs: Any,
-        labels: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        output_hidden_states: bool = False,
-        **options: Any,
-    ) -> ClassifierOutput:
-        """Returns the logits [B, S, num_labels] and, with labels, the loss.
-
-        Args:
-            input_ids, attention_mask, inputs, options: See the family's `body`.
-            labels: int64 [B, S], the class of each token; -100 is ignored.
-        """
-        hidden = self.body(input_ids, attention_mask, *inputs, **options)
-        logits = self.score(self.gather_hidden_states(hidden.states[-1]))
-        loss = None if labels is None else class_loss(logits, labels, num_items_in_batch)
-        return ClassifierOutput(loss, logits, **self.shown_states(hidden, output_hidden_states))
 
 
 class QuestionAnswering(Classifier):

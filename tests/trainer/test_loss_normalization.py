@@ -181,3 +181,28 @@ def test_the_first_label_is_counted_where_the_model_counts_it(kind, sizes):
     with torch.no_grad():
         counted = bool(model(**inputs, labels=ids).loss != model(**inputs, labels=others).loss)
     assert LossNormalizer(model, mean_losses=True).count({**inputs, "labels": ids}) == [12.0 if counted else 10.0]
+
+
+@pytest.mark.parametrize(
+    ("head", "labels"),
+    [
+        ("ForSequenceClassification", {"labels": torch.tensor([[1.0, 0, 1], [0, 0, 1], [0, 1, 1], [1, 1, 1]])}),
+        ("ForSequenceClassification", {"labels": torch.tensor([0, 2, -100, 1])}),
+        ("ForTokenClassification", {"labels": torch.tensor([[0, 2, -100], [1, -100, -100], [2, 2, 1], [0, 0, 1]])}),
+        ("ForQuestionAnswering", {"start_positions": torch.arange(4) % 3, "end_positions": torch.ones(4).long()}),
+    ],
+)
+def test_the_losses_of_micro_batches_add_up_for_every_head(head, labels):
+    """Two micro-batches, normalized as in the trainer, have the loss and gradient of the batch's mean."""
+    from shardzoo.models import family, from_config
+    from shardzoo.trainer.batches.loss_normalization import LossNormalizer
+
+    config = family("bert").presets["bert-quickstart"].with_changes(architecture=f"Bert{head}", num_labels=3)
+    model: Any = from_config(config).eval()
+    batch = {"input_ids": torch.arange(10, 22).view(4, 3), **labels}
+    parts = [{name: value[rows] for name, value in batch.items()} for rows in (slice(0, 3), slice(3, 4))]
+    normalizer = LossNormalizer(model, mean_losses=False)
+    counts = [normalizer.count(part) for part in parts]
+    totals = [sum(numbers) for numbers in zip(*counts, strict=True)]
+    losses = [model(**part, **normalizer.model_arguments(totals)).loss for part in parts]
+    torch.testing.assert_close(sum(losses), model(**batch).loss)

@@ -69,10 +69,10 @@ class LossNormalizer:
             return _rows(batch)
         if labels != "labels":
             return int((values != IGNORED).sum())
-        if values.is_floating_point():
-            return _rows(batch)
         if hasattr(self._model, "count_targets"):
             return int(self._model.count_targets(values))
+        if values.is_floating_point():
+            return _rows(batch)
         return int(((values[:, 1:] if self._shifts_labels else values) != IGNORED).sum())
 
 
