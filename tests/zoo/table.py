@@ -64,6 +64,7 @@ def main(parts: list[str]) -> int:
         for problem in figures.problems:
             print(f"{name}: {problem}", file=sys.stderr)
         lines.append(line(name, family_name, case, figures))
+        print(lines[-1], file=sys.stderr)  # progress
     pools.close()
     print(HEADER, *lines, sep="\n")
     print(f"\n{len(lines)} cases, {failures} failures, {time.monotonic() - start:.0f} s", file=sys.stderr)
