@@ -36,7 +36,7 @@ def hf_model(model_type: str, *, tied: bool = False, **changes):
     config = transformers.AutoConfig.for_model(model_type, **SIZES[model_type], **changes)
     kind = transformers.AutoModelForCausalLM if model_type == "gpt2" else transformers.AutoModelForSeq2SeqLM
     model = kind.from_config(config).eval()
-    if model_type != "gpt2" and not tied:
+    if model_type not in ("gpt2", "umt5") and not tied:  # transformers calls every UMT5 tied
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # v5 ties fresh models
     randomize(model, seed=11)
     return model
