@@ -11,7 +11,6 @@ a vocabulary are the same on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -22,10 +21,15 @@ from ...mpu import Dropout, LayerNorm, ParallelMesh, VocabParallelEmbedding, Voc
 from .language_model import (
     IGNORED,
     VOCABULARY_MULTIPLE,
+    BaseModelOutput,
     CausalLM,
     CausalLMOutput,
+    ClassifierOutput,
     LanguageModel,
+    MaskedLMOutput,
     ModelOutput,
+    PreTrainingOutput,
+    QuestionAnsweringOutput,
     ReplicatedLinear,
     first_token,
 )
@@ -53,79 +57,6 @@ def configured(kind: type[Body], **settings: Any) -> type[Body]:
     if unknown := [name for name in settings if not hasattr(kind, name)]:
         raise ValueError(f"{kind.__name__} has no setting {unknown[0]!r}")
     return type(kind.__name__, (kind,), {**settings, "__doc__": kind.__doc__})
-
-
-@dataclass
-class BaseModelOutput(ModelOutput):
-    """The output of a bare model. The fields for encoder-decoders are as in `Seq2SeqLMOutput`.
-
-    Attributes:
-        last_hidden_state: [B, S, H].
-        pooler_output: [B, H], the pooled state of the first token, of a model that has a pooler.
-        hidden_states: The embedding output and each block's output, [B, S, H] each; None unless requested.
-    """
-
-    last_hidden_state: Tensor
-    pooler_output: Tensor | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    decoder_hidden_states: tuple[Tensor, ...] | None = None
-    encoder_last_hidden_state: Tensor | None = None
-    encoder_hidden_states: tuple[Tensor, ...] | None = None
-
-
-@dataclass
-class MaskedLMOutput(ModelOutput):
-    """The output of a masked language model. Its loss and logits are as in `CausalLMOutput`."""
-
-    loss: Tensor | None
-    logits: Tensor
-    hidden_states: tuple[Tensor, ...] | None = None
-
-
-@dataclass
-class PreTrainingOutput(ModelOutput):
-    """The output of `PreTraining`.
-
-    Attributes:
-        loss: Masked-language-model loss + next-sentence loss; None unless both kinds of labels are given.
-        prediction_logits: [B, S, Vp], vocabulary-parallel; with both kinds of labels computed when first read.
-        seq_relationship_logits: [B, 2], replicated; class 0 means that the second sentence follows the first.
-    """
-
-    loss: Tensor | None
-    prediction_logits: Tensor
-    seq_relationship_logits: Tensor
-    hidden_states: tuple[Tensor, ...] | None = None
-
-
-@dataclass
-class ClassifierOutput(ModelOutput):
-    """The output of a classifier. The fields for encoder-decoders are as in `Seq2SeqLMOutput`.
-
-    Attributes:
-        loss: Scalar fp32; None without labels.
-        logits: [B, num_labels] for sequences, [B, S, num_labels] for tokens, [B, C] for C choices.
-    """
-
-    loss: Tensor | None
-    logits: Tensor
-    hidden_states: tuple[Tensor, ...] | None = None
-    decoder_hidden_states: tuple[Tensor, ...] | None = None
-    encoder_last_hidden_state: Tensor | None = None
-    encoder_hidden_states: tuple[Tensor, ...] | None = None
-
-
-@dataclass
-class QuestionAnsweringOutput(ModelOutput):
-    """The output of `QuestionAnswering`: a scalar loss, and scores of each position as an answer's ends, [B, S]."""
-
-    loss: Tensor | None
-    start_logits: Tensor
-    end_logits: Tensor
-    hidden_states: tuple[Tensor, ...] | None = None
-    decoder_hidden_states: tuple[Tensor, ...] | None = None
-    encoder_last_hidden_state: Tensor | None = None
-    encoder_hidden_states: tuple[Tensor, ...] | None = None
 
 
 def class_loss(logits: Tensor, labels: Tensor, num_items: Tensor | int | None = None, ignored: int = IGNORED) -> Tensor:
@@ -539,15 +470,20 @@ class MultipleChoice(SequenceClassification):
     def example_ids(cls, config: Any, ids: Tensor) -> Tensor:
         return torch.stack([ids, ids.flip(1)], 1)  # [B, 2, S]
 
-    def forward(self, input_ids: Tensor, *inputs: Any, **options: Any) -> ClassifierOutput:
-        """Returns the logits [B, C] and, with labels, the loss.
+    def forward(
+        self,
+        input_ids: Tensor,
+        *inputs: Any,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **options: Any,
+    ) -> ModelOutput:
+        """Returns the logits [B, C] and, with labels, the loss. Hidden states are those of all B · C sequences.
 
         Args:
             input_ids: int64 [B, C, S]; the other inputs of the family's `body` have the same shape.
-            options: Also `labels`, int64 [B], the number of the right choice (-100 is ignored), `num_items_in_batch`
-                and `output_hidden_states` (of all B · C sequences).
+            labels: int64 [B], the number of the right choice; -100 is ignored.
         """
-        labels, num_items = options.pop("labels", None), options.pop("num_items_in_batch", None)
 
         def rows(value: Any) -> Any:
             return value.flatten(0, 1) if isinstance(value, Tensor) and value.dim() == 3 else value
@@ -556,7 +492,7 @@ class MultipleChoice(SequenceClassification):
         with dropout_state.rows_per_sample(input_ids.shape[1]):
             output = super().forward(rows(input_ids), *map(rows, inputs), **options)
         logits = output.logits.view(input_ids.shape[:2])
-        loss = None if labels is None else class_loss(logits, labels, num_items)
+        loss = None if labels is None else class_loss(logits, labels, num_items_in_batch)
         return ClassifierOutput(loss, logits, output.hidden_states)
 
     def count_targets(self, labels: Tensor) -> Tensor:

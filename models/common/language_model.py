@@ -340,3 +340,76 @@ class Seq2SeqLMOutput(ModelOutput):
     decoder_hidden_states: tuple[Tensor, ...] | None = None
     encoder_last_hidden_state: Tensor | None = None
     encoder_hidden_states: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class BaseModelOutput(ModelOutput):
+    """The output of a bare model. The fields for encoder-decoders are as in `Seq2SeqLMOutput`.
+
+    Attributes:
+        last_hidden_state: [B, S, H].
+        pooler_output: [B, H], the pooled state of the first token, of a model that has a pooler.
+        hidden_states: The embedding output and each block's output, [B, S, H] each; None unless requested.
+    """
+
+    last_hidden_state: Tensor
+    pooler_output: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    decoder_hidden_states: tuple[Tensor, ...] | None = None
+    encoder_last_hidden_state: Tensor | None = None
+    encoder_hidden_states: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class MaskedLMOutput(ModelOutput):
+    """The output of a masked language model. Its loss and logits are as in `CausalLMOutput`."""
+
+    loss: Tensor | None
+    logits: Tensor
+    hidden_states: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class PreTrainingOutput(ModelOutput):
+    """The output of `PreTraining`.
+
+    Attributes:
+        loss: Masked-language-model loss + next-sentence loss; None unless both kinds of labels are given.
+        prediction_logits: [B, S, Vp], vocabulary-parallel; with both kinds of labels computed when first read.
+        seq_relationship_logits: [B, 2], replicated; class 0 means that the second sentence follows the first.
+    """
+
+    loss: Tensor | None
+    prediction_logits: Tensor
+    seq_relationship_logits: Tensor
+    hidden_states: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class ClassifierOutput(ModelOutput):
+    """The output of a classifier. The fields for encoder-decoders are as in `Seq2SeqLMOutput`.
+
+    Attributes:
+        loss: Scalar fp32; None without labels.
+        logits: [B, num_labels] for sequences, [B, S, num_labels] for tokens, [B, C] for C choices.
+    """
+
+    loss: Tensor | None
+    logits: Tensor
+    hidden_states: tuple[Tensor, ...] | None = None
+    decoder_hidden_states: tuple[Tensor, ...] | None = None
+    encoder_last_hidden_state: Tensor | None = None
+    encoder_hidden_states: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class QuestionAnsweringOutput(ModelOutput):
+    """The output of `QuestionAnswering`: a scalar loss, and scores of each position as an answer's ends, [B, S]."""
+
+    loss: Tensor | None
+    start_logits: Tensor
+    end_logits: Tensor
+    hidden_states: tuple[Tensor, ...] | None = None
+    decoder_hidden_states: tuple[Tensor, ...] | None = None
+    encoder_last_hidden_state: Tensor | None = None
+    encoder_hidden_states: tuple[Tensor, ...] | None = None

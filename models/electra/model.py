@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from ..common.heads import (
     BareModel,
-    ClassifierOutput,
-    Head,
+    Classifier,
     MaskedLM,
     MultipleChoice,
     QuestionAnswering,
@@ -25,7 +24,7 @@ from ..common.heads import (
     configured,
     widen,
 )
-from ..common.language_model import IGNORED
+from ..common.language_model import IGNORED, ModelOutput
 from ..common.transformer import find_activation
 from .config import ElectraConfig
 
@@ -43,11 +42,15 @@ class Discriminator(nn.Module):
         return self.output(self.activation(self.dense(x)))[..., 0]
 
 
-class ReplacedTokenDetection(Head):
-    """Tells the tokens that were replaced (1) from the original ones (0)."""
+class ReplacedTokenDetection(Classifier):
+    """Tells the tokens that were replaced (1) from the original ones (0): labels int64 [B, S], logits [B, S]."""
 
     def add_head(self) -> None:
         self.discriminator = Discriminator(self.config)
+
+    @property
+    def label_classes(self) -> int:
+        return 2
 
     def forward(
         self,
@@ -56,32 +59,22 @@ class ReplacedTokenDetection(Head):
         *inputs: Any,
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
-        output_hidden_states: bool = False,
         **options: Any,
-    ) -> ClassifierOutput:
-        """Returns the logits [B, S] and, with labels, the mean binary cross-entropy, or the sum / `num_items_in_batch`.
+    ) -> ModelOutput:
+        """Returns the logits and, with labels, the loss, which padding has none of."""
+        if labels is not None and attention_mask is not None:
+            labels = labels.masked_fill(attention_mask == 0, IGNORED)
+        options |= {"labels": labels, "num_items_in_batch": num_items_in_batch}
+        return super().forward(input_ids, attention_mask, *inputs, **options)
 
-        Args:
-            input_ids, attention_mask, inputs, options: See the family's `body`. Padding has no loss.
-            labels: int64 [B, S], 0 or 1; -100 is ignored.
-        """
-        hidden = self.body(input_ids, attention_mask, *inputs, **options)
-        logits = self.discriminator(self.gather_hidden_states(hidden.states[-1]))
-        loss = None
-        if labels is not None:
-            counted = labels != IGNORED if attention_mask is None else (labels != IGNORED) & attention_mask.bool()
-            wide = widen(logits)
-            losses = F.binary_cross_entropy_with_logits(wide, labels.to(wide.dtype), reduction="none")
-            loss = (losses * counted).sum() / (counted.sum() if num_items_in_batch is None else num_items_in_batch)
-        return ClassifierOutput(loss, logits, **self.shown_states(hidden, output_hidden_states))
+    def make_logits(self, x: Tensor, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        return self.discriminator(self.gather_hidden_states(x))
 
-    def count_targets(self, labels: Tensor) -> Tensor:
-        """Returns the number of terms in the loss of `labels`, which must be -100 at padding."""
-        return (labels != IGNORED).sum()
-
-    def gather_logits(self, logits: Tensor) -> Tensor:
-        """Returns the logits unchanged, because they are replicated."""
-        return logits
+    def loss(self, logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        """Returns the mean binary cross-entropy, or the sum divided by `num_items_in_batch`."""
+        counted, wide = labels != IGNORED, widen(logits)
+        losses = F.binary_cross_entropy_with_logits(wide, labels.to(wide.dtype), reduction="none")
+        return (losses * counted).sum() / (counted.sum() if num_items_in_batch is None else num_items_in_batch)
 
 
 HEADS = {
