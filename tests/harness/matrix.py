@@ -249,6 +249,8 @@ def attended(name: str, value: Tensor, inputs: dict[str, Tensor]) -> Tensor:
     """Sets what an output has at positions of padding to zero: what comes out of nothing is nobody's business."""
     is_decoders = "decoder_attention_mask" in inputs and not name.startswith("encoder")
     mask = inputs["decoder_attention_mask" if is_decoders else "attention_mask"]
+    if name.startswith("hidden_states"):
+        mask = mask.view(-1, mask.shape[-1])  # the rows of all choices
     if value.shape[: mask.dim()] != mask.shape or name.startswith(("start", "end")):
         return value
     return value * mask.view(*mask.shape, *[1] * (value.dim() - mask.dim()))
