@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..data import Share
 from ..mpu import ParallelMesh
+from .arguments.deepspeed_file import deepspeed_notice
 from .arguments.training_arguments import TrainingArguments
 from .batches.collate import DefaultCollate
 from .batches.dataset_kinds import check_agreement
@@ -76,6 +77,8 @@ class Trainer:
         name = self.arguments.experiment_name
         self.run_folder = RunFolder(Path(self.arguments.save_dir, name) if name else Path(self.arguments.save_dir))
         self.console = Console(quiet=self.ranks.rank != 0, markup=False)
+        if notice := deepspeed_notice(self.arguments.deepspeed_config, vars(self.arguments)):
+            self.console.print(notice)
         seed_everything(self.arguments.seed + self.ranks.dp_rank)
 
     @property

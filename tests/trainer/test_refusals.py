@@ -99,11 +99,20 @@ def test_numbers_of_numpy_train_and_are_saved(tmp_path):
 CONFIGURATIONS = [
     ('{"zero_optimization": {"stage": 3}}', r"asks for ZeRO stage 3, .* use stage 0, 1 or 2, or env_type='deepspeed'"),
     ('{"zero_optimization": 2}', r'zero_optimization must be an object such as {"stage": 2}, not 2'),
-    ('{"bf16": {"enabled": true}}', "sets bf16.enabled to True, but the arguments decide it to be False"),
-    ('{"optimizer": {"type": "Adam", "params": {"lr": 99}}}', "sets the optimizer's lr, which the trainer's arguments"),
+    ('{"bf16": {"enabled": true}, "fp16": {"enabled": true}}', "enables both fp16 and bf16; enable one of them"),
+    ('{"fp16": true}', r'fp16 must be an object such as {"enabled": true}, not True'),
+    ('{"optimizer": {"params": [1]}}', r"optimizer.params must be an object, not \[1\]"),
+    ('{"gradient_clipping": "much"}', "clip_grad must be a finite number, not 'much'"),
+    ('{"optimizer": {"type": "OneBitAdam"}}', "there is no optimizer 'OneBitAdam' here; use one of adam, adamw"),
+    ('{"optimizer": {"type": "Adam", "params": {"freeze_step": 9}}}', "the optimizer's freeze_step, for which the"),
+    ('{"scheduler": {"type": "OneCycle"}}', "there is no scheduler 'OneCycle' here; use one of warmuplr, "),
     (
-        '{"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}',
-        "sets zero_optimization.offload_optimizer.device to 'cpu', but the arguments decide it to be 'none'",
+        '{"optimizer": {"type": "Adam", "params": {"betas": 0.9}}}',
+        "optimizer.params.betas must be two numbers, not 0.9",
+    ),
+    (
+        '{"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "bf16"}, "bf16": {"enabled": true}}',
+        "sets data_types.grad_accum_dtype to 'bf16', but the arguments decide it to be 'fp32'",
     ),
     ("[1]", "must hold a JSON object, not a list"),
     ("{", "is not JSON"),
@@ -139,6 +148,54 @@ def test_a_usual_configuration_file_is_taken(tmp_path):
     assert made["steps_per_print"] == 100
     assert made["zero_optimization"] == {"stage": 1, "offload_optimizer": {"device": "none"}, "overlap_comm": False}
     assert not {"optimizer", "scheduler"} & made.keys()
+
+
+FLAGAI = {
+    "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "steps_per_print": 50,
+    "gradient_clipping": 0.5,
+    "zero_optimization": {
+        "stage": 1, "contiguous_gradients": False, "overlap_comm": True, "reduce_scatter": True,
+        "reduce_bucket_size": 5e7, "allgather_bucket_size": 5e7, "cpu_offload": True,
+    },
+    "zero_allow_untested_optimizer": True,
+    "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
+    "optimizer": {"type": "Adam", "params": {"lr": 5e-6, "betas": [0.9, 0.95], "eps": 1e-7, "weight_decay": 1e-2}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 5e-6, "warmup_num_steps": 7}},
+    "activation_checkpointing": {"partition_activations": True, "contiguous_memory_optimization": False},
+    "wall_clock_breakdown": False,
+}  # fmt: skip
+
+
+def test_the_settings_of_a_whole_deepspeed_file_become_arguments(tmp_path, capsys):
+    """Its keys are those of FlagAI's published deepspeed.json. An argument that is set counts more."""
+    from shardzoo.trainer import TrainingArguments
+    from shardzoo.trainer.engines.deepspeed_config import deepspeed_config
+
+    path = str(tmp_path / "ds.json")
+    (tmp_path / "ds.json").write_text(json.dumps(FLAGAI))
+    made = TrainingArguments(env_type="deepspeed", deepspeed_config=path, lr=1e-4, precision="bf16")
+    expected = {
+        "micro_batch_size": 4, "gradient_accumulation_steps": 2, "clip_grad": 0.5, "offload_optimizer": True,
+        "optimizer": "adamw", "beta1": 0.9, "beta2": 0.95, "adam_eps": 1e-7, "weight_decay": 0.01, "lr": 1e-4,
+        "precision": "bf16", "lr_schedule": "constant_with_warmup", "warmup_steps": 7,
+    }  # fmt: skip
+    assert {name: getattr(made, name) for name in expected} == expected
+    assert TrainingArguments(env_type="deepspeed", deepspeed_config=path).precision == "fp16"
+    whole = TrainingArguments(env_type="deepspeed", deepspeed_config=path, global_batch_size=16)
+    assert (whole.accumulation_steps(2), whole.gradient_accumulation_steps) == (2, None)
+    config = deepspeed_config(made, 3)
+    assert config["train_batch_size"] == 4 * 2 * 3
+    assert config["fp16"] == {**FLAGAI["fp16"], "enabled": False}
+    assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+    assert config["zero_optimization"]["reduce_bucket_size"] == 5e7
+    assert not {"cpu_offload"} & config["zero_optimization"].keys()
+    run_training(
+        None, tmp_path, env_type="deepspeed", deepspeed_config=path, lr=1e-4, precision="bf16", train_steps=2,
+        data=Pairs(16), model=tiny_t5(),
+    )  # fmt: skip
+    said = " ".join(capsys.readouterr().out.split())
+    assert "ds.json sets gradient_accumulation_steps=2, clip_grad=0.5, adam_eps=1e-07" in said
+    assert "lr=0.0001 (not 5e-06), precision=bf16 (not fp16)" in said
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:99", "meta", ""])

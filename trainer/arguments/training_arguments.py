@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from numbers import Real
 from pathlib import PurePath
@@ -12,6 +12,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from .aliases import with_argument_aliases
+from .deepspeed_file import arguments_of_file
 
 EnvType = Literal["pytorch", "pytorchDDP", "deepspeed", "deepspeed+mpu"]
 Optimizer = Literal["adamw", "adam", "adafactor", "lion", "lamb"]
@@ -102,7 +103,8 @@ class TrainingArguments:
     offload_optimizer: bool = False
     """DeepSpeed keeps the optimizer's state in CPU memory and updates the parameters there."""
     deepspeed_config: str | None = None
-    """A DeepSpeed JSON file whose keys are added. It must not contradict the arguments above."""
+    """A DeepSpeed JSON file. Its batch sizes, precision, clipping, optimizer, scheduler and offloading become
+    arguments, unless an argument is set to another value; its other keys are passed to DeepSpeed."""
 
     eval_interval: int = 100
     """Steps between evaluations."""
@@ -142,6 +144,7 @@ class TrainingArguments:
         if type(self.pytorch_device).__name__ == "device":  # torch.device; importing torch here would take seconds
             object.__setattr__(self, "pytorch_device", str(self.pytorch_device))
         check_types(self)
+        self._take_deepspeed_file()
         self._check_ranges()
         if self.global_batch_size is not None and self.gradient_accumulation_steps is not None:
             raise ValueError("global_batch_size and gradient_accumulation_steps are alternatives; set one of them")
@@ -157,6 +160,13 @@ class TrainingArguments:
         if self.wandb and (package is None or package.origin is None):  # find_spec also finds a folder named wandb
             raise ValueError("wandb=True needs the package wandb: pip install wandb")
         self._check_environment()
+
+    def _take_deepspeed_file(self) -> None:
+        """Takes the settings of `deepspeed_config` that are arguments too, unless an argument says otherwise."""
+        defaults = {field.name: field.default for field in fields(self)}
+        for name, value in arguments_of_file(self.deepspeed_config, vars(self), defaults).items():
+            object.__setattr__(self, name, value)
+        check_types(self)
 
     def _check_ranges(self) -> None:
         at_least_one = ("model_parallel_size", "pipeline_parallel_size", "train_steps", "micro_batch_size",

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
+from ..arguments.deepspeed_file import read_deepspeed_file, translated
 from ..arguments.training_arguments import ELEMENTWISE, TrainingArguments
-
-UPDATES = ("optimizer", "scheduler")  # sections for objects that the trainer creates itself
 
 
 def deepspeed_config(arguments: TrainingArguments, data_parallel_size: int) -> dict[str, Any]:
@@ -34,9 +31,9 @@ def deepspeed_config(arguments: TrainingArguments, data_parallel_size: int) -> d
         zero["offload_optimizer"] = {"device": "none"}
     if arguments.precision == "bf16":
         decided["data_types"] = {"grad_accum_dtype": "fp32"}
-    config = _merge(decided, read_deepspeed_file(arguments.deepspeed_config))
+    config = _merge(decided, translated(read_deepspeed_file(arguments.deepspeed_config)).others)
     config.setdefault("steps_per_print", 2**31)  # the trainer shows its own progress
-    return {name: value for name, value in config.items() if name not in UPDATES}
+    return config
 
 
 def zero_stage(arguments: TrainingArguments) -> int:
@@ -68,33 +65,6 @@ def zero_stage(arguments: TrainingArguments) -> int:
     if not stage and arguments.offload_optimizer:
         raise ValueError("offload_optimizer needs ZeRO, which zero_stage=0 switches off; use 1, 2 or 3")
     return stage
-
-
-def read_deepspeed_file(path: str | None) -> dict[str, Any]:
-    """Returns the user's configuration. Raises ValueError if it cannot be read, or is not a JSON object."""
-    if path is None:
-        return {}
-    try:
-        config = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise ValueError(f"deepspeed_config: {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:  # not JSON, or not even text
-        raise ValueError(f"deepspeed_config: {path} is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"deepspeed_config: {path} must hold a JSON object, not a {type(config).__name__}")
-    if not isinstance(config.get("zero_optimization", {}), dict):
-        raise ValueError(
-            f'deepspeed_config: zero_optimization must be an object such as {{"stage": 2}}, not '
-            f"{config['zero_optimization']!r}"
-        )
-    for part in UPDATES:
-        chosen = {name: value for name, value in config.get(part, {}).get("params", {}).items() if value != "auto"}
-        if chosen:
-            raise ValueError(
-                f"deepspeed_config: {path} sets the {part}'s {', '.join(chosen)}, which the trainer's arguments (lr, "
-                'weight_decay, lr_schedule, …) decide; leave the part out, or set them to "auto"'
-            )
-    return config
 
 
 def _merge(decided: dict[str, Any], added: dict[str, Any], where: str = "") -> dict[str, Any]:

@@ -1,0 +1,157 @@
+"""Reads DeepSpeed's JSON file, and translates the settings that are arguments of the trainer too."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# DeepSpeed's type of an optimizer, in lower case -> ours. Its Adam decays weights like AdamW unless told otherwise.
+OPTIMIZERS = {
+    "adam": "adamw",
+    "adamw": "adamw",
+    "fusedadam": "adamw",
+    "lamb": "lamb",
+    "lion": "lion",
+    "fusedlion": "lion",
+}
+# DeepSpeed's type of a scheduler, in lower case -> our schedule.
+SCHEDULES = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
+# The path of a key -> our argument, where the value is the same.
+RENAMED = {
+    "train_micro_batch_size_per_gpu": "micro_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "clip_grad",
+    "optimizer.params.lr": "lr",
+    "optimizer.params.eps": "adam_eps",
+    "optimizer.params.weight_decay": "weight_decay",
+    "scheduler.params.warmup_max_lr": "lr",
+    "scheduler.params.warmup_num_steps": "warmup_steps",
+    "scheduler.params.total_num_steps": "train_steps",
+}
+# Values of further settings of both sections that say what the trainer does anyway.
+UNUSED = {"torch_adam": True, "bias_correction": True, "amsgrad": False, "warmup_min_lr": 0, "warmup_type": "linear"}
+SECTIONS = {
+    "zero_optimization": '{"stage": 2}', "fp16": '{"enabled": true}', "bf16": '{"enabled": true}',
+    "optimizer": '{"type": "AdamW"}', "scheduler": '{"type": "WarmupLR"}',
+}  # fmt: skip
+AUTO = ("auto", None)  # values that leave a setting to the trainer
+
+
+class Translated(NamedTuple):
+    """A file's settings.
+
+    Attributes:
+        arguments: Those that are arguments of the trainer, under our names.
+        others: The rest of the file.
+    """
+
+    arguments: dict[str, Any]
+    others: dict[str, Any]
+
+
+def read_deepspeed_file(path: str | None) -> dict[str, Any]:
+    """Returns the user's configuration. Raises ValueError if it cannot be read, or is not a JSON object."""
+    if path is None:
+        return {}
+    try:
+        config = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise ValueError(f"deepspeed_config: {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # not JSON, or not even text
+        raise ValueError(f"deepspeed_config: {path} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"deepspeed_config: {path} must hold a JSON object, not a {type(config).__name__}")
+    for name in SECTIONS:
+        if not isinstance(config.get(name, {}), dict):
+            raise ValueError(
+                f"deepspeed_config: {name} must be an object such as {SECTIONS[name]}, not {config[name]!r}"
+            )
+        if not isinstance(config.get(name, {}).get("params", {}), dict):
+            raise ValueError(f"deepspeed_config: {name}.params must be an object, not {config[name]['params']!r}")
+    return config
+
+
+def arguments_of_file(path: str | None, given: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments that a run takes from a DeepSpeed file: those that are not `given` another value.
+
+    Args:
+        given: All arguments of the run; one that has its default value counts as not given.
+    """
+    taken = translated(read_deepspeed_file(path)).arguments
+    alternatives = {
+        "gradient_accumulation_steps": "global_batch_size",
+        "global_batch_size": "gradient_accumulation_steps",
+    }
+    return {
+        name: value for name, value in taken.items()
+        if given[name] == defaults[name] and given.get(alternatives.get(name, "")) is None
+    }  # fmt: skip
+
+
+def deepspeed_notice(path: str | None, given: dict[str, Any]) -> str | None:
+    """Returns what a run takes from a DeepSpeed file, and what the arguments replace; None if neither."""
+    taken = translated(read_deepspeed_file(path)).arguments
+    used = [f"{name}={value}" for name, value in taken.items() if given[name] == value]
+    replaced = [f"{name}={given[name]} (not {value})" for name, value in taken.items() if given[name] != value]
+    parts = [f"{path} sets {', '.join(used)}"] * bool(used) + [f"the arguments set {', '.join(replaced)}"] * bool(
+        replaced
+    )
+    return "; ".join(parts) or None
+
+
+def translated(config: dict[str, Any]) -> Translated:
+    """Translates a DeepSpeed configuration. Raises ValueError for an optimizer or a schedule that the trainer lacks."""
+    others = copy.deepcopy(config)
+    taken: dict[str, Any] = {}
+    for path, name in RENAMED.items():
+        if (value := _take(others, path)) not in AUTO:
+            taken[name] = value
+    whole = _take(others, "train_batch_size")
+    if whole not in AUTO and not {"micro_batch_size", "gradient_accumulation_steps"} <= taken.keys():
+        taken["global_batch_size"] = whole
+    for precision in ("fp16", "bf16"):
+        if _take(others, f"{precision}.enabled") is True:
+            if "precision" in taken:
+                raise ValueError("deepspeed_config enables both fp16 and bf16; enable one of them")
+            taken["precision"] = precision
+    if _take(others, "zero_optimization.cpu_offload") is True:
+        taken["offload_optimizer"] = True
+    if _take(others, "zero_optimization.offload_optimizer.device") == "cpu":
+        taken["offload_optimizer"] = True
+    taken |= _updates(others)
+    return Translated(taken, others)
+
+
+def _updates(others: dict[str, Any]) -> dict[str, Any]:
+    """Takes the optimizer and the scheduler, which the trainer creates itself, out of a file; returns their kinds."""
+    taken: dict[str, Any] = {}
+    for part, name, known in (("optimizer", "optimizer", OPTIMIZERS), ("scheduler", "lr_schedule", SCHEDULES)):
+        left = {key: value for key, value in _take(others, f"{part}.params", {}).items() if value not in AUTO}
+        betas = left.pop("betas", None)
+        if betas is not None:
+            if not isinstance(betas, list) or len(betas) != 2:
+                raise ValueError(f"deepspeed_config: {part}.params.betas must be two numbers, not {betas!r}")
+            taken["beta1"], taken["beta2"] = betas
+        kind = others.pop(part, {}).get("type")
+        if kind not in AUTO:
+            if str(kind).lower() not in known:
+                raise ValueError(f"deepspeed_config: there is no {part} {kind!r} here; use one of {', '.join(known)}")
+            taken[name] = known[str(kind).lower()]
+        if left.pop("adam_w_mode", True) is False and taken.get("optimizer") == "adamw":
+            taken["optimizer"] = "adam"
+        unknown = [key for key, value in left.items() if value != UNUSED.get(key, object())]
+        if unknown:
+            raise ValueError(
+                f"deepspeed_config sets the {part}'s {unknown[0]}, for which the trainer has no argument; leave it out"
+            )
+    return taken
+
+
+def _take(config: dict[str, Any], path: str, default: Any = None) -> Any:
+    """Removes and returns the value at a dotted path."""
+    *sections, key = path.split(".")
+    for section in sections:
+        config = config.get(section, {})
+    return config.pop(key, default)
