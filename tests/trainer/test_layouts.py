@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+from shardzoo.convert.operations import split
+from shardzoo.mpu import Shard
+from shardzoo.trainer.checkpointing.model_files import read_optimizer
 
 # Losses in fp32 differ by the order of sums alone.
 SAME_LOSS = {"rel": 1e-5, "abs": 0}
@@ -14,9 +20,16 @@ STEPS = 20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def losses_of_training(mesh, folder: Path, **changes) -> list[float]:
-    """Trains a small GPT-2 with everything on (dropout, clipping, a vocabulary that does not divide)."""
-    from shardzoo.models import ParallelConfig, find_config, from_config
+TINY = {"vocab_size": 97, "n_positions": 24, "n_layer": 2, "bos_token_id": 0, "eos_token_id": 0}
+TWELVE_HEADS = {"model_type": "gpt2", "n_embd": 48, "n_head": 12, **TINY}
+# GPT-2 XL's heads, and an inner width of 4H + 1.
+TWENTY_FIVE_HEADS = {"model_type": "gpt2", "n_embd": 50, "n_head": 25, "n_inner": 201, **TINY}
+CONFIGS = {"gpt2": TWENTY_FIVE_HEADS}
+
+
+def losses_of_training(mesh, folder: Path, config: dict | None = None, **changes) -> list[float]:
+    """Trains a small model, by default GPT-2, with everything on (dropout, clipping, an odd vocabulary)."""
+    from shardzoo.models import ParallelConfig, from_config
     from shardzoo.trainer import Trainer, TrainingArguments
     from shardzoo.trainer.logging.reporter import SilentReporter
 
@@ -38,9 +51,6 @@ def losses_of_training(mesh, folder: Path, **changes) -> list[float]:
         def training(self, step: int, values: dict[str, float]) -> None:
             self.values.append(values["loss"])
 
-    config = find_config("gpt2").with_changes(
-        vocab_size=97, n_positions=24, n_embd=48, n_layer=2, n_head=12, bos_token_id=0, eos_token_id=0
-    )
     arguments = TrainingArguments(
         **{
             "env_type": "deepspeed+mpu",
@@ -58,7 +68,9 @@ def losses_of_training(mesh, folder: Path, **changes) -> list[float]:
         model_parallel_size=mesh.tp_size,
     )
     parallel_config = ParallelConfig(arguments.sequence_parallel, arguments.recompute)
-    model = from_config(config, mesh, dtype=DTYPES[arguments.precision], parallel_config=parallel_config)
+    model = from_config(
+        config or TWELVE_HEADS, mesh, dtype=DTYPES[arguments.precision], parallel_config=parallel_config
+    )
     reporter = Losses()
     Trainer(arguments, mesh=mesh).train(model, train_dataset=Samples(), reporter=reporter)
     return reporter.values
@@ -68,10 +80,12 @@ def losses_of_training(mesh, folder: Path, **changes) -> list[float]:
 def train(run_mesh, tmp_path):
     """`train(tp, data=1, folder="run", **arguments)`: the losses, the same on every rank."""
 
-    def run(tp: int, *, data: int = 1, folder: str = "run", first_step: int = 0, **changes) -> list[float]:
+    def run(
+        tp: int, *, data: int = 1, folder: str = "run", start: str = "run", first_step: int = 0, **changes
+    ) -> list[float]:
         if first_step:
-            changes |= {"load_dir": str(tmp_path / "run" / "checkpoints" / f"step-{first_step:06d}")}
-            folder = "resumed"
+            changes |= {"load_dir": str(tmp_path / start / "checkpoints" / f"step-{first_step:06d}")}
+            folder = "resumed" if folder == "run" else folder
         training = partial(losses_of_training, folder=tmp_path / folder, **changes)
         by_rank = run_mesh(tp, training, data=data)
         assert all(losses == by_rank[0] for losses in by_rank)
@@ -114,3 +128,56 @@ def test_bf16_with_master_weights_resumes_bit_for_bit(train, unsplit_losses):
     whole = train(2, precision="bf16", save_interval=8)
     assert whole == pytest.approx(unsplit_losses, rel=2e-2)
     assert train(2, precision="bf16", first_step=8) == whole[8:]
+
+
+def checkpointed(folder: Path) -> dict[str, torch.Tensor]:
+    """The whole tensors of a checkpoint, the optimizer's included, put together as the manifest says."""
+    from safetensors.torch import load_file
+
+    shards = {
+        name: record["shard"] for name, record in json.loads((folder / "manifest.json").read_text())["tensors"].items()
+    }
+    tensors = {}
+    for stem in ("rank", "optimizer"):
+        ranks = [load_file(path) for path in sorted(folder.glob(f"{stem}_*.safetensors"))]
+        for name in ranks[0] if ranks else ():
+            shard = shards[name.rpartition("/")[2]]
+            parts = [rank[name] for rank in ranks]
+            is_split = shard is not None and parts[0].dim() > 0
+            tensors[name] = Shard(**shard).merge(parts) if is_split else parts[0]
+    return tensors
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_heads_that_do_not_divide_change_nothing(name, train, run_mesh, tmp_path):
+    """Losses of 20 steps with weight decay at 2, 3 and 4 ranks, and which tensors are saved."""
+    config = CONFIGS[name]
+    settings = {"config": config, "weight_decay": 0.1, "save_interval": 10}
+    unsplit = train(1, folder="unsplit", **settings)
+    for tp, zero_stage in ((2, 2), (3, 1), (4, 0)):
+        whole = train(tp, folder=f"tp{tp}", zero_stage=zero_stage, **settings)
+        assert whole == pytest.approx(unsplit, **SAME_LOSS)
+    assert train(4, folder="same", start="tp4", first_step=10, zero_stage=0, **settings) == whole[10:]
+    assert train(2, folder="other", start="tp4", first_step=10, **settings) == pytest.approx(unsplit[10:], **SAME_LOSS)
+    final, reference = (checkpointed(tmp_path / run / "checkpoints" / "step-000020") for run in ("tp4", "unsplit"))
+    assert all(value.shape == final[tensor].shape for tensor, value in reference.items())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_resharding_keeps_every_bit(name, train, tmp_path):
+    """Four ranks' weights and optimizer states, read for 1, 2 and 3 ranks; the weights also by way of files."""
+    from shardzoo.models.auto import as_config, build_on_meta
+
+    train(4, config=CONFIGS[name], train_steps=2, save_interval=2)
+    saved = tmp_path / "run" / "checkpoints" / "step-000002"
+    expected, model = checkpointed(saved), build_on_meta(as_config(CONFIGS[name]), None)
+    for size in (1, 2, 3):
+        ranks = [read_optimizer(saved, model, SimpleNamespace(tp_rank=rank, tp_size=size)) for rank in range(size)]
+        for tensor, value in ranks[0].items():
+            shard = getattr(model.get_parameter(tensor.partition("/")[2]), "shard", None)
+            merged = value if shard is None or not value.dim() else shard.merge([rank[tensor] for rank in ranks])
+            assert torch.equal(merged, expected[tensor]), tensor
+    split(saved, tmp_path / "one", 1)
+    split(tmp_path / "one", tmp_path / "two", 2)
+    for tensor, value in checkpointed(tmp_path / "two").items():
+        assert torch.equal(value, expected[tensor]), tensor
