@@ -6,8 +6,9 @@ check that it equals what autograd saves, to the byte.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ..mpu.shard import first_unit
 from .common.parallel_config import ParallelConfig
 from .common.transformer import MAX_EAGER_SCORES
 
@@ -59,6 +60,7 @@ class Block:
         key_value_heads: The number of key and value heads for grouped-query attention; by default `heads`.
         rotary: Whether queries and keys are rotated.
         window: Each position attends only to those at most so far away; None for all positions.
+        borrows: Whether the projection of queries, keys and values is put together from rows of several ranks.
     """
 
     hidden: int
@@ -78,6 +80,20 @@ class Block:
     key_value_heads: int | None = None
     rotary: bool = False
     window: int | None = None
+    borrows: bool = False
+
+    def on_rank(self, size: int) -> Block:
+        """Returns the part of the block that the busiest of `size` ranks computes."""
+        kept = self.key_value_heads or self.heads
+        parts = [(first_unit(self.heads, rank, size), first_unit(self.heads, rank + 1, size)) for rank in range(size)]
+        served = self.heads // kept  # query heads of a key-value head
+        return replace(
+            self,
+            heads=-(-self.heads // size),
+            key_value_heads=max(-(-stop // served) - start // served for start, stop in parts),
+            feed_forward=-(-self.feed_forward // size),
+            borrows=served > 1 and kept % size > 0,
+        )
 
     @property
     def key_value_size(self) -> int:
@@ -116,7 +132,8 @@ class BlockBytes:
 
 
 def block_bytes(stack: Stack, batch: Batch, layout: Layout) -> BlockBytes:
-    """Returns the memory of one block of a stack."""
+    """Returns the memory of one block of a stack, on the rank with the most heads."""
+    stack = replace(stack, block=stack.block.on_rank(layout.tensor_parallel_size))
     everything = _kept(stack, batch, layout, without_core=False)
     if layout.parallel_config.recompute == "full":
         kept = _stream(stack, batch, layout)
@@ -161,19 +178,20 @@ def _kept(stack: Stack, batch: Batch, layout: Layout, *, without_core: bool) -> 
     norms = 3 if block.cross else 2
     # The input, the output and the statistics of each norm.
     total = norms * (2 * _stream(stack, batch, layout) + tokens * block.statistics * FP32 // layout.sequence_split)
-    total += _attention_features(stack, batch, layout, without_core=without_core) * tokens * e // t
+    total += _attention_features(stack, batch, layout, without_core=without_core) * tokens * e
     lengths = [_own_length(stack, batch)]
     if block.cross:
-        total += (2 * tokens + 2 * batch.size * batch.length) * inner * e // t
+        total += (2 * tokens + 2 * batch.size * batch.length) * inner * e
         lengths.append(batch.length)
     for number, keys in enumerate(lengths):
         total += _core(stack, batch, layout, keys, crosses=number == 1, recomputed=without_core)
     if block.own_bias and without_core:  # an input of the recomputed core
-        total += block.heads * lengths[0] ** 2 * e // t
-    feed_forward = -(-block.feed_forward // t)
-    total += block.mlp_kept * tokens * feed_forward * e
+        total += block.heads * lengths[0] ** 2 * e
+    if block.borrows:
+        total += (inner + 2 * block.key_value_size) * block.hidden * e  # the weight, as it is put together
+    total += block.mlp_kept * tokens * block.feed_forward * e
     if block.gated and not block.fused and t > 1:
-        total += 2 * feed_forward * block.hidden * e  # weights of gate and up, stacked for a single collective
+        total += 2 * block.feed_forward * block.hidden * e  # weights of gate and up, stacked for a single collective
     keys_of_dropouts = block.dropouts + (len(lengths) if block.attention_dropout and not without_core else 0)
     return total + keys_of_dropouts * batch.size * INT64
 
@@ -184,7 +202,8 @@ def _attention_features(stack: Stack, batch: Batch, layout: Layout, *, without_c
     inner, key_value = block.heads * block.head_size, block.key_value_size
     qkv = inner + 2 * key_value
     eager = not without_core and _materializes_weights(block, layout, length, length, crosses=False)
-    if eager and (key_value != inner or block.rotary):  # k and v are kept with each head repeated, or v as a copy
+    if (eager and (key_value != inner or block.rotary)) or inner % key_value:
+        # k and v are kept with each head repeated, or v as a copy
         return 4 * inner + (0 if block.rotary else qkv - inner)
     return qkv + inner + (inner + key_value if block.rotary else 0)  # v is a view of qkv, which is kept as a whole
 
@@ -198,12 +217,12 @@ def _core(stack: Stack, batch: Batch, layout: Layout, keys: int, *, crosses: boo
     block, queries = stack.block, _own_length(stack, batch)
     if recomputed:
         return 0
-    weights = batch.size * block.heads * queries * keys * layout.itemsize // layout.tensor_parallel_size
+    weights = batch.size * block.heads * queries * keys * layout.itemsize
     if block.attention_dropout:
         return 2 * weights
     if _materializes_weights(block, layout, queries, keys, crosses):
         return weights
-    log_sums = batch.size * block.heads * queries * FP32 // layout.tensor_parallel_size
+    log_sums = batch.size * block.heads * queries * FP32
     windowed = block.window is not None and keys > block.window + 1
     if not (batch.padded or windowed):
         return log_sums
@@ -224,15 +243,15 @@ def _working(stack: Stack, batch: Batch, layout: Layout, recomputed: int = 0) ->
     those inside attention, which exist after the feed-forward block's tensors are freed. Recomputing the core of
     attention adds `recomputed` bytes to the latter.
     """
-    block, e, t = stack.block, layout.itemsize, layout.tensor_parallel_size
+    block, e = stack.block, layout.itemsize
     tokens = _tokens(stack, batch)
-    wide = tokens * -(-block.feed_forward // t) * e
-    inner = tokens * block.heads * block.head_size * e // t
+    wide = tokens * block.feed_forward * e
+    inner = tokens * block.heads * block.head_size * e
     length = _own_length(stack, batch)
     attention = 4 * inner
     if _materializes_weights(block, layout, length, length, crosses=False):
         # While the gradient of the weights exists, the only others are those of the output and of the values.
-        attention = max(batch.size * block.heads * length**2 * e // t + 2 * inner, attention)
+        attention = max(batch.size * block.heads * length**2 * e + 2 * inner, attention)
     # By then the feed-forward block's kept tensors, its norm's input and output included, are freed.
     attention += recomputed - block.mlp_kept * wide - 2 * _stream(stack, batch, layout)
     return 2 * tokens * block.hidden * e + max(wide * (2 if block.gated else 1), attention)
