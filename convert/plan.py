@@ -112,7 +112,7 @@ def dry_run(source: Path, size: int | None, config_file: Path | None = None) -> 
                 "stored": list(todo.mapped.names.by_parameter[name]),
                 "dtype": placement.dtype,
                 "shape": list(parameter.shape),
-                "split": _describe(parameter),
+                "split": _describe(parameter, size or 1),
                 "transposed": known[name].transpose,
                 "shape_per_rank": list(part.tensor.shape),
                 "bytes_per_rank": part.tensor.nbytes,
@@ -136,11 +136,12 @@ def dry_run(source: Path, size: int | None, config_file: Path | None = None) -> 
     }
 
 
-def _describe(parameter: ParameterSpec) -> str:
+def _describe(parameter: ParameterSpec, size: int) -> str:
     if parameter.shard is None:
         return "replicated"
     blocks = f" in blocks {'+'.join(map(str, parameter.shard.groups))}" if len(parameter.shard.groups) > 1 else ""
-    return f"dim {parameter.dim}{blocks}{', padded' if parameter.shard.pad_multiple else ''}"
+    unequal = len({parameter.local_shape(rank, size) for rank in range(size)}) > 1
+    return f"dim {parameter.dim}{blocks}{', padded' * bool(parameter.shard.pad_multiple)}{', unequal parts' * unequal}"
 
 
 def _seconds(todo: ConversionPlan) -> float:

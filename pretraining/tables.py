@@ -16,8 +16,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from rich.table import Table
 
 from ..models import family
+from ..models.auto import build_on_meta
 from ..models.common.config import ModelConfig
-from ..models.sizes import parameter_sizes
+from ..models.sizes import parameter_sizes, uneven_work
 from ..trainer.engines.deepspeed_config import zero_stage
 from ..trainer.estimate import Job, estimate
 from ..trainer.launch.launch import processes_of
@@ -86,6 +87,9 @@ def run_plan(arguments: PretrainingArguments, inputs: Inputs) -> Table:
     facts = run_facts(arguments, inputs, inputs.config, tp_size, processes // tp_size)
     peak = estimate(*estimated_job(arguments, inputs, processes // tp_size)).peak
     facts["memory"] = f"about {peak.total / GIB:.2f} GiB on a rank, at the peak in {peak.name}"
+    uneven = uneven_work(build_on_meta(inputs.config, None), tp_size)
+    if uneven >= 0.001:
+        facts["uneven work"] = f"the busiest tensor-parallel rank computes {uneven:.1%} more than an even share"
     facts["corpus"] = ", ".join(arguments.data) or "the Python standard library"
     folder = RunFolder(Path(arguments.output_dir or Path("runs", f"{Path(arguments.model_name).name}-DATE")))
     if arguments.overwrite and folder.own_files():
