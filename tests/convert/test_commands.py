@@ -34,6 +34,8 @@ def test_plan_shows_everything_and_writes_nothing(run, gpt2_folder, file_tree):
     assert "blocks.1.attention.qkv.weight" in text
     assert "dim 0 in blocks 16+16+16" in text
     assert "101, padded to 256" in text
+    assert "unequal" not in text
+    assert "dim 0 in blocks 16+16+16, unequal parts" in run("plan", gpt2_folder, "--tp", 3)[1]  # four heads
     planned = json.loads(run("plan", gpt2_folder, "--tp", 4, "--json")[1])
     rows = {row["name"]: row for row in planned["tensors"]}
     assert rows["blocks.0.mlp.down.weight"]["shape_per_rank"] == [16, 6]

@@ -376,4 +376,5 @@ def test_a_plan_names_its_parts_and_writes_nothing(parts, tmp_path, capsys):
     shown = capsys.readouterr().out
     memory = {"25,056 parameters", parts.weights["folder"], parts.corpora["text"], "20 = 5,120 tokens", "GiB on a rank"}
     assert all(part in shown for part in memory | {str(tmp_path / "run" / "hf"), "1 tensor-parallel x 1 data-parallel"})
+    assert "uneven" not in shown
     assert list(tmp_path.iterdir()) == []

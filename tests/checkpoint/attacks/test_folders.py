@@ -138,6 +138,12 @@ def test_more_ranks_than_heads(arena, gpt2_folder):
     assert re.search(r"blocks\.0\.attention\.qkv\.weight.*5 ways; use 1 to 4 ranks", refusal)
 
 
+@pytest.mark.parametrize("style", ["legacy", "megatron"])
+def test_formats_of_equal_parts_refuse_unequal_ones(style, arena, gpt2_folder):
+    refusal = arena.refused("split", gpt2_folder, arena.destination, "--tp=3", f"--to={style}")
+    assert re.search(r"parameter blocks\.0\.attention\.qkv.*3 ways evenly; use 1, 2 or 4", refusal)
+
+
 @pytest.mark.parametrize("size", [0, -1])
 def test_a_size_that_is_none(size, arena, gpt2_folder):
     assert "must be at least 1" in arena.refused("split", gpt2_folder, arena.destination, f"--tp={size}")
