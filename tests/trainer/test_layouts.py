@@ -172,7 +172,9 @@ def test_resharding_keeps_every_bit(name, train, tmp_path):
     saved = tmp_path / "run" / "checkpoints" / "step-000002"
     expected, model = checkpointed(saved), build_on_meta(as_config(CONFIGS[name]), None)
     for size in (1, 2, 3):
-        ranks = [read_optimizer(saved, model, SimpleNamespace(tp_rank=rank, tp_size=size)) for rank in range(size)]
+        ranks = [
+            read_optimizer(saved, model, SimpleNamespace(tp_rank=rank, tp_size=size, pp_size=1)) for rank in range(size)
+        ]
         for tensor, value in ranks[0].items():
             shard = getattr(model.get_parameter(tensor.partition("/")[2]), "shard", None)
             merged = value if shard is None or not value.dim() else shard.merge([rank[tensor] for rank in ranks])
