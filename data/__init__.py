@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from .loading.mixture import MixedSamples, parse_mixture
     from .loading.stream import DocumentRecords, IterableRecords, ResumableStream, TextStream
+    from .objectives.bart import BartObjective, MBartObjective, TextInfilling
     from .objectives.bert import NextSentenceObjective, SentenceOrderObjective, SentencePairDataset, SentencePairs
     from .objectives.blank_infilling import BlankInfilling
     from .objectives.denoising import PrefixLM, SpanCorruption
@@ -71,6 +72,7 @@ _NAMES = {
     ),
     "loading.mixture": ("MixedSamples", "parse_mixture"),
     "loading.stream": ("DocumentRecords", "IterableRecords", "ResumableStream", "TextStream"),
+    "objectives.bart": ("BartObjective", "MBartObjective", "TextInfilling"),
     "objectives.bert": ("NextSentenceObjective", "SentenceOrderObjective", "SentencePairDataset", "SentencePairs"),
     "objectives.blank_infilling": ("BlankInfilling",),
     "objectives.denoising": ("PrefixLM", "SpanCorruption"),
@@ -101,14 +103,14 @@ _NAMES = {
     "tokenizers.vocabulary": ("Vocabulary",),
 }
 __all__ = [
-    "BlankInfilling", "BlockDataset", "BlockStream", "Corpus", "DocumentRecords", "EpochShuffle",
+    "BartObjective", "BlankInfilling", "BlockDataset", "BlockStream", "Corpus", "DocumentRecords", "EpochShuffle",
     "GLMDataset", "GLMMixture", "GLMObjective", "GLMTokens", "GPTDataset", "GPTObjective", "IndexedDataset",
-    "IndexedDatasetWriter", "IterableRecords", "LengthBuckets", "Masking", "MixedSamples", "MixtureOfDenoisers",
+    "IndexedDatasetWriter", "IterableRecords", "LengthBuckets", "MBartObjective", "Masking", "MixedSamples", "MixtureOfDenoisers",
     "NextSentenceObjective", "Objective", "ObjectiveDataset", "PackedDataset", "PackedTokens", "PadBatch",
     "PrefixLM", "PrefixLMObjective", "PrepareOptions", "PrepareReport", "PretrainingData", "PromptDataset",
     "ResumableLoader", "ResumableStream", "RobertaObjective", "SentenceOrderObjective", "SentencePairDataset",
-    "SentencePairs", "Seq2SeqDataset", "Share", "SourceReport", "SpanCorruption", "T5Objective", "TextStream",
-    "Tokenizer", "UL2Objective", "Vocabulary", "WriterState", "add_sentinels", "build_dataset", "build_loader",
+    "SentencePairs", "Seq2SeqDataset", "Share", "SourceReport", "SpanCorruption", "T5Objective", "TextInfilling",
+    "TextStream",    "Tokenizer", "UL2Objective", "Vocabulary", "WriterState", "add_sentinels", "build_dataset", "build_loader",
     "documents_in_memory", "dtype_for_vocabulary", "fail_on_bad", "find_objective", "glm_token_ids",
     "glm_tokenizer", "iter_documents", "load_pairs", "load_tokenizer", "masked_dataset", "merge_datasets",
     "objective", "objective_names", "pack_lengths", "parse_mixture", "prepare_corpora", "prepare_corpus",

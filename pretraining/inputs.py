@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from pathlib import Path
 
@@ -91,7 +91,7 @@ def choose_inputs(arguments: PretrainingArguments, launch: RankInfo) -> Inputs:
     tokenizer, name = choose_tokenizer(named, weights, sources)
     if tokenizer is not None:
         prepare_tokenizer(tokenizer, name, objective, weights)
-        config = config if weights else with_vocabulary(config, tokenizer)
+        config = config if weights else with_vocabulary(config, tokenizer, objective)
         for prefix in filter(None, map(as_prefix, sources)):
             check_pair(prefix, tokenizer, name, stated=named is not None)
     check_layout(arguments, config, launch)
@@ -302,14 +302,17 @@ def check_pair(prefix: Path, tokenizer: Tokenizer, name: str, *, stated: bool) -
         )
 
 
-def with_vocabulary(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
+def with_vocabulary(config: ModelConfig, tokenizer: Tokenizer, objective: Objective) -> ModelConfig:
     """Returns the configuration of new weights for a tokenizer: its size and its special ids."""
-    special = tokenizer.special
+    special, now = tokenizer.special, asdict(config)
     ids = {f"{key}_token_id": special.get(f"{key}_token") for key in ("bos", "eos", "pad", "cls", "sep")}
+    ids |= {f"forced_{key}": ids[key] for key in tuple(ids) if now.get(f"forced_{key}") is not None}
     known = {field.name for field in fields(config)}
     if "decoder_start_token_id" in known:
         ids["pad_token_id"] = special.get("pad_token", special.get("eos_token"))
-        ids["decoder_start_token_id"] = ids["pad_token_id"]
+        starts_with_padding = now["decoder_start_token_id"] == now["pad_token_id"]
+        ids["decoder_start_token_id"] = ids["pad_token_id" if starts_with_padding else "eos_token_id"]
+    ids |= objective.token_ids(tokenizer)
     own = {name: value for name, value in ids.items() if name in known}
     try:
         return config.with_changes(vocab_size=tokenizer.vocab_size, **own)

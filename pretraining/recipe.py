@@ -53,7 +53,7 @@ class Pretraining:
         self.run_folder, self.first_step = on_first_rank(self._prepare_folder)
         self.trainer.run_folder = self.run_folder
         tokenizer = load_tokenizer(self.run_folder.data / TOKENIZER)
-        self.config = inputs.config if inputs.tokenizer else with_vocabulary(inputs.config, tokenizer)
+        self.config = inputs.config if inputs.tokenizer else with_vocabulary(inputs.config, tokenizer, inputs.objective)
         self.train, self.held_out = make_samples(arguments, inputs, self.run_folder.data, tokenizer, self.trainer.share)
         self.collate = Collate(pad_batch(data_of(arguments, inputs), tokenizer))
         self.evaluated = held_out_samples(self.held_out, arguments.final_eval_sequences)

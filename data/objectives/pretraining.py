@@ -86,6 +86,10 @@ class Objective(ABC):
         """Returns the maximum number of tokens of an input, and of its labels."""
         return sequence_length, sequence_length
 
+    def token_ids(self, tokenizer: Tokenizer) -> dict[str, int]:
+        """Returns ids that the configuration of new weights takes from the objective, such as the decoder's start."""
+        return {}
+
 
 @dataclass(frozen=True)
 class Seq2SeqObjective(Objective):
