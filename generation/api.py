@@ -150,6 +150,8 @@ def _answer(
     check_ids(prompt, model.config.vocab_size, "decoder_input_ids")
     decoder_mask = None if decoder_mask is None or bool((decoder_mask != 0).all()) else decoder_mask
     limit = settings.length_limit(prompt.shape[1])
+    if (positions := model.config.max_target_length) is not None:
+        limit = fit_positions(prompt.shape[1], limit, positions, settings)
     capacity = limit - 1 if settings.use_cache else None
     decoder = Seq2SeqDecoder(model, encoded, mask, decoder_mask, copies=copies, capacity=capacity)
     return search(decoder, prompt, limit, settings, extras, encoder_ids=ids)

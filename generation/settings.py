@@ -200,7 +200,10 @@ def make_settings(config: ModelConfig, given: Any, arguments: Mapping[str, Any])
     Raises:
         ValueError: a name is not supported; the message suggests a similar one.
     """
-    model_tokens = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
+    model_tokens = (
+        "pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "forced_bos_token_id",
+        "forced_eos_token_id",
+    )  # fmt: skip
     values: dict[str, Any] = {name: getattr(config, name, None) for name in model_tokens}
     if isinstance(given, GenerationSettings):
         of_given = {field.name: getattr(given, field.name) for field in fields(given)}

@@ -224,10 +224,11 @@ def _core(stack: Stack, batch: Batch, layout: Layout, keys: int, *, crosses: boo
         return weights
     log_sums = batch.size * block.heads * queries * FP32
     windowed = block.window is not None and keys > block.window + 1
-    if not (batch.padded or windowed):
+    padded = batch.padded and not (stack.is_decoder and not crosses)  # a target's padding is behind its tokens
+    if not (padded or windowed):
         return log_sums
     rows = queries if windowed or (block.causal and not crosses) else 1
-    return log_sums + (batch.size if batch.padded else 1) * rows * keys * layout.itemsize  # the additive mask
+    return log_sums + (batch.size if padded else 1) * rows * keys * layout.itemsize  # the additive mask
 
 
 def _materializes_weights(block: Block, layout: Layout, queries: int, keys: int, crosses: bool) -> bool:

@@ -140,6 +140,7 @@ def _load(model: nn.Module, mapped: MappedCheckpoint, mesh: ParallelMesh | None)
         tensors = {part.tensor for place in placements.values() for part in place.slices()}
         check_digests(sorted(tensors, key=lambda t: (t.file, t.offset)), mapped.digests, rank, size)
         with TensorReader() as reader, TensorReader() as other:
+            _check_zeros(reader, mapped)
             for name, placement in placements.items():
                 if specs[name].shard is None:
                     shares[name] = _read_share(reader, placement, parameters[name], rank, size)
@@ -155,6 +156,16 @@ def _load(model: nn.Module, mapped: MappedCheckpoint, mesh: ParallelMesh | None)
         parameter = parameters[name]
         whole = gather_from_tp(share.to(_exchange_device(mesh)), mesh, dim=0)
         parameter.copy_(whole[: parameter.numel()].view(parameter.shape))
+
+
+def _check_zeros(reader: TensorReader, mapped: MappedCheckpoint) -> None:
+    """Raises ValueError if a stored tensor that the model does not add is not zero."""
+    for name, tensor in mapped.layout.extras.items():
+        if name in mapped.model.name_map.zeros and reader.flat(tensor, 0, prod(tensor.shape)).any():
+            raise ValueError(
+                f"{tensor} must be zero, because the zoo's models do not add it; such a checkpoint can be converted, "
+                "but not loaded"
+            )
 
 
 def _exchange_device(mesh: ParallelMesh | None) -> str:

@@ -125,7 +125,7 @@ def _answer(pipeline: TextGenerationPipeline, tokenizer: Tokenizer, sample: Any,
         ids = _encoded(pipeline, prompt)
         if known and not set(ids) & set(known):
             ids = _encoded(pipeline, f"{prompt} {tokenizer.id_to_token(known[0])}")
-    found = _generated(pipeline, ids, NEW_TOKENS)
+    found = _generated(pipeline, ids, min(NEW_TOKENS, pipeline.model.config.max_target_length or NEW_TOKENS))
     blanks = set(ids) & set(known)
     if not blanks:
         return [(ids, False), (found, True)]

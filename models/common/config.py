@@ -104,6 +104,11 @@ class ModelConfig:
         """The longest sequence that the position table supports."""
         raise NotImplementedError
 
+    @property
+    def max_target_length(self) -> int | None:
+        """The number of positions of an encoder-decoder's decoder; None for no limit."""
+        return None
+
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Returns a configuration from the keys of a `config.json`. It ignores keys that this family does not use."""

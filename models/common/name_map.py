@@ -58,6 +58,7 @@ class NameMap:
             to a model that has a separate parameter for the name (an untied head).
         renamed: Pairs (regular expression for the full name in old files, current name); `\\1` is the first group.
         ignored: Regular expressions for the full names of stored tensors that are not parameters.
+        zeros: Names among the ignored ones of tensors that must be zeros, because the model does not add them.
     """
 
     entries: tuple[Entry, ...]
@@ -65,6 +66,7 @@ class NameMap:
     aliases: tuple[tuple[str, str], ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
+    zeros: tuple[str, ...] = ()
 
     def resolve(self, native_names: Iterable[str]) -> Iterator[Entry]:
         """Yields the entry of each native parameter, with layer numbers filled in. Raises KeyError without an entry."""

@@ -12,7 +12,7 @@ import yaml
 import shardzoo.cli.pretrain
 from shardzoo.cli.models import measure
 from shardzoo.cli.pretrain import RECIPES, read_arguments
-from shardzoo.models import FAMILIES, family, find_config
+from shardzoo.models import family, find_config
 from shardzoo.pretraining.inputs import choose_inputs
 from shardzoo.pretraining.tables import estimated_job
 from shardzoo.trainer.estimate import estimate
@@ -48,7 +48,7 @@ def test_a_recipe_can_start_on_its_hardware(file):
     """Its model can be split so, its objective fits the model, and a rank's memory is enough."""
     arguments = read(file)
     size = arguments.model_parallel_size
-    assert size in measure(find_config(arguments.model), 1).legal
+    assert size <= measure(find_config(arguments.model), 1).largest
     hardware = re.search(r"# Hardware: (\d+) GPUs? of (\d+) GB", file.read_text())
     ranks, memory = (int(hardware[1]), int(hardware[2]) * 10**9) if hardware else (2, 4 << 30)
     inputs = choose_inputs(
@@ -66,10 +66,10 @@ def test_the_objective_of_a_recipe_fits_its_model(file):
     assert arguments.objective.format in family(find_config(arguments.model).model_type).pretrains
 
 
-def test_each_family_has_three_sizes():
-    families = [find_config(name).model_type for name in NAMES if name != "mt5-libai"]
-    assert sorted(families) == sorted([*FAMILIES] * 3)
-    assert [name for name in NAMES if name.endswith("-quickstart")] == [f"{name}-quickstart" for name in FAMILIES]
+def test_a_quickstart_is_named_after_its_family():
+    quickstarts = [name for name in NAMES if name.endswith("-quickstart")]
+    assert len(quickstarts) > 6
+    assert quickstarts == [f"{find_config(name).model_type}-quickstart" for name in quickstarts]
 
 
 # Figures of the papers' tables, as far as the recipe's own numbers are theirs.
@@ -78,6 +78,7 @@ PUBLISHED = {
     "bert-large-uncased": {"warmup_steps": 10_000, "weight_decay": 0.01, "lr_schedule": "linear", "beta2": 0.999},
     "roberta-base": {"global_batch_size": 8192, "train_steps": 500_000, "lr": 6e-4, "warmup_steps": 24_000},
     "roberta-large": {"lr": 4e-4, "warmup_steps": 30_000, "beta2": 0.98, "adam_eps": 1e-6, "clip_grad": 0.0},
+    "bart-large": {"global_batch_size": 8000, "train_steps": 500_000},
     "glm-base": {"global_batch_size": 1024, "train_steps": 120_000, "lr": 4e-4, "warmup_steps": 6_000},
     "glm-10b": {"lr": 1e-4, "weight_decay": 0.1, "beta2": 0.95, "train_steps": 175_000, "warmup_steps": 7_000},
     "t5-v1_1-xxl": {"sequence_length": 512, "target_length": 114, "global_batch_size": 2048},

@@ -46,7 +46,8 @@ class Numbers(Tokenizer):
     def __init__(self, size: int) -> None:
         self.names = ["[PAD]", "</s>", "[CLS]", "[SEP]", "[MASK]", "[UNK]"]
         self.names += [f"{n}" if n % 10 else "." for n in range(6, size)]
-        self.special = {"pad_token": 0, "eos_token": 1, "cls_token": 2, "sep_token": 3, "mask_token": 4, "unk_token": 5}
+        self.special = {"pad_token": 0, "bos_token": 1, "eos_token": 1, "cls_token": 2, "sep_token": 3, "mask_token": 4}
+        self.special |= {"unk_token": 5}
         self.vocab_size = size
 
     def add_tokens(self, tokens: Sequence[str]) -> None:

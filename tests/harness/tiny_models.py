@@ -14,6 +14,11 @@ _SEQ2SEQ = {
     "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_decoder_layers": 1, "num_heads": 4,
     "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
+_BART = {
+    "d_model": 32, "encoder_layers": 3, "decoder_layers": 1, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64,
+    "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0,
+}  # fmt: skip
 TINY: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0},
     "bert": {**_ENCODER, "max_position_embeddings": 64},
@@ -28,6 +33,9 @@ TINY: dict[str, dict[str, Any]] = {
     "t5": _SEQ2SEQ,
     "mt5": _SEQ2SEQ,
     "umt5": _SEQ2SEQ,
+    "bart": _BART,
+    "mbart": {**_BART, "scale_embedding": True},
+    "m2m_100": _BART,
 }  # fmt: skip
 PRETRAINED = {"t5": "T5ForConditionalGeneration", "gpt2": "GPT2LMHeadModel", "bert": "BertForPreTraining"}
 _BERT_DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
@@ -42,6 +50,7 @@ _DROPOUTS = {
     "t5": ("dropout_rate",),
     "mt5": ("dropout_rate",),
     "umt5": ("dropout_rate",),
+    **dict.fromkeys(("bart", "mbart", "m2m_100"), ("dropout", "attention_dropout", "activation_dropout")),
 }
 _DEPTHS = {
     "gpt2": ("n_layer",),
@@ -54,6 +63,7 @@ _DEPTHS = {
     "t5": ("num_layers", "num_decoder_layers"),
     "mt5": ("num_layers", "num_decoder_layers"),
     "umt5": ("num_layers", "num_decoder_layers"),
+    **dict.fromkeys(("bart", "mbart", "m2m_100"), ("encoder_layers", "decoder_layers")),
 }
 _SPECIAL_TOKENS = {
     "gpt2": {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"},

@@ -14,7 +14,7 @@ from shardzoo.models.activations import Batch, Layout, block_bytes
 
 SIZE, SOURCE, TARGET = 2, 16, 12
 HIDDEN, HEADS = 32, 4
-SEQ2SEQ = ("t5", "mt5", "umt5")
+T5 = ("t5", "mt5", "umt5")
 LAYERS = (2, 3)  # the last of three has no mask and no rotary positions of its own; it shares those of another
 DTYPES = {4: torch.float32, 2: torch.bfloat16}
 
@@ -55,9 +55,13 @@ def test_the_loss_keeps_the_logits_and_a_few_numbers_per_token():
     assert kept <= logits.numel() * 2 + 64 * 32
 
 
+def is_seq2seq(name) -> bool:
+    return family(name).kind == "encoder-decoder"
+
+
 def config_of(name, layers, drops):
     """Heads of another width together than the hidden size, where the family can have that."""
-    wide = {"d_kv": 16} if name in SEQ2SEQ else {}
+    wide = {"d_kv": 16} if name in T5 else {}
     return config_from_dict(tiny(name, 0.1 if drops else 0.0, layers=layers, **wide))
 
 
@@ -65,7 +69,7 @@ def kept_by_blocks(mesh, name, layers, drops, padded, itemsize, parallel_config)
     config = config_of(name, layers, drops)
     model = from_config(config, mesh, dtype=DTYPES[itemsize], parallel_config=parallel_config).train()
     ids = torch.arange(SIZE * SOURCE).view(SIZE, SOURCE) % 37 + 5
-    batch = {"input_ids": ids, "labels": ids[:, :TARGET].clone() if name in SEQ2SEQ else ids}
+    batch = {"input_ids": ids, "labels": ids[:, :TARGET].clone() if is_seq2seq(name) else ids}
     if padded:
         mask = torch.ones_like(ids)
         mask[1, SOURCE // 2 :] = 0
@@ -75,7 +79,7 @@ def kept_by_blocks(mesh, name, layers, drops, padded, itemsize, parallel_config)
 
 
 def formula(name, drops, padded, layout):
-    batch = Batch(SIZE, SOURCE, TARGET if name in SEQ2SEQ else 0, padded)
+    batch = Batch(SIZE, SOURCE, TARGET if is_seq2seq(name) else 0, padded)
     stacks = family(name).activations(config_of(name, 1, drops)).stacks
     return sum(block_bytes(stack, batch, layout).kept for stack in stacks)
 

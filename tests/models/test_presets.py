@@ -71,6 +71,18 @@ PUBLISHED = {
     "umt5-base": 592_043_520,
     "umt5-xl": 3_768_356_864,
     "umt5-xxl": 12_972_531_712,
+    "bart-base": 139_420_416,
+    "bart-large": 406_291_456,
+    "bart-large-cnn": 406_290_432,
+    "bart-large-mnli": 407_344_131,
+    "mbart-large-cc25": 610_851_840,
+    "mbart-large-50": 610_879_488,
+    "m2m100_418m": 483_905_536,
+    "m2m100_1.2b": 1_239_470_080,
+    "nllb-200-distilled-600m": 615_073_792,
+    "nllb-200-distilled-1.3b": 1_370_638_336,
+    "nllb-200-1.3b": 1_370_638_336,
+    "nllb-200-3.3b": 3_344_863_232,
 }
 
 
@@ -88,7 +100,7 @@ def test_parameter_counts(name):
     assert measure(find_config(name), 1).parameters == PUBLISHED[name]
 
 
-@pytest.mark.parametrize("name", ["gpt2-medium", "t5-base", "t5-v1_1-large", "mt5-small"])
+@pytest.mark.parametrize("name", ["gpt2-medium", "t5-base", "t5-v1_1-large", "mt5-small", "bart-base"])
 def test_the_written_config_builds_the_same_model_in_transformers(name, tmp_path):
     config = find_config(name)
     config.save(tmp_path)

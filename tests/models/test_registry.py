@@ -61,7 +61,7 @@ UNKNOWN_FAMILIES = {  # model_type, architecture: the nearest model, and a word 
 def test_an_unknown_family_names_the_nearest_model_and_what_is_missing(wanted):
     model_type, architecture = wanted
     names = [architecture] if architecture else None
-    with pytest.raises(ValueError, match=f"there is no model family '{model_type}'.*; use one of bert, ") as caught:
+    with pytest.raises(ValueError, match=f"there is no model family '{model_type}'.*; use one of bart, ") as caught:
         config_from_dict({"model_type": model_type, "architectures": names})
     assert "\n" not in str(caught.value)
     nearest, missing = str(caught.value).split("The nearest model that works is ")[1].split("; missing: ")

@@ -27,9 +27,18 @@ WEIGHTS = [
     ("gpt2", "GPT2LMHeadModel", "gpt"), ("bert", "BertForPreTraining", "bert-nsp"),
     ("bert", "BertForMaskedLM", "roberta"), ("roberta", "RobertaForMaskedLM", "roberta"),
     ("t5", "T5ForConditionalGeneration", "t5"), ("mt5", "MT5ForConditionalGeneration", "prefix-lm"),
-    ("glm", "GLMModel", "glm"),
+    ("glm", "GLMModel", "glm"), ("bart", "BartForConditionalGeneration", "bart"),
+    ("mbart", "MBartForConditionalGeneration", "prefix-lm"),
 ]  # fmt: skip
-DEFAULTS = {"gpt2": "gpt", "bert": "bert-nsp", "roberta": "roberta", "t5": "t5", "mt5": "t5", "glm": "glm"}
+DEFAULTS = {
+    "gpt2": "gpt",
+    "bert": "bert-nsp",
+    "roberta": "roberta",
+    "t5": "t5",
+    "mt5": "t5",
+    "glm": "glm",
+    "bart": "bart",
+}
 
 
 def save_weights(folder: Path, name: str, architecture: str, texts: Path) -> Any:

@@ -1,0 +1,28 @@
+"""BART (Lewis et al., 2020)."""
+
+from ..common.heads import with_heads
+from ..registry import Family
+from .config import BartConfig
+from .hf import NAME_MAP
+from .memory import activations
+from .model import HEADS, BartBody
+from .presets import PRESETS
+
+FAMILY = Family(
+    config=BartConfig,
+    architectures=with_heads(BartBody, "Bart", HEADS),
+    name_map=NAME_MAP,
+    presets=PRESETS,
+    kind="encoder-decoder",
+    objective="bart",
+    pretrains={"seq2seq": "BartForConditionalGeneration"},
+    tokenizer="roberta-bpe",
+    activations=activations,
+    tasks={
+        "text2text-generation": "BartForConditionalGeneration",
+        "text-classification": "BartForSequenceClassification",
+    },
+    new_modules=("pooler", "classifier", "qa_outputs"),
+)
+
+__all__ = ["FAMILY", "BartConfig"]

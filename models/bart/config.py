@@ -1,0 +1,94 @@
+"""Defines BART's configuration, with the keys of Hugging Face's `config.json`. mBART and M2M100 have the same keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..common.config import (
+    Activation,
+    ClassCount,
+    HeadCount,
+    HeadsConfig,
+    HiddenSize,
+    InitializerScale,
+    InnerSize,
+    LayerCount,
+    PositionCount,
+    Probability,
+    TokenId,
+    VocabSize,
+)
+
+
+@dataclass(frozen=True)
+class BartConfig(HeadsConfig):
+    """The sizes and constants of a BART. Names, meanings and defaults are those of transformers.
+
+    The class variables are what distinguishes the families.
+
+    Attributes:
+        pre_norm: Whether the norms are before attention and MLP, with one more after the last block.
+        embedding_norm: Whether the embeddings are normalized.
+        learned_positions: Whether the positions are learned; otherwise they are sinusoids.
+        encoder_layerdrop, decoder_layerdrop: The share of blocks that a training step leaves out. The zoo computes all
+            blocks, so training needs 0.
+    """
+
+    model_type: ClassVar[str] = "bart"
+    attribute_map: ClassVar[dict[str, str]] = {
+        "hidden_size": "d_model",
+        "num_hidden_layers": "encoder_layers",
+        "num_attention_heads": "encoder_attention_heads",
+    }
+    pre_norm: ClassVar[bool] = False
+    embedding_norm: ClassVar[bool] = True
+    learned_positions: ClassVar[bool] = True
+
+    vocab_size: VocabSize = 50265
+    max_position_embeddings: PositionCount = 1024
+    encoder_layers: LayerCount = 12
+    encoder_ffn_dim: InnerSize = 4096
+    encoder_attention_heads: HeadCount = 16
+    decoder_layers: LayerCount = 12
+    decoder_ffn_dim: InnerSize = 4096
+    decoder_attention_heads: HeadCount = 16
+    encoder_layerdrop: Probability = 0.0
+    decoder_layerdrop: Probability = 0.0
+    activation_function: Activation = "gelu"
+    d_model: HiddenSize = 1024
+    dropout: Probability = 0.1
+    attention_dropout: Probability = 0.0
+    activation_dropout: Probability = 0.0
+    init_std: InitializerScale = 0.02
+    classifier_dropout: Probability = 0.0
+    scale_embedding: bool = False
+    is_encoder_decoder: bool = True
+    tie_word_embeddings: bool = True
+    pad_token_id: TokenId = 1
+    bos_token_id: TokenId | None = 0
+    eos_token_id: TokenId | list[TokenId] | None = 2
+    decoder_start_token_id: TokenId | None = 2
+    forced_bos_token_id: TokenId | None = None
+    forced_eos_token_id: TokenId | list[TokenId] | None = 2
+    num_labels: ClassCount = 3
+    architecture: str = "BartForConditionalGeneration"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.tie_word_embeddings:
+            raise ValueError(f"{self.model_type}'s output head is the word embedding: tie_word_embeddings must be true")
+        self.check_heads(self.d_model, self.encoder_attention_heads)
+        self.check_heads(self.d_model, self.decoder_attention_heads)
+
+    @property
+    def num_attention_heads(self) -> int:
+        return self.encoder_attention_heads
+
+    @property
+    def max_sequence_length(self) -> int:
+        return self.max_position_embeddings
+
+    @property
+    def max_target_length(self) -> int | None:
+        return self.max_position_embeddings if self.learned_positions else None

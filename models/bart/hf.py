@@ -1,0 +1,65 @@
+"""Maps each native parameter of BART to its tensors in Hugging Face's checkpoints. mBART and M2M100 have the same."""
+
+from __future__ import annotations
+
+from ..common.name_map import Entry, NameMap
+
+
+def both(native: str, stored: str) -> tuple[Entry, Entry]:
+    """Returns the entries of a weight and its bias."""
+    return Entry(f"{native}.weight", f"{stored}.weight"), Entry(f"{native}.bias", f"{stored}.bias")
+
+
+def _projections(native: str, stored: str, names: str) -> tuple[Entry, ...]:
+    """Returns the entries of projections that are stacked in one parameter."""
+    return tuple(
+        Entry(f"{native}.{kind}", tuple(f"{stored}.{name}_proj.{kind}" for name in names))
+        for kind in ("weight", "bias")
+    )
+
+
+def _stack(stack: str) -> tuple[Entry, ...]:
+    native, stored = f"{stack}.blocks.{{i}}", f"model.{stack}.layers.{{i}}"
+    return (
+        Entry(f"{stack}.position_embeddings.weight", f"model.{stack}.embed_positions.weight"),
+        *both(f"{stack}.embedding_norm", f"model.{stack}.layernorm_embedding"),
+        *_projections(f"{native}.attention.qkv", f"{stored}.self_attn", "qkv"),
+        *both(f"{native}.attention.output", f"{stored}.self_attn.out_proj"),
+        *both(f"{native}.attention_norm", f"{stored}.self_attn_layer_norm"),
+        *both(f"{native}.mlp.up", f"{stored}.fc1"),
+        *both(f"{native}.mlp.down", f"{stored}.fc2"),
+        *both(f"{native}.mlp_norm", f"{stored}.final_layer_norm"),
+        *both(f"{stack}.final_norm", f"model.{stack}.layer_norm"),
+    )
+
+
+_CROSS = "decoder.blocks.{i}.cross_attention"
+_STORED_CROSS = "model.decoder.layers.{i}.encoder_attn"
+
+NAME_MAP = NameMap(
+    prefix="model.",
+    entries=(
+        Entry("word_embeddings.weight", "model.shared.weight"),
+        *_stack("encoder"),
+        *_stack("decoder"),
+        *both(f"{_CROSS}.query", f"{_STORED_CROSS}.q_proj"),
+        *_projections(f"{_CROSS}.key_value", _STORED_CROSS, "kv"),
+        *both(f"{_CROSS}.output", f"{_STORED_CROSS}.out_proj"),
+        *both(f"{_CROSS}_norm", f"{_STORED_CROSS}_layer_norm"),
+        *both("pooler", "classification_head.dense"),
+        *both("classifier", "classification_head.out_proj"),
+        *both("qa_outputs", "qa_outputs"),
+    ),
+    aliases=(
+        ("model.encoder.embed_tokens.weight", "model.shared.weight"),
+        ("model.decoder.embed_tokens.weight", "model.shared.weight"),
+        ("lm_head.weight", "model.shared.weight"),
+    ),
+    ignored=(
+        "final_logits_bias",
+        # Of old files: fairseq's version numbers, and M2M100's sinusoids.
+        r"(model\.)?(encoder|decoder)\.version",
+        r"(model\.)?(encoder|decoder)\.embed_positions\.weights",
+    ),
+    zeros=("final_logits_bias",),  # a buffer that transformers adds to the logits, and no training changes
+)

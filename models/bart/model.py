@@ -1,0 +1,159 @@
+"""BART (Lewis et al., 2020, "BART: Denoising Sequence-to-Sequence Pre-training for Natural Language Generation, ...").
+
+- encoder and decoder share the word embedding, which is also the output head; each has its own learned positions
+- the sum of both embeddings is normalized; mBART and M2M100 may multiply the word embeddings by √H first
+- post-LayerNorm blocks: norm(x + attention(x)), in the decoder norm(x + cross_attention(x)), norm(x + mlp(x))
+- mBART and M2M100: pre-LayerNorm blocks, x + attention(norm(x)), and a final norm after each stack
+- M2M100 and NLLB: sinusoidal positions that skip padding, and no norm of the embeddings
+- biases everywhere; exact GELU, in M2M100 ReLU
+- initial weights N(0, 0.02); the padding token's embedding and all biases zero
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...mpu import Dropout, LayerNorm, ParallelMesh, VocabParallelEmbedding
+from ..common.cache import LayerKVCache
+from ..common.heads import BareModel, QuestionAnswering, SequenceClassification, configured
+from ..common.language_model import VOCABULARY_MULTIPLE
+from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
+from ..common.seq2seq import Seq2SeqBody, Seq2SeqLM, Stack
+from ..common.transformer import MLP, CrossAttention, SelfAttention
+from .config import BartConfig
+from .positions import LearnedPositions, SinusoidalPositions
+
+
+class BartBlock(nn.Module):
+    """One layer of the encoder or of the decoder. The decoder also attends to the encoder's output."""
+
+    def __init__(
+        self, config: BartConfig, is_decoder: bool, mesh: ParallelMesh | None, parallel_config: ParallelConfig
+    ) -> None:
+        super().__init__()
+        size, shared = config.d_model, layer_arguments(mesh, parallel_config)
+        heads = config.decoder_attention_heads if is_decoder else config.encoder_attention_heads
+        inner = config.decoder_ffn_dim if is_decoder else config.encoder_ffn_dim
+        block: dict[str, Any] = {"mesh": mesh, "parallel_config": parallel_config}
+        attention: dict[str, Any] = {"scale": (size // heads) ** -0.5, "dropout": config.attention_dropout, **block}
+        self.is_decoder, self.pre_norm = is_decoder, config.pre_norm
+        self.attention = SelfAttention(size, heads, **attention)
+        self.attention_dropout = residual_dropout(config.dropout, mesh, parallel_config)
+        self.attention_norm = LayerNorm(size, **shared)
+        if is_decoder:
+            self.cross_attention = CrossAttention(size, heads, **attention)
+            self.cross_attention_dropout = residual_dropout(config.dropout, mesh, parallel_config)
+            self.cross_attention_norm = LayerNorm(size, **shared)
+        self.mlp = MLP(size, inner, config.activation_function, dropout=config.activation_dropout, **block)
+        self.mlp_dropout = residual_dropout(config.dropout, mesh, parallel_config)
+        self.mlp_norm = LayerNorm(size, **shared)
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        source: Tensor | None = None,
+        source_mask: Tensor | None = None,
+        cache: LayerKVCache | None = None,
+        source_cache: LayerKVCache | None = None,
+    ) -> Tensor:
+        """Returns [B, S, H].
+
+        Args:
+            x: [B, S, H].
+            source: The encoder's output [B, T, H]. For the other arguments see `SelfAttention` and `CrossAttention`.
+        """
+
+        def add(x: Tensor, norm: LayerNorm, layer: nn.Module, dropout: Dropout, *args: Any, **kwargs: Any) -> Tensor:
+            if self.pre_norm:
+                return x + dropout(layer(norm(x), *args, **kwargs))
+            return norm(x + dropout(layer(x, *args, **kwargs)))
+
+        how: dict[str, Any] = {"causal": self.is_decoder, "cache": cache}
+        x = add(x, self.attention_norm, self.attention, self.attention_dropout, mask, **how)
+        if source is not None:
+            given = (source, source_mask, source_cache)
+            x = add(x, self.cross_attention_norm, self.cross_attention, self.cross_attention_dropout, *given)
+        return add(x, self.mlp_norm, self.mlp, self.mlp_dropout)
+
+
+class BartStack(Stack):
+    """The encoder or the decoder: positions, blocks and, with pre-LayerNorm, a final norm."""
+
+    def __init__(
+        self, config: BartConfig, is_decoder: bool, mesh: ParallelMesh | None, parallel_config: ParallelConfig
+    ) -> None:
+        super().__init__()
+        size, shared = config.d_model, layer_arguments(mesh, parallel_config)
+        self.recompute_blocks = parallel_config.recompute == "full"
+        self.layerdrop = config.decoder_layerdrop if is_decoder else config.encoder_layerdrop
+        self.scale = math.sqrt(size) if config.scale_embedding else 1.0
+        self.position_embeddings = (
+            LearnedPositions(config.max_position_embeddings, size, **shared)
+            if config.learned_positions
+            else SinusoidalPositions(size, config.pad_token_id, **shared)
+        )
+        self.embedding_norm = LayerNorm(size, **shared) if config.embedding_norm else nn.Identity()
+        self.embedding_dropout = residual_dropout(config.dropout, mesh, parallel_config)
+        layers = config.decoder_layers if is_decoder else config.encoder_layers
+        self.blocks = nn.ModuleList(BartBlock(config, is_decoder, mesh, parallel_config) for _ in range(layers))
+        self.final_norm = LayerNorm(size, **shared) if config.pre_norm else nn.Identity()
+
+    def embed(self, words: Tensor, ids: Tensor, cached: int) -> Tensor:
+        if self.training and self.layerdrop:
+            raise ValueError(
+                f"training with a layer drop of {self.layerdrop} is not supported; set encoder_layerdrop and "
+                "decoder_layerdrop to 0 in config.json"
+            )
+        positions = self.position_embeddings.of(ids, cached, words.dtype)
+        return self.embedding_dropout(self.embedding_norm(words * self.scale + positions))
+
+    def finish(self, x: Tensor) -> Tensor:
+        return self.final_norm(x)
+
+
+class BartBody(Seq2SeqBody):
+    """Encoder and decoder without a head. With `mesh=None` the model is not split."""
+
+    config: BartConfig
+
+    def __init__(
+        self, config: BartConfig, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
+    ) -> None:
+        super().__init__()
+        parallel_config = parallel_config or ParallelConfig()
+        self.config, self.mesh, self.parallel_config = config, mesh, parallel_config
+        self.word_embeddings = VocabParallelEmbedding(
+            config.vocab_size,
+            config.d_model,
+            padding_idx=config.pad_token_id,
+            pad_multiple=VOCABULARY_MULTIPLE,
+            **layer_arguments(mesh, parallel_config),
+        )
+        self.encoder = BartStack(config, False, mesh, parallel_config)
+        self.decoder = BartStack(config, True, mesh, parallel_config)
+
+    def init_weights(self, name: str, full: Tensor, generator: torch.Generator) -> None:
+        """Initializes a parameter's unsplit value in place."""
+        if name.endswith(".bias"):
+            full.zero_()
+        elif "norm" in name:
+            full.fill_(1.0)
+        else:
+            full.normal_(0.0, self.config.init_std, generator=generator)
+            if name == "word_embeddings.weight":
+                full[self.config.pad_token_id].zero_()
+
+
+HEADS = {
+    "ForConditionalGeneration": Seq2SeqLM,
+    "Model": BareModel,
+    "ForSequenceClassification": configured(
+        SequenceClassification, pooling="eos", dense_name="pooler", dropout_rate="classifier_dropout", drops_input=True
+    ),
+    "ForQuestionAnswering": QuestionAnswering,
+}

@@ -1,0 +1,59 @@
+"""Computes the position embeddings of BART and its relatives: learned, or sinusoids that skip padding."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ...mpu import ParallelMesh, scatter_sequence
+from ..common.language_model import PositionEmbedding
+
+OFFSET = 2  # the first rows of the learned table belong to no position, as in fairseq
+
+
+class LearnedPositions(PositionEmbedding):
+    """A learned table, in which padding is counted like other tokens. Weight [OFFSET + positions, H]."""
+
+    def __init__(
+        self, positions: int, hidden_size: int, *, sequence_parallel: bool = False, mesh: ParallelMesh | None = None
+    ) -> None:
+        super().__init__(OFFSET + positions, hidden_size, sequence_parallel=sequence_parallel, mesh=mesh)
+
+    def of(self, ids: Tensor, cached: int, dtype: torch.dtype) -> Tensor:
+        """Returns [1, S, H], or [1, S/tp, H] under sequence parallelism, for ids [B, S] after `cached` positions.
+
+        Raises:
+            ValueError: The table has too few positions.
+        """
+        length, most = cached + ids.shape[1], self.num_embeddings - OFFSET
+        if length > most:
+            raise ValueError(f"the sequence has {length} tokens, but the model has only {most} positions")
+        return self(torch.arange(cached + OFFSET, length + OFFSET, device=ids.device)[None])
+
+
+class SinusoidalPositions(nn.Module):
+    """Sinusoids of the number of tokens so far; padding gets zeros. There is no limit to the length.
+
+    The formula is that of tensor2tensor and transformers: the sines of all frequencies, then the cosines, where
+    frequency i of H/2 is 10000^(-i / (H/2 - 1)).
+    """
+
+    def __init__(
+        self, hidden_size: int, padding: int, *, sequence_parallel: bool = False, mesh: ParallelMesh | None = None
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.padding = hidden_size, padding
+        self.sequence_parallel, self.mesh = sequence_parallel, mesh
+
+    def of(self, ids: Tensor, cached: int, dtype: torch.dtype) -> Tensor:
+        """Returns [B, S, H], or [B, S/tp, H] under sequence parallelism, for ids [B, S] after `cached` positions."""
+        is_token = ids != self.padding  # [B, S]
+        positions = (is_token.cumsum(1) + cached) * is_token + self.padding
+        half = self.hidden_size // 2
+        steps = torch.arange(half, device=ids.device).float()
+        angles = positions.unsqueeze(-1).float() * torch.exp(steps * -(math.log(10000) / (half - 1)))  # [B, S, H/2]
+        x = torch.cat([angles.sin(), angles.cos()], dim=-1) * is_token.unsqueeze(-1)
+        x = nn.functional.pad(x, (0, self.hidden_size % 2)).to(dtype)
+        return scatter_sequence(x, self.mesh) if self.sequence_parallel else x

@@ -1,0 +1,28 @@
+"""mBART (Liu et al., 2020): BART with pre-LayerNorm, for many languages."""
+
+from ..bart.hf import NAME_MAP
+from ..bart.memory import activations
+from ..common.heads import with_heads
+from ..registry import Family
+from .config import MBartConfig
+from .model import HEADS, MBartBody
+from .presets import PRESETS
+
+FAMILY = Family(
+    config=MBartConfig,
+    architectures=with_heads(MBartBody, "MBart", HEADS),
+    name_map=NAME_MAP,
+    presets=PRESETS,
+    kind="encoder-decoder",
+    objective="mbart",
+    pretrains={"seq2seq": "MBartForConditionalGeneration"},
+    tokenizer="roberta-bpe",
+    activations=activations,
+    tasks={
+        "text2text-generation": "MBartForConditionalGeneration",
+        "text-classification": "MBartForSequenceClassification",
+    },
+    new_modules=("pooler", "classifier", "qa_outputs"),
+)
+
+__all__ = ["FAMILY", "MBartConfig"]

@@ -1,0 +1,106 @@
+"""BART, mBART and M2M100 where the parity matrix does not look: labels, positions, the logits' bias, refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from stored_models import tensor_hashes
+from tiny_models import hf_model, tiny
+
+import shardzoo
+from shardzoo.convert.operations import merge, split
+from shardzoo.models import config_from_dict, from_config
+
+FAMILIES = ("bart", "mbart", "m2m_100")
+
+
+@pytest.mark.parametrize(("name", "stem"), [("bart", "Bart"), ("mbart", "MBart")])
+def test_decoder_inputs_are_those_of_transformers(name, stem):
+    labels = torch.randint(4, 97, (5, 8), generator=torch.Generator().manual_seed(0))
+    for row in range(1, 5):
+        labels[row, 8 - row :] = -100  # mBART begins with the last token, wherever it is
+    labels[4, 2] = -100 if name != "mbart" else 7
+    theirs = hf_model(f"{stem}ForConditionalGeneration").prepare_decoder_input_ids_from_labels(labels.clone())
+    ours = from_config(tiny(name), device="meta").prepare_decoder_input_ids_from_labels(labels)
+    assert torch.equal(ours, theirs)
+
+
+def test_sinusoids_have_any_length_and_width(tmp_path):
+    """Of an odd width, beyond max_position_embeddings, with padding on both sides."""
+    theirs = hf_model("M2M100Model", 0.0, d_model=27, encoder_attention_heads=3, decoder_attention_heads=3,
+                      max_position_embeddings=6).eval()  # fmt: skip
+    theirs.save_pretrained(tmp_path)
+    ids = torch.randint(4, 97, (2, 19), generator=torch.Generator().manual_seed(0))
+    ids[0, :3], ids[1, 15:] = 1, 1
+    inputs = {"input_ids": ids, "attention_mask": (ids != 1).long(), "decoder_input_ids": ids.flip(0)}
+    with torch.no_grad():
+        found, expected = shardzoo.from_pretrained(tmp_path)(**inputs), theirs(**inputs)
+    torch.testing.assert_close(found.last_hidden_state, expected.last_hidden_state, rtol=1e-5, atol=1e-5)
+
+
+def test_learned_positions_are_limited():
+    model = from_config(tiny("bart", max_position_embeddings=9)).eval()
+    ids = torch.full((1, 10), 5)
+    with pytest.raises(ValueError, match="the sequence has 10 tokens, but the model has only 9 positions"):
+        model(ids, labels=ids[:, :4])
+    with pytest.raises(ValueError, match="the sequence has 10 tokens"):
+        model(ids[:, :4], labels=ids)
+    with pytest.raises(ValueError, match=r"1 prompt tokens and 10 new tokens need 10 positions.*up to 9"):
+        shardzoo.generation.generate(model, ids[:, :4], max_new_tokens=10)
+    assert shardzoo.generation.generate(model, ids[:, :4], max_new_tokens=9, eos_token_id=96).shape[1] <= 10
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layer_drop_is_refused_in_training_only(name):
+    model = from_config(tiny(name, 0.0, decoder_layerdrop=0.05))
+    ids = torch.full((1, 4), 5)
+    model.eval()(ids, labels=ids)
+    with pytest.raises(ValueError, match=r"a layer drop of 0.05 is not supported; set .*decoder_layerdrop to 0"):
+        model.train()(ids, labels=ids)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_own_output_head_is_refused(name):
+    with pytest.raises(ValueError, match="tie_word_embeddings must be true"):
+        config_from_dict(tiny(name, tie_word_embeddings=False))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A BART as transformers writes it, without its bias of zeros in `bare`."""
+    hf_model("BartForConditionalGeneration").save_pretrained(tmp_path / "hf")
+    return tmp_path
+
+
+def test_a_bias_of_the_logits_survives_conversion_and_must_be_zero_to_be_loaded(folder):
+    file = folder / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    assert not tensors["final_logits_bias"].any()
+    shardzoo.from_pretrained(folder / "hf")
+    save_file({**tensors, "final_logits_bias": torch.arange(97.0)[None]}, file)
+    split(folder / "hf", folder / "shards", 2)
+    merge(folder / "shards", folder / "merged")
+    assert tensor_hashes(folder / "merged") == tensor_hashes(folder / "hf")
+    for name in ("hf", "shards"):
+        with pytest.raises(ValueError, match=r"final_logits_bias .* must be zero"):
+            shardzoo.from_pretrained(folder / name)
+    tensors.pop("final_logits_bias")
+    save_file(tensors, file)
+    shardzoo.from_pretrained(folder / "hf")
+
+
+def test_every_head_loads_the_published_bare_model(tmp_path):
+    """bart-base and bart-large are stored as BartModel, without the prefix."""
+    bare = hf_model("BartModel").eval()
+    bare.save_pretrained(tmp_path)
+    values = {**bare.config.to_dict(), "architectures": ["BartForConditionalGeneration"]}
+    model = shardzoo.from_pretrained(tmp_path, config=values)
+    theirs = transformers.BartForConditionalGeneration.from_pretrained(tmp_path).eval()
+    ids = torch.randint(4, 97, (2, 7), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found, expected = model(ids, labels=ids), theirs(ids, labels=ids)
+    torch.testing.assert_close(found.logits, expected.logits)
+    values["architectures"] = ["BartForSequenceClassification"]
+    assert shardzoo.from_pretrained(tmp_path, config=values, new=("pooler", "classifier")).num_outputs == 3
