@@ -29,6 +29,7 @@ MOST_FILES_OF_A_ROOM = 15
 MOST_SINGLE_IMPORTERS = 30
 MOST_LINES = 41_000
 LONGEST_USUAL_FUNCTION, LONGEST_FUNCTION, MOST_LONG_FUNCTIONS = 27, 60, 2
+MOST_LINES_OF_A_MODEL = 200
 MOST_TYPE_IGNORES = 19
 MOST_REPEATED_LINES = 20
 FACE = "__init__.py"
@@ -138,6 +139,14 @@ def test_families_are_named_in_models_alone():
             if isinstance(node, ast.ImportFrom) and "models" in (parts := (node.module or "").split(".")):
                 named += [f"{path}:{node.lineno}: imports from {node.module}" for _ in families & set(parts)]
     assert not named
+
+
+def test_a_familys_model_is_read_on_one_sitting():
+    lengths = {
+        path: len((ROOT / path).read_text().splitlines()) for path in sources() if path.match("models/*/model.py")
+    }
+    assert len(lengths) > 5
+    assert not [path for path, length in lengths.items() if length > MOST_LINES_OF_A_MODEL]
 
 
 def test_functions_stay_short():

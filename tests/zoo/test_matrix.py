@@ -20,6 +20,31 @@ def test_equal_to_transformers(name, run_mesh, tmp_path):
     assert not figures.problems, "\n".join(figures.problems)
 
 
+T5_HEADS = (
+    "Model", "EncoderModel", "ForConditionalGeneration", "ForSequenceClassification", "ForTokenClassification",
+    "ForQuestionAnswering",
+)  # fmt: skip
+ENCODER_HEADS = (
+    "Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering",
+    "ForMultipleChoice",
+)  # fmt: skip
+DECODER_HEADS = ("Model", "ForSequenceClassification", "ForTokenClassification")
+WANTED = {
+    **dict.fromkeys(("T5", "MT5", "UMT5"), T5_HEADS),
+    **dict.fromkeys(("Roberta", "XLMRoberta", "Camembert", "DistilBert", "Electra"), ENCODER_HEADS),
+    "Bert": (*ENCODER_HEADS, "ForPreTraining", "ForNextSentencePrediction"),
+    "ModernBert": ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification"),
+    "GPT2": (*DECODER_HEADS, "LMHeadModel"),
+}
+
+
+def test_the_heads_of_each_family_load():
+    """Those that users bring: with a row of the matrix, each loads and equals transformers' model."""
+    wanted = {stem + head for stem, heads in WANTED.items() for head in heads}
+    assert len(wanted) > 40
+    assert wanted <= {architecture_of(name) for name in ROWS}
+
+
 def test_every_architecture_has_a_row():
     covered = {architecture_of(name) for name in ROWS}
     lacking = [

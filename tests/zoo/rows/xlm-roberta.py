@@ -7,10 +7,10 @@ SIZES = {
     "max_position_embeddings": 20, "pad_token_id": 1,
 }  # fmt: skip
 CASES = {
-    "XLMRobertaForMaskedLM": Case(SIZES, sizes=(1, 3)),
-    "XLMRobertaForSequenceClassification": Case({**SIZES, "num_labels": 3}, sizes=(1, 3)),
-    "XLMRobertaModel": Case(SIZES, sizes=(1, 3)),
-    "XLMRobertaForTokenClassification": Case({**SIZES, "num_labels": 3}, sizes=(1, 3)),
-    "XLMRobertaForMultipleChoice": Case(SIZES, sizes=(1, 3)),
-    "XLMRobertaForQuestionAnswering": Case(SIZES, sizes=(1, 3)),
+    "XLMRobertaForMaskedLM": Case(SIZES),
+    "XLMRobertaForSequenceClassification": Case({**SIZES, "num_labels": 3}),
+    "XLMRobertaModel": Case(SIZES),
+    "XLMRobertaForTokenClassification": Case({**SIZES, "num_labels": 3}),
+    "XLMRobertaForMultipleChoice": Case(SIZES),
+    "XLMRobertaForQuestionAnswering": Case(SIZES),
 }
