@@ -62,6 +62,7 @@ def adafactor(parameters):
 
 
 SHORT = {"micro_batch_size": 1, "length": 8}
+TAGGING = {"vocab_size": 2048, "num_labels": 128}  # logits of the vocabulary would be large
 CASES = [
     ("gpt2", {}, {}, None, "the last block's backward"),
     ("gpt2", {"vocab_size": 4096}, {"recompute": "full"}, None, "the head's backward"),
@@ -71,6 +72,8 @@ CASES = [
     ("gpt2", {"vocab_size": 32768}, SHORT, None, "the head's backward"),
     ("mt5-small", {"vocab_size": 16384}, SHORT, None, "the first block's backward"),
     ("t5-small", {}, {}, None, "the last block's backward"),
+    ("gpt2", {**TAGGING, "architecture": "GPT2ForTokenClassification"}, {}, None, "the last block's backward"),
+    ("t5-small", {**TAGGING, "architecture": "T5ForTokenClassification"}, {}, None, "the last block's backward"),
     ("t5-small", {}, {"recompute": "full"}, None, "the first block's backward"),
     ("mt5-small", {"vocab_size": 16384}, SHORT | {"frozen": ("embeddings",)}, None, "the first block's backward"),
 ]

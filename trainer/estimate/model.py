@@ -9,14 +9,16 @@ attention keeps less.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ...models.activations import FP32, Batch, BlockBytes, Layout, block_bytes, end_bytes, logit_bytes
+from ...models.auto import model_class
 from ...models.common.config import ModelConfig
+from ...models.common.language_model import LanguageModel
 from ...models.common.parallel_config import ParallelConfig
 from ...models.registry import family
 from ...models.sizes import ParameterSize, is_embedding, parameter_sizes
@@ -70,6 +72,8 @@ def model_memory(config: ModelConfig, job: Job) -> ModelMemory:
     """
     sizes = parameter_sizes(config, job.tensor_parallel_size)
     activations = family(config.model_type).activations(config)
+    owned = (stack for stack in activations.stacks if any(size.name.startswith(stack.path) for size in sizes))
+    activations = replace(activations, stacks=tuple(owned))  # an encoder alone has no decoder
     has_target = any(stack.is_decoder for stack in activations.stacks)
     batch, layout = job.batch(has_target=has_target), job.layout
     if not has_target and job.length > config.max_sequence_length:
@@ -81,8 +85,9 @@ def model_memory(config: ModelConfig, job: Job) -> ModelMemory:
         parts.append(BlockStack(stack.layers, block_bytes(stack, batch, layout), own))
     table = next(size for size in sizes if size.name.endswith("word_embeddings.weight"))
     head = next((size for size in sizes if size.name.endswith("head.weight")), table)
-    logits = logit_bytes(head.local_shape[0], batch, layout)
-    stream = batch.size * max(batch.length, batch.target_length) * head.local_shape[1] * job.itemsize
+    predicts_words = issubclass(model_class(config), LanguageModel)  # the logits of other heads are small
+    logits = logit_bytes(head.local_shape[0], batch, layout) if predicts_words else 0
+    stream = batch.size * max(batch.length, batch.target_length) * activations.stacks[0].block.hidden * job.itemsize
     return ModelMemory(
         parameters=tuple(sizes),
         trained=tuple(trained),
@@ -90,7 +95,7 @@ def model_memory(config: ModelConfig, job: Job) -> ModelMemory:
         logits=logits,
         loss=0,  # the gradient overwrites the logits
         ends=end_bytes(activations, batch, layout),
-        head=head if head in trained else None,
+        head=head if predicts_words and head in trained else None,
         table=table if table in trained else None,
         stream=stream,
     )
