@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +18,8 @@ from rich.text import Text
 from ..checkpoint.folder_files import CONFIG
 from ..data.files import read_folder_json
 from ..models import FAMILIES, find_config
-from ..trainer.estimate import Estimate, Job, estimate, largest_micro_batch
+from ..trainer.estimate import Estimate, Job, bubble, choose_blocks, estimate, estimate_stages, largest_micro_batch
+from ..trainer.estimate.tables import stage_rows, stage_table
 from .console import exit_code_of
 
 GIB = 1 << 30
@@ -49,6 +51,10 @@ class EstimateArguments:
     """Tensor-parallel size."""
     dp: int = 1
     """Data-parallel size."""
+    pp: int = 1
+    """Number of pipeline stages."""
+    pipeline_partition: Literal["uniform", "parameters", "time"] = "uniform"
+    """How blocks are dealt to the stages: equal numbers, or by parameters or measured time."""
     zero_stage: Literal[0, 1, 2, 3] | None = None
     """DeepSpeed's ZeRO stage; by default no DeepSpeed, or stage 1 under tensor parallelism."""
     sequence_parallel: bool = False
@@ -73,6 +79,7 @@ class EstimateArguments:
             accumulation_steps=self.accumulation_steps,
             tensor_parallel_size=self.tp,
             data_parallel_size=self.dp,
+            pipeline_parallel_size=self.pp,
             zero_stage=self.zero_stage,
             sequence_parallel=self.sequence_parallel,
             recompute=self.recompute,
@@ -114,7 +121,7 @@ def result_of(found: Estimate, arguments: EstimateArguments, largest: int | None
 
 def table_of(found: Estimate, arguments: EstimateArguments) -> Table:
     """Returns a table of the memory in use at the peak."""
-    share = f"{found.parameters:,} parameters" + (" on a rank" if arguments.tp > 1 else "")
+    share = f"{found.parameters:,} parameters" + (" on a rank" if arguments.tp * arguments.pp > 1 else "")
     trained = "" if found.trained == found.parameters else f", {found.trained:,} of them trained"
     table = Table(title=f"{arguments.model}: {share}{trained}", title_justify="left", box=box.SIMPLE, pad_edge=False)
     table.add_column(f"at the peak, {found.peak.name}")
@@ -124,6 +131,17 @@ def table_of(found: Estimate, arguments: EstimateArguments) -> Table:
     table.add_section()
     table.add_row("total", f"{found.peak.total / GIB:.2f}", style="bold")
     return table
+
+
+def stages_result(stages: Sequence[Estimate], job: Job) -> dict[str, Any]:
+    """Returns the values of a pipeline that `--json` prints."""
+    if job.pipeline_parallel_size == 1:
+        return {}
+    rows = [
+        {"blocks": count, "parameters": found.parameters, "in_flight": flying, "peak": found.peak.total}
+        for count, found, flying in stage_rows(stages, job)
+    ]
+    return {"stages": rows, "bubble": bubble(len(stages), job.accumulation_steps)}
 
 
 def verdict(found: Estimate, device_memory: float, largest: int, asked: int) -> Text:
@@ -147,7 +165,10 @@ def main(argv: list[str]) -> int:
             raise ValueError(f"--device-memory must be above 0 GiB, not {arguments.device_memory:g}")
         config, longest = find_any_config(arguments.model)
         job = arguments.job(longest)
-        found = estimate(config, job)
+        if arguments.pp > 1:
+            job = replace(job, pipeline_blocks=choose_blocks(config, arguments.pp, arguments.pipeline_partition, job))
+        stages = estimate_stages(config, job)
+        found = max(stages, key=lambda stage: stage.peak.total)
         largest = None
         if arguments.device_memory is not None:
             memory = arguments.device_memory * GIB
@@ -155,10 +176,12 @@ def main(argv: list[str]) -> int:
                 lambda size: estimate(config, replace(job, micro_batch_size=size)).peak.total <= memory
             )
         if arguments.json:
-            print(json.dumps(result_of(found, arguments, largest), indent=2))
+            print(json.dumps(result_of(found, arguments, largest) | stages_result(stages, job), indent=2))
         else:
             console = Console(width=None if sys.stdout.isatty() else 120)
             console.print(table_of(found, arguments))
+            if arguments.pp > 1:
+                console.print(stage_table(stages, job))
             if arguments.device_memory is not None and largest is not None:
                 console.print(verdict(found, arguments.device_memory, largest, arguments.micro_batch_size))
         fits = arguments.device_memory is None or found.peak.total <= arguments.device_memory * GIB

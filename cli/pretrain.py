@@ -60,9 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.dry_run and launch.is_first:
             print(defaults)
             Console().print(run_plan(arguments, inputs))
-        size = arguments.model_parallel_size
-        if launch.world_size < size and not arguments.dry_run and not arguments.hostfile:
-            print(f"--model-parallel-size {size} needs {size} processes; starting them on this machine")
+        size, stages = arguments.model_parallel_size, arguments.pipeline_parallel_size
+        if launch.world_size < size * stages and not arguments.dry_run and not arguments.hostfile:
+            split = f"--model-parallel-size {size}" + (f" x --pipeline-parallel-size {stages}" if stages > 1 else "")
+            print(f"{split} needs {size * stages} processes; starting them on this machine")
         ensure_processes_of(arguments)
         if defaults:
             print(defaults)

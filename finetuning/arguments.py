@@ -100,11 +100,12 @@ class FinetuningArguments(TrainingArguments):
                 raise ValueError(f"{name} must be at least {least}, not {value}")
         if not 0 <= self.validation_split < 100:
             raise ValueError(f"validation_split must be a percentage from 0 to 99, not {self.validation_split}")
-        if self.native is False and self.model_parallel_size > 1:
-            raise ValueError(
-                f"model_parallel_size={self.model_parallel_size} splits layers, which only the zoo's models support; "
-                "use native=True, or model_parallel_size=1"
-            )
+        for name in ("model_parallel_size", "pipeline_parallel_size"):
+            if self.native is False and getattr(self, name) > 1:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} splits the model, which only the zoo's models support; use "
+                    f"native=True, or {name}=1"
+                )
         if self.resume and self.output_dir is None:
             raise ValueError("resume needs output_dir, the folder of the run to resume")
         if self.resume and self.overwrite:
@@ -132,7 +133,14 @@ class FinetuningArguments(TrainingArguments):
         if self.env_type is not None:
             return self.env_type
         several = (
-            max(self.num_gpus, self.model_parallel_size, self.num_nodes, RankInfo.from_environment().world_size) > 1
+            max(
+                self.num_gpus,
+                self.model_parallel_size,
+                self.pipeline_parallel_size,
+                self.num_nodes,
+                RankInfo.from_environment().world_size,
+            )
+            > 1
         )
         if self.zero_stage == 3:
             return "deepspeed"

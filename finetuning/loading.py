@@ -84,11 +84,12 @@ def find_source(arguments: FinetuningArguments) -> ModelSource:
     if native and not family(model_type).tasks:
         able = ", ".join(name for name in FAMILIES if family(name).tasks)
         raise ValueError(f"{family(model_type).no_tasks}; models fine-tuned here are {able} and transformers'")
-    if arguments.model_parallel_size > 1 and not native:
-        raise ValueError(
-            f"model_parallel_size={arguments.model_parallel_size} splits layers, which transformers' {model_type} does "
-            f"not support; use model_parallel_size=1, or a model of {', '.join(FAMILIES)}"
-        )
+    for name in ("model_parallel_size", "pipeline_parallel_size"):
+        if getattr(arguments, name) > 1 and not native:
+            raise ValueError(
+                f"{name}={getattr(arguments, name)} splits the model, which transformers' {model_type} does not "
+                f"support; use {name}=1, or a model of {', '.join(FAMILIES)}"
+            )
     return ModelSource(folder, values, _shape(folder, values), native, adapter)
 
 

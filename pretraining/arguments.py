@@ -12,6 +12,7 @@ from ..models.sizes import parameter_sizes
 from ..mpu import validate_layout
 from ..trainer.arguments.training_arguments import EnvType, TrainingArguments, check_types
 from ..trainer.engines.deepspeed_config import zero_stage
+from ..trainer.estimate import Job, choose_blocks
 from ..trainer.launch.launch import processes_of
 from ..trainer.launch.rank_info import RankInfo
 
@@ -136,6 +137,12 @@ def check_layout(arguments: PretrainingArguments, config: ModelConfig, launch: R
     size = arguments.model_parallel_size
     check_heads(config.attention_heads, size)
     parameter_sizes(config, size)
-    data_parallel_size = validate_layout(launch.world_size if launch.world_size > 1 else processes_of(arguments), size)
+    stages, partition = arguments.pipeline_parallel_size, arguments.pipeline_partition
+    processes = launch.world_size if launch.world_size > 1 else processes_of(arguments)
+    data_parallel_size = validate_layout(processes, size, stages)
+    if stages > 1:
+        choose_blocks(
+            config, stages, "parameters" if partition == "time" else partition, Job(tensor_parallel_size=size)
+        )
     arguments.accumulation_steps(data_parallel_size)
     zero_stage(arguments)

@@ -21,6 +21,8 @@ from ..data.objectives.pretraining import pad_batch
 from ..data.tokenizers.tokenizer import load_tokenizer
 from ..models import ParallelConfig, family, from_config, from_pretrained
 from ..models.loading import missing_modules
+from ..trainer.estimate import Job, estimate_stages
+from ..trainer.estimate.tables import stage_table
 from ..trainer.launch.rank_info import RankInfo
 from ..trainer.launch.ranks import on_first_rank
 from ..trainer.logging.provenance import command_line
@@ -32,7 +34,18 @@ from .arguments import PretrainingArguments
 from .corpora import TOKENIZER, Collate, PaddedSamples, data_of, held_out_samples, make_samples, prepare_data
 from .export import check_export, exported_loss, write_card, write_sample
 from .inputs import Inputs, with_vocabulary
-from .tables import compared_loss, corpus_facts, facts_table, run_facts, run_files, run_results, step_time
+from .tables import (
+    compared_loss,
+    corpus_facts,
+    estimated_job,
+    facts_table,
+    mesh_fact,
+    run_facts,
+    run_files,
+    run_results,
+    step_time,
+    with_stages,
+)
 
 
 class Pretraining:
@@ -58,11 +71,14 @@ class Pretraining:
         self.collate = Collate(pad_batch(data_of(arguments, inputs), tokenizer))
         self.evaluated = held_out_samples(self.held_out, arguments.final_eval_sequences)
         self.entropy = on_first_rank(lambda: target_entropy(self.evaluated[i] for i in range(len(self.evaluated))))
+        self.job = self._plan_stages()
         self.model = self._build_model()
         ranks, train_tokens = self.trainer.ranks, getattr(self.train, "tokens_per_epoch", None)
         self.facts = run_facts(arguments, inputs, self.config, ranks.tp_size, ranks.dp_size, self.first_step)
         self.facts |= corpus_facts(train_tokens, self.held_out.tokens_per_epoch, self.entropy)
         self.console.print(facts_table("Run", self.facts))
+        if ranks.pp_size > 1:
+            self.console.print(stage_table(estimate_stages(self.config, self.job), self.job))
 
     def run(self) -> None:
         """Trains and evaluates the model, exports it, and prints the results; with `eval_only` evaluates it alone."""
@@ -138,13 +154,21 @@ class Pretraining:
             folder.begin(arguments.of_the_run(), prepared)
         return 0
 
+    def _plan_stages(self) -> Job:
+        """Returns the job of a rank, with the blocks of each pipeline stage. The first rank may measure them."""
+        arguments = self.arguments
+        _, job = estimated_job(arguments, self.inputs, self.trainer.ranks.dp_size)
+        return on_first_rank(lambda: with_stages(arguments, self.config, job))
+
     def _build_model(self) -> nn.Module:
         arguments, weights = self.arguments, self.inputs.weights
         made: dict[str, Any] = {
             "device": self.trainer.device,
             "dtype": torch.bfloat16 if arguments.precision == "bf16" else torch.float32,
             "seed": arguments.seed,
-            "parallel_config": ParallelConfig(arguments.sequence_parallel, arguments.recompute),
+            "parallel_config": ParallelConfig(
+                arguments.sequence_parallel, arguments.recompute, self.job.pipeline_blocks
+            ),
         }
         if weights is None or self.first_step:  # the trainer loads the checkpoint that a run resumes from
             return from_config(self.config, self.trainer.mesh, **made)
@@ -160,7 +184,7 @@ class Pretraining:
             tokens_per_step=arguments.global_batch(ranks.dp_size) * self.inputs.tokens_per_sample,
             entropy=self.entropy,
             entropy_label="entropy of the held-out targets",
-            title=f"{arguments.model_name} on {ranks.tp_size} tensor-parallel processes",
+            title=f"{arguments.model_name} on {mesh_fact(ranks.pp_size, ranks.dp_size, ranks.tp_size)}",
         )
         shutil.rmtree(folder.hf, ignore_errors=True)
         merge(folder.checkpoint(step), folder.hf)

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -20,7 +20,8 @@ from ..models.auto import build_on_meta
 from ..models.common.config import ModelConfig
 from ..models.sizes import parameter_sizes, uneven_work
 from ..trainer.engines.deepspeed_config import zero_stage
-from ..trainer.estimate import Job, estimate
+from ..trainer.estimate import Job, choose_blocks, estimate_stages
+from ..trainer.estimate.tables import stage_table
 from ..trainer.launch.launch import processes_of
 from ..trainer.launch.ranks import Ranks
 from ..trainer.run_folder import RunFolder
@@ -61,7 +62,7 @@ def run_facts(
         "weights": f"those of {inputs.weights.name}" if inputs.weights else "new",
         "tokenizer": tokenizer_fact(inputs, config),
         "objective": f"{inputs.objective.name}" + (f" ({settings})" if settings else ""),
-        "mesh": f"{tp_size} tensor-parallel x {dp_size} data-parallel = {tp_size * dp_size} processes",
+        "mesh": mesh_fact(arguments.pipeline_parallel_size, dp_size, tp_size),
         "precision": arguments.precision,
         "engine": arguments.env_type + (f", ZeRO stage {stage}" if stage else ""),
         "global batch": f"{sequences} sequences x {inputs.tokens_per_sample} tokens = {tokens:,} tokens "
@@ -69,6 +70,12 @@ def run_facts(
         "steps": f"{steps:,}" + (f", resuming from step {first_step:,}" if first_step else "")
         + f" = {steps * tokens:,} tokens",
     }  # fmt: skip
+
+
+def mesh_fact(stages: int, dp_size: int, tp_size: int) -> str:
+    """Returns how many processes there are, and what each axis of the mesh splits."""
+    pipeline = f"{stages} pipeline stages x " if stages > 1 else ""
+    return f"{pipeline}{tp_size} tensor-parallel x {dp_size} data-parallel = {stages * dp_size * tp_size} processes"
 
 
 def tokenizer_fact(inputs: Inputs, config: ModelConfig) -> str:
@@ -79,13 +86,17 @@ def tokenizer_fact(inputs: Inputs, config: ModelConfig) -> str:
     return inputs.tokenizer_name + (", taken as that of the weights, which record none" if unknown else "")
 
 
-def run_plan(arguments: PretrainingArguments, inputs: Inputs) -> Table:
-    """Returns a table of what a run would do, without its corpus, whose size is unknown before it is prepared."""
+def run_plan(arguments: PretrainingArguments, inputs: Inputs) -> Group:
+    """Returns tables of what a run would do, without its corpus, whose size is unknown before it is prepared."""
     tp_size, processes = arguments.model_parallel_size, processes_of(arguments) * max(1, arguments.num_nodes)
+    dp_size = processes // (tp_size * arguments.pipeline_parallel_size)
     if inputs.tokenizer is None and arguments.vocab_size is not None:
         inputs = replace(inputs, config=inputs.config.with_changes(vocab_size=arguments.vocab_size))
-    facts = run_facts(arguments, inputs, inputs.config, tp_size, processes // tp_size)
-    peak = estimate(*estimated_job(arguments, inputs, processes // tp_size)).peak
+    facts = run_facts(arguments, inputs, inputs.config, tp_size, dp_size)
+    config, job = estimated_job(arguments, inputs, dp_size)
+    job = with_stages(arguments, config, job)
+    stages = estimate_stages(config, job)
+    peak = max((stage.peak for stage in stages), key=lambda peak: peak.total)
     facts["memory"] = f"about {peak.total / GIB:.2f} GiB on a rank, at the peak in {peak.name}"
     uneven = uneven_work(build_on_meta(inputs.config, None), tp_size)
     if uneven >= 0.001:
@@ -94,7 +105,16 @@ def run_plan(arguments: PretrainingArguments, inputs: Inputs) -> Table:
     folder = RunFolder(Path(arguments.output_dir or Path("runs", f"{Path(arguments.model_name).name}-DATE")))
     if arguments.overwrite and folder.own_files():
         facts["would delete"] = ", ".join(str(path) for path in folder.own_files())
-    return facts_table("Plan", facts | run_files(folder, inputs.config.architecture))
+    plan = facts_table("Plan", facts | run_files(folder, inputs.config.architecture))
+    return Group(plan, *([stage_table(stages, job)] if len(stages) > 1 else []))
+
+
+def with_stages(arguments: PretrainingArguments, config: ModelConfig, job: Job) -> Job:
+    """Returns the job with the blocks of each pipeline stage, if there are several stages."""
+    stages = arguments.pipeline_parallel_size
+    if stages == 1:
+        return job
+    return replace(job, pipeline_blocks=choose_blocks(config, stages, arguments.pipeline_partition, job))
 
 
 def estimated_job(arguments: PretrainingArguments, inputs: Inputs, dp_size: int) -> tuple[ModelConfig, Job]:
@@ -111,6 +131,7 @@ def estimated_job(arguments: PretrainingArguments, inputs: Inputs, dp_size: int)
         accumulation_steps=arguments.accumulation_steps(dp_size),
         tensor_parallel_size=arguments.model_parallel_size,
         data_parallel_size=dp_size,
+        pipeline_parallel_size=arguments.pipeline_parallel_size,
         zero_stage=cast(Any, zero_stage(arguments)) if deepspeed else None,
         sequence_parallel=arguments.sequence_parallel,
         recompute=arguments.recompute,

@@ -266,6 +266,7 @@ class Trainer:
             return
         ranks = self.ranks
         mesh = f"{ranks.world_size}: {ranks.tp_size} tensor-parallel x {ranks.dp_size} data-parallel"
+        mesh += f" x {ranks.pp_size} pipeline stages" if ranks.pp_size > 1 else ""
         environment = {
             "Versions": {**versions(), "git commit": git_commit() or "none: not in a repository"},
             "Hardware": {**hardware(), "processes": mesh},

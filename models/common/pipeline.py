@@ -15,9 +15,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ...mpu import ParallelMesh, receive_from_stage, send_to_stage
+from ...mpu import ParallelMesh, broadcast_from_stage, receive_from_stage, send_to_stage
 from ...mpu.shard import describe_sizes, divisors
-from .language_model import ModelOutput
+from .language_model import EncoderOutput, ModelOutput
 from .parallel_config import ParallelConfig
 from .stack import StageEnd
 
@@ -45,6 +45,10 @@ class Stage:
         """Whether an engine's schedule moves the hidden states: it sets `received` and reads `sent`."""
         self.received: Tensor | None = None
         self.sent: Tensor | None = None
+        self.held: Tensor | None = None
+        """A decoder's hidden states, which were received together with the encoder's output."""
+        self.source: Tensor | None = None
+        """The encoder's output, which passes from stage to stage with the decoder's hidden states."""
 
     @property
     def is_first(self) -> bool:
@@ -56,14 +60,21 @@ class Stage:
 
     def receive(self) -> Tensor:
         """Returns the hidden states of the previous stage."""
+        if self.held is not None:
+            held, self.held = self.held, None
+            return held
         if not self.scheduled:
             return receive_from_stage(self.index - 1, self.mesh)
         received, self.received = self.received, None
         assert received is not None
         return received
 
-    def send(self, hidden: Tensor) -> StageOutput:
-        """Passes hidden states to the next stage."""
+    def send(self, hidden: Tensor | None) -> StageOutput:
+        """Passes hidden states [B, S, H] to the next stage, and after them the encoder's output, if there is one."""
+        tensors = [tensor for tensor in (hidden, self.source) if tensor is not None]
+        if not tensors:
+            return StageOutput(torch.zeros(()))
+        hidden = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
         if self.scheduled:
             self.sent = hidden
         elif torch.is_grad_enabled() and hidden.requires_grad:
@@ -82,6 +93,11 @@ class Part:
 
     def enter(self, x: Any) -> Tensor:
         return self.stage.receive() if self.own.start else x
+
+    @property
+    def begins(self) -> bool:
+        """Whether the stage has the first block."""
+        return len(self.own) > 0 and self.own.start == 0
 
 
 def take_stage(model: nn.Module, mesh: ParallelMesh | None, parallel_config: ParallelConfig | None = None) -> None:
@@ -108,9 +124,11 @@ def take_stage(model: nn.Module, mesh: ParallelMesh | None, parallel_config: Par
         own = [i for i in range(len(blocks)) if _stage_of(first + i, counts) == stage.index]
         blocks.part = Part(stage, range(own[0], own[-1] + 1) if own else range(0))
         first += len(blocks)
-        if blocks.part.own.start:
+        if not blocks.part.begins:
             owner: Any = model.get_submodule(prefix.removesuffix("."))
             owner.embed = _nothing
+    if len(stacks_of(model)) == 2:
+        _take_stage_of_two_stacks(whole, stage)
     forward = whole.forward
 
     @wraps(forward)
@@ -119,8 +137,61 @@ def take_stage(model: nn.Module, mesh: ParallelMesh | None, parallel_config: Par
             return forward(*inputs, **options)
         except StageEnd as end:
             return stage.send(end.hidden)
+        finally:
+            stage.source = None
 
     whole.forward = run_stage
+
+
+def _take_stage_of_two_stacks(model: Any, stage: Stage) -> None:
+    """Lets an encoder-decoder skip a stack without blocks in this stage, and pass the encoder's output along."""
+    encoder: Part = model.encoder.blocks.part
+    decoder: Part = model.decoder.blocks.part
+    run_encoder, encode = model.run_encoder, model.encode
+    last = _stage_of(len(model.encoder.blocks) - 1, stage.counts)
+
+    def run(input_ids: Tensor, attention_mask: Tensor | None) -> Any:
+        if encoder.own:
+            states, table = run_encoder(input_ids, attention_mask)
+            stage.source = states[-1]
+        else:
+            states, table = [_take_source(model, stage, decoder, input_ids.shape[1])], None
+        if not decoder.own:
+            raise StageEnd(None)
+        return states, table
+
+    @wraps(encode)
+    def encode_on_all_stages(*inputs: Any, **options: Any) -> EncoderOutput:
+        output = None
+        if encoder.own:
+            model.run_encoder = run_encoder  # no decoder follows
+            try:
+                output = encode(*inputs, **options).last_hidden_state
+            except StageEnd as end:
+                stage.send(end.hidden)
+            finally:
+                model.run_encoder = run
+        return EncoderOutput(broadcast_from_stage(output, last, stage.mesh))
+
+    model.run_encoder, model.encode = run, encode_on_all_stages
+    if not decoder.own:
+        model.decoder.forward = _end
+    if not (encoder.begins or decoder.begins):
+        model.word_embeddings.embed = _nothing
+
+
+def _take_source(model: Any, stage: Stage, decoder: Part, length: int) -> Tensor:
+    """Returns the encoder's output, of so many positions, from what was received, and holds the decoder's part."""
+    stage.source = source = stage.receive()
+    if not decoder.begins:
+        length //= stage.mesh.tp_size if model.parallel_config.sequence_parallel else 1
+        stage.held, stage.source = torch.split(source, [source.shape[1] - length, length], dim=1)
+    return stage.source
+
+
+def _end(*inputs: Any, **options: Any) -> Any:
+    """Stands for the forward pass of a decoder whose blocks are in later stages."""
+    raise StageEnd(None)
 
 
 def _nothing(*inputs: Any, **options: Any) -> tuple[None, None]:

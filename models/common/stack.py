@@ -121,7 +121,7 @@ def run_blocks(blocks: nn.ModuleList, x: Tensor, context: Context, recompute: bo
 class StageEnd(Exception):
     """Leaves the forward pass of a model whose next block is in the next pipeline stage."""
 
-    def __init__(self, hidden: Tensor) -> None:
+    def __init__(self, hidden: Tensor | None) -> None:
         super().__init__("the next block is in the next pipeline stage")
         self.hidden = hidden
 

@@ -10,6 +10,7 @@ from typing import Any
 from ...models.common.config import ModelConfig
 from ...models.sizes import ParameterSize
 from .model import Job, ModelMemory, hf_model_memory, model_memory
+from .pipeline import stage_memory
 
 MIB = 1 << 20
 FRAMEWORK = {"cuda": 600 * MIB, "cpu": 400 * MIB}
@@ -43,12 +44,24 @@ class Estimate:
 
 
 def estimate(config: ModelConfig | Any, job: Job) -> Estimate:
-    """Estimates the memory of one rank. Raises ValueError if the trainer would refuse the job or the model forbids it.
+    """Estimates the memory of one rank, of a pipeline in the stage that needs most.
+
+    Raises ValueError if the trainer would refuse the job or the model forbids it.
 
     `config` belongs to a family of the zoo, or is transformers' configuration of another decoder.
     """
-    memory = model_memory(config, job) if isinstance(config, ModelConfig) else hf_model_memory(config, job)
-    return estimate_of(memory, job)
+    return max(estimate_stages(config, job), key=lambda found: found.peak.total)
+
+
+def estimate_stages(config: ModelConfig | Any, job: Job) -> list[Estimate]:
+    """Estimates the memory of one rank of each pipeline stage. See `estimate`."""
+    if not isinstance(config, ModelConfig):
+        return [estimate_of(hf_model_memory(config, job), job)]
+    memory = model_memory(config, job)
+    if job.pipeline_parallel_size == 1:
+        return [estimate_of(memory, job)]
+    stages = range(job.pipeline_parallel_size)
+    return [estimate_of(stage_memory(memory, config, job, stage), job) for stage in stages]
 
 
 def estimate_of(model: ModelMemory, job: Job) -> Estimate:

@@ -233,7 +233,9 @@ class Job:
         target_length: Tokens in an encoder-decoder's target; by default as many as in the source.
         padded: Whether there is an attention mask.
         accumulation_steps: Micro-batches for one optimizer step.
-        zero_stage: DeepSpeed's ZeRO stage. None means no DeepSpeed, or stage 1 under tensor parallelism.
+        zero_stage: DeepSpeed's ZeRO stage. None means no DeepSpeed, or stage 1 under tensor or pipeline
+            parallelism.
+        pipeline_blocks: Blocks of each pipeline stage; by default, equal numbers.
         precision: Precision of parameters, activations and gradients. The optimizer keeps fp32 copies of 16-bit
             parameters.
     """
@@ -245,6 +247,8 @@ class Job:
     accumulation_steps: int = 1
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    pipeline_blocks: tuple[int, ...] | None = None
     zero_stage: Literal[0, 1, 2, 3] | None = None
     sequence_parallel: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
@@ -254,9 +258,12 @@ class Job:
     device: Literal["cuda", "cpu"] = "cuda"
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch_size", "length", "accumulation_steps", "tensor_parallel_size", "data_parallel_size"):
+        for name in ("micro_batch_size", "length", "accumulation_steps", "tensor_parallel_size", "data_parallel_size",
+                     "pipeline_parallel_size"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.pipeline_parallel_size > 1 and (self.stage or 0) > 1:
+            raise ValueError(f"ZeRO stage {self.stage} does not work with pipeline parallelism; use 0 or 1")
         if self.stage == 3 and self.tensor_parallel_size > 1:
             raise ValueError("ZeRO stage 3 splits parameters that tensor parallelism has already split; use 0, 1 or 2")
         if self.optimizer not in ELEMENTWISE and (self.tensor_parallel_size > 1 or self.stage):
@@ -273,7 +280,8 @@ class Job:
     @property
     def stage(self) -> int | None:
         """The ZeRO stage, or None without DeepSpeed."""
-        return 1 if self.zero_stage is None and self.tensor_parallel_size > 1 else self.zero_stage
+        split = self.tensor_parallel_size * self.pipeline_parallel_size > 1
+        return 1 if self.zero_stage is None and split else self.zero_stage
 
     @property
     def itemsize(self) -> int:

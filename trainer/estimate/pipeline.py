@@ -1,0 +1,127 @@
+"""Deals a model's blocks to pipeline stages, and computes each stage's part of the model's memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from typing import Any, Literal
+
+import torch
+
+from ...models.auto import build_on_meta, from_config
+from ...models.common.config import ModelConfig
+from ...models.common.pipeline import balanced_counts, check_counts, equal_counts, stacks_of, stages_of_parameters
+from ...models.sizes import sizes_of
+from ...mpu import dropout_state
+from .model import BlockStack, Job, ModelMemory
+
+Partition = Literal["uniform", "parameters", "time"]
+REPEATS = 3  # of a timed step, after one that is not timed
+
+
+def bubble(stages: int, micro_batches: int) -> float:
+    """Returns the idle share of each rank's time: (P - 1) / (M + P - 1) for P equal stages and M micro-batches."""
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+def in_flight(stage: int, stages: int, micro_batches: int) -> int:
+    """Returns how many micro-batches a stage keeps activations of, between their forward and backward passes (1F1B)."""
+    return min(stages - stage, micro_batches)
+
+
+def choose_blocks(config: ModelConfig, stages: int, partition: Partition, job: Job) -> tuple[int, ...]:
+    """Returns the number of blocks of each pipeline stage.
+
+    Args:
+        partition: "uniform": equal numbers; "parameters" and "time": so that the largest stage has as few parameters,
+            or as little time for a micro-batch of the job, as possible. Times are measured on this machine.
+
+    Raises:
+        ValueError: The blocks cannot be dealt so; the message says what works.
+    """
+    model = build_on_meta(config, None)
+    if partition == "uniform":
+        return equal_counts(model, stages)
+    blocks = [len(stack) for _, stack in stacks_of(model)]
+    if sum(blocks) < stages:
+        raise ValueError(f"{sum(blocks)} blocks are too few for {stages} pipeline stages; use at most {sum(blocks)}")
+    if partition == "time":
+        return balanced_counts(measured_costs(config, blocks, job), stages)
+    costs = [0] * sum(blocks)
+    sizes = {size.name: size.local for size in sizes_of(model, job.tensor_parallel_size)}
+    for name, places in stages_of_parameters(model, [1] * len(costs)).items():
+        for place in places:
+            costs[place] += sizes[name]
+    return balanced_counts(costs, stages)
+
+
+def measured_costs(config: ModelConfig, blocks: Sequence[int], job: Job) -> list[float]:
+    """Returns the seconds of each block's forward and backward passes; the last one's with the head and the loss.
+
+    Models with one and two blocks of a stack are timed; the difference is a block.
+    """
+    depths = ["num_hidden_layers"] if len(blocks) == 1 else ["num_layers", "decoder_layers"]
+    names = [config.attribute_map.get(name, name) for name in depths]
+    single = dict.fromkeys(names, 1)
+    whole = _seconds(config.with_changes(**single), job)
+    each = [max(_seconds(config.with_changes(**{**single, name: 2}), job) - whole, 1e-9) for name in names]
+    costs = [cost for cost, count in zip(each, blocks, strict=True) for _ in range(count)]
+    costs[-1] += max(whole - sum(each), 0.0)
+    return costs
+
+
+def _seconds(config: ModelConfig, job: Job) -> float:
+    """Returns the time of a micro-batch's forward and backward passes, without any split."""
+    device, dtype = torch.device(job.device), torch.bfloat16 if job.precision == "bf16" else torch.float32
+    model: Any = from_config(config, device=device, dtype=dtype).train()
+    full = partial(torch.full, fill_value=3, dtype=torch.long, device=device)
+    batch = {"input_ids": full((job.micro_batch_size, job.length)), "labels": full((job.micro_batch_size, job.length))}
+    if len(stacks_of(model)) == 2:
+        batch["labels"] = full((job.micro_batch_size, job.target_length or job.length))
+    times: list[float] = []
+    for sample in range(1 + REPEATS):
+        dropout_state.set(0, sample)
+        started = time.perf_counter()
+        model(**batch).loss.backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return median(times[1:])
+
+
+def stage_memory(whole: ModelMemory, config: ModelConfig, job: Job, stage: int) -> ModelMemory:
+    """Returns the part of a model's memory that is in a pipeline stage.
+
+    Blocks keep their tensors for every micro-batch in flight. A micro-batch in flight also keeps the hidden states that
+    were received, the copy that the blocks read, and those that were sent.
+    """
+    model = build_on_meta(config, None)
+    counts = job.pipeline_blocks or equal_counts(model, job.pipeline_parallel_size)
+    check_counts(model, counts, job.pipeline_parallel_size)
+    places = stages_of_parameters(model, counts)
+    held = {name for name, stages in places.items() if stage in stages}
+    owned = {name for name, stages in places.items() if stage == stages[0]}
+    flying, last = in_flight(stage, len(counts), job.accumulation_steps), len(counts) - 1
+    first, parts = sum(counts[:stage]), []
+    end, start = first + counts[stage], 0
+    for part, (prefix, blocks) in zip(whole.parts, stacks_of(model), strict=True):
+        own = range(max(first - start, 0), max(min(end - start, len(blocks)), 0))
+        names = tuple(f"{prefix}blocks.{i}." for i in own)
+        parameters = tuple(size for size in part.parameters if size.name.startswith(names))
+        if own:
+            parts.append(BlockStack(len(own) * flying, part.block, parameters))
+        start += len(blocks)
+    return replace(
+        whole,
+        parameters=tuple(size for size in whole.parameters if size.name in held),
+        trained=tuple(size for size in whole.trained if size.name in owned),
+        parts=tuple(parts),
+        logits=whole.logits if stage == last else 0,
+        loss=whole.loss if stage == last else 0,
+        ends=(whole.ends if stage == last else 0) + whole.stream * flying * (2 * (stage > 0) + (stage < last)),
+        head=whole.head if stage == last else None,
+        table=whole.table if whole.table is not None and whole.table.name in held else None,
+    )
