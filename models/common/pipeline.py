@@ -127,6 +127,8 @@ def take_stage(model: nn.Module, mesh: ParallelMesh | None, parallel_config: Par
         if not blocks.part.begins:
             owner: Any = model.get_submodule(prefix.removesuffix("."))
             owner.embed = _nothing
+    if hasattr(whole, "word_embeddings") and not any(blocks.part.begins for _, blocks in stacks_of(model)):
+        whole.word_embeddings.embed = _nothing
     if len(stacks_of(model)) == 2:
         _take_stage_of_two_stacks(whole, stage)
     forward = whole.forward
@@ -176,8 +178,6 @@ def _take_stage_of_two_stacks(model: Any, stage: Stage) -> None:
     model.run_encoder, model.encode = run, encode_on_all_stages
     if not decoder.own:
         model.decoder.forward = _end
-    if not (encoder.begins or decoder.begins):
-        model.word_embeddings.embed = _nothing
 
 
 def _take_source(model: Any, stage: Stage, decoder: Part, length: int) -> Tensor:

@@ -11,11 +11,18 @@ import torch
 from tiny_models import tiny
 from training import losses, on_ranks
 
-FAMILIES = {"gpt2": {}, "bert": {"architectures": ["BertForMaskedLM"]}, "roberta": {}, "glm": {}}
+FAMILIES = {"gpt2": {}, "bert": {"architectures": ["BertForMaskedLM"]}, "roberta": {}, "glm": {}, "t5": {}, "mt5": {}}
 STEPS = 20
 # tensor-parallel, data-parallel, stages. SHARDZOO_PIPELINES=all runs all of them for each family.
 LAYOUTS = [(1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 2)]
-QUICK = {"gpt2": LAYOUTS, "bert": [(1, 2, 2)], "roberta": [(1, 1, 2)], "glm": [(2, 1, 2)], "t5": LAYOUTS, "mt5": []}
+QUICK = {
+    "gpt2": LAYOUTS,
+    "bert": [(1, 2, 2)],
+    "roberta": [(1, 1, 2)],
+    "glm": [(2, 1, 2)],
+    "t5": LAYOUTS,
+    "mt5": [(1, 1, 2)],
+}
 EIGHT = [("gpt2", (2, 2, 2)), ("t5", (2, 2, 2))]
 EVERYTHING = os.environ.get("SHARDZOO_PIPELINES") == "all"
 CASES = [(family, layout) for family in FAMILIES for layout in (LAYOUTS if EVERYTHING else QUICK[family])]
@@ -47,6 +54,8 @@ def build(mesh, family: str, layers: int = 4, dtype=torch.float32, **how):
 def settings(family: str = "gpt2", tp: int = 1, replicas: int = 1, stages: int = 1, **changes):
     """Arguments of `on_ranks`: 8 sequences a step, in four micro-batches of each data-parallel rank."""
     how = {name: changes[name] for name in ("sequence_parallel", "recompute") if name in changes}
+    if "pipeline_blocks" in changes:
+        how["pipeline_blocks"] = changes.pop("pipeline_blocks")
     dtype = torch.bfloat16 if changes.get("precision") == "bf16" else torch.float32
     return {
         "env_type": "deepspeed+mpu",
@@ -114,12 +123,20 @@ def test_stages_change_nothing(run_mesh, tmp_path, whole, family, layout):
         ((1, 1, 2), {"zero_stage": 0}),
         ((2, 1, 2), {"sequence_parallel": True, "recompute": "full", "data": Samples(2)}),
         ((1, 1, 2), {"recompute": "selective"}),
+        ((1, 1, 3), {"pipeline_blocks": (1, 2, 1)}),
     ],
 )
 def test_options_change_nothing(run_mesh, tmp_path, whole, layout, changes):
     base = {"data": changes["data"]} if "data" in changes else {}
     for steps, _ in on_ranks(run_mesh, tmp_path, **settings("gpt2", *layout, **changes)):
         assert losses(steps) == pytest.approx(whole("gpt2", **base)[1], **SAME_LOSS)
+
+
+@pytest.mark.parametrize("blocks", [(2, 3, 3), (5, 3), (3, 1, 4)])
+def test_encoder_and_decoder_may_be_cut_anywhere(run_mesh, tmp_path, whole, blocks):
+    """Four blocks each: a stage with blocks of both, a boundary in the decoder, and one between them."""
+    for steps, _ in on_ranks(run_mesh, tmp_path, **settings("t5", 1, 1, len(blocks), pipeline_blocks=blocks)):
+        assert losses(steps) == pytest.approx(whole("t5")[1], **SAME_LOSS)
 
 
 def test_bf16(run_mesh, tmp_path, whole):
