@@ -39,13 +39,21 @@ from shardzoo.mpu import dropout_state
 SIZES = {
     "gpt2": {"n_layer": 4},
     "bert": {"num_hidden_layers": 4},
+    "modernbert": {"num_hidden_layers": 4, "layer_types": None},
     "t5": {"d_model": 768, "d_ff": 3072, "num_layers": 3, "num_heads": 12},
     "mt5": {"num_layers": 3, "vocab_size": 32128},
 }
-PRESETS = {"gpt2": "gpt2", "bert": "bert-base-uncased", "t5": "t5-small", "mt5": "mt5-small"}
+PRESETS = {
+    "gpt2": "gpt2",
+    "bert": "bert-base-uncased",
+    "modernbert": "modernbert-base",
+    "t5": "t5-small",
+    "mt5": "mt5-small",
+}
 DROPOUTS = {
     "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    "modernbert": ("attention_dropout", "mlp_dropout", "embedding_dropout"),
     "t5": ("dropout_rate",),
     "mt5": ("dropout_rate",),
 }
@@ -65,7 +73,7 @@ NORM_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 class Arguments:
     """What to measure."""
 
-    families: tuple[str, ...] = ("gpt2", "bert", "t5", "mt5")
+    families: tuple[str, ...] = ("gpt2", "bert", "modernbert", "t5", "mt5")
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     batch_size: int = 4
     length: int = 256
@@ -162,7 +170,8 @@ def make_reference(family: str, arguments: Arguments) -> nn.Module:
     values = find_config(PRESETS[family]).to_dict() | SIZES[family] | arguments.overrides
     values |= dict.fromkeys(DROPOUTS[family], arguments.dropout)
     config = transformers.AutoConfig.for_model(**values)
-    kind = {"gpt2": transformers.AutoModelForCausalLM, "bert": transformers.AutoModelForMaskedLM}
+    masked = transformers.AutoModelForMaskedLM
+    kind = {"gpt2": transformers.AutoModelForCausalLM, "bert": masked, "modernbert": masked}
     torch.manual_seed(0)
     model = kind.get(family, transformers.AutoModelForSeq2SeqLM).from_config(config)
     if family == "mt5":
@@ -179,7 +188,7 @@ def make_batch(family: str, config, arguments: Arguments) -> dict[str, torch.Ten
     mask = torch.ones(shape, dtype=torch.long)
     if arguments.padding:
         mask[arguments.batch_size // 2 :, -arguments.length // 4 :] = 0
-    if family == "bert":
+    if family in ("bert", "modernbert"):
         labels = ids.masked_fill(torch.rand(shape, generator=generator) > 0.15, -100)
     else:
         labels = torch.randint(5, config.vocab_size, (shape[0], shape[1] // 4), generator=generator)

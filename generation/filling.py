@@ -77,7 +77,8 @@ def fill_mask(
     if not len(places):
         raise ValueError(f"input_ids has no mask token ({mask_token_id}) to fill")
     with evaluating(model):
-        hidden = model.encoder(ids, attention_mask, token_type_ids)[0][-1]  # [B, S, H]
+        segments = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
+        hidden = model.body(ids, attention_mask, **segments).states[-1]  # [B, S, H]
         logits = model.head(hidden[places[:, 0], places[:, 1]])  # [M, Vp]
     scores = log_probabilities(without_padding(logits, vocab_size, model.mesh), model.mesh)
     values, tokens = best(scores, top_k, model.mesh)
