@@ -87,6 +87,17 @@ class Head(Body):
         """Adds the modules of the head."""
 
 
+def vocabulary_head(model: Body) -> VocabParallelHead:
+    """Returns a head without a bias, which is the word embedding if the configuration ties them."""
+    return VocabParallelHead(
+        model.hidden_size,
+        model.config.vocab_size,
+        tied=model.embedding if model.config.tie_word_embeddings else None,
+        pad_multiple=VOCABULARY_MULTIPLE,
+        **layer_arguments(model.mesh, model.parallel_config),
+    )
+
+
 class BareModel(Head):
     """The embeddings and blocks without a head."""
 
@@ -119,13 +130,7 @@ class CausalLMHead(Head, CausalLM):
     """Predicts each token from the tokens before it. The head is the word embedding if the configuration ties them."""
 
     def add_head(self) -> None:
-        self.head = VocabParallelHead(
-            self.hidden_size,
-            self.config.vocab_size,
-            tied=self.embedding if self.config.tie_word_embeddings else None,
-            pad_multiple=VOCABULARY_MULTIPLE,
-            **layer_arguments(self.mesh, self.parallel_config),
-        )
+        self.head = vocabulary_head(self)
 
     def forward(
         self,

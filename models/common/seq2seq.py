@@ -6,12 +6,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...mpu import VocabParallelHead
 from .cache import Cache
-from .heads import Head
-from .language_model import IGNORED, VOCABULARY_MULTIPLE, EncoderOutput, LanguageModel, Seq2SeqLMOutput
+from .heads import Head, vocabulary_head
+from .language_model import IGNORED, EncoderOutput, LanguageModel, Seq2SeqLMOutput
 from .masks import causal_mask, key_mask
-from .parallel_config import layer_arguments
 from .stack import Body, Hidden, run_blocks
 
 
@@ -146,13 +144,7 @@ class Seq2SeqLM(Head, LanguageModel, Seq2SeqBody):
     generates = "answer"
 
     def add_head(self) -> None:
-        self.head = VocabParallelHead(
-            self.hidden_size,
-            self.config.vocab_size,
-            tied=self.embedding if self.config.tie_word_embeddings else None,
-            pad_multiple=VOCABULARY_MULTIPLE,
-            **layer_arguments(self.mesh, self.parallel_config),
-        )
+        self.head = vocabulary_head(self)
 
     def forward(
         self,

@@ -71,7 +71,7 @@ def test_16_bit_attention_is_that_of_sdpa(masked):
     mask = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril() if masked else None
     if mask is not None:
         mask[1, :, 4] = False  # a query that sees nothing
-    core = CoreAttention(scale=0.3, dropout=0.0, mesh=None, parallel_config=ParallelConfig())
+    core = CoreAttention(3, 3, scale=0.3, dropout=0.0, mesh=None, parallel_config=ParallelConfig())
     own = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
     assert eager_beats_sdpa(own[0], own[1])
     actual = core(*own, mask, None, causal=not masked)
