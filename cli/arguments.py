@@ -13,7 +13,16 @@ from typing import Any, TypeVar, get_type_hints
 import tyro
 import yaml
 
-from ..trainer.arguments.aliases import ALIASES, EXPLAINED, SWITCHES, argument_aliases, hint, resolve_aliases
+from ..trainer.arguments.aliases import (
+    ALIASES,
+    AS_HERE,
+    EXPLAINED,
+    RESUME,
+    SWITCHES,
+    argument_aliases,
+    hint,
+    resolve_aliases,
+)
 
 Arguments = TypeVar("Arguments")
 
@@ -145,9 +154,18 @@ def resolve_alias_options(argv: Sequence[str], default: Any) -> list[str]:
         word = words.popleft()
         option, equals, value = word.partition("=")
         name = option[2:].replace("-", "_") if option.startswith("--") else ""
+        if name in (*AS_HERE, RESUME) and name not in kinds:
+            value = value if equals else words.popleft() if words and not words[0].startswith("--") else "True"
+            if AS_HERE.get(name) == value:
+                continue
+            if name == RESUME and value not in VALUES:
+                options.append(f"--load_dir={value}")
+                continue
+            equals = "="
         if name in EXPLAINED and name not in kinds:
             raise ValueError(f"there is no option {option}{hint(name, kinds)}")
         optional = kinds.get(name.removeprefix("no_")) == bool | None
+        name = "resume" if name == RESUME else name
         switch = name in aliases and name in SWITCHES
         if switch or kinds.get(name) is bool or (optional and name in kinds):
             if not equals:

@@ -47,8 +47,9 @@ class FinetuningArguments(TrainingArguments):
     NAME.target, parquet, or a datasets folder; for text-generation text files, folders, or JSON lines with `text`."""
     validation_file: str | None = None
     test_file: str | None = None
-    validation_split: int = 5
-    """Percent of the training data to use for validation if there is no validation_file."""
+    validation_split: float = 5
+    """Percent of the training data to use for validation if there is no validation_file; a number below 1 is a share,
+    as in t2t-tuner."""
     source_id: str = "s"
     """Key of the source texts."""
     target_id: str = "t"
@@ -98,8 +99,12 @@ class FinetuningArguments(TrainingArguments):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
+        if 0 < self.validation_split < 1:
+            object.__setattr__(self, "validation_split", 100 * self.validation_split)
         if not 0 <= self.validation_split < 100:
-            raise ValueError(f"validation_split must be a percentage from 0 to 99, not {self.validation_split}")
+            raise ValueError(
+                f"validation_split must be a percentage from 0 to 99 or a share below 1, not {self.validation_split}"
+            )
         for name in ("model_parallel_size", "pipeline_parallel_size"):
             if self.native is False and getattr(self, name) > 1:
                 raise ValueError(

@@ -217,15 +217,15 @@ def read_records(path: str, task: str, arguments: FinetuningArguments, tokenizer
     )
 
 
-def held_out(records: Any, percent: int, seed: int) -> HeldOutSplit:
+def held_out(records: Any, percent: float, seed: int) -> HeldOutSplit:
     """Holds out `percent` of the records for validation, at least one unless 0. ValueError if none remains to train."""
     if percent == 0:
         return HeldOutSplit(records, None)
     count = max(1, round(len(records) * percent / 100))
     if count >= len(records):
         raise ValueError(
-            f"the training file has {len(records)} sample(s), and validation_split={percent} leaves none to train on; "
-            "name a validation_file, or train without validation"
+            f"the training file has {len(records)} sample(s), and validation_split={percent:g} leaves none to train "
+            "on; name a validation_file, or train without validation"
         )
     order = np.random.default_rng(seed).permutation(len(records))
     return HeldOutSplit(

@@ -15,7 +15,7 @@ ARGUMENTS = [
     ({"metric": "blue"}, "metric must be one of sacrebleu, rouge, accuracy.* not 'blue'"),
     ({"task": "translation"}, "task must be one of text2text-generation, text-generation"),
     ({"max_source_length": 1}, "max_source_length must be at least 2"),
-    ({"validation_split": 100}, "a percentage from 0 to 99"),
+    ({"validation_split": 100}, "a percentage from 0 to 99 or a share below 1"),
     ({"native": False, "model_parallel_size": 2}, "only the zoo's models support; use native=True"),
     ({"resume": True}, "resume needs output_dir"),
     ({"model_name_or_pth": "x"}, "did you mean model_name_or_path"),

@@ -15,8 +15,7 @@ from training import Pairs, Stream, run_training, tiny_t5
 
 REFUSED = [
     ({"model_paralle_size": 2}, "no argument 'model_paralle_size'; did you mean model_parallel_size"),
-    ({"pipeline_parallel_size": 2}, "no argument 'pipeline_parallel_size': pipeline parallelism is not supported yet"),
-    ({"tensor_parallel_size": 2}, "is called model_parallel_size"),
+    ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 does not work with env_type='pytorch'; use env_type="),
     ({"data_parallel_size": 2}, "it follows from the number of processes"),
     ({"batchsize": 2}, "did you mean batch_size"),
     ({"batch_size": 2, "micro_batch_size": 2}, "batch_size and micro_batch_size both set micro_batch_size"),

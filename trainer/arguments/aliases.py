@@ -1,17 +1,40 @@
-"""Resolves aliases of arguments, the names that FlagAI and transformers use, and suggests corrections of typos."""
+"""Resolves aliases of arguments, the names of FlagAI, transformers and LiBai, and suggests corrections of typos."""
 
 from __future__ import annotations
 
 import difflib
 import functools
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import fields
+from pathlib import PurePath
 from typing import Any, TypeVar
 
 Arguments = TypeVar("Arguments")
 
-# FlagAI's or transformers' name -> our name, where only the name differs.
+# Another tool's name -> our name, where only the name differs. Those with a dot are paths in LiBai's configuration.
 ALIASES = {
+    **dict.fromkeys(("tp", "tp_size", "tensor_parallel_size", "tensor_model_parallel_size"), "model_parallel_size"),
+    "model_parallel_gpus": "model_parallel_size",
+    "train.dist.tensor_parallel_size": "model_parallel_size",
+    "train.dist.pipeline_parallel_size": "pipeline_parallel_size",
+    "train.dist.num_nodes": "num_nodes",
+    "train.train_iter": "train_steps",
+    "train.train_epoch": "epochs",
+    "train.train_micro_batch_size": "micro_batch_size",
+    "train.global_batch_size": "global_batch_size",
+    "train.num_accumulation_steps": "gradient_accumulation_steps",
+    "train.warmup_ratio": "warmup_ratio",
+    "train.log_period": "log_interval",
+    "train.evaluation.eval_period": "eval_interval",
+    "train.checkpointer.period": "save_interval",
+    "train.checkpointer.max_to_keep": "save_total_limit",
+    "train.output_dir": "output_dir",
+    "train.seed": "seed",
+    "train.load_weight": "load_dir",
+    "train.resume": "resume",
+    "optim.lr": "lr",
+    "optim.weight_decay": "weight_decay",
     "batch_size": "micro_batch_size",
     "warm_up": "warmup_ratio",
     "optimizer_type": "optimizer",
@@ -19,39 +42,60 @@ ALIASES = {
     "adam_beta1": "beta1",
     "adam_beta2": "beta2",
     "adam_epsilon": "adam_eps",
+    "dataloader_num_workers": "num_workers",
+    "deepspeed": "deepspeed_config",
     "eval_steps": "eval_interval",
     "learning_rate": "lr",
     "logging_steps": "log_interval",
     "lr_scheduler_type": "lr_schedule",
     "max_grad_norm": "clip_grad",
     "num_train_epochs": "epochs",
+    "overwrite_output_dir": "overwrite",
     "per_device_train_batch_size": "micro_batch_size",
     "num_pipeline_stages": "pipeline_parallel_size",
     "pipe_parallel_size": "pipeline_parallel_size",
     "pipeline_model_parallel_size": "pipeline_parallel_size",
     "pp": "pipeline_parallel_size",
+    "resume_from_checkpoint": "resume",
     "save_steps": "save_interval",
 }
-# A boolean switch of FlagAI -> our argument, and its value when the switch is on.
+RESUME = "resume_from_checkpoint"  # with a path instead of a boolean it is our load_dir
+# Another tool's boolean switch -> our argument, and its value when the switch is on.
 SWITCHES = {
+    "adafactor": ("optimizer", "adafactor"),
+    "train.amp.enabled": ("precision", "fp16"),
+    "train.activation_checkpoint.enabled": ("recompute", "full"),
     "fp16": ("precision", "fp16"),
     "bf16": ("precision", "bf16"),
     "checkpoint_activations": ("recompute", "full"),
 }
 # Names that resemble one of our arguments, but mean something else -> what to do instead.
-_TENSOR = "the number of processes that each layer is split over is called model_parallel_size"
 _DATA = (
     "it follows from the number of processes: num_nodes x num_gpus / (model_parallel_size x pipeline_parallel_size); "
     "set num_gpus, or start more processes"
 )
 _CONTEXT = "sequences are split only within a tensor-parallel group: use sequence_parallel with model_parallel_size"
 _EXPERT = "the zoo has no mixture-of-experts models; leave it out"
+_INTERVALS = "logs, evaluations and checkpoints come after log_interval, eval_interval and save_interval steps"
+_EVALUATION_BATCH = "evaluations use micro_batch_size samples at a time"
+_REPORTS = "TensorBoard's events are always written; wandb=True adds Weights & Biases"
+_BEST = "save_best names a validation value, and keeps the checkpoint where it was best"
 EXPLAINED = {
-    **dict.fromkeys(("tp", "tp_size", "tensor_parallel_size", "tensor_model_parallel_size"), _TENSOR),
-    **dict.fromkeys(("dp", "dp_size", "data_parallel_size"), _DATA),
+    **dict.fromkeys(("eval_strategy", "evaluation_strategy", "save_strategy", "logging_strategy"), _INTERVALS),
+    **dict.fromkeys(
+        ("per_device_eval_batch_size", "eval_batch_size", "train.test_micro_batch_size"), _EVALUATION_BATCH
+    ),
+    **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model", "greater_is_better"), _BEST),
+    "report_to": _REPORTS,
+    **dict.fromkeys(("dp", "dp_size", "data_parallel_size", "train.dist.data_parallel_size"), _DATA),
     **dict.fromkeys(("cp", "context_parallel_size", "sequence_parallel_size"), _CONTEXT),
     **dict.fromkeys(("ep", "expert_parallel_size", "expert_model_parallel_size"), _EXPERT),
 }
+# transformers' arguments -> the value that means what happens here anyway, with which they are taken.
+NOWHERE = object()
+AS_HERE: dict[str, str] = dict.fromkeys(
+    ("eval_strategy", "evaluation_strategy", "save_strategy", "logging_strategy"), "steps"
+)
 
 
 def with_argument_aliases(kind: type[Arguments]) -> type[Arguments]:
@@ -79,19 +123,29 @@ def resolve_aliases(keywords: Mapping[str, Any], known: list[str]) -> dict[str, 
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for name, value in keywords.items():
-        target, set_to = ALIASES.get(name, name) if name in aliases else name, value
-        if name in aliases and name in SWITCHES:
-            if not isinstance(value, bool):
-                raise ValueError(f"{name} must be True or False, not {value!r}")
-            if not value:
-                continue
-            target, set_to = SWITCHES[name]
-        elif target not in known:
+        if name not in known and AS_HERE.get(name, NOWHERE) == value:
+            continue
+        target, set_to = _resolved(name, value) if name in aliases else (name, value)
+        if target is None:
+            continue
+        if target not in known:
             raise ValueError(f"there is no argument {name!r}{hint(name, [*known, *aliases])}")
         if target in values:
             raise ValueError(f"{origin[target]} and {name} both set {target}; give one of them")
         values[target], origin[target] = set_to, name
     return values
+
+
+def _resolved(name: str, value: Any) -> tuple[str | None, Any]:
+    """Returns our argument and its value for an alias; None for a switch that is off."""
+    if name == RESUME and isinstance(value, (str, PurePath)):
+        return "load_dir", value
+    if name not in SWITCHES:
+        return ALIASES[name], value
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, not {value!r}")
+    target, set_to = SWITCHES[name]
+    return (target if value else None), set_to
 
 
 def hint(name: str, taken: Collection[str], prefix: str = "") -> str:
@@ -103,16 +157,12 @@ def hint(name: str, taken: Collection[str], prefix: str = "") -> str:
     """
     if name in EXPLAINED and name not in taken:
         return f": {EXPLAINED[name]}"
-    close = [other for other in difflib.get_close_matches(name, taken, n=5, cutoff=0.5) if _resembles(name, other)]
-    return f"; did you mean {prefix}{close[0]}?" if close else ""
+    spelled = _letters(name)
+    close = difflib.get_close_matches(spelled, [_letters(other) for other in taken], n=1, cutoff=0.87)
+    meant = next((other for other in taken if close and _letters(other) == close[0]), None)
+    same_digits = meant is not None and re.findall(r"\d", meant) == re.findall(r"\d", name)
+    return f"; did you mean {prefix}{meant}?" if same_digits else ""
 
 
-def _resembles(name: str, other: str) -> bool:
-    """Returns whether `name` is a misspelling of `other`, or consists of words of it or their beginnings."""
-    if difflib.get_close_matches(name, [other], cutoff=0.9):
-        return True
-    words = other.split("_")
-    return all(
-        difflib.get_close_matches(word, words, cutoff=0.7) or any(longer.startswith(word) for longer in words)
-        for word in name.split("_")
-    )
+def _letters(name: str) -> str:
+    return name.replace("_", "")

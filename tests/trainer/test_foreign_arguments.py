@@ -1,0 +1,116 @@
+"""Arguments named as in FlagAI, t2t-tuner, transformers and LiBai, and misspelt ones: taken, or answered rightly."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from shardzoo.cli.arguments import overrides_as_options, parse
+from shardzoo.finetuning.arguments import FinetuningArguments
+from shardzoo.trainer import TrainingArguments
+from shardzoo.trainer.arguments.aliases import argument_aliases, hint
+
+SPLIT = {"env_type": "deepspeed+mpu"}
+TAKEN: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    # FlagAI
+    ({"batch_size": 3}, {"micro_batch_size": 3}),
+    ({"warm_up": 0.2}, {"warmup_ratio": 0.2}),
+    ({"optimizer_type": "lion"}, {"optimizer": "lion"}),
+    ({"fp16": True}, {"precision": "fp16"}),
+    ({"fp16": False, "bf16": True}, {"precision": "bf16"}),
+    ({"checkpoint_activations": True}, {"recompute": "full"}),
+    ({"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 2}),
+    ({"model_parallel_size": 2, **SPLIT}, {"model_parallel_size": 2}),
+    ({"master_ip": "127.0.0.1", "master_port": 17751}, {"master_ip": "127.0.0.1", "master_port": 17751}),
+    # transformers and t2t-tuner
+    ({"learning_rate": 0.5}, {"lr": 0.5}),
+    ({"num_train_epochs": 4}, {"epochs": 4}),
+    ({"max_steps": 9}, {"train_steps": 9}),
+    ({"per_device_train_batch_size": 3}, {"micro_batch_size": 3}),
+    ({"lr_scheduler_type": "linear"}, {"lr_schedule": "linear"}),
+    ({"max_grad_norm": 0.1}, {"clip_grad": 0.1}),
+    ({"adam_beta1": 0.8, "adam_beta2": 0.7, "adam_epsilon": 0.1}, {"beta1": 0.8, "beta2": 0.7, "adam_eps": 0.1}),
+    (
+        {"eval_steps": 5, "save_steps": 6, "logging_steps": 7},
+        {"eval_interval": 5, "save_interval": 6, "log_interval": 7},
+    ),
+    ({"adafactor": True}, {"optimizer": "adafactor"}),
+    ({"adafactor": False}, {}),
+    ({"evaluation_strategy": "steps"}, {}),
+    ({"eval_strategy": "steps", "save_strategy": "steps", "logging_strategy": "steps"}, {}),
+    ({"resume_from_checkpoint": True}, {"resume": True}),
+    ({"resume_from_checkpoint": "runs/x"}, {"load_dir": "runs/x"}),
+    ({"dataloader_num_workers": 2}, {"num_workers": 2}),
+    ({"model_parallel_gpus": 2, **SPLIT}, {"model_parallel_size": 2}),
+    # Megatron-LM and LiBai
+    ({"tensor_model_parallel_size": 2, **SPLIT}, {"model_parallel_size": 2}),
+    ({"tensor_parallel_size": 2, **SPLIT}, {"model_parallel_size": 2}),
+    ({"pipeline_model_parallel_size": 2, **SPLIT}, {"pipeline_parallel_size": 2}),
+    ({"train.dist.tensor_parallel_size": 2, **SPLIT}, {"model_parallel_size": 2}),
+    ({"train.dist.pipeline_parallel_size": 2, **SPLIT}, {"pipeline_parallel_size": 2}),
+    ({"train.train_iter": 7}, {"train_steps": 7}),
+    ({"train.train_epoch": 2}, {"epochs": 2}),
+    ({"train.train_micro_batch_size": 3}, {"micro_batch_size": 3}),
+    ({"train.num_accumulation_steps": 3}, {"gradient_accumulation_steps": 3}),
+    ({"train.amp.enabled": True}, {"precision": "fp16"}),
+    ({"train.activation_checkpoint.enabled": True}, {"recompute": "full"}),
+    (
+        {"train.checkpointer.period": 5, "train.checkpointer.max_to_keep": 2},
+        {"save_interval": 5, "save_total_limit": 2},
+    ),
+    ({"train.evaluation.eval_period": 5, "train.log_period": 2}, {"eval_interval": 5, "log_interval": 2}),
+    ({"optim.lr": 0.5, "optim.weight_decay": 0.0}, {"lr": 0.5, "weight_decay": 0.0}),
+]
+
+
+@pytest.mark.parametrize(("given", "expected"), TAKEN)
+def test_arguments_of_other_tools_are_taken(given, expected):
+    """As keywords, and as overrides on the command line."""
+    plain = TrainingArguments(**(SPLIT if SPLIT.items() <= given.items() else {}))
+    made = TrainingArguments(**given)
+    words = overrides_as_options([f"{name}={value}" for name, value in given.items()], TrainingArguments)
+    for found in (made, parse(TrainingArguments, words, program="test", description="", quiet=True)):
+        changed = {field.name for field in fields(found) if getattr(found, field.name) != getattr(plain, field.name)}
+        assert {name: getattr(found, name) for name in {*changed, *expected}} == expected
+
+
+def test_a_share_of_the_training_file_is_held_out_as_its_percentage():
+    assert FinetuningArguments(validation_split=0.1).validation_split == 10
+    assert FinetuningArguments(validation_split=10).validation_split == 10
+
+
+REFUSED = [
+    ("evaluation_strategy", "epoch", "after log_interval, eval_interval and save_interval steps"),
+    ("per_device_eval_batch_size", 8, "evaluations use micro_batch_size samples at a time"),
+    ("load_best_model_at_end", True, "save_best names a validation value"),
+    ("report_to", "wandb", "wandb=True adds Weights & Biases"),
+    ("data_parallel_size", 2, "it follows from the number of processes"),
+    ("adafactor", "yes", "adafactor must be True or False, not 'yes'"),
+    ("resume_from_checkpoint", 3, "resume must be True or False, not 3"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), REFUSED)
+def test_other_arguments_are_answered_with_what_to_do(name, value, message):
+    with pytest.raises(ValueError, match=message):
+        TrainingArguments(**{name: value})
+
+
+HINTS = {
+    "model_paralle_size": "model_parallel_size", "batchsize": "batch_size", "leraning_rate": "learning_rate",
+    "train_stesp": "train_steps", "max_target_len": "max_target_length", "prefx": "prefix", "epoch": "epochs",
+    "gradientcheckpointing": "gradient_checkpointing", "save_total_limits": "save_total_limit",
+    "weightdecay": "weight_decay", "lr_scheduler": "lr_schedule", "model_name_or_pth": "model_name_or_path",
+    # Nothing resembles these closely enough for a guess.
+    "mode": "", "beta3": "", "fp32": "", "fp8": "", "world_size": "", "dropout": "", "tf32": "", "eval_freq": "",
+    "num_layers": "", "label_smoothing_factor": "", "hidden_size": "", "max_length": "", "min_lr": "", "master": "",
+    "zero": "", "num_beams": "", "train": "", "tokenizer": "", "model_name": "", "cpu": "", "log": "", "seeds_dir": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "meant"), HINTS.items())
+def test_a_hint_is_right_or_there_is_none(name, meant):
+    known = [field.name for field in fields(FinetuningArguments)]
+    assert hint(name, [*known, *argument_aliases(known)]) == (f"; did you mean {meant}?" if meant else "")
