@@ -31,6 +31,7 @@ LARGEST_RATIO = 1.5  # of the error of bf16 to that of transformers' bf16
 RESOLUTION = 2**-7  # of bf16, relative
 SMALL = 1e-2  # gradients smaller than this part of the largest one are sums whose terms cancel
 ROWS_OF_BATCH, LENGTH, CHOICES, NEW_TOKENS = 6, 12, 2, 6
+BATCHES = 4  # in bf16, whose errors on one batch are random; the other comparisons use the first
 OUTPUTS = (
     "logits", "prediction_logits", "seq_relationship_logits", "start_logits", "end_logits", "last_hidden_state",
     "pooler_output", "encoder_last_hidden_state",
@@ -269,26 +270,29 @@ def forward(model: Any, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], T
     return {name: attended(name, value.detach(), inputs) for name, value in found.items()}, loss
 
 
-def reference(model: Any, inputs: dict[str, Tensor], family_name: str) -> Run:
-    """What transformers' model computes; the gradients have the names of the family's name map."""
+def reference(model: Any, batches: Sequence[dict[str, Tensor]], family_name: str) -> list[Run]:
+    """What transformers' model computes of each batch; the gradients have the names of the family's name map."""
     from shardzoo.models import config_from_dict, family
     from shardzoo.models.auto import build_on_meta
 
-    model.zero_grad()
-    outputs, loss = forward(model, inputs)
-    loss.backward()
     name_map = family(family_name).name_map
     parameters = dict(build_on_meta(config_from_dict(model.config.to_dict()), None).named_parameters())
     stored = {name for entry in name_map.resolve(parameters) for name in entry.stored_names()}
-    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    named = {name_map.todays_name(name, stored): grad for name, grad in found.items()}
     kept = dict(name_map.aliases)  # a tied head may be registered before the embedding
-    grads = {name if name in stored else kept.get(name, name): grad for name, grad in named.items()}
-    return Run(outputs, loss.item(), grads)
+    runs = []
+    for inputs in batches:
+        model.zero_grad()
+        outputs, loss = forward(model, inputs)
+        loss.backward()
+        found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+        named = {name_map.todays_name(name, stored): grad for name, grad in found.items()}
+        grads = {name if name in stored else kept.get(name, name): grad for name, grad in named.items()}
+        runs.append(Run(outputs, loss.item(), grads))
+    return runs
 
 
-def run_layouts(mesh, folder: Path, inputs: dict[str, Tensor], layouts, prompts) -> tuple[list, dict[str, Tensor]]:
-    """On one rank: the outputs, the loss and the gradients of each (mode, kind), and the generated tokens."""
+def run_layouts(mesh, folder: Path, batches, layouts, prompts) -> tuple[list[list], dict[str, Tensor]]:
+    """On one rank: for each (mode, kind) the outputs, loss and gradients of each batch; and the generated tokens."""
     from shardzoo import from_pretrained  # not from the models, which have no `generate` of their own
     from shardzoo.models import ParallelConfig
     from shardzoo.mpu import dropout_state
@@ -297,11 +301,15 @@ def run_layouts(mesh, folder: Path, inputs: dict[str, Tensor], layouts, prompts)
     for mode, kind in layouts:
         model: Any = from_pretrained(folder, mesh, KINDS[kind], parallel_config=ParallelConfig(**MODES[mode]))
         model.train(kind == "dropout")
-        dropout_state.set(5, 0)
-        outputs, loss = forward(model, inputs)
-        loss.backward()
-        grads = {n: (p.grad, getattr(p, "shard", None)) for n, p in model.named_parameters() if p.grad is not None}
-        results.append((outputs, loss.item(), grads))
+        runs = []
+        for inputs in batches if kind == "bf16" else batches[:1]:
+            model.zero_grad()
+            dropout_state.set(5, 0)
+            outputs, loss = forward(model, inputs)
+            loss.backward()
+            grads = {n: (p.grad, getattr(p, "shard", None)) for n, p in model.named_parameters() if p.grad is not None}
+            runs.append((outputs, loss.item(), grads))
+        results.append(runs)
     if prompts is None:
         return results, {}
     model = from_pretrained(folder, mesh)
@@ -343,18 +351,18 @@ class Comparison:
     terms, not the sum.
 
     In bf16, let e(x) be the Euclidean norm of x minus what transformers computes in fp32 from the same weights, which
-    bf16 represents exactly. Each output's e is at most 1.5 times that of transformers in bf16 (or 2^-7 of the output's
-    norm, bf16's resolution, if that is larger), and so is the e of all gradients taken as one vector. Errors of single
-    gradients of tiny models are too random for a ratio.
+    bf16 represents exactly. Each output's e over four batches is at most 1.5 times that of transformers in bf16 (or
+    2^-7 of the output's norm, bf16's resolution, if that is larger), and so is the e of all gradients of the four
+    batches, taken as one vector. Errors of one batch or of single gradients are too random for a ratio.
 
     With dropout, every layout computes what the unsplit model computes, to the tolerances of fp32.
     """
 
-    references: dict[str, Run]  # by kind; "theirs" is transformers in bf16
+    references: dict[str, list[Run]]  # by kind, each batch; "theirs" is transformers in bf16
     figures: Figures
 
-    def add(self, layout: str, kind: str, run: Run) -> None:
-        problems = self.narrow(run) if kind == "bf16" else self.wide(run, self.references[kind])
+    def add(self, layout: str, kind: str, runs: list[Run]) -> None:
+        problems = self.narrow(runs) if kind == "bf16" else self.wide(runs[0], self.references[kind][0])
         self.figures.problems += [f"{layout}, {kind}: {problem}" for problem in problems]
 
     def wide(self, run: Run, expected: Run) -> list[str]:
@@ -379,15 +387,15 @@ class Comparison:
                 problems.append(f"the gradient of {name} differs by {error:.1e}")
         return problems
 
-    def narrow(self, run: Run) -> list[str]:
-        problems, theirs, exact = [], self.references["theirs"], self.references["fp32"]
-        for name in run.outputs.keys() & set(OUTPUTS):
-            ratio = error_ratio(run.outputs[name], theirs.outputs[name], exact.outputs[name])
+    def narrow(self, runs: list[Run]) -> list[str]:
+        problems, three = [], (runs, self.references["theirs"], self.references["fp32"])
+        for name in runs[0].outputs.keys() & set(OUTPUTS):
+            ratio = error_ratio(*(torch.cat([run.outputs[name] for run in each]) for each in three))
             self.figures.bf16_outputs = max(self.figures.bf16_outputs, ratio)
             if not ratio <= LARGEST_RATIO:
                 problems.append(f"{name} have {ratio:.2f} times the error of transformers' bf16")
-        names = run.grads.keys() & exact.grads.keys()
-        ratio = error_ratio(*(joined(each.grads, names) for each in (run, theirs, exact)))
+        names = sorted(runs[0].grads.keys() & three[2][0].grads.keys())
+        ratio = error_ratio(*(torch.cat([joined(run.grads, names) for run in each]) for each in three))
         self.figures.bf16_grads = max(self.figures.bf16_grads, ratio)
         if not ratio <= LARGEST_RATIO:
             problems.append(f"the gradients have {ratio:.2f} times the error of transformers' bf16")
@@ -424,33 +432,35 @@ def check_case(
     """
     family_name, case = row
     model = build(name, case, folder / "hf")
-    batches = Inputs(name, case, model.config)
-    inputs, figures = batches.batch(), Figures()
-    dropped, _ = run_layouts(None, folder / "hf", inputs, [("plain", "dropout")], None)
+    inputs, figures = Inputs(name, case, model.config), Figures()
+    batches = [inputs.batch() for _ in range(BATCHES)]
+    dropped, _ = run_layouts(None, folder / "hf", batches, [("plain", "dropout")], None)
     comparison = Comparison(
         {
-            "fp32": reference(model, inputs, family_name),
-            "theirs": reference(copy.deepcopy(model).bfloat16(), inputs, family_name),
-            "dropout": whole(family_name, dropped),
+            "fp32": reference(model, batches, family_name),
+            "theirs": reference(copy.deepcopy(model).bfloat16(), batches, family_name),
+            "dropout": [whole(family_name, dropped[0])],
         },
         figures,
     )
-    figures.dropout = abs(comparison.references["dropout"].loss - comparison.references["fp32"].loss) > 1e-4
+    losses = [comparison.references[kind][0].loss for kind in ("fp32", "dropout")]
+    figures.dropout = abs(losses[0] - losses[1]) > 1e-4
     prompts, expected = None, {}
     if generates(name, family_name):
-        prompts = batches.prompts()
+        prompts = inputs.prompts()
         expected = {key: decode(model, *prompts, options) for key, options in GENERATION.items()}
     todo = list(layouts) or [(mode, kind) for mode in MODES for kind in KINDS]
     for size in case.sizes if sizes is None else sizes:
-        ranks = run_mesh(size, run_layouts, folder / "hf", inputs, todo, prompts)
+        ranks = run_mesh(size, run_layouts, folder / "hf", batches, todo, prompts)
         for i, (mode, kind) in enumerate(todo):
             try:
-                run = whole(family_name, [results[i] for results, _ in ranks])
+                by_batch = zip(*(results[i] for results, _ in ranks), strict=True)
+                runs = [whole(family_name, list(results)) for results in by_batch]
             except AssertionError as error:
                 figures.problems.append(f"TP {size}, {mode}, {kind}: {error}")
                 continue
-            comparison.add(f"TP {size}, {mode}", kind, run)
-        compare_tokens(size, [tokens for _, tokens in ranks], expected, prompts, batches.kind, figures)
+            comparison.add(f"TP {size}, {mode}", kind, runs)
+        compare_tokens(size, [tokens for _, tokens in ranks], expected, prompts, inputs.kind, figures)
         check_conversion(folder, size, figures)
     return figures
 
