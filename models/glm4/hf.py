@@ -1,0 +1,15 @@
+"""Maps each native parameter of GLM-4 to its tensors in Hugging Face's checkpoints."""
+
+from __future__ import annotations
+
+from ..llama.hf import name_map
+
+NAME_MAP = name_map(
+    {
+        "attention_norm": "input_layernorm",
+        "attention_output_norm": "post_self_attn_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+        "mlp_output_norm": "post_mlp_layernorm",
+    },
+    ("gate_up_proj",),
+)

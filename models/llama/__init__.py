@@ -1,0 +1,46 @@
+"""Llama (Touvron et al., 2023), and what declares a family of decoders like it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..common.heads import with_heads
+from ..common.name_map import NameMap
+from ..common.stack import Body
+from ..registry import Family
+from .config import DecoderConfig, LlamaConfig
+from .hf import NAME_MAP
+from .memory import activations
+from .model import HEADS, HEADS_WITH_ANSWERS, DecoderBody
+from .presets import PRESETS
+
+
+def decoder_family(
+    config: type[DecoderConfig],
+    stem: str,
+    name_map: NameMap,
+    presets: dict[str, Any],
+    heads: Mapping[str, type[Body]] = HEADS_WITH_ANSWERS,
+) -> Family:
+    """Returns the facts about a family of decoders; the names of its architectures begin with `stem`."""
+    return Family(
+        config=config,
+        architectures=with_heads(DecoderBody, stem, heads),
+        name_map=name_map,
+        presets=presets,
+        kind="decoder",
+        objective="gpt",
+        pretrains={"causal": f"{stem}ForCausalLM"},
+        tokenizer="bpe",
+        activations=activations,
+        tasks={
+            "text-generation": f"{stem}ForCausalLM",
+            "text2text-generation": f"{stem}ForCausalLM",
+            "text-classification": f"{stem}ForSequenceClassification",
+        },
+        new_modules=("classifier", "qa_outputs"),
+    )
+
+
+FAMILY = decoder_family(LlamaConfig, "Llama", NAME_MAP, PRESETS)
+
+__all__ = ["FAMILY", "HEADS", "DecoderConfig", "LlamaConfig", "decoder_family"]

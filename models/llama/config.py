@@ -1,0 +1,145 @@
+"""Defines Llama's configuration, with the keys of Hugging Face's `config.json`, and what its siblings' share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from typing_extensions import Self
+
+from ..common.config import (
+    Activation,
+    HeadCount,
+    HeadsConfig,
+    HiddenSize,
+    InitializerScale,
+    InnerSize,
+    LayerCount,
+    NormEpsilon,
+    PositionCount,
+    Probability,
+    TokenId,
+    VocabSize,
+)
+from ..common.rotary import RopeParameters, check_rope_parameters, read_rope_parameters
+
+
+@dataclass(frozen=True)
+class DecoderConfig(HeadsConfig):
+    """The sizes and constants of a decoder like Llama. Names, meanings and defaults are those of transformers.
+
+    A family declares how its blocks differ by the class variables and the properties.
+    """
+
+    default_theta: ClassVar[float] = 10000.0
+    default_rotated: ClassVar[float] = 1.0
+    """The part of each head that is rotated, unless `rope_parameters` have a `partial_rotary_factor`."""
+    rotates_any_part: ClassVar[bool] = False
+    """Whether a `partial_rotary_factor` other than 1 is allowed."""
+    interleaved: ClassVar[bool] = False
+    """Whether features 2i and 2i + 1 of a head rotate together, instead of i and i + R/2."""
+    qk_norm: ClassVar[bool] = False
+    """Whether each head's queries and keys pass through an RMSNorm."""
+    sandwich_norms: ClassVar[bool] = False
+    """Whether the outputs of attention and MLP pass through a norm before they are added."""
+
+    vocab_size: VocabSize = 32000
+    hidden_size: HiddenSize = 4096
+    intermediate_size: InnerSize = 11008
+    num_hidden_layers: LayerCount = 32
+    num_attention_heads: HeadCount = 32  # type: ignore[assignment] - a property of the base
+    num_key_value_heads: HeadCount | None = None
+    head_dim: HiddenSize | None = None
+    hidden_act: Activation = "silu"
+    max_position_embeddings: PositionCount = 2048
+    initializer_range: InitializerScale = 0.02
+    rms_norm_eps: NormEpsilon = 1e-6
+    rope_parameters: RopeParameters | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    attention_dropout: Probability = 0.0
+    tie_word_embeddings: bool = False
+    classifier_dropout: Probability | None = None
+    pad_token_id: TokenId | None = None
+    bos_token_id: TokenId | None = None
+    eos_token_id: TokenId | list[TokenId] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.head_dim is None:
+            self.check_heads(self.hidden_size, self.num_attention_heads)
+        if self.num_attention_heads % self.key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads={self.key_value_heads} must divide num_attention_heads={self.num_attention_heads}"
+            )
+        values = {"rope_parameters": self.rope_parameters}
+        object.__setattr__(self, "rope_parameters", self.read_rope(values, self.max_position_embeddings))
+        check_rope_parameters(self.rope, self.head_size)
+        rotated = self.rope.get("partial_rotary_factor", 1.0)
+        if rotated != 1.0 and not self.rotates_any_part:
+            raise ValueError(f"{self.model_type} rotates whole heads: partial_rotary_factor={rotated} must be 1")
+
+    @property
+    def rope(self) -> dict[str, Any]:
+        return dict(self.rope_parameters or {})
+
+    @property
+    def key_value_heads(self) -> int:
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.attention_bias
+
+    @property
+    def output_bias(self) -> bool:
+        return self.attention_bias
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer; None for attention to all earlier positions."""
+        return (None,) * self.num_hidden_layers
+
+    @property
+    def classifier_dropout_prob(self) -> float:
+        return 0.1 if self.classifier_dropout is None else self.classifier_dropout
+
+    @property
+    def max_sequence_length(self) -> int:
+        """`max_position_embeddings`, or more if the frequencies are scaled for longer sequences than that."""
+        original = self.rope.get("original_max_position_embeddings", self.max_position_embeddings)
+        return max(self.max_position_embeddings, int(original * self.rope.get("factor", 1)))
+
+    @classmethod
+    def read_rope(cls, values: dict[str, Any], positions: int) -> RopeParameters:
+        return read_rope_parameters(values, positions, theta=cls.default_theta, partial=cls.default_rotated)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Returns a configuration from a `config.json` of transformers 4 or 5, with either spelling of the rotation."""
+        positions = values.get("max_position_embeddings", cls.max_position_embeddings)
+        return super().from_dict({**values, "rope_parameters": cls.read_rope(values, positions)})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the contents of a `config.json` that both transformers 4 and 5 read."""
+        values, rope = super().to_dict(), self.rope
+        outside = {name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+        values |= {**outside, "rope_scaling": None if rope["rope_type"] == "default" else rope}
+        if self.head_dim is None:
+            del values["head_dim"]  # some versions of transformers do not expect a null
+        return values
+
+
+@dataclass(frozen=True)
+class LlamaConfig(DecoderConfig):
+    """A configuration of Llama."""
+
+    model_type: ClassVar[str] = "llama"
+
+    bos_token_id: TokenId | None = 1
+    eos_token_id: TokenId | list[TokenId] | None = 2
+    architecture: str = "LlamaForCausalLM"

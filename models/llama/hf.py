@@ -1,0 +1,43 @@
+"""Maps each native parameter of Llama, and of the decoders like it, to its tensors in Hugging Face's checkpoints."""
+
+from __future__ import annotations
+
+from ..common.name_map import Entry, NameMap
+
+LAYER = "model.layers.{i}"
+ATTENTION, MLP = "blocks.{i}.attention", "blocks.{i}.mlp"
+
+
+def name_map(norms: dict[str, str], gate_up: tuple[str, ...] = ("gate_proj", "up_proj")) -> NameMap:
+    """Returns the map of a family.
+
+    Args:
+        norms: Native name of a block's norm -> its stored name.
+        gate_up: The stored projections that are stacked in the MLP's first one.
+    """
+    kinds = ("weight", "bias")
+    return NameMap(
+        prefix="model.",
+        entries=(
+            Entry("word_embeddings.weight", "model.embed_tokens.weight"),
+            *(Entry(f"{ATTENTION}.qkv.{k}", tuple(f"{LAYER}.self_attn.{x}_proj.{k}" for x in "qkv")) for k in kinds),
+            Entry(f"{ATTENTION}.q_norm.weight", f"{LAYER}.self_attn.q_norm.weight"),
+            Entry(f"{ATTENTION}.k_norm.weight", f"{LAYER}.self_attn.k_norm.weight"),
+            *(Entry(f"{ATTENTION}.output.{k}", f"{LAYER}.self_attn.o_proj.{k}") for k in kinds),
+            *(Entry(f"blocks.{{i}}.{own}.weight", f"{LAYER}.{stored}.weight") for own, stored in norms.items()),
+            *(Entry(f"{MLP}.gate_up.{k}", tuple(f"{LAYER}.mlp.{part}.{k}" for part in gate_up)) for k in kinds),
+            *(Entry(f"{MLP}.down.{k}", f"{LAYER}.mlp.down_proj.{k}") for k in kinds),
+            Entry("final_norm.weight", "model.norm.weight"),
+            Entry("head.weight", "lm_head.weight"),
+            Entry("classifier.weight", "score.weight"),
+            Entry("classifier.bias", "score.bias"),
+            Entry("qa_outputs.weight", "qa_outputs.weight"),
+            Entry("qa_outputs.bias", "qa_outputs.bias"),
+        ),
+        aliases=(("lm_head.weight", "model.embed_tokens.weight"),),
+        renamed=((r"transformer\.(.*)", r"model.\1"),),  # question answering
+        ignored=(r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),  # a buffer in old files
+    )
+
+
+NAME_MAP = name_map({"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"})

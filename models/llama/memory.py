@@ -1,0 +1,25 @@
+"""Describes the blocks of Llama, and of the decoders like it, for the memory estimate."""
+
+from __future__ import annotations
+
+from ..activations import Activations, Block, Stack
+from .config import DecoderConfig
+
+
+def activations(config: DecoderConfig) -> Activations:
+    """Returns what a model of this configuration keeps for its backward pass."""
+    block = Block(
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        key_value_heads=config.key_value_heads,
+        head_size=config.head_size,
+        feed_forward=config.intermediate_size,
+        mlp_kept=3,
+        attention_dropout=config.attention_dropout > 0,
+        dropouts=0,
+        statistics=1,
+        causal=True,
+        gated=True,
+        rotary=True,
+    )
+    return Activations((Stack("blocks.", config.num_hidden_layers, block),))

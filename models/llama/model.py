@@ -1,0 +1,171 @@
+"""Llama (Touvron et al., 2023, "LLaMA: Open and Efficient Foundation Language Models") and the decoders like it.
+
+- rotary positions, with the published scalings for long contexts
+- pre-RMSNorm blocks: x + attention(norm(x)), then x + mlp(norm(x)); a final norm
+- causal attention in which several query heads share a key-value head; SwiGLU
+- the output head is a separate matrix or the word embedding
+- initial weights N(0, 0.02); biases zero
+
+The configuration declares what differs between the families:
+
+- Mistral: attention within a sliding window
+- Qwen2: biases of queries, keys and values; windows in some layers
+- Qwen3: norms of each head's queries and keys
+- GLM-4: norms of the outputs of attention and MLP too; half of each head rotates, and neighboring features are a pair
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ...mpu import ParallelMesh, RMSNorm, VocabParallelEmbedding
+from ..common.cache import Cache, LayerKVCache
+from ..common.heads import (
+    BareModel,
+    CausalLMHead,
+    QuestionAnswering,
+    SequenceClassification,
+    TokenClassification,
+    configured,
+)
+from ..common.language_model import VOCABULARY_MULTIPLE
+from ..common.masks import causal_mask, window_mask
+from ..common.parallel_config import ParallelConfig, layer_arguments
+from ..common.rotary import Rotary, rotary_embedding
+from ..common.stack import Body, Hidden, run_blocks
+from ..common.transformer import GatedMLP, SelfAttention
+from .config import DecoderConfig
+
+Masks = Mapping[int | None, Tensor | None]  # window of a layer -> its mask
+
+
+class DecoderBlock(nn.Module):
+    """A block of Llama or of a sibling."""
+
+    def __init__(
+        self, config: DecoderConfig, layer: int, mesh: ParallelMesh | None, parallel_config: ParallelConfig
+    ) -> None:
+        super().__init__()
+        size, eps, shared = config.hidden_size, config.rms_norm_eps, layer_arguments(mesh, parallel_config)
+        self.window = config.windows[layer]
+        self.attention_norm = RMSNorm(size, eps, **shared)
+        self.attention = SelfAttention(
+            size,
+            config.num_attention_heads,
+            num_key_value_heads=config.key_value_heads,
+            head_size=config.head_size,
+            qkv_bias=config.qkv_bias,
+            output_bias=config.output_bias,
+            qk_norm_eps=eps if config.qk_norm else None,
+            scale=config.head_size**-0.5,
+            dropout=config.attention_dropout,
+            mesh=mesh,
+            parallel_config=parallel_config,
+        )
+        self.attention_output_norm = RMSNorm(size, eps, **shared) if config.sandwich_norms else nn.Identity()
+        self.mlp_norm = RMSNorm(size, eps, **shared)
+        self.mlp = GatedMLP(
+            size,
+            config.intermediate_size,
+            config.hidden_act,
+            fused=True,
+            bias=config.mlp_bias,
+            mesh=mesh,
+            parallel_config=parallel_config,
+        )
+        self.mlp_output_norm = RMSNorm(size, eps, **shared) if config.sandwich_norms else nn.Identity()
+
+    def forward(self, x: Tensor, masks: Masks, rotary: Rotary, cache: LayerKVCache | None = None) -> Tensor:
+        y = self.attention(self.attention_norm(x), masks[self.window], causal=True, rotary=rotary, cache=cache)
+        x = x + self.attention_output_norm(y)
+        return x + self.mlp_output_norm(self.mlp(self.mlp_norm(x)))
+
+
+class DecoderBody(Body):
+    """Llama, or a sibling, without a head. With `mesh=None` the model is not split."""
+
+    config: DecoderConfig
+
+    def __init__(
+        self, config: DecoderConfig, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
+    ) -> None:
+        super().__init__()
+        parallel_config = parallel_config or ParallelConfig()
+        self.config, self.mesh, self.parallel_config = config, mesh, parallel_config
+        self.recompute_blocks = parallel_config.recompute == "full"
+        shared = layer_arguments(mesh, parallel_config)
+        self.word_embeddings = VocabParallelEmbedding(
+            config.vocab_size,
+            config.hidden_size,
+            pad_multiple=VOCABULARY_MULTIPLE,
+            padding_idx=config.pad_token_id,
+            **shared,
+        )
+        self.blocks = nn.ModuleList(
+            DecoderBlock(config, layer, mesh, parallel_config) for layer in range(config.num_hidden_layers)
+        )
+        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **shared)
+
+    def body(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Hidden:
+        """Runs the embeddings and blocks.
+
+        Args:
+            input_ids: int64 [B, S].
+            attention_mask: [B, S], or [B, M + S] with a cache; 0 for padding.
+            position_ids: int64 [B, S] or [1, S].
+            cache: The keys and values of M earlier positions; not supported under sequence parallelism.
+        """
+        config, length, cached = self.config, input_ids.shape[1], 0 if cache is None else cache.length
+        if position_ids is None:
+            position_ids = torch.arange(cached, cached + length, device=input_ids.device)[None]
+        x, table = self.embed(input_ids)
+        rotary = rotary_embedding(
+            position_ids,
+            config.head_size,
+            config.rope,
+            config.max_position_embeddings,
+            x.dtype,
+            interleaved=config.interleaved,
+        )
+        masks = {
+            window: causal_mask(attention_mask, length, cached)
+            if window is None
+            else window_mask(attention_mask, length, cached, window, causal=True, device=input_ids.device)
+            for window in set(config.windows)
+        }
+        states = run_blocks(self.blocks, x, lambda i: (masks, rotary, cache and cache.layers[i]), self.recompute_blocks)
+        states[-1] = self.final_norm(states[-1])
+        return Hidden(states, table)
+
+    def embed(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the blocks' input [B, S, H], or [B, S/tp, H] under sequence parallelism, and the table for a head."""
+        return self.word_embeddings.embed(input_ids)
+
+    def init_weights(self, name: str, full: Tensor, generator: torch.Generator) -> None:
+        """Initializes a parameter's unsplit value in place."""
+        if name.endswith(".bias"):
+            full.zero_()
+        elif "norm" in name:
+            full.fill_(1.0)
+        else:
+            full.normal_(0.0, self.config.initializer_range, generator=generator)
+
+
+HEADS = {
+    "ForCausalLM": CausalLMHead,
+    "Model": BareModel,
+    "ForSequenceClassification": configured(
+        SequenceClassification, pooling="last", dropout_rate=None, bias=False, linear_name="classifier"
+    ),
+    "ForTokenClassification": configured(TokenClassification, linear_name="classifier"),
+}
+HEADS_WITH_ANSWERS = {**HEADS, "ForQuestionAnswering": QuestionAnswering}

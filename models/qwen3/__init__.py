@@ -1,0 +1,10 @@
+"""Qwen3 (Yang et al., 2025): Llama with norms of each head's queries and keys."""
+
+from ..llama import decoder_family
+from ..llama.hf import NAME_MAP
+from .config import Qwen3Config
+from .presets import PRESETS
+
+FAMILY = decoder_family(Qwen3Config, "Qwen3", NAME_MAP, PRESETS)
+
+__all__ = ["FAMILY", "Qwen3Config"]
