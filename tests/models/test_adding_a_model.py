@@ -10,19 +10,19 @@ from pathlib import Path
 from commands import user_environment
 from documents import ROOT
 
-FILE = re.compile(r"^`models/llama/(\w+\.py)`\n\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+FILE = re.compile(r"^`models/starcoder2/(\w+\.py)`\n\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 MOST_LINES = 300  # of the whole family
 
 
 def package_with(folder: Path, files: dict[str, str]) -> None:
     """Makes `folder` a package like shardzoo, of links to its files, with one more family."""
-    (folder / "models" / "llama").mkdir(parents=True)
+    (folder / "models" / "starcoder2").mkdir(parents=True)
     for source, place in ((ROOT, folder), (ROOT / "models", folder / "models")):
         for entry in source.iterdir():
             if entry.name not in ("models", "tests", "runs", "__pycache__") and not entry.name.startswith("."):
                 (place / entry.name).symlink_to(entry)
     for name, text in files.items():
-        (folder / "models" / "llama" / name).write_text(text)
+        (folder / "models" / "starcoder2" / name).write_text(text)
 
 
 def test_the_files_of_the_page_are_a_whole_family(tmp_path):
@@ -41,4 +41,4 @@ def test_the_files_of_the_page_are_a_whole_family(tmp_path):
         timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "llama-2-70b" in done.stdout
+    assert "starcoder2-7b" in done.stdout

@@ -13,6 +13,6 @@ CASES = {
         {**SIZES, "num_key_value_heads": 6, "attention_bias": False, "partial_rotary_factor": 0.75}
     ),
     "Glm4Model": Case(SIZES),
-    "Glm4ForSequenceClassification": Case({**SIZES, "num_labels": 3}),
+    "Glm4ForSequenceClassification": Case({**SIZES, "num_labels": 11}),
     "Glm4ForTokenClassification": Case({**SIZES, "num_labels": 5}),
 }

@@ -11,7 +11,7 @@ THETA = {"rope_theta": 500.0}
 CASES = {
     "LlamaForCausalLM": Case(SIZES),
     "LlamaForCausalLM, tied, head size of its own, biases": Case(
-        {**SIZES, "head_dim": 6, "num_key_value_heads": 6, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
+        {**SIZES, "head_dim": 6, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
     ),
     "LlamaForCausalLM, llama3": Case(
         {**SIZES, "num_key_value_heads": 6, "rope_parameters": {
@@ -20,12 +20,13 @@ CASES = {
         }}
     ),
     "LlamaForCausalLM, dynamic": Case(
-        {**SIZES, "max_position_embeddings": 10, "num_key_value_heads": 6, "head_dim": 6, "rope_parameters": {
+        # transformers keeps grown frequencies until a sequence is shorter than this: so that prompts are
+        {**SIZES, "max_position_embeddings": 13, "num_key_value_heads": 6, "head_dim": 6, "rope_parameters": {
             "rope_type": "dynamic", "factor": 2.0, **THETA,
         }}
     ),
     "LlamaModel": Case(SIZES),
-    "LlamaForSequenceClassification": Case({**SIZES, "num_labels": 3}),
+    "LlamaForSequenceClassification": Case({**SIZES, "num_labels": 11}),
     "LlamaForTokenClassification": Case({**SIZES, "num_labels": 5}),
     "LlamaForQuestionAnswering": Case(SIZES, padding=("right", "")),
 }  # fmt: skip

@@ -13,7 +13,7 @@ CASES = {
         {**SIZES, "num_key_value_heads": 6, "sliding_window": None, "tie_word_embeddings": True}
     ),
     "MistralModel": Case(SIZES),
-    "MistralForSequenceClassification": Case({**SIZES, "num_labels": 3}),
+    "MistralForSequenceClassification": Case({**SIZES, "num_labels": 11}),
     "MistralForTokenClassification": Case({**SIZES, "num_labels": 5}),
     "MistralForQuestionAnswering": Case({**SIZES, "sliding_window": 8}, padding=("right", "")),
 }

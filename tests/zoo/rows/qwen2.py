@@ -17,7 +17,7 @@ CASES = {
         {**SIZES, **WINDOWS, "layer_types": ["sliding_attention", "full_attention"]}
     ),
     "Qwen2Model": Case(SIZES),
-    "Qwen2ForSequenceClassification": Case({**SIZES, "num_labels": 3}),
+    "Qwen2ForSequenceClassification": Case({**SIZES, "num_labels": 11}),
     "Qwen2ForTokenClassification": Case({**SIZES, "num_labels": 5}),
     "Qwen2ForQuestionAnswering": Case(SIZES, padding=("right", "")),
 }

@@ -15,7 +15,7 @@ CASES = {
         }}
     ),
     "Qwen3Model": Case(SIZES),
-    "Qwen3ForSequenceClassification": Case({**SIZES, "num_labels": 3}),
+    "Qwen3ForSequenceClassification": Case({**SIZES, "num_labels": 11}),
     "Qwen3ForTokenClassification": Case({**SIZES, "num_labels": 5}),
     "Qwen3ForQuestionAnswering": Case(SIZES, padding=("right", "")),
 }  # fmt: skip
