@@ -59,6 +59,8 @@ class Block:
         fused: Whether the gate and the up projection are one parameter.
         key_value_heads: The number of key and value heads for grouped-query attention; by default `heads`.
         rotary: Whether queries and keys are rotated.
+        qk_norm: Whether each head's queries and keys pass through an RMSNorm.
+        output_norms: Whether the outputs of attention and feed-forward block pass through a norm before they are added.
         window: Each position attends only to those at most so far away; None for all positions.
         borrows: Whether the projection of queries, keys and values is put together from rows of several ranks.
     """
@@ -79,6 +81,8 @@ class Block:
     fused: bool = False
     key_value_heads: int | None = None
     rotary: bool = False
+    qk_norm: bool = False
+    output_norms: bool = False
     window: int | None = None
     borrows: bool = False
 
@@ -178,6 +182,10 @@ def _kept(stack: Stack, batch: Batch, layout: Layout, *, without_core: bool) -> 
     norms = 3 if block.cross else 2
     # The input, the output and the statistics of each norm.
     total = norms * (2 * _stream(stack, batch, layout) + tokens * block.statistics * FP32 // layout.sequence_split)
+    if block.output_norms:  # the input and the statistics of each
+        total += norms * (_stream(stack, batch, layout) + tokens * block.statistics * FP32 // layout.sequence_split)
+    if block.qk_norm:  # the statistics of each head; the inputs are parts of qkv
+        total += tokens * (inner + block.key_value_size) // block.head_size * FP32
     total += _attention_features(stack, batch, layout, without_core=without_core) * tokens * e
     lengths = [_own_length(stack, batch)]
     if block.cross:
@@ -204,7 +212,8 @@ def _attention_features(stack: Stack, batch: Batch, layout: Layout, *, without_c
     eager = not without_core and _materializes_weights(block, layout, length, length, crosses=False)
     if (eager and (key_value != inner or block.rotary)) or inner % key_value:
         # k and v are kept with each head repeated, or v as a copy
-        return 4 * inner + (0 if block.rotary else qkv - inner)
+        unrotated = qkv if block.qk_norm else qkv - inner  # the norms' inputs, or else q itself
+        return 4 * inner + (unrotated if block.qk_norm or not block.rotary else 0)
     return qkv + inner + (inner + key_value if block.rotary else 0)  # v is a view of qkv, which is kept as a whole
 
 

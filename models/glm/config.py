@@ -83,7 +83,8 @@ class GLMConfig(ModelConfig):
             raise ValueError(
                 'this configuration has model_type "glm" but neither of the keys num_layers and '
                 "block_position_encoding: it belongs to the GLM-4 line of 2024 (GlmForCausalLM), another architecture. "
-                "Only the original GLM of 2021-22 is supported, e.g. glm-10b or glm-large-chinese"
+                "Only the original GLM of 2021-22, e.g. glm-10b or glm-large-chinese, and GLM-4-0414 (model_type "
+                '"glm4") are supported'
             )
         return super().from_dict(values)
 

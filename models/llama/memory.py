@@ -7,7 +7,11 @@ from .config import DecoderConfig
 
 
 def activations(config: DecoderConfig) -> Activations:
-    """Returns what a model of this configuration keeps for its backward pass."""
+    """Returns what a model of this configuration keeps for its backward pass.
+
+    If some layers have a window, all blocks count as such, because the mask of a window is the larger one.
+    """
+    windows = [window for window in config.windows if window is not None]
     block = Block(
         hidden=config.hidden_size,
         heads=config.num_attention_heads,
@@ -20,6 +24,10 @@ def activations(config: DecoderConfig) -> Activations:
         statistics=1,
         causal=True,
         gated=True,
+        fused=True,
         rotary=True,
+        qk_norm=config.qk_norm,
+        output_norms=config.sandwich_norms,
+        window=min(windows) - 1 if windows else None,
     )
     return Activations((Stack("blocks.", config.num_hidden_layers, block),))

@@ -10,6 +10,8 @@ from parity import randomize
 
 WORDS = "one two three four five six seven eight nine ten red green blue black white big small old new good".split()  # noqa: SIM905
 _ENCODER = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 48}
+_DECODER = {**_ENCODER, "num_key_value_heads": 2, "max_position_embeddings": 64}
+_MODERN_DECODERS = ("llama", "mistral", "qwen2", "qwen3", "glm4")
 _SEQ2SEQ = {
     "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_decoder_layers": 1, "num_heads": 4,
     "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
@@ -30,6 +32,11 @@ TINY: dict[str, dict[str, Any]] = {
         "hidden_size": 32, "num_attention_heads": 4, "num_layers": 2, "max_sequence_length": 64,
         "block_position_encoding": True,
     },
+    "llama": _DECODER,
+    "mistral": {**_DECODER, "sliding_window": 7},
+    "qwen2": _DECODER,
+    "qwen3": {**_DECODER, "head_dim": 16},
+    "glm4": {**_DECODER, "head_dim": 8, "pad_token_id": 0},
     "t5": _SEQ2SEQ,
     "mt5": _SEQ2SEQ,
     "umt5": _SEQ2SEQ,
@@ -51,6 +58,7 @@ _DROPOUTS = {
     "mt5": ("dropout_rate",),
     "umt5": ("dropout_rate",),
     **dict.fromkeys(("bart", "mbart", "m2m_100"), ("dropout", "attention_dropout", "activation_dropout")),
+    **dict.fromkeys(_MODERN_DECODERS, ("attention_dropout",)),
 }
 _DEPTHS = {
     "gpt2": ("n_layer",),
@@ -64,6 +72,7 @@ _DEPTHS = {
     "mt5": ("num_layers", "num_decoder_layers"),
     "umt5": ("num_layers", "num_decoder_layers"),
     **dict.fromkeys(("bart", "mbart", "m2m_100"), ("encoder_layers", "decoder_layers")),
+    **dict.fromkeys(_MODERN_DECODERS, ("num_hidden_layers",)),
 }
 _SPECIAL_TOKENS = {
     "gpt2": {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"},

@@ -83,6 +83,36 @@ PUBLISHED = {
     "nllb-200-distilled-1.3b": 1_370_638_336,
     "nllb-200-1.3b": 1_370_638_336,
     "nllb-200-3.3b": 3_344_863_232,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "meta-llama-3-8b": 8_030_261_248,
+    "meta-llama-3-70b": 70_553_706_496,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "mistral-7b-v0.1": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "qwen2-0.5b": 494_032_768,
+    "qwen2-1.5b": 1_543_714_304,
+    "qwen2-7b": 7_615_616_512,
+    "qwen2-72b": 72_706_203_648,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "glm-4-9b-0414": 9_400_279_040,
+    "glm-4-32b-0414": 32_566_081_536,
 }
 
 
@@ -101,15 +131,20 @@ def test_parameter_counts(name):
 
 
 @pytest.mark.parametrize("name", ["gpt2-medium", "t5-base", "t5-v1_1-large", "mt5-small", "bart-base"])
+@pytest.mark.parametrize(
+    "name", ["gpt2-medium", "t5-base", "t5-v1_1-large", "mt5-small", "llama-3.2-1b", "glm-4-9b-0414"]
+)
 def test_the_written_config_builds_the_same_model_in_transformers(name, tmp_path):
     config = find_config(name)
     config.save(tmp_path)
     assert as_config(str(tmp_path)) == config
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
     with torch.device("meta"):
-        kind = transformers.AutoModelForCausalLM if "gpt2" in name else transformers.AutoModelForSeq2SeqLM
+        decodes = family(config.model_type).kind == "decoder"
+        kind = transformers.AutoModelForCausalLM if decodes else transformers.AutoModelForSeq2SeqLM
         model = kind.from_config(theirs)
-    own_head = 0 if config.tie_word_embeddings else prod(model.lm_head.weight.shape)  # transformers 5 ties it
+    ties = model.lm_head.weight is model.get_input_embeddings().weight  # transformers 5 does for T5
+    own_head = prod(model.lm_head.weight.shape) if ties and not config.tie_word_embeddings else 0
     assert sum(p.numel() for p in model.parameters()) + own_head == PUBLISHED[name]
     assert getattr(theirs, "scale_decoder_outputs", None) == getattr(config, "scale_decoder_outputs", None) or (
         config.model_type == "mt5"
