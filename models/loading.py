@@ -15,7 +15,7 @@ from ..checkpoint.checkpoint import open_checkpoint
 from ..checkpoint.layout import ParameterPlacement, ParameterSpec
 from ..checkpoint.stored_tensor import StoredTensor
 from ..checkpoint.tensor_reader import TensorReader, check_digests, torch_dtype
-from ..mpu import ParallelMesh, any_rank, gather_from_tp, initialize, materialize, tp_rank, tp_size
+from ..mpu import ParallelMesh, VocabParallelHead, any_rank, gather_from_tp, initialize, materialize, tp_rank, tp_size
 from .auto import as_config, build_on_meta
 from .common.config import ModelConfig
 from .common.name_map import NameMap
@@ -86,16 +86,19 @@ def from_pretrained(
 
 
 def missing_modules(folder: Path, config: ModelConfig) -> list[str]:
-    """Returns the family's `new_modules` that the architecture of `config` has, and a checkpoint does not store."""
-    stored, facts = open_checkpoint(folder).ranks[0], family(config.model_type)
-    own = dict(build_on_meta(config, None).named_children())
+    """Returns the modules of a model's head, other than that of the vocabulary, which a checkpoint does not store."""
+    stored, name_map = open_checkpoint(folder).ranks[0], family(config.model_type).name_map
+    model: Any = build_on_meta(config, None)
 
     def is_stored(module: str) -> bool:
-        entries = [entry for entry in facts.name_map.entries if entry.native.startswith(f"{module}.")]
+        entries = [entry for entry in name_map.entries if entry.native.startswith(f"{module}.")]
         names = {name for entry in entries for name in (entry.native, *entry.stored_names())}
-        return any(facts.name_map.todays_name(name, names) in names for name in stored)
+        return any(name_map.todays_name(name, names) in names for name in stored)
 
-    return [name for name in facts.new_modules if name in own and not is_stored(name)]
+    def predicts_words(module: str) -> bool:
+        return any(isinstance(part, VocabParallelHead) for part in model.get_submodule(module).modules())
+
+    return [name for name in getattr(model, "head_modules", ()) if not predicts_words(name) and not is_stored(name)]
 
 
 def _absent_names(model: nn.Module, new: Sequence[str]) -> set[str]:

@@ -67,7 +67,6 @@ class Family:
         activations: Returns what a model of a configuration keeps for its backward pass; see docs/estimate.md.
         tasks: Name of a fine-tuning task -> the architecture that is trained for it.
         no_tasks: Why there are no fine-tuning tasks, and what to do instead.
-        new_modules: Modules of some architectures that a checkpoint with another head may lack.
         in_transformers: Whether transformers has this family under the same `model_type`.
         masks_padding: Whether a 0 in `attention_mask` [B, S] means padding, as in transformers.
         blank_text: Makes the `BlankText` of a folder. Its second argument names the vocabulary; None finds it.
@@ -87,7 +86,6 @@ class Family:
     activations: Callable[[Any], Activations]
     tasks: Mapping[str, str] = field(default_factory=dict[str, str])
     no_tasks: str = ""
-    new_modules: tuple[str, ...] = ()
     in_transformers: bool = True
     masks_padding: bool = True
     blank_text: Callable[[Path, Any], BlankText] | None = None

@@ -22,7 +22,6 @@ FAMILY = Family(
         "text2text-generation": "BartForConditionalGeneration",
         "text-classification": "BartForSequenceClassification",
     },
-    new_modules=("pooler", "classifier", "qa_outputs"),
 )
 
 __all__ = ["FAMILY", "BartConfig"]

@@ -21,7 +21,6 @@ FAMILY = Family(
     activations=activations,
     megatron=MEGATRON,
     tasks={"text-classification": "BertForSequenceClassification"},
-    new_modules=("pooler", "next_sentence", "classifier", "token_classifier", "choice_classifier", "qa_outputs"),
 )
 
 __all__ = ["FAMILY", "BertConfig"]

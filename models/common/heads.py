@@ -75,13 +75,20 @@ def widen(logits: Tensor) -> Tensor:
 
 
 class Head(Body):
-    """Base of the kinds of heads. Classes that `with_heads` makes inherit from a kind and from a bare model."""
+    """Base of the kinds of heads. Classes that `with_heads` makes inherit from a kind and from a bare model.
+
+    Attributes:
+        head_modules: The names of the modules of the head that have parameters.
+    """
 
     def __init__(
         self, config: Any, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
     ) -> None:
         super().__init__(config, mesh, parallel_config)  # of the bare model
+        of_body = {name for name, _ in self.named_children()}
         self.add_head()
+        own = {name: module for name, module in self.named_children() if name not in of_body}
+        self.head_modules = tuple(name for name, module in own.items() if any(True for _ in module.parameters()))
 
     def add_head(self) -> None:
         """Adds the modules of the head."""

@@ -37,7 +37,6 @@ FAMILY = Family(
     tokenizer="wordpiece",
     activations=activations,
     tasks={"text-classification": "DistilBertForSequenceClassification"},
-    new_modules=("pre_classifier", "classifier", "token_classifier", "choice_classifier", "qa_outputs"),
 )
 
 __all__ = ["FAMILY", "DistilBertConfig"]

@@ -20,7 +20,6 @@ FAMILY = Family(
     tokenizer="wordpiece",
     activations=activations,
     tasks={"text-classification": "ElectraForSequenceClassification"},
-    new_modules=("pooler", "summary", "classifier", "token_classifier", "choice_classifier", "qa_outputs"),
 )
 
 __all__ = ["FAMILY", "ElectraConfig"]

@@ -25,7 +25,6 @@ FAMILY = Family(
         "text2text-generation": "GPT2LMHeadModel",
         "text-classification": "GPT2ForSequenceClassification",
     },
-    new_modules=("classifier", "token_classifier", "qa_outputs"),
 )
 
 __all__ = ["FAMILY", "GPT2Config"]

@@ -22,7 +22,6 @@ FAMILY = Family(
         "text2text-generation": "MBartForConditionalGeneration",
         "text-classification": "MBartForSequenceClassification",
     },
-    new_modules=("pooler", "classifier", "qa_outputs"),
 )
 
 __all__ = ["FAMILY", "MBartConfig"]

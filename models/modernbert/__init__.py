@@ -20,7 +20,6 @@ FAMILY = Family(
     tokenizer="roberta-bpe",
     activations=activations,
     tasks={"text-classification": "ModernBertForSequenceClassification"},
-    new_modules=("head", "classifier", "token_classifier", "choice_classifier", "qa_outputs"),
 )
 
 __all__ = ["FAMILY", "ModernBertConfig"]

@@ -1,7 +1,7 @@
 """mT5 (Xue et al., 2021, "mT5: A massively multilingual pre-trained text-to-text transformer"): T5 v1.1, untied."""
 
 from ..registry import Family
-from ..t5.hf import NAME_MAP, NEW_MODULES
+from ..t5.hf import NAME_MAP
 from ..t5.memory import activations
 from ..t5.model import architectures
 from .config import MT5Config
@@ -21,7 +21,6 @@ FAMILY = Family(
         "text2text-generation": "MT5ForConditionalGeneration",
         "text-classification": "MT5ForSequenceClassification",
     },
-    new_modules=NEW_MODULES,
 )
 
 __all__ = ["FAMILY", "MT5Config"]

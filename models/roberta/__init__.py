@@ -20,7 +20,6 @@ FAMILY = Family(
     tokenizer="roberta-bpe",
     activations=activations,
     tasks={"text-classification": "RobertaForSequenceClassification"},
-    new_modules=("pooler", "encoder_pooler", "classifier", "token_classifier", "choice_classifier", "qa_outputs"),
 )
 
 __all__ = ["FAMILY", "RobertaConfig"]

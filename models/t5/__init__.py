@@ -2,7 +2,7 @@
 
 from ..registry import Family
 from .config import T5Config
-from .hf import NAME_MAP, NEW_MODULES
+from .hf import NAME_MAP
 from .memory import activations
 from .model import architectures
 from .presets import PRESETS
@@ -18,7 +18,6 @@ FAMILY = Family(
     tokenizer="sentencepiece",
     activations=activations,
     tasks={"text2text-generation": "T5ForConditionalGeneration", "text-classification": "T5ForSequenceClassification"},
-    new_modules=NEW_MODULES,
 )
 
 __all__ = ["FAMILY", "T5Config"]

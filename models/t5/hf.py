@@ -36,7 +36,6 @@ def _linear(native: str, stored: str) -> tuple[Entry, ...]:
     return tuple(Entry(f"{native}.{part}", f"{stored}.{part}") for part in ("weight", "bias"))
 
 
-NEW_MODULES = ("pooler", "classifier", "token_classifier", "qa_outputs")
 _CROSS = "decoder.block.{i}.layer.1"
 
 

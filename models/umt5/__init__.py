@@ -1,7 +1,7 @@
 """UMT5 (Chung et al., 2023, arXiv:2304.09151): mT5 with a relative bias of its own in every layer."""
 
 from ..registry import Family
-from ..t5.hf import NEW_MODULES, name_map
+from ..t5.hf import name_map
 from ..t5.memory import activations
 from ..t5.model import architectures
 from .config import UMT5Config
@@ -21,7 +21,6 @@ FAMILY = Family(
         "text2text-generation": "UMT5ForConditionalGeneration",
         "text-classification": "UMT5ForSequenceClassification",
     },
-    new_modules=NEW_MODULES,
     # The published files have no model_type.
     has_config=lambda values: str(values.get("architectures")).startswith("['UMT5"),
 )

@@ -10,6 +10,7 @@ import shardzoo
 from shardzoo.convert.operations import merge, split
 from shardzoo.models import family, from_config
 from shardzoo.models.common.heads import MaskedLM, QuestionAnswering, configured
+from shardzoo.models.loading import missing_modules
 from shardzoo.mpu import dropout_state
 
 TINY = {"hidden_size": 12, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 20, "vocab_size": 40}
@@ -94,3 +95,23 @@ def test_a_head_has_no_other_settings():
     assert configured(QuestionAnswering, bias=False).bias is False
     with pytest.raises(ValueError, match="MaskedLM has no setting 'pooling'"):
         configured(MaskedLM, pooling="first")
+
+
+def test_the_modules_that_a_checkpoint_lacks(tmp_path):
+    """Those of the head alone, and not the vocabulary's, which the word embedding may hold."""
+    lacking = {
+        "bert-quickstart": {
+            "BertForMaskedLM": [], "BertForPreTraining": ["pooler", "next_sentence"],
+            "BertForSequenceClassification": ["pooler", "classifier"], "BertForQuestionAnswering": ["qa_outputs"],
+        },
+        "gpt2-quickstart": {"GPT2LMHeadModel": [], "GPT2Model": [], "GPT2ForTokenClassification": ["token_classifier"]},
+        "mt5-quickstart": {"MT5ForConditionalGeneration": [], "MT5ForSequenceClassification": ["pooler", "classifier"]},
+    }  # fmt: skip
+    for preset, heads in lacking.items():
+        config = shardzoo.models.find_config(preset)
+        values = {**config.to_dict(), "num_labels": 2}
+        theirs = transformers.AutoConfig.for_model(**values)
+        getattr(transformers, config.architecture)(theirs).save_pretrained(tmp_path / preset)
+        for architecture, expected in heads.items():
+            found = missing_modules(tmp_path / preset, config.with_changes(architecture=architecture))
+            assert found == expected, architecture
