@@ -2,6 +2,7 @@
 
 from ..common.heads import with_heads
 from ..registry import Family
+from . import decoder
 from .config import BartConfig
 from .hf import NAME_MAP
 from .memory import activations
@@ -10,7 +11,7 @@ from .presets import PRESETS
 
 FAMILY = Family(
     config=BartConfig,
-    architectures=with_heads(BartBody, "Bart", HEADS),
+    architectures=with_heads(BartBody, "Bart", HEADS) | with_heads(decoder.BartDecoderBody, "Bart", decoder.HEADS),
     name_map=NAME_MAP,
     presets=PRESETS,
     kind="encoder-decoder",

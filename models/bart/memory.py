@@ -9,7 +9,7 @@ from .config import BartConfig
 def activations(config: BartConfig) -> Activations:
     """Returns what a model of this configuration keeps for its backward pass."""
 
-    def block(heads: int, feed_forward: int, is_decoder: bool) -> Block:
+    def block(heads: int, feed_forward: int, is_decoder: bool, crosses: bool = False) -> Block:
         relu, drops = config.activation_function == "relu", config.activation_dropout > 0
         return Block(
             hidden=config.d_model,
@@ -18,19 +18,18 @@ def activations(config: BartConfig) -> Activations:
             feed_forward=feed_forward,
             mlp_kept=(1 if relu else 2) + (drops and relu),
             attention_dropout=config.attention_dropout > 0,
-            dropouts=(2 + is_decoder if config.dropout else 0) + drops,
+            dropouts=(2 + crosses if config.dropout else 0) + drops,
             statistics=2,
             causal=is_decoder,
-            cross=is_decoder,
+            cross=crosses,
         )
 
+    has_encoder = not config.architecture.endswith("ForCausalLM")
     encoder = block(config.encoder_attention_heads, config.encoder_ffn_dim, False)
-    decoder = block(config.decoder_attention_heads, config.decoder_ffn_dim, True)
+    decoder = block(config.decoder_attention_heads, config.decoder_ffn_dim, True, has_encoder)
+    stacks = [Stack("encoder.blocks.", config.encoder_layers, encoder)] if has_encoder else []
     return Activations(
-        (
-            Stack("encoder.blocks.", config.encoder_layers, encoder),
-            Stack("decoder.blocks.", config.decoder_layers, decoder, is_decoder=True),
-        ),
+        (*stacks, Stack("decoder.blocks.", config.decoder_layers, decoder, is_decoder=has_encoder)),
         # Of the final norm, input and output; without it, of the embedding norm. mBART has both, whose tensors are
         # three, because the embedding norm's output is the first block's input.
         ends=2 + (config.pre_norm and config.embedding_norm),

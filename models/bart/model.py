@@ -23,6 +23,7 @@ from ..common.heads import BareModel, QuestionAnswering, SequenceClassification,
 from ..common.language_model import VOCABULARY_MULTIPLE
 from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
 from ..common.seq2seq import Seq2SeqBody, Seq2SeqLM, Stack
+from ..common.stack import Body
 from ..common.transformer import MLP, CrossAttention, SelfAttention
 from .config import BartConfig
 from .positions import LearnedPositions, SinusoidalPositions
@@ -116,8 +117,8 @@ class BartStack(Stack):
         return self.final_norm(x)
 
 
-class BartBody(Seq2SeqBody):
-    """Encoder and decoder without a head. With `mesh=None` the model is not split."""
+class BartBase(Body):
+    """The word embedding and the initial weights. With `mesh=None` the model is not split."""
 
     config: BartConfig
 
@@ -125,17 +126,14 @@ class BartBody(Seq2SeqBody):
         self, config: BartConfig, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
     ) -> None:
         super().__init__()
-        parallel_config = parallel_config or ParallelConfig()
-        self.config, self.mesh, self.parallel_config = config, mesh, parallel_config
+        self.config, self.mesh, self.parallel_config = config, mesh, parallel_config or ParallelConfig()
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size,
             config.d_model,
             padding_idx=config.pad_token_id,
             pad_multiple=VOCABULARY_MULTIPLE,
-            **layer_arguments(mesh, parallel_config),
+            **layer_arguments(mesh, self.parallel_config),
         )
-        self.encoder = BartStack(config, False, mesh, parallel_config)
-        self.decoder = BartStack(config, True, mesh, parallel_config)
 
     def init_weights(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """Initializes a parameter's unsplit value in place."""
@@ -147,6 +145,17 @@ class BartBody(Seq2SeqBody):
             full.normal_(0.0, self.config.init_std, generator=generator)
             if name == "word_embeddings.weight":
                 full[self.config.pad_token_id].zero_()
+
+
+class BartBody(Seq2SeqBody, BartBase):
+    """Encoder and decoder without a head."""
+
+    def __init__(
+        self, config: BartConfig, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
+    ) -> None:
+        super().__init__(config, mesh, parallel_config)
+        self.encoder = BartStack(config, False, mesh, self.parallel_config)
+        self.decoder = BartStack(config, True, mesh, self.parallel_config)
 
 
 HEADS = {

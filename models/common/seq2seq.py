@@ -58,7 +58,7 @@ class Stack(nn.Module):
         states = run_blocks(
             self.blocks,
             self.embed(words, ids, cached),
-            lambda i: (*shared, cache and cache.layers[i], cache and cache.sources[i]),
+            lambda i: (*shared, cache and cache.layers[i], cache.sources[i] if cache and cache.sources else None),
             self.recompute_blocks,
         )
         states[-1] = self.finish(states[-1])

@@ -1,5 +1,6 @@
 """mBART (Liu et al., 2020): BART with pre-LayerNorm, for many languages."""
 
+from ..bart import decoder
 from ..bart.hf import NAME_MAP
 from ..bart.memory import activations
 from ..common.heads import with_heads
@@ -10,7 +11,7 @@ from .presets import PRESETS
 
 FAMILY = Family(
     config=MBartConfig,
-    architectures=with_heads(MBartBody, "MBart", HEADS),
+    architectures=with_heads(MBartBody, "MBart", HEADS) | with_heads(decoder.BartDecoderBody, "MBart", decoder.HEADS),
     name_map=NAME_MAP,
     presets=PRESETS,
     kind="encoder-decoder",

@@ -39,7 +39,9 @@ def test_the_three_lines(checkpoints, files, tmp_path, monkeypatch):
     assert (arguments.source_id, arguments.target_id, arguments.prefix, arguments.metric) == ("s", "t", "", "sacrebleu")
 
 
-@pytest.mark.parametrize(("kind", "file"), [("t5", "pairs.json"), ("gpt2", "pairs.json"), ("gpt2", "text.txt")])
+@pytest.mark.parametrize(
+    ("kind", "file"), [("t5", "pairs.json"), ("gpt2", "pairs.json"), ("gpt2", "text.txt"), ("bart", "pairs.json")]
+)
 def test_both_kinds_of_models_learn_alike(checkpoints, files, tmp_path, kind, file, run_mesh):
     """The zoo's in one process and split over two, and transformers': one curve, one exported model."""
     folder, data, block = checkpoints(kind), str(files / file), {"block_size": 16} if file == "text.txt" else {}
@@ -58,7 +60,7 @@ def test_both_kinds_of_models_learn_alike(checkpoints, files, tmp_path, kind, fi
     curve = losses(tmp_path / "theirs")
     assert len(curve) == 6
     assert curve[-1] < curve[0]
-    load = transformers.AutoModelForSeq2SeqLM if kind == "t5" else transformers.AutoModelForCausalLM
+    load = transformers.AutoModelForSeq2SeqLM if kind in ("t5", "bart") else transformers.AutoModelForCausalLM
     wanted = load.from_pretrained(tmp_path / "theirs" / "hf")
     for name in ("ours", "split"):
         assert losses(tmp_path / name) == pytest.approx(curve, rel=1e-4)

@@ -138,6 +138,8 @@ def stacks(name: str) -> str:
     architecture = architecture_of(name)
     if architecture.endswith(("EncoderModel", "T5ForTokenClassification")):
         return "encoder"
+    if architecture.endswith("ForCausalLM"):
+        return "decoder"
     return next(family(f).kind for f in FAMILIES if architecture in family(f).architectures)
 
 

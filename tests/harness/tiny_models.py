@@ -44,7 +44,10 @@ TINY: dict[str, dict[str, Any]] = {
     "mbart": {**_BART, "scale_embedding": True},
     "m2m_100": _BART,
 }  # fmt: skip
-PRETRAINED = {"t5": "T5ForConditionalGeneration", "gpt2": "GPT2LMHeadModel", "bert": "BertForPreTraining"}
+PRETRAINED = {
+    "t5": "T5ForConditionalGeneration", "gpt2": "GPT2LMHeadModel", "bert": "BertForPreTraining",
+    "bart": "BartForConditionalGeneration",
+}  # fmt: skip
 _BERT_DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 _DROPOUTS = {
     "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
@@ -80,6 +83,7 @@ _SPECIAL_TOKENS = {
         "pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]", "unk_token": "[UNK]",
     },
     "t5": {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"},
+    "bart": {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"},
 }  # fmt: skip
 
 
@@ -114,7 +118,7 @@ def text(seed: int, length: int) -> str:
 
 
 def tokenizer_like(family: str) -> Any:
-    """Byte-level BPE; T5 closes texts by </s>, BERT puts them between [CLS] and [SEP], GPT-2 leaves them bare."""
+    """Byte-level BPE; T5 closes texts by </s>, BERT and BART put them between two tokens, GPT-2 leaves them bare."""
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -131,9 +135,10 @@ def tokenizer_like(family: str) -> Any:
     backend.train_from_iterator([text(seed, 20) for seed in range(200)], trainer)
     if family == "t5":
         backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    if family == "bert":
-        ends = [("[CLS]", 1), ("[SEP]", 2)]
-        backend.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
+    if family in ("bert", "bart"):
+        (first, last), place = (("[CLS]", "[SEP]"), 1) if family == "bert" else (("<s>", "</s>"), 0)
+        ends = [(first, place), (last, 2)]
+        backend.post_processor = processors.TemplateProcessing(single=f"{first} $A {last}", special_tokens=ends)
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **names)
 
 

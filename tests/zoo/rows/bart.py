@@ -12,4 +12,5 @@ CASES = {
     "BartModel": Case(SIZES),
     "BartForSequenceClassification": Case(SIZES),
     "BartForQuestionAnswering": Case(SIZES),
+    "BartForCausalLM": Case(SIZES),
 }

@@ -12,4 +12,5 @@ CASES = {
     "MBartModel": Case(SIZES),
     "MBartForSequenceClassification": Case({**SIZES, "num_labels": 3}),
     "MBartForQuestionAnswering": Case(SIZES),
+    "MBartForCausalLM": Case({**SIZES, "encoder_layers": 2}),
 }

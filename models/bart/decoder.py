@@ -1,0 +1,59 @@
+"""BART's decoder without its encoder, as a causal language model."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ...mpu import ParallelMesh
+from ..common.cache import Cache
+from ..common.heads import CausalLMHead
+from ..common.masks import causal_mask
+from ..common.parallel_config import ParallelConfig
+from ..common.stack import Hidden
+from .config import BartConfig
+from .model import BartBase, BartStack
+
+
+class BartDecoderBody(BartBase):
+    """The decoder without a head. Its attention to an encoder is unused and frozen; it is there for the files."""
+
+    def __init__(
+        self, config: BartConfig, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
+    ) -> None:
+        super().__init__(config, mesh, parallel_config)
+        self.decoder = BartStack(config, True, mesh, self.parallel_config)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad = ".cross_attention" not in name
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.decoder.blocks
+
+    def body(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Hidden:
+        """Runs the decoder.
+
+        Args:
+            input_ids: int64 [B, S].
+            attention_mask: [B, S], or [B, M + S] with a cache; 0 for padding.
+            position_ids: Not used: padding has positions like other tokens, as in transformers.
+            cache: The keys and values of M earlier positions; not supported under sequence parallelism.
+        """
+        words, table = self.word_embeddings.embed(input_ids)
+        mask = causal_mask(attention_mask, input_ids.shape[1], 0 if cache is None else cache.length)
+        return Hidden(self.decoder(words, input_ids, mask, cache=cache), table)
+
+
+class AlignedCausalLM(CausalLMHead):
+    """Predicts each token from the tokens before it. As in transformers, the caller shifts the labels."""
+
+    def targets(self, labels: Tensor) -> Tensor:
+        return labels
+
+
+HEADS = {"ForCausalLM": AlignedCausalLM}
