@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .config import ModernBertConfig
 
-_BASE = ModernBertConfig()
+_BASE = ModernBertConfig(classifier_pooling="mean")
 
 PRESETS: dict[str, ModernBertConfig] = {
     "modernbert-base": _BASE,

@@ -70,17 +70,21 @@ def test_both_kinds_of_models_learn_alike(checkpoints, files, tmp_path, kind, fi
         assert transformers.AutoTokenizer.from_pretrained(tmp_path / name / "hf")("red").input_ids
 
 
-def test_the_classifier_of_a_roberta_is_new_and_its_encoder_is_not(files, tmp_path):
-    """A RoBERTa's language model is stored without the dense layer that its classifier begins with."""
-    folder = save_model(tmp_path / "roberta", "RobertaForMaskedLM", "bert", pad_token_id=0)
+@pytest.mark.parametrize(
+    ("stem", "embedding"),
+    [("Roberta", "encoder.word_embeddings"), ("Electra", "encoder.word_embeddings"), ("ModernBert", "word_embeddings")],
+)
+def test_a_classifier_is_new_and_its_encoder_is_not(files, tmp_path, stem, embedding):
+    """A language model is stored without the layers that its family's classifier begins with."""
+    folder = save_model(tmp_path / "model", f"{stem}ForMaskedLM", "bert", pad_token_id=0)
     arguments = {"train_file": str(files / "names.json"), "max_source_length": 20, "output_dir": str(tmp_path / "run")}
     ours, theirs = (t2t.Trainer(model_name_or_path=str(folder), native=n, **arguments) for n in (True, False))
-    embedding = theirs.model.get_input_embeddings().weight
-    assert torch.equal(ours.model.get_parameter("encoder.word_embeddings.weight")[: len(embedding)], embedding)
-    assert ours.model.get_parameter("pooler.weight").isfinite().all()
+    expected = theirs.model.get_input_embeddings().weight
+    assert torch.equal(ours.model.get_parameter(f"{embedding}.weight")[: len(expected)], expected)
+    assert all(parameter.isfinite().all() for parameter in ours.model.parameters())
     assert ours.positions == theirs.positions
     ours.train(valid=False)
-    transformers.RobertaForSequenceClassification.from_pretrained(ours.save_model())
+    getattr(transformers, f"{stem}ForSequenceClassification").from_pretrained(ours.save_model())
 
 
 @pytest.mark.parametrize("native", [True, False])

@@ -16,7 +16,7 @@ def best(mesh, folder, inputs):
     return found.places, found.tokens, found.scores
 
 
-@pytest.mark.parametrize("family", ["Bert", "Roberta"])
+@pytest.mark.parametrize("family", ["Bert", "Roberta", "Electra", "ModernBert"])
 def test_tokens_and_probabilities(family, tmp_path, run_mesh):
     reference = hf_model(f"{family}ForMaskedLM", vocab_size=261).eval()
     randomize(reference, 1)

@@ -9,7 +9,15 @@ import torch
 from tiny_models import tiny
 from training import losses, on_ranks
 
-FAMILIES = {"glm": {}, "t5": {}, "mt5": {}, "bert": {"architectures": ["BertForMaskedLM"]}, "roberta": {}}
+FAMILIES = {
+    "glm": {},
+    "t5": {},
+    "mt5": {},
+    "bert": {"architectures": ["BertForMaskedLM"]},
+    "roberta": {},
+    "electra": {},
+    "modernbert": {},
+}
 STEPS = 4
 
 
