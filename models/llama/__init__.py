@@ -37,7 +37,6 @@ def decoder_family(
             "text2text-generation": f"{stem}ForCausalLM",
             "text-classification": f"{stem}ForSequenceClassification",
         },
-        new_modules=("classifier", "qa_outputs"),
     )
 
 
