@@ -51,7 +51,7 @@ def generated_values(
     """Returns the `text_values` of generated texts on all ranks; the data-parallel ranks share the sources."""
     mine = range(ranks.dp_rank, len(sources), ranks.dp_size)
     texts = generator(model, [sources[number] for number in mine])
-    every = ranks.gather(list(zip(mine, texts, strict=True)) if ranks.tp_rank == 0 else [])
+    every = ranks.gather(list(zip(mine, texts, strict=True)) if ranks.reports else [])
     found = dict(pair for part in every for pair in part)
     return text_values(metric, [found[number] for number in range(len(sources))], targets)
 

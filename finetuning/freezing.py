@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rich.table import Table
 from torch import nn
 
+from ..models.common.pipeline import copied_parameters
 from ..models.sizes import full_size
 from ..mpu import VocabParallelEmbedding
 from .loading import ModelSource
@@ -21,7 +23,8 @@ def embedding_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
     A head that is tied to the token table is the same parameter.
     """
-    width = input_embedding(model).weight.shape[1]
+    table = input_embedding(model)  # a pipeline stage may lack the weight
+    width = getattr(table, "embedding_dim", None) or table.weight.shape[1]
     return {
         f"{name}.{own}": parameter
         for name, module in model.named_modules()
@@ -107,11 +110,21 @@ def summarize(model: nn.Module, source: ModelSource) -> ModelSummary:
     shapes = ("encoder", "decoder") if source.shape == "encoder-decoder" else (source.shape,)
     groups = {part: part_parameters(model, source, part) for part in ("embeddings", *shapes)}
     groups["head"] = head_parameters(model, source)
-    parts = {}
+    parts, copies = {}, copied_parameters(model)
     for part, parameters in groups.items():
-        distinct = {id(p): (full_size(p), p.requires_grad) for p in parameters.values()}
+        owned = (p for name, p in parameters.items() if name not in copies)
+        distinct = {id(p): (full_size(p), p.requires_grad) for p in owned}
         if distinct:
             sizes = distinct.values()
             parts[part] = (sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains))
+    return summary_of(type(model).__name__, [parts])
+
+
+def summary_of(name: str, stages: Sequence[dict[str, tuple[int, int]]]) -> ModelSummary:
+    """Returns the summary of a model from the parts of each of its pipeline stages."""
+    parts: dict[str, tuple[int, int]] = {}
+    for part in dict.fromkeys(part for stage in stages for part in stage):
+        pairs = [stage[part] for stage in stages if part in stage]
+        parts[part] = (sum(total for total, _ in pairs), sum(trained for _, trained in pairs))
     total, trainable = (sum(counts[i] for counts in parts.values()) for i in (0, 1))
-    return ModelSummary(type(model).__name__, total, trainable, parts)
+    return ModelSummary(name, total, trainable, parts)

@@ -18,6 +18,7 @@ from ..models import FAMILIES, ParallelConfig, config_from_dict, family, from_pr
 from ..models.loading import missing_modules
 from ..mpu import ParallelMesh
 from ..trainer.engines.precision import DTYPES
+from ..trainer.estimate import Job, choose_blocks
 from ..trainer.launch.ranks import on_first_rank
 from .arguments import FinetuningArguments
 from .lora import import_peft
@@ -134,7 +135,8 @@ def _native(
     labels: Sequence[str] | None,
 ) -> nn.Module:
     made: dict[str, Any] = {"device": device, "dtype": DTYPES[arguments.precision]}
-    made["parallel_config"] = ParallelConfig(arguments.sequence_parallel, arguments.recompute)
+    blocks = _stage_blocks(source, arguments, mesh, device)
+    made["parallel_config"] = ParallelConfig(arguments.sequence_parallel, arguments.recompute, blocks)
     if task != "text-classification" or labels is None:
         return from_pretrained(source.folder, mesh, **made)
     classifier = family(source.model_type).tasks[task]
@@ -148,6 +150,24 @@ def _native(
         return from_pretrained(source.folder, mesh, config=config, new=sorted(new), seed=arguments.seed, **made)
     except ValueError as error:
         raise ValueError(f"{error}; native=False loads it with transformers") from None
+
+
+def _stage_blocks(
+    source: ModelSource, arguments: FinetuningArguments, mesh: ParallelMesh | None, device: torch.device
+) -> tuple[int, ...] | None:
+    """Returns the number of blocks of each pipeline stage, if there are several. The first rank may measure them."""
+    if mesh is None or mesh.pp_size == 1:
+        return None
+    job = Job(
+        micro_batch_size=arguments.micro_batch_size,
+        length=arguments.max_source_length,
+        target_length=arguments.max_target_length,
+        tensor_parallel_size=mesh.tp_size,
+        precision=arguments.precision,
+        device="cuda" if device.type == "cuda" else "cpu",
+    )
+    config = config_from_dict(source.values)
+    return on_first_rank(lambda: choose_blocks(config, mesh.pp_size, arguments.pipeline_partition, job))
 
 
 def _transformers(

@@ -17,7 +17,7 @@ from ..trainer.run_lock import return_folder
 from .arguments import FinetuningArguments
 from .data import Collate, FinetuningData, TextTokenizer
 from .evaluation import FinetuningTrainer, class_accuracy, generated_values, next_token_accuracy, text_value_names
-from .freezing import ModelSummary, part_parameters, summarize
+from .freezing import ModelSummary, part_parameters, summarize, summary_of
 from .loading import find_source, load_model, positions_of
 from .lora import add_lora
 from .saving import check_run, open_run, save_whole, tokenizer_folder, write_companions
@@ -135,6 +135,9 @@ class Finetuning:
     def model_summary(self) -> ModelSummary:
         """Prints and returns the number of parameters and of trainable parameters of the whole model."""
         summary = summarize(self.model, self.source)
+        if self.ranks.pp_size > 1:
+            first = self.ranks.dp_rank == self.ranks.tp_rank == 0
+            summary = summary_of(summary.name, self.ranks.gather(summary.parts if first else {}))
         self.console.print(summary.table())
         return summary
 
@@ -245,6 +248,8 @@ class Finetuning:
         return path
 
     def _add_prompt(self, tokens: list[str], first_id: int, rows: Any) -> None:
+        if self.ranks.pp_size > 1:
+            raise ValueError("soft prompts need the embedding on every process: use pipeline_parallel_size=1")
         self.tokenizer.add_tokens(tokens, special_tokens=True)
         ids = self.tokenizer.convert_tokens_to_ids(tokens)
         if ids != list(range(first_id, first_id + len(tokens))):

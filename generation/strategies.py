@@ -32,13 +32,13 @@ def decode(
 ) -> Tensor:
     """Decodes prompts int64 [R, T] to at most [R, limit], greedily or by sampling.
 
-    Sequences that have ended are filled with the padding token. On the first tensor-parallel rank, the streamer
+    Sequences that have ended are filled with the padding token. On the first rank of a replica, the streamer
     receives the prompt and each step's tokens.
     """
     (rows, length), mesh = ids.shape, decoder.model.mesh
     sequences = ids.new_full((rows, limit), settings.pad_token_id or 0)
     sequences[:, :length] = ids
-    streamer = streamer if tp_rank(mesh) == 0 else None
+    streamer = streamer if mesh is None or mesh.get_model_parallel_rank() == 0 else None
     draws = Draws(settings.seed, mesh, ids.device) if settings.do_sample else None
     if streamer is not None:
         streamer.put(ids.cpu())

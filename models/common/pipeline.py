@@ -205,6 +205,12 @@ def is_last_stage(model: Any) -> bool:
     return stage is None or stage.is_last
 
 
+def copied_parameters(model: Any) -> set[str]:
+    """Returns the names of a stage's parameters that an earlier stage owns, which updates and saves them."""
+    stage: Stage | None = getattr(model, "stage", None)
+    return set() if stage is None else {name for name, held in stage.holders.items() if stage.index in held[1:]}
+
+
 def stacks_of(model: nn.Module) -> list[tuple[str, Any]]:
     """Returns the stacks of blocks in the order of the forward pass: prefix of the owner's names, and the blocks."""
     modules = cast(Any, model).named_modules()

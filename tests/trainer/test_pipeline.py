@@ -167,3 +167,125 @@ def test_any_layout_goes_on_from_any_other(run_mesh, tmp_path, whole):
         back = {"load_dir": checkpoint(folder, 16)}
         for steps, _ in on_ranks(run_mesh, tmp_path / f"{folder} back", **settings("gpt2", 2, 1, 2, **back)):
             assert losses(steps) == pytest.approx(expected[16:], **SAME_LOSS)
+
+
+def test_evaluations_and_metrics_are_those_of_the_whole_model(run_mesh, tmp_path, whole):
+    valid = [Samples()[i] for i in range(100, 105)]
+    measured = {"metrics": {"entries": lambda logits, labels: (float(logits.numel()), len(labels))}}
+    changes = {"valid": valid, "eval_interval": 2, "train_steps": 4, **measured}
+    [(steps, _)] = on_ranks(run_mesh, tmp_path / "1", **settings("bert", **changes))
+    for found, _ in on_ranks(run_mesh, tmp_path / "2", **settings("bert", 2, 1, 2, **changes)):
+        for name in ("valid_loss", "valid_entries"):
+            assert [s.get(name) for s in found] == pytest.approx([s.get(name) for s in steps], **SAME_LOSS)
+        assert "valid_loss" in found[1]
+
+
+def with_nan(mesh, block: int):
+    model = build(mesh, "bert")
+
+    def poison(module, inputs, output):
+        return output * float("nan")
+
+    model.get_submodule(f"encoder.blocks.{block}.mlp").register_forward_hook(poison)
+    return model
+
+
+def test_a_nan_is_found_in_its_stage(run_mesh, tmp_path):
+    arguments = settings("bert", 1, 1, 2) | {"model": partial(with_nan, block=1)}
+    with pytest.raises(AssertionError, match=r"rank 0: encoder\.blocks\.1\.mlp \(MLP\) is the first module"):
+        on_ranks(run_mesh, tmp_path, isolated=True, **arguments)
+
+
+def generated(mesh, folder: Path, ids):
+    import shardzoo.generation  # noqa: F401 - attaches `generate` to the models
+    from shardzoo.models import from_pretrained
+
+    return from_pretrained(folder, mesh).generate(ids, max_new_tokens=8, num_beams=2).tolist()
+
+
+@pytest.mark.parametrize("architecture", ["GPT2LMHeadModel", "T5ForConditionalGeneration"])
+def test_stages_generate_what_transformers_does(run_mesh, tmp_path, architecture):
+    from tiny_models import hf_model
+
+    model = hf_model(architecture, 0.0, layers=2).eval()
+    model.save_pretrained(tmp_path)
+    ids = torch.randint(3, 97, (2, 5), generator=torch.Generator().manual_seed(0))
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, num_beams=2).tolist()
+    assert run_mesh(1, generated, tmp_path, ids, pipeline=2) == [expected] * 2
+    assert run_mesh(2, generated, tmp_path, ids, pipeline=2) == [expected] * 4
+
+
+def held(mesh, folder: Path):
+    """Names and bytes of a stage's parameters, and the bytes that it read."""
+    from shardzoo.checkpoint import tensor_reader
+    from shardzoo.models import from_pretrained
+
+    read, fill = [], tensor_reader.TensorReader.fill
+
+    def counting(self, placement, ranges, into):
+        read.append(into.nbytes)
+        return fill(self, placement, ranges, into)
+
+    tensor_reader.TensorReader.fill = counting
+    try:
+        model = from_pretrained(folder, mesh)
+    finally:
+        tensor_reader.TensorReader.fill = fill
+    return {name: value.nbytes for name, value in model.named_parameters()}, sum(read)
+
+
+def test_a_stage_holds_and_reads_its_share(run_mesh, tmp_path):
+    from tiny_models import hf_model
+
+    hf_model("GPT2LMHeadModel", 0.0, layers=4).save_pretrained(tmp_path)
+    [(whole, _)] = run_mesh(1, held, tmp_path)
+    stages = run_mesh(1, held, tmp_path, pipeline=4)
+    for stage, (parameters, read) in enumerate(stages):
+        blocks = {name.split(".")[1] for name in parameters if name.startswith("blocks.")}
+        assert blocks == {str(stage)}
+        assert all(whole[name] == size for name, size in parameters.items())
+        assert read <= sum(parameters.values())
+    names = [name for parameters, _ in stages for name in parameters]
+    assert sorted(names) == sorted([*whole, "word_embeddings.weight"])  # the embedding is also the head
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"env_type": "pytorch"}, "does not work with env_type='pytorch'"),
+        ({"zero_stage": 2}, "does not work with zero_stage=2"),
+        ({"precision": "fp16"}, "does not work with precision='fp16'"),
+        ({"offload_optimizer": True}, "does not work with offload_optimizer"),
+    ],
+)
+def test_what_a_pipeline_cannot_do_is_refused(arguments, message):
+    from shardzoo.trainer import TrainingArguments
+
+    with pytest.raises(ValueError, match=message):
+        TrainingArguments(**{"env_type": "deepspeed+mpu", "pipeline_parallel_size": 2, **arguments})
+
+
+def test_blocks_that_do_not_divide_are_refused_before_any_process_starts():
+    from shardzoo.models import find_config
+    from shardzoo.pretraining.arguments import PretrainingArguments, check_layout
+    from shardzoo.trainer.launch.rank_info import RankInfo
+
+    config, launch = find_config("gpt2"), RankInfo.from_environment()
+    with pytest.raises(
+        ValueError, match=r"12 blocks cannot be dealt evenly to 5 pipeline stages; .* 1, 2, 3, 4, 6 or 12"
+    ):
+        check_layout(PretrainingArguments(pipeline_parallel_size=5), config, launch)
+    with pytest.raises(ValueError, match="12 blocks are too few for 13 pipeline stages"):
+        check_layout(PretrainingArguments(pp=13, pipeline_partition="time"), config, launch)
+    check_layout(PretrainingArguments(pp=5, pipeline_partition="parameters"), config, launch)
+    with pytest.raises(ValueError, match="cannot form 4 pipeline stages"):
+        check_layout(PretrainingArguments(pp=4, num_gpus=6), config, launch)
+
+
+def test_balanced_stages():
+    from shardzoo.models.common.pipeline import balanced_counts
+
+    assert balanced_counts([1, 1, 1, 1], 2) == (2, 2)
+    assert balanced_counts([5, 1, 1, 1, 1, 1], 2) == (1, 5)
+    assert balanced_counts([1, 1, 1, 1, 3], 2) == (4, 1)
+    assert max(balanced_counts([1] * 96, 16)) == 6

@@ -16,7 +16,7 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
-from ...models.common.pipeline import Stage
+from ...models.common.pipeline import Stage, copied_parameters
 from ...mpu import clip_grad_norm_, receive_from_stage, send_to_stage
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.ranks import Ranks
@@ -106,9 +106,6 @@ class PipelineEngine(DeepSpeedEngine):
         norm = self._engine.get_global_grad_norm() if norm is None else norm
         return StepOutcome(float(norm), applied=True)
 
-    def model_tensors(self) -> dict[str, Tensor]:
-        return {name: value for name, value in super().model_tensors().items() if name not in self._shared.copied}
-
     def close(self, *, whole: bool) -> None:
         super().close(whole=whole)
         for group in self._groups:
@@ -153,8 +150,7 @@ class SharedParameters:
         own = dict(model.named_parameters())
         self._stage = stage
         self._held = {name: own[name] for name in sorted(stage.holders) if name in own}
-        self.copied = {name for name in self._held if stage.holders[name][0] != stage.index}
-        self.copies = {self._held[name] for name in self.copied}
+        self.copies = {self._held[name] for name in copied_parameters(model)}
         self._sums: dict[nn.Parameter, Tensor] = {}
         for parameter in self.copies:
             if parameter.requires_grad:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...models.common.pipeline import copied_parameters
+
 MASTER_WEIGHT = "master_weight"
 # Python's own numbers. Their 64-bit types distinguish them from an optimizer's fp32 scalars.
 NUMBERS = {int: torch.int64, float: torch.float64}
@@ -17,8 +19,12 @@ UNSUPPORTED = object()  # stands for a value that JSON cannot hold, such as a fu
 
 
 def model_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Returns the parameters, shared ones once, and copies of the persistent buffers, which forward passes change."""
-    tensors = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    """Returns the parameters, shared ones once, and copies of the persistent buffers, which forward passes change.
+
+    Of a pipeline, the first of the stages that share a parameter returns it.
+    """
+    copies = copied_parameters(module)
+    tensors = {name: parameter.detach() for name, parameter in module.named_parameters() if name not in copies}
     return tensors | {name: value.detach().clone() for name, value in persistent_buffers(module).items()}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from statistics import median
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from ...mpu import dropout_state
 from .model import BlockStack, Job, ModelMemory
 
 Partition = Literal["uniform", "parameters", "time"]
+DEPTHS = (("num_layers", "encoder_layers"), ("num_decoder_layers", "decoder_layers"))  # keys for encoder and decoder
 REPEATS = 3  # of a timed step, after one that is not timed
 
 
@@ -63,8 +64,11 @@ def measured_costs(config: ModelConfig, blocks: Sequence[int], job: Job) -> list
 
     Models with one and two blocks of a stack are timed; the difference is a block.
     """
-    depths = ["num_hidden_layers"] if len(blocks) == 1 else ["num_layers", "decoder_layers"]
-    names = [config.attribute_map.get(name, name) for name in depths]
+    own = {field.name for field in fields(config)}
+    if len(blocks) == 1:
+        names = [config.attribute_map.get("num_hidden_layers", "num_hidden_layers")]
+    else:
+        names = [next(name for name in depths if name in own) for depths in DEPTHS]
     single = dict.fromkeys(names, 1)
     whole = _seconds(config.with_changes(**single), job)
     each = [max(_seconds(config.with_changes(**{**single, name: 2}), job) - whole, 1e-9) for name in names]
