@@ -176,8 +176,9 @@ def test_evaluations_and_metrics_are_those_of_the_whole_model(run_mesh, tmp_path
     [(steps, _)] = on_ranks(run_mesh, tmp_path / "1", **settings("bert", **changes))
     for found, _ in on_ranks(run_mesh, tmp_path / "2", **settings("bert", 2, 1, 2, **changes)):
         for name in ("valid_loss", "valid_entries"):
-            assert [s.get(name) for s in found] == pytest.approx([s.get(name) for s in steps], **SAME_LOSS)
-        assert "valid_loss" in found[1]
+            values = [[step[name] for step in run if name in step] for run in (found, steps)]
+            assert len(values[0]) == 1
+            assert values[0] == pytest.approx(values[1], **SAME_LOSS)
 
 
 def with_nan(mesh, block: int):
@@ -276,10 +277,10 @@ def test_blocks_that_do_not_divide_are_refused_before_any_process_starts():
     ):
         check_layout(PretrainingArguments(pipeline_parallel_size=5), config, launch)
     with pytest.raises(ValueError, match="12 blocks are too few for 13 pipeline stages"):
-        check_layout(PretrainingArguments(pp=13, pipeline_partition="time"), config, launch)
-    check_layout(PretrainingArguments(pp=5, pipeline_partition="parameters"), config, launch)
+        check_layout(PretrainingArguments(pipeline_parallel_size=13, pipeline_partition="time"), config, launch)
+    check_layout(PretrainingArguments(pipeline_parallel_size=5, pipeline_partition="parameters"), config, launch)
     with pytest.raises(ValueError, match="cannot form 4 pipeline stages"):
-        check_layout(PretrainingArguments(pp=4, num_gpus=6), config, launch)
+        check_layout(PretrainingArguments(pipeline_parallel_size=4, num_gpus=6), config, launch)
 
 
 def test_balanced_stages():
@@ -287,5 +288,5 @@ def test_balanced_stages():
 
     assert balanced_counts([1, 1, 1, 1], 2) == (2, 2)
     assert balanced_counts([5, 1, 1, 1, 1, 1], 2) == (1, 5)
-    assert balanced_counts([1, 1, 1, 1, 3], 2) == (4, 1)
+    assert balanced_counts([1, 1, 1, 1, 4], 2) == (4, 1)
     assert max(balanced_counts([1] * 96, 16)) == 6
