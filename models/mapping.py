@@ -293,7 +293,8 @@ def _check_types(layout: CheckpointLayout) -> None:
 
 def _map_huggingface(checkpoint: Checkpoint, model: NativeModel, absent: Collection[str]) -> MappedCheckpoint:
     tensors = checkpoint.ranks[0]
-    match = model.name_map.match(model.parameters, tensors)
+    untied = getattr(model.config, "tie_word_embeddings", True) is False
+    match = model.name_map.match(model.parameters, tensors, untied=untied)
     stored = {
         name: tuple(match.sources[today] for today in entry.stored_names()) for name, entry in match.entries.items()
     }

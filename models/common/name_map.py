@@ -104,8 +104,10 @@ class NameMap:
         prefixed = self.prefix + stored_name
         return prefixed if stored_name not in known and prefixed in known else stored_name
 
-    def match(self, native_names: Iterable[str], stored_names: Iterable[str]) -> Match:
+    def match(self, native_names: Iterable[str], stored_names: Iterable[str], *, untied: bool = False) -> Match:
         """Matches a model's parameters with a checkpoint's tensors.
+
+        `untied` says that the checkpoint's output head differs from its embedding, whether the model has a head or not.
 
         Raises:
             ValueError: A parameter has no tensor, no model of this family has a tensor, or a tensor is stored under
@@ -115,7 +117,8 @@ class NameMap:
         wanted = {name for entry in entries.values() for name in entry.stored_names()}
         heads = {name for entry in self.entries if "{i}" not in entry.native for name in entry.stored_names()}
         absent = self._patterns_of_absent({name.partition(".")[0] for name in entries})
-        kept_as = {alias: kept for alias, kept in self.aliases if alias not in wanted}
+        heads_apart = self.untied_names() if untied else []
+        kept_as = {alias: kept for alias, kept in self.aliases if alias not in wanted and alias not in heads_apart}
         known = wanted | heads | kept_as.keys()
         sources: dict[str, str] = {}
         aliases: dict[str, str] = {}

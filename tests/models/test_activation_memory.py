@@ -111,3 +111,18 @@ def test_a_rank_keeps_what_the_formula_says(name, tp, sequence_parallel, run_mes
     fewer, more = (run_mesh(tp, kept_by_blocks, name, layers, True, False, 4, parallel_config) for layers in LAYERS)
     expected = formula(name, True, False, Layout(4, tp, parallel_config))
     assert max(b - a for a, b in zip(fewer, more, strict=True)) == expected
+
+
+@pytest.mark.parametrize("name", ["t5", "umt5"])
+def test_an_encoder_alone_keeps_no_decoder(name):
+    def kept(layers):
+        model = from_config(config_of(layers)).train()
+        ids = torch.arange(SIZE * SOURCE).view(SIZE, SOURCE) % 37 + 5
+        mpu.dropout_state.set(0, 0)
+        return kept_bytes(lambda: model(ids, labels=ids % 2).loss, model.parameters())
+
+    def config_of(layers):
+        return config_from_dict(tiny(name, 0.1, layers=layers, architectures=[f"{name.upper()}ForTokenClassification"]))
+
+    (stack,) = family(name).activations(config_of(1)).stacks
+    assert kept(2) - kept(1) == block_bytes(stack, Batch(SIZE, SOURCE), Layout(4)).kept

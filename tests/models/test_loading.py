@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import shardzoo
 import shardzoo.models
 from shardzoo.checkpoint.manifest import Manifest, TensorRecord
+from shardzoo.convert.operations import merge, split
 from shardzoo.models import ParallelConfig, config_from_dict, family
 from shardzoo.models.auto import build_on_meta
 from shardzoo.models.mapping import parameter_specs
@@ -449,3 +450,30 @@ def test_a_head_is_new_only_where_it_is_said(bert_folders):
             classify(None, folder)
         with pytest.raises(ValueError, match="new names the module 'head', which the model does not have; it has"):
             classify(None, folder, new=["head"])
+
+
+@pytest.mark.parametrize(("model_type", "stem"), [("t5", "T5"), ("umt5", "UMT5")])
+def test_an_encoder_is_read_from_a_whole_model_and_from_a_file_of_diffusion_models(model_type, stem, tmp_path):
+    whole, alone = tmp_path / "whole", tmp_path / "alone"
+    reference = hf_model(model_type)
+    reference.save_pretrained(whole)
+    ids = torch.randint(2, 90, (2, 9))
+    expected = reference.encoder(ids).last_hidden_state
+    values = json.loads((whole / "config.json").read_text()) | {"architectures": [f"{stem}EncoderModel"]}
+    model = shardzoo.from_pretrained(whole, config=values)
+    assert not hasattr(model, "decoder")
+    torch.testing.assert_close(model(ids).last_hidden_state, expected)
+
+    alone.mkdir()
+    tensors = {name: tensor for name, tensor in load_file(whole / "model.safetensors").items() if "encoder." in name}
+    tensors["encoder.embed_tokens.weight"] = reference.shared.weight.detach().clone()  # and no shared.weight
+    save_file(tensors, alone / "model.safetensors")
+    if model_type == "umt5":
+        del values["model_type"]  # as in the published files
+    (alone / "config.json").write_text(json.dumps(values))
+    split(alone, tmp_path / "split", 3)
+    merge(tmp_path / "split", tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert merged.keys() == tensors.keys()
+    assert all(torch.equal(merged[name], tensors[name]) for name in tensors)
+    torch.testing.assert_close(shardzoo.from_pretrained(tmp_path / "split")(ids).last_hidden_state, expected)
