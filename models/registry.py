@@ -64,6 +64,7 @@ class Family:
         objective: Name of the default pretraining objective in `shardzoo.data`.
         pretrains: Format of an objective's samples -> the architecture that is pretrained on them.
         tokenizer: Kind of tokenizer that is trained for a new model; see `shardzoo.data.train_tokenizer`.
+        tokenizers: A configuration's `tokenizer_class` -> the kind for it, where that is another one.
         activations: Returns what a model of a configuration keeps for its backward pass; see docs/estimate.md.
         tasks: Name of a fine-tuning task -> the architecture that is trained for it.
         no_tasks: Why there are no fine-tuning tasks, and what to do instead.
@@ -84,6 +85,7 @@ class Family:
     pretrains: Mapping[Format, str]
     tokenizer: str
     activations: Callable[[Any], Activations]
+    tokenizers: Mapping[str, str] = field(default_factory=dict[str, str])
     tasks: Mapping[str, str] = field(default_factory=dict[str, str])
     no_tasks: str = ""
     in_transformers: bool = True
@@ -92,6 +94,10 @@ class Family:
     has_config: Callable[[Mapping[str, Any]], bool] | None = None
     infer_config: Callable[[Sequence[Mapping[str, StoredTensor]]], ModelConfig] | None = None
     megatron: MegatronMap | None = None
+
+    def tokenizer_of(self, config: ModelConfig) -> str:
+        """Returns the kind of tokenizer that is trained for a new model of a configuration."""
+        return self.tokenizers.get(getattr(config, "tokenizer_class", None) or "", self.tokenizer)
 
 
 def family(model_type: str, architecture: str = "") -> Family:

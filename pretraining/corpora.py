@@ -128,7 +128,7 @@ def prepare_data(arguments: PretrainingArguments, inputs: Inputs, folder: Path, 
             corpora = prepare_corpora(
                 mixture,
                 folder,
-                tokenizer=inputs.tokenizer or family(inputs.config.model_type).tokenizer,
+                tokenizer=inputs.tokenizer or family(inputs.config.model_type).tokenizer_of(inputs.config),
                 vocab_size=arguments.vocab_size or inputs.config.vocab_size,
                 split_sentences=inputs.objective.split_sentences,
                 held_out_fraction=arguments.held_out_fraction,
@@ -150,7 +150,8 @@ def hold_out(arguments: PretrainingArguments, inputs: Inputs, folder: Path) -> N
         most = TOKENIZER_CHARACTERS // len(streams)
         texts = chain.from_iterable(stream.beginning(most) for stream, _ in streams)
         size = arguments.vocab_size or inputs.config.vocab_size
-        train_tokenizer(family(inputs.config.model_type).tokenizer, texts, size, folder / TOKENIZER)  # type: ignore[arg-type]
+        kind: Any = family(inputs.config.model_type).tokenizer_of(inputs.config)
+        train_tokenizer(kind, texts, size, folder / TOKENIZER)
     tokenizer = place_tokenizer(inputs, folder / TOKENIZER, folder / TOKENIZER)
     split = inputs.objective.split_sentences
     meta = CorpusMeta(Vocabulary.of(tokenizer), end_token(tokenizer, split_sentences=split), split)

@@ -81,7 +81,9 @@ def mesh_fact(stages: int, dp_size: int, tp_size: int) -> str:
 def tokenizer_fact(inputs: Inputs, config: ModelConfig) -> str:
     """Returns where the tokenizer is from, and whether the weights confirm it."""
     if inputs.tokenizer is None:
-        return f"{family(config.model_type).tokenizer} of {config.vocab_size:,} tokens, trained on the corpus"
+        return (
+            f"{family(config.model_type).tokenizer_of(config)} of {config.vocab_size:,} tokens, trained on the corpus"
+        )
     unknown = inputs.weights is not None and inputs.weights.vocabulary is None
     return inputs.tokenizer_name + (", taken as that of the weights, which record none" if unknown else "")
 

@@ -7,7 +7,7 @@ id: an id of 2**32 - 1 makes the Rust library abort the process.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..files import checked_file, read_json_object
 LARGEST_FILE = 64 << 20  # bytes; twice the largest published tokenizer.json
 MOST_HOLES = 1 << 20  # ids without a token
 MOST_SENTINELS = 100_000
+BYTE_TOKENIZER = "ByT5Tokenizer"
 JSON_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -38,9 +39,17 @@ TOKENIZER_FILES = (*(name for name in JSON_FILES if name != "config.json"), *OTH
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Returns whether a folder has a file with a tokenizer's vocabulary."""
+    """Returns whether a folder has a file with a tokenizer's vocabulary, or names ByT5's, which has no such file."""
     named = any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "vocab.txt"))
-    return named or any(folder.glob("*.model"))
+    return named or any(folder.glob("*.model")) or _has_byte_tokenizer(folder)
+
+
+def _has_byte_tokenizer(folder: Path) -> bool:
+    for name in ("tokenizer_config.json", "config.json"):
+        with suppress(ValueError):
+            if (folder / name).is_file() and read_json_object(folder / name).get("tokenizer_class") == BYTE_TOKENIZER:
+                return True
+    return False
 
 
 def remove_tokenizer(folder: Path) -> None:

@@ -254,8 +254,9 @@ class TransformersTokenizer(Tokenizer):
         return index if index is not None and self.id_to_token(index) == token else None
 
     def add_tokens(self, tokens: Sequence[str]) -> None:
-        self.backend.add_special_tokens({"extra_special_tokens": list(tokens)})
-        self.vocab_size = len(self.backend)
+        if new := [token for token in tokens if self.token_to_id(token) is None]:
+            self.backend.add_special_tokens({"extra_special_tokens": new})
+            self.vocab_size = len(self.backend)
 
     def id_to_token(self, index: int) -> str:
         return self.backend.convert_ids_to_tokens(index)

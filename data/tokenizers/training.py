@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -10,9 +11,17 @@ from typing import Any, Literal, TypeVar, get_args
 from .files import remove_tokenizer
 from .glm_tokens import DEFAULT_VOCABULARY, TOKEN_NAMES, glm_tokenizer
 from .sentinels import T5_SENTINELS
-from .tokenizer import FastTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer, save_tokenizer, write_config
+from .tokenizer import (
+    FastTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+    TransformersTokenizer,
+    load_tokenizer,
+    save_tokenizer,
+    write_config,
+)
 
-TokenizerKind = Literal["bpe", "roberta-bpe", "wordpiece", "sentencepiece", "glm-bpe"]
+TokenizerKind = Literal["bpe", "roberta-bpe", "wordpiece", "sentencepiece", "unigram", "bytes", "glm-bpe"]
 TOKENIZER_KINDS: tuple[TokenizerKind, ...] = get_args(TokenizerKind)
 AnyTokenizer = TypeVar("AnyTokenizer", bound=Tokenizer)
 
@@ -45,6 +54,8 @@ def train_tokenizer(
         "roberta-bpe": train_roberta_bpe,
         "wordpiece": train_wordpiece,
         "sentencepiece": train_sentencepiece,
+        "unigram": train_unigram,
+        "bytes": make_byte_tokenizer,
         "glm-bpe": train_glm_bpe,
     }
     if kind not in trainers:
@@ -209,6 +220,7 @@ def _not_empty(documents: Iterable[str]) -> Iterator[str]:
         raise ValueError("cannot train a tokenizer: the corpus has no document with text")
 
 
+T5_TOKENS = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
 LEAST_VOCABULARY = BYTES + 3 + 1  # bytes, special pieces, one more
 SENTENCE_BYTES = 4000  # the trainer skips longer pieces of text (its limit is 4192 bytes)
 
@@ -254,15 +266,42 @@ def train_sentencepiece(
         raise ValueError(f"SentencePiece could not be trained on this text: {error}") from None
     remove_tokenizer(folder)
     (folder / "spiece.model").write_bytes(model.getvalue())
-    config = {
-        "tokenizer_class": "T5Tokenizer",
-        "extra_ids": T5_SENTINELS,
-        "pad_token": "<pad>",
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-    }
-    write_config(folder, config)
+    write_config(folder, {"tokenizer_class": "T5Tokenizer", "extra_ids": T5_SENTINELS, **T5_TOKENS})
     return _reloaded(folder, SentencePieceTokenizer)
+
+
+def train_unigram(documents: Iterable[str], vocab_size: int, output_dir: str | Path) -> FastTokenizer:
+    """Trains as `train_sentencepiece`, and saves a `tokenizer.json`, the only file that transformers reads for UMT5."""
+    from tokenizers import Tokenizer, decoders
+    from transformers import T5Tokenizer
+
+    folder = Path(output_dir)
+    train_sentencepiece(documents, vocab_size, folder)
+    converted: Any = T5Tokenizer.from_pretrained(str(folder)).backend_tokenizer
+    values = json.loads(converted.to_str())
+    values["model"]["byte_fallback"] = True  # transformers' conversion leaves it out
+    backend: Any = Tokenizer.from_str(json.dumps(values))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), converted.decoder])
+    return _save(backend, folder, T5_TOKENS)
+
+
+def make_byte_tokenizer(documents: Iterable[str], vocab_size: int, output_dir: str | Path) -> TransformersTokenizer:
+    """Writes ByT5's tokenizer (Xue et al., 2021, arXiv:2105.13626), which no text trains.
+
+    Padding is 0, the end of sequence 1, the unknown token 2; a byte b is b + 3; sentinels fill the vocabulary.
+    """
+    from transformers import ByT5Tokenizer
+
+    least = BYTES + len(T5_TOKENS) + 1
+    if vocab_size < least:
+        raise ValueError(f"a vocabulary of bytes needs at least {least} entries, not {vocab_size}")
+    folder = Path(output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_tokenizer(folder)
+    ByT5Tokenizer(extra_ids=vocab_size - least + 1).save_pretrained(str(folder))
+    tokenizer = _reloaded(folder, TransformersTokenizer)
+    tokenizer.save(folder)  # transformers writes a tokenizer that it has read with more settings
+    return tokenizer
 
 
 def _sentences(documents: Iterable[str]) -> Iterator[str]:

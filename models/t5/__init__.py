@@ -16,6 +16,7 @@ FAMILY = Family(
     objective="t5",
     pretrains={"seq2seq": "T5ForConditionalGeneration"},
     tokenizer="sentencepiece",
+    tokenizers={"ByT5Tokenizer": "bytes"},
     activations=activations,
     tasks={"text2text-generation": "T5ForConditionalGeneration", "text-classification": "T5ForSequenceClassification"},
 )

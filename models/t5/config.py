@@ -35,6 +35,7 @@ class T5Config(HeadsConfig):
             weights are loaded, their files decide; see `from_dict`.
         scale_decoder_outputs: Whether the head's input is multiplied by d_model^-0.5. None means the value of
             tie_word_embeddings.
+        tokenizer_class: The transformers class of the model's tokenizer, which only ByT5's files name.
     """
 
     model_type: ClassVar[str] = "t5"
@@ -67,6 +68,7 @@ class T5Config(HeadsConfig):
     pad_token_id: TokenId = 0
     eos_token_id: TokenId | list[TokenId] | None = 1
     decoder_start_token_id: TokenId = 0
+    tokenizer_class: str | None = None
     architecture: str = "T5ForConditionalGeneration"
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from .config import T5Config
 
 _v1_1 = partial(T5Config, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
 # ByT5 (Xue et al., 2021, arXiv:2105.13626): tokens are bytes, and the encoder is three times as deep as the decoder.
-_byt5 = partial(_v1_1, vocab_size=384)
+_byt5 = partial(_v1_1, vocab_size=384, tokenizer_class="ByT5Tokenizer")
 
 _V1_1 = {
     "small": _v1_1(d_model=512, d_ff=1024, num_layers=8, num_heads=6),

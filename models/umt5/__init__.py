@@ -15,7 +15,7 @@ FAMILY = Family(
     kind="encoder-decoder",
     objective="t5",
     pretrains={"seq2seq": "UMT5ForConditionalGeneration"},
-    tokenizer="sentencepiece",
+    tokenizer="unigram",
     activations=activations,
     tasks={
         "text2text-generation": "UMT5ForConditionalGeneration",

@@ -29,6 +29,7 @@ from shardzoo.data import (
     train_tokenizer,
     train_wordpiece,
 )
+from shardzoo.data.tokenizers.files import has_tokenizer
 from shardzoo.data.tokenizers.glm_tokens import find_glm_vocabulary, gmask_from_hf
 from shardzoo.data.tokenizers.training import TOKENIZER_KINDS
 from shardzoo.models.glm.text import GLMText
@@ -263,7 +264,7 @@ def test_too_little_to_train_on_is_named(tmp_path):
 
 @pytest.fixture(scope="module")
 def trained(texts, tmp_path_factory):
-    """A trained tokenizer's folder of each kind; the vocabularies have 320 entries, SentencePiece's sentinels apart."""
+    """A trained tokenizer's folder of each kind; with 320 entries, SentencePiece's sentinels apart."""
     root = tmp_path_factory.mktemp("kinds")
     for kind in TOKENIZER_KINDS:
         train_tokenizer(kind, texts, 320, root / kind)
@@ -277,7 +278,7 @@ def test_transformers_loads_each_trained_kind(kind, trained, texts):
     mine, reference = load_tokenizer(trained / kind), AutoTokenizer.from_pretrained(trained / kind)
     assert mine.vocab_size == len(reference)
     if kind != "wordpiece":  # it runs out of pairs
-        assert mine.vocab_size == (420 if kind == "sentencepiece" else 320)
+        assert mine.vocab_size == (420 if kind in ("sentencepiece", "unigram") else 320)
     assert reference.convert_ids_to_tokens(list(range(len(reference)))) == mine.tokens(len(reference))
     for name in ("bos_token", "eos_token", "pad_token", "unk_token", "cls_token", "sep_token", "mask_token"):
         assert mine.special.get(name) == getattr(reference, f"{name}_id")
@@ -501,3 +502,25 @@ def test_wordpiece_has_every_letter_and_no_other_special_tokens(texts, tmp_path)
     special = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values() if token.special]
     assert special == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     assert tokenizer.decode(tokenizer.encode("Zurich abc")) == "zurich abc"
+
+
+def test_unigram_encodes_as_the_sentencepiece_it_comes_from(trained, tmp_path):
+    from transformers import AutoTokenizer
+
+    unigram, sentencepiece = (load_tokenizer(trained / kind) for kind in ("unigram", "sentencepiece"))
+    assert Vocabulary.of(unigram) == Vocabulary.of(sentencepiece)
+    for text in ("the of", "Zürich 你好 🙂 of"):
+        assert unigram.encode(text) == sentencepiece.encode(text)
+        assert unigram.decode(unigram.encode(text)) == text
+    folder = shutil.copytree(trained / "unigram", tmp_path / "umt5")
+    (folder / "config.json").write_text('{"model_type": "umt5"}')
+    assert AutoTokenizer.from_pretrained(folder)("of").input_ids == [*unigram.encode("of"), 1]
+
+
+def test_bytes_are_byt5s(trained):
+    tokenizer = load_tokenizer(trained / "bytes")
+    assert tokenizer.encode("né</s>") == [byte + 3 for byte in "né</s>".encode()]
+    assert sentinel_ids(tokenizer) == tuple(range(259, 320))
+    assert has_tokenizer(trained / "bytes")
+    with pytest.raises(ValueError, match="at least 260 entries, not 259"):
+        train_tokenizer("bytes", [], 259, trained / "none")
