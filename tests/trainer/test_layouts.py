@@ -24,7 +24,12 @@ TINY = {"vocab_size": 97, "n_positions": 24, "n_layer": 2, "bos_token_id": 0, "e
 TWELVE_HEADS = {"model_type": "gpt2", "n_embd": 48, "n_head": 12, **TINY}
 # GPT-2 XL's heads, and an inner width of 4H + 1.
 TWENTY_FIVE_HEADS = {"model_type": "gpt2", "n_embd": 50, "n_head": 25, "n_inner": 201, **TINY}
-CONFIGS = {"gpt2": TWENTY_FIVE_HEADS}
+EIGHT_ON_TWO_HEADS = {
+    "model_type": "qwen2", "hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "num_hidden_layers": 2, "intermediate_size": 51, "vocab_size": 97, "max_position_embeddings": 24,
+    "attention_dropout": 0.1,
+}  # fmt: skip
+CONFIGS = {"gpt2": TWENTY_FIVE_HEADS, "qwen2": EIGHT_ON_TWO_HEADS}
 
 
 def losses_of_training(mesh, folder: Path, config: dict | None = None, **changes) -> list[float]:
