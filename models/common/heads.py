@@ -62,11 +62,16 @@ def configured(kind: type[Body], **settings: Any) -> type[Body]:
 def class_loss(logits: Tensor, labels: Tensor, num_items: Tensor | int | None = None, ignored: int = IGNORED) -> Tensor:
     """Returns the fp32 cross-entropy of replicated logits [..., C] with classes int64 [...].
 
-    The result is the mean over the labels that are not `ignored`, or the sum divided by `num_items`.
+    The result is the mean over the labels that are not `ignored`, or the sum divided by `num_items`. Raises ValueError
+    for a class that the logits do not have; on an accelerator, where a check would wait, PyTorch stops the process.
     """
     reduction = "mean" if num_items is None else "sum"
-    rows = widen(logits).view(-1, logits.shape[-1])
-    loss = F.cross_entropy(rows, labels.reshape(-1), ignore_index=ignored, reduction=reduction)
+    rows, classes = widen(logits).view(-1, logits.shape[-1]), labels.reshape(-1)
+    try:
+        loss = F.cross_entropy(rows, classes, ignore_index=ignored, reduction=reduction)
+    except IndexError:
+        wrong = classes[(classes != ignored) & ((classes < 0) | (classes >= rows.shape[1]))]
+        raise ValueError(f"label {int(wrong[0])} is no class of the model, which has {rows.shape[1]}") from None
     return loss if num_items is None else loss / num_items
 
 

@@ -85,6 +85,9 @@ def test_labels_that_do_not_fit_are_refused():
     model = native(reference("BertForSequenceClassification", num_labels=3))
     with pytest.raises(ValueError, match=r"multi_label_classification needs labels of shape \(3, 3\)"):
         model(**batch(), labels=torch.ones(3))
+    for wrong in (3, -1):
+        with pytest.raises(ValueError, match=f"label {wrong} is no class of the model, which has 3"):
+            model(**batch(), labels=torch.tensor([0, wrong, -100]))
 
 
 @pytest.mark.parametrize("architecture", ["BertForMaskedLM", "BertForPreTraining", "RobertaForMaskedLM"])

@@ -46,6 +46,14 @@ UNKNOWN_FAMILIES = {  # model_type, architecture: the nearest model, and a word 
     ("switch_transformers", "SwitchTransformersForConditionalGeneration"): (
         "T5ForConditionalGeneration (t5)", "mixture of experts",
     ),
+    ("gpt_neox", "GPTNeoXForCausalLM"): ("LlamaForCausalLM (llama)", "side by side"),
+    ("mixtral", "MixtralForCausalLM"): ("MistralForCausalLM (mistral)", "mixture of experts"),
+    ("gemma2", "Gemma2ForSequenceClassification"): ("LlamaForSequenceClassification (llama)", "soft-capped"),
+    ("pegasus", "PegasusForConditionalGeneration"): ("MBartForConditionalGeneration (mbart)", "sinusoidal positions"),
+    ("nllb-moe", "NllbMoeForConditionalGeneration"): (
+        "M2M100ForConditionalGeneration (m2m_100)", "mixture of experts",
+    ),
+    ("chatglm", "ChatGLMModel"): ("Glm4Model (glm4)", "norms after attention"),
     ("xlnet", ""): ("(bert)", "two streams"),
     ("gpt3", ""): ("GPT2LMHeadModel (gpt2)", "its blocks"),
     ("whisper", "WhisperForConditionalGeneration"): ("ForConditionalGeneration (", "its blocks"),
@@ -101,8 +109,9 @@ def test_a_model_type_that_is_no_name_is_refused(model_type):
     assert len(str(caught.value)) < 1000
 
 
-def test_the_families_that_are_missing_are_not_in_the_zoo():
+def test_the_nearest_families_are_in_the_zoo_and_the_missing_are_not():
     assert not MISSING.keys() & set(FAMILIES)
+    assert {nearest for nearest, _ in MISSING.values()} <= set(FAMILIES)
 
 
 def test_no_other_room_imports_from_a_familys_folder():

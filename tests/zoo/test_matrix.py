@@ -35,6 +35,9 @@ WANTED = {
     "Bert": (*ENCODER_HEADS, "ForPreTraining", "ForNextSentencePrediction"),
     "ModernBert": ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification"),
     "GPT2": (*DECODER_HEADS, "LMHeadModel"),
+    **dict.fromkeys(("Llama", "Mistral", "Qwen2", "Qwen3", "Glm4"), (*DECODER_HEADS, "ForCausalLM")),
+    **dict.fromkeys(("Bart", "MBart"), ("Model", "ForConditionalGeneration", "ForSequenceClassification")),
+    "M2M100": ("Model", "ForConditionalGeneration"),
 }
 
 
