@@ -150,4 +150,5 @@ def _reference_logits(kind: Any, folder: Path, inputs: Mapping[str, Tensor], map
         # (huggingface/transformers#48154).
         head = from_pretrained(folder, dtype=torch.float32).get_parameter("head.weight")
         model.get_output_embeddings().weight = torch.nn.Parameter(head[: mapped.model.vocab_size].clone())
+        model.config.tie_word_embeddings = False  # by which transformers 5 decides whether to scale a UMT5's logits
     return logits_of(model.eval()(**inputs))

@@ -48,6 +48,8 @@ def load_exported(folder: Path) -> Any:
     problems = {kind: sorted(keys) for kind, keys in report.items() if keys}
     if problems:
         raise ValueError(f"transformers does not load {folder} completely: {problems}")
+    if getattr(config, "tie_word_embeddings", None) is False:
+        model.config.tie_word_embeddings = False  # transformers 5 says true of every UMT5, and scales its logits then
     return model.eval()
 
 

@@ -120,12 +120,13 @@ def test_a_classifier_learns_and_is_read_again(checkpoints, files, tmp_path, nat
     assert again.evaluate() == pytest.approx({"loss": loss, "accuracy": hits / len(records)}, rel=1e-4)
 
 
-def test_a_decoder_learns_to_classify(checkpoints, files, tmp_path):
-    """The end of a row is found by the tokenizer's padding token, which the saved configuration names."""
+@pytest.mark.parametrize(("family", "classifier"), [("gpt2", "GPT2"), ("t5", "T5")])
+def test_a_model_that_generates_learns_to_classify(family, classifier, checkpoints, files, tmp_path):
+    """The end of a row is found by its </s>, or by the padding token, which the saved configuration names."""
     data = str(files / "names.json")
     shared = {"task": "text-classification", "max_source_length": 20, "validation_file": data}
     trainer = t2t.Trainer(
-        model_name_or_path=checkpoints("gpt2"), train_file=data, lr=3e-3, epochs=20, output_dir=str(tmp_path), **shared
+        model_name_or_path=checkpoints(family), train_file=data, lr=3e-3, epochs=20, output_dir=str(tmp_path), **shared
     )
     assert trainer.source.native
     values = trainer.train()
@@ -133,7 +134,7 @@ def test_a_decoder_learns_to_classify(checkpoints, files, tmp_path):
     folder = trainer.save_model()
     assert json.loads((folder / "config.json").read_text())["pad_token_id"] is not None
     again = t2t.Trainer(model_name_or_path=str(folder), native=False, **shared)
-    assert type(again.model) is transformers.GPT2ForSequenceClassification
+    assert type(again.model) is getattr(transformers, f"{classifier}ForSequenceClassification")
     assert again.evaluate() == pytest.approx({name: values[name] for name in ("loss", "accuracy")}, rel=1e-4)
 
 

@@ -211,3 +211,16 @@ def test_any_value_makes_a_configuration_or_one_message(choice, value):
     assert "\n" not in message
     if config is not None:
         assert config_from_dict(json.loads(json.dumps(config.to_dict()))).to_dict() == config.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("values", "scales"),
+    [
+        ({"tie_word_embeddings": False, "transformers_version": "4.31.0"}, False),  # as published
+        ({"tie_word_embeddings": True, "transformers_version": "5.0.0"}, True),  # what transformers 5 computes
+        ({"tie_word_embeddings": True}, True),
+    ],
+)
+def test_a_umt5_scales_its_heads_input_as_its_file_says(values, scales):
+    published = config_from_dict({"architectures": ["UMT5ForConditionalGeneration"], **values})  # no model_type
+    assert (published.model_type, published.scale_decoder_outputs) == ("umt5", scales)
