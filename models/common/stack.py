@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from ...mpu import ParallelMesh, VocabParallelEmbedding, checkpoint, gather_sequence, scatter_sequence
@@ -53,6 +54,11 @@ class Body(nn.Module):
     def hidden_size(self) -> int:
         """The width H of the hidden states."""
         return getattr(self.config, self.config.attribute_map.get("hidden_size", "hidden_size"))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parameters, on every stage of a pipeline."""
+        return next(self.parameters()).dtype
 
     @property
     def embedding(self) -> VocabParallelEmbedding:

@@ -133,7 +133,7 @@ class DecoderBody(Body):
             config.head_size,
             config.rope,
             config.max_position_embeddings,
-            x.dtype,
+            self.dtype,
             interleaved=config.interleaved,
         )
         masks = {

@@ -100,7 +100,7 @@ class ModernBertBody(Body):
         near = window_mask(attention_mask, length, 0, config.local_attention // 2, causal=False, device=device)
         masks = {"full_attention": key_mask(attention_mask), "sliding_attention": near}
         rotary = {
-            kind: rotary_embedding(position_ids, config.head_size, rope, config.max_position_embeddings, x.dtype)
+            kind: rotary_embedding(position_ids, config.head_size, rope, config.max_position_embeddings, self.dtype)
             for kind, rope in config.rope.items()
         }
         context = [(masks[kind], rotary[kind]) for kind in config.attention_types]

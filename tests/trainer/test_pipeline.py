@@ -11,7 +11,17 @@ import torch
 from tiny_models import tiny
 from training import losses, on_ranks
 
-FAMILIES = {"gpt2": {}, "bert": {"architectures": ["BertForMaskedLM"]}, "roberta": {}, "glm": {}, "t5": {}, "mt5": {}}
+FAMILIES = {
+    "gpt2": {},
+    "bert": {"architectures": ["BertForMaskedLM"]},
+    "roberta": {},
+    "glm": {},
+    "t5": {},
+    "mt5": {},
+    "electra": {},
+    "modernbert": {},
+    "llama": {},
+}
 STEPS = 20
 # tensor-parallel, data-parallel, stages. SHARDZOO_PIPELINES=all runs all of them for each family.
 LAYOUTS = [(1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 2)]
@@ -22,6 +32,9 @@ QUICK = {
     "glm": [(2, 1, 2)],
     "t5": LAYOUTS,
     "mt5": [(1, 1, 2)],
+    "electra": [(1, 1, 2)],
+    "modernbert": [(2, 1, 2)],
+    "llama": [(1, 1, 2)],
 }
 EIGHT = [("gpt2", (2, 2, 2)), ("t5", (2, 2, 2))]
 EVERYTHING = os.environ.get("SHARDZOO_PIPELINES") == "all"
