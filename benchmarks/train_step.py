@@ -37,6 +37,14 @@ from shardzoo.models import find_config
 from shardzoo.mpu import dropout_state
 
 SIZES = {
+    "llama": {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "vocab_size": 32000,
+    },
     "gpt2": {"n_layer": 4},
     "bert": {"num_hidden_layers": 4},
     "modernbert": {"num_hidden_layers": 4, "layer_types": None},
@@ -44,6 +52,7 @@ SIZES = {
     "mt5": {"num_layers": 3, "vocab_size": 32128},
 }
 PRESETS = {
+    "llama": "llama-3.2-1b",
     "gpt2": "gpt2",
     "bert": "bert-base-uncased",
     "modernbert": "modernbert-base",
@@ -51,6 +60,7 @@ PRESETS = {
     "mt5": "mt5-small",
 }
 DROPOUTS = {
+    "llama": ("attention_dropout",),
     "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
     "modernbert": ("attention_dropout", "mlp_dropout", "embedding_dropout"),
@@ -171,7 +181,8 @@ def make_reference(family: str, arguments: Arguments) -> nn.Module:
     values |= dict.fromkeys(DROPOUTS[family], arguments.dropout)
     config = transformers.AutoConfig.for_model(**values)
     masked = transformers.AutoModelForMaskedLM
-    kind = {"gpt2": transformers.AutoModelForCausalLM, "bert": masked, "modernbert": masked}
+    causal = transformers.AutoModelForCausalLM
+    kind = {"gpt2": causal, "llama": causal, "bert": masked, "modernbert": masked}
     torch.manual_seed(0)
     model = kind.get(family, transformers.AutoModelForSeq2SeqLM).from_config(config)
     if family == "mt5":
@@ -183,7 +194,7 @@ def make_batch(family: str, config, arguments: Arguments) -> dict[str, torch.Ten
     generator = torch.Generator().manual_seed(0)
     shape = (arguments.batch_size, arguments.length)
     ids = torch.randint(5, config.vocab_size, shape, generator=generator)
-    if family == "gpt2":
+    if family in ("gpt2", "llama"):
         return {"input_ids": ids, "labels": ids}  # packed
     mask = torch.ones(shape, dtype=torch.long)
     if arguments.padding:

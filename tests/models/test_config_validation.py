@@ -27,7 +27,7 @@ NUMBER_TYPES = {
     "TokenId", "Probability", "NormEpsilon", "InitializerScale",
 }  # fmt: skip
 SIZES = re.compile(
-    "vocab_size|n_embd|n_layer|n_head|n_positions|n_inner|d_model|d_kv|d_ff|num_.*|hidden_size|intermediate_size|max_.*"
+    "(?!max_window_layers)(?:vocab_size|n_embd|n_layer|n_head|n_positions|n_inner|d_model|d_kv|d_ff|num_.*|hidden_size|intermediate_size|max_.*)"
 )
 ELSEWHERE = {  # fields that `from_dict` takes from other keys of the file, or from none
     *((name, "architecture") for name in FAMILIES), ("mt5", "scale_decoder_outputs"),
