@@ -97,10 +97,11 @@ def read_rope_parameters(
     parameters: RopeParameters = {key: value for key, value in stored.items() if key != "type"}
     parameters.setdefault("rope_type", stored.get("type", "default"))
     parameters.setdefault("rope_theta", values.get("rope_theta") or theta)
-    factor = parameters.setdefault("partial_rotary_factor", values.get("partial_rotary_factor") or partial)
-    if factor == 1.0:
+    if parameters.get("partial_rotary_factor") is None:
+        parameters["partial_rotary_factor"] = values.get("partial_rotary_factor") or partial
+    if parameters["partial_rotary_factor"] == 1.0:
         del parameters["partial_rotary_factor"]
-    if parameters["rope_type"] in _WITH_ORIGINAL:
+    if parameters["rope_type"] in tuple(_WITH_ORIGINAL):
         original = values.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings")
         parameters["original_max_position_embeddings"] = original or max_positions
     return parameters
@@ -109,7 +110,7 @@ def read_rope_parameters(
 def check_rope_parameters(parameters: Mapping[str, Any], head_size: int) -> None:
     """Raises ValueError unless the parameters are complete and in range."""
     kind = parameters.get("rope_type")
-    if kind not in _REQUIRED:
+    if kind not in tuple(_REQUIRED):  # a file may have a list there, which is no key
         raise ValueError(f"rope_type {kind!r} is not supported; use one of {', '.join(_REQUIRED)}")
     numbers = {"rope_theta": 0.0, "partial_rotary_factor": 0.0, "original_max_position_embeddings": 0.0}
     if kind != "default":
