@@ -146,6 +146,28 @@ def test_zero_optimizers_have_the_fields_that_states_are_saved_by():
             assert callable(kind._lazy_init_hp_params_optimizer_state)
 
 
+def test_deepspeed_runs_a_pipelines_schedule_by_instructions():
+    with needed_by(
+        "trainer/engines/pipeline_engine.py (PipelineEngine)",
+        breaks="Models cannot be trained in pipeline stages, or are updated before the loop has checked the loss.",
+        remedy="Compare with what `train_batch` of DeepSpeed's PipelineEngine does: its schedule must run without the "
+        "update and with our sum of shared gradients, and the update alone afterwards.",
+    ):
+        from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+        from deepspeed.runtime.pipe import schedule
+        from deepspeed.runtime.pipe.engine import PipelineEngine
+
+        instructions = PipelineEngine._INSTRUCTION_MAP
+        assert {schedule.ReduceTiedGrads, schedule.OptimizerStep, schedule.LoadMicroBatch} <= set(instructions)
+        assert "self._INSTRUCTION_MAP" in inspect.getsource(PipelineEngine._exec_schedule)
+        source = inspect.getsource(PipelineEngine.train_batch)
+        for part in ("self.total_loss = None", "self._compute_loss = True", "self._exec_schedule(sched)"):
+            assert part in source
+        assert list(inspect.signature(PipelineEngine._train_schedule).parameters) == ["self"]
+        assert instructions[schedule.OptimizerStep] is PipelineEngine._exec_optimizer_step
+        assert "_hp_grad" in inspect.getsource(BF16_Optimizer)
+
+
 def test_torchruns_error_file(tmp_path, monkeypatch):
     with needed_by(
         "trainer/launch/rank_process.py",
@@ -375,6 +397,7 @@ def test_every_private_name_has_a_canary():
         "_foreach_norm", "_torchdynamo_disable", "_worker_info", "_epoch", "_cdata", "_version", "_python_dispatch",
         "_utils", "_untyped_storage", "_checkpoint_offset", "_rebuild_tensor_v2", "_StorageInfo",
         "_MEM_FORMAT_ENCODING", "_get_layout",
+        "_INSTRUCTION_MAP", "_exec_schedule", "_train_schedule", "_exec_optimizer_step", "_compute_loss", "_hp_grad",
     }  # fmt: skip
     # Of long standing and documented, or in a benchmark alone.
     accepted = {"_exit", "_parameters", "_buffers", "_modules", "_attn_implementation", "_sleep", "_ops", "_dynamo",

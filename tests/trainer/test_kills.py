@@ -26,8 +26,13 @@ RUNS = {
     "pytorchDDP": ({"env_type": "pytorchDDP"}, 1, 2),
     "deepspeed": ({"env_type": "deepspeed", "zero_stage": 2}, 1, 2),
     "deepspeed+mpu": ({"env_type": "deepspeed+mpu", "model_parallel_size": 2}, 2, 2),
+    "pipeline": (
+        {"env_type": "deepspeed+mpu", "model_parallel_size": 2, "pipeline_parallel_size": 2, "global_batch_size": 8},
+        2,
+        1,
+    ),
 }
-EVERY_DAY = [("pytorchDDP", "streamed", 2), ("deepspeed+mpu", "indexed", 1)]
+EVERY_DAY = [("pytorchDDP", "streamed", 2), ("deepspeed+mpu", "indexed", 1), ("pipeline", "indexed", 1)]
 ALL = [(name, data, KILLS) for name in RUNS for data in ("indexed", "streamed")]
 
 
@@ -68,16 +73,18 @@ def test_killed_runs_equal_whole_ones(run_mesh, tmp_path, name, data, kills):
     settings = {"data": samples, "dropout": 0.1, "save_interval": 2, **arguments}
     if tp > 1:
         settings["model"] = native_t5
-    run_mesh(tp, partial(train, folder=tmp_path / "whole", **settings), data=ranks)
+    stages = arguments.get("pipeline_parallel_size", 1)
+    run = partial(run_mesh, tp, data=ranks, pipeline=stages)
+    run(partial(train, folder=tmp_path / "whole", **settings))
     started = time.monotonic()
-    run_mesh(tp, partial(train, folder=tmp_path / "timed", **settings), data=ranks)
+    run(partial(train, folder=tmp_path / "timed", **settings))
     seconds = 0.7 * (time.monotonic() - started)
     generator = random.Random(f"{name} {data}")
     done = 0
     while done < kills:
-        blow = {"victim": generator.randrange(tp * ranks), "delay": generator.uniform(0.0, seconds)}
+        blow = {"victim": generator.randrange(tp * ranks * stages), "delay": generator.uniform(0.0, seconds)}
         try:
-            run_mesh(tp, partial(train, folder=tmp_path / "killed", **blow, **settings), data=ranks)
+            run(partial(train, folder=tmp_path / "killed", **blow, **settings))
         except AssertionError as death:
             assert "died with exit code -9" in str(death), death  # noqa: PT017 - any other failure is one
             done += 1
@@ -86,7 +93,7 @@ def test_killed_runs_equal_whole_ones(run_mesh, tmp_path, name, data, kills):
         assert_equal(tmp_path / "killed", tmp_path / "whole")
         (tmp_path / "killed.log").unlink()
         shutil.rmtree(tmp_path / "killed")
-    run_mesh(tp, partial(train, folder=tmp_path / "killed", **settings), data=ranks)
+    run(partial(train, folder=tmp_path / "killed", **settings))
     assert_equal(tmp_path / "killed", tmp_path / "whole")
 
 

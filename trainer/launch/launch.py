@@ -71,7 +71,8 @@ def processes_of(arguments: TrainingArguments) -> int:
     """Returns the number of processes that the arguments ask for on one machine."""
     if arguments.env_type == "pytorch":
         return 1
-    return max(arguments.num_gpus, arguments.model_parallel_size * arguments.pipeline_parallel_size)
+    split = arguments.model_parallel_size * arguments.pipeline_parallel_size
+    return max(arguments.num_gpus, -(-split // arguments.num_nodes))
 
 
 def start_processes(
