@@ -39,6 +39,8 @@ class GenerateArguments(GenerationSettings):
     prompts are read from standard input."""
     tp: int = 1
     """Tensor-parallel size; this command starts the processes."""
+    pp: int = 1
+    """Number of pipeline stages, each with equally many blocks; this command starts tp x pp processes."""
     stream: bool = False
     """Show text as it is generated, one prompt at a time, instead of JSON lines."""
     full_text: bool = True
@@ -77,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def start(argv: Sequence[str] | None, launch: RankInfo, quiet: bool) -> int:
     from ..models import find_config
+    from ..models.auto import build_on_meta
+    from ..models.common.pipeline import equal_counts
     from ..models.common.transformer import check_heads
     from ..trainer.launch.launch import start_processes
 
@@ -84,8 +88,9 @@ def start(argv: Sequence[str] | None, launch: RankInfo, quiet: bool) -> int:
     arguments = parse(GenerateArguments, given, program="shardzoo generate", description=__doc__ or "", quiet=quiet)
     if not arguments.model:
         raise ValueError("--model is missing: name the folder of a model")
-    if arguments.tp < 1 or arguments.batch_size < 1:
-        raise ValueError(f"--tp {arguments.tp} and --batch-size {arguments.batch_size} must be at least 1")
+    if min(arguments.tp, arguments.pp, arguments.batch_size) < 1:
+        sizes = f"--tp {arguments.tp}, --pp {arguments.pp} and --batch-size {arguments.batch_size}"
+        raise ValueError(f"{sizes} must be at least 1")
     if not Path(arguments.model).is_dir():
         raise ValueError(f"--model: {arguments.model} is not a folder; download the model first")
     if arguments.prompt and arguments.file:
@@ -94,10 +99,14 @@ def start(argv: Sequence[str] | None, launch: RankInfo, quiet: bool) -> int:
         raise ValueError("standard input is closed, and there is neither --prompt nor --file")
     if (Path(arguments.model) / "config.json").exists():
         check_heads(find_config(arguments.model).attention_heads, arguments.tp)
-    if launch.world_size < arguments.tp:
-        return start_processes(arguments.tp)
-    if launch.world_size != arguments.tp:
-        raise ValueError(f"{launch.world_size} processes were started for --tp {arguments.tp}: make them equal")
+        if arguments.pp > 1:
+            equal_counts(build_on_meta(find_config(arguments.model), None), arguments.pp)
+    processes = arguments.tp * arguments.pp
+    if launch.world_size < processes:
+        return start_processes(processes)
+    if launch.world_size != processes:
+        asked = f"--tp {arguments.tp}" + (f" --pp {arguments.pp}" if arguments.pp > 1 else "")
+        raise ValueError(f"{launch.world_size} processes were started for {asked}: make them equal")
     return run(arguments, given_settings(arguments, given), launch)
 
 
@@ -110,9 +119,9 @@ def run(arguments: GenerateArguments, settings: dict[str, Any], launch: RankInfo
     from ..trainer.launch.ranks import on_first_rank
 
     mesh, device = None, torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if arguments.tp > 1:
+    if arguments.tp * arguments.pp > 1:
         device = initialize_distributed(launch)
-        mesh = ParallelMesh(arguments.tp)
+        mesh = ParallelMesh(arguments.tp, arguments.pp)
     pipeline = TextGenerationPipeline(
         arguments.model,
         mesh,

@@ -68,6 +68,8 @@ def fill_mask(
     if not fills_masks(type(model)):
         able = [n for name in FAMILIES for n, model in family(name).architectures.items() if fills_masks(model)]
         raise ValueError(f"a {type(model).__name__} cannot fill masks; load one of {', '.join(able)}")
+    if getattr(model, "stage", None) is not None:
+        raise ValueError("fill_mask needs all blocks in each process: load the model without pipeline stages")
     vocab_size = model.config.vocab_size
     if not 1 <= top_k <= vocab_size:
         raise ValueError(f"top_k must be from 1 to the vocabulary's {vocab_size}, not {top_k}")
