@@ -9,14 +9,15 @@ from shardzoo.models import FAMILIES, family
 
 ROWS = load_rows()
 BOTH = "sequence parallel and recompute"
-LAYOUTS = (("plain", "fp32"), (BOTH, "fp32"), (BOTH, "dropout"), ("plain", "bf16"))
+LAYOUTS = [("plain", "fp32"), (BOTH, "fp32"), (BOTH, "dropout")]
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_equal_to_transformers(name, run_mesh, tmp_path):
-    """At one tensor-parallel size, which differs from row to row."""
+    """At one tensor-parallel size, which differs from row to row, as does whether bf16 is compared, too."""
+    layouts = LAYOUTS + [("plain", "bf16")] * (list(ROWS).index(name) % 4 == 0)
     split = [size for size in ROWS[name][1].sizes if size > 1]
-    figures = check_case(name, ROWS[name], tmp_path, run_mesh, [split[len(name) % len(split)]], LAYOUTS)
+    figures = check_case(name, ROWS[name], tmp_path, run_mesh, [split[len(name) % len(split)]], layouts)
     assert not figures.problems, "\n".join(figures.problems)
 
 
