@@ -141,6 +141,7 @@ def _load(model: nn.Module, mapped: MappedCheckpoint, mesh: ParallelMesh | None)
     try:
         placements = {name: place for name, place in mapped.layout.placements.items() if name in parameters}
         tensors = {part.tensor for place in placements.values() for part in place.slices()}
+        tensors |= set(mapped.layout.extras.values())  # every stage of a pipeline checks those of no parameter
         check_digests(sorted(tensors, key=lambda t: (t.file, t.offset)), mapped.digests, rank, size)
         with TensorReader() as reader, TensorReader() as other:
             _check_zeros(reader, mapped)
