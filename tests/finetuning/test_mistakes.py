@@ -111,7 +111,7 @@ def test_models(tmp_path, values, message):
 
 def test_a_family_that_the_zoo_has_not(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "opt"}))
-    with pytest.raises(ValueError, match="is a opt, which is not in the zoo; use native=False, or a model of bart, bert"):
+    with pytest.raises(ValueError, match="is a opt, which is not in the zoo; use native=False, or a model of bart"):
         t2t.Trainer(model_name_or_path=str(tmp_path), native=True)
 
 
