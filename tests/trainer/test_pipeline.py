@@ -44,10 +44,13 @@ SAME_LOSS = {"rel": 1e-5, "abs": 0}  # fp32 losses differ by the order of sums a
 
 
 class Samples:
-    """Unequal lengths and numbers of targets; even lengths if the sequence is split."""
+    """Unequal lengths and numbers of targets; even lengths if the sequence is split.
 
-    def __init__(self, multiple: int = 1) -> None:
-        self.multiple = multiple
+    GLM's mask is a number, the length of its part A; in place of it, a mask of padding would let it see all tokens.
+    """
+
+    def __init__(self, multiple: int = 1, blanks: bool = False) -> None:
+        self.multiple, self.blanks = multiple, blanks
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(index)
@@ -55,7 +58,11 @@ class Samples:
         tokens = (start + stride * torch.arange(self.multiple * (9 + index % 4))) % 13 + 3
         labels = tokens.clone()
         labels[: 1 + index % 5] = -100
-        return {"input_ids": tokens, "labels": labels}
+        sample = {"input_ids": tokens, "labels": labels}
+        if self.blanks:
+            text = torch.arange(len(tokens))
+            sample |= {"attention_mask": torch.tensor(2), "position_ids": torch.stack([text, torch.zeros_like(text)])}
+        return sample
 
 
 def build(mesh, family: str, layers: int = 4, dtype=torch.float32, **how):
@@ -74,7 +81,7 @@ def settings(family: str = "gpt2", tp: int = 1, replicas: int = 1, stages: int =
     return {
         "env_type": "deepspeed+mpu",
         "model": partial(build, family=family, dtype=dtype, **how),
-        "data": Samples(),
+        "data": Samples(blanks=family == "glm"),
         "train_steps": STEPS,
         "lr": 5e-3,
         "warmup_steps": 4,
