@@ -205,7 +205,7 @@ def _companions(todo: ConversionPlan, options: Options) -> dict[str, bytes | Pat
 
 def _manifest(todo: ConversionPlan, digests: Digests) -> Manifest:
     source, model, target, names = todo.mapped.checkpoint, todo.mapped.model, todo.target, todo.mapped.names
-    canonical = {name: entry.stored_names() for name, entry in model.entries().items()}
+    canonical = model.new_names()
     records = {}
     for name, parameter in model.parameters.items():
         tensors = list(target.layout.placements[name].slices())

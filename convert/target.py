@@ -90,12 +90,13 @@ def dcp_target(mapped: MappedCheckpoint, dtype: str | None = None, largest_file:
 
     The tensors have the names of transformers' state dictionary. Names of tied tensors are listed for the same bytes.
     """
-    current = {name: entry.stored_names() for name, entry in mapped.model.entries().items()}
-    mapped = replace(mapped, names=StoredNames(current, {}))
+    model = mapped.model
+    mapped = replace(mapped, names=StoredNames(model.new_names(), {}))
     groups = _divide(_huggingface_shapes(mapped, dtype), largest_file)
     made = [new_chunk_file(f"__{number}_0{SUFFIX}", group) for number, group in enumerate(groups)]
     tensors = {name: tensor for file, _ in made for name, tensor in file.tensors.items()}
-    aliases = {alias: kept for alias, kept in mapped.model.name_map.aliases if kept in tensors and alias not in tensors}
+    pairs = [(alias, model.spell(kept)) for alias, kept in model.name_map.aliases]
+    aliases = {alias: kept for alias, kept in pairs if kept in tensors and alias not in tensors}
     files = tuple(file for file, _ in made)
     texts: dict[str, str | bytes] = {METADATA: dcp_metadata(made, aliases)}
     return Target("dcp", 1, _huggingface_layout(mapped, tensors), files, texts)

@@ -49,6 +49,14 @@ class NativeModel:
         """Returns native name -> its entry in the family's name map."""
         return {entry.native: entry for entry in self.name_map.resolve(self.parameters)}
 
+    def spell(self, stored_name: str) -> str:
+        """Returns the name that transformers' class of this architecture has for the tensor of an entry."""
+        return self.name_map.spell(stored_name, self.config.architecture)
+
+    def new_names(self) -> dict[str, tuple[str, ...]]:
+        """Returns native name -> names of its tensors in a new Hugging Face folder."""
+        return {name: tuple(map(self.spell, entry.stored_names())) for name, entry in self.entries().items()}
+
     def padded_vocab_size(self, size: int) -> int:
         """Returns the rows of the vocabulary over all of `size` ranks, padding included."""
         for parameter in self.parameters.values():
@@ -366,11 +374,11 @@ def _map_shards(checkpoint: Checkpoint, model: NativeModel, absent: Collection[s
 
 
 def _names_in_manifest(manifest: Manifest, model: NativeModel) -> StoredNames:
-    known = model.entries()
-    stored = {name: manifest.tensors[name].stored or known[name].stored_names() for name in model.parameters}
+    known = model.new_names()
+    stored = {name: manifest.tensors[name].stored or known[name] for name in model.parameters}
     for name, names in stored.items():
-        if len(names) != len(known[name].stored_names()):
-            mine, needed = ", ".join(names), len(known[name].stored_names())
+        if len(names) != len(known[name]):
+            mine, needed = ", ".join(names), len(known[name])
             raise ValueError(f"the manifest stores {name} as {mine}, but this model needs {needed} names for it")
     if unknown := sorted(set(manifest.ties.values()) - {name for names in stored.values() for name in names}):
         raise ValueError(f"the manifest ties a tensor to {unknown[0]}, which the model does not have")
@@ -418,8 +426,7 @@ def _map_legacy(checkpoint: Checkpoint, model: NativeModel, absent: Collection[s
     parameters |= {name: model.parameters[name] for name in padded}
     placements = _by_rank(checkpoint, parameters, names)
     _check_ranks_differ(checkpoint, model, names)
-    stored = {name: entry.stored_names() for name, entry in model.entries().items()}
-    return MappedCheckpoint(checkpoint, model, CheckpointLayout(placements), StoredNames(stored, {}), {})
+    return MappedCheckpoint(checkpoint, model, CheckpointLayout(placements), StoredNames(model.new_names(), {}), {})
 
 
 def _map_megatron(checkpoint: Checkpoint, model: NativeModel, absent: Collection[str]) -> MappedCheckpoint:
@@ -444,8 +451,7 @@ def _map_megatron(checkpoint: Checkpoint, model: NativeModel, absent: Collection
         again = _by_rank(checkpoint, {native: specs[native]}, {native: spelled[alias]})[native]
         placements[native] = replace(placements[native], copies=placements[native].copies + again.copies)
     _check_ranks_differ(checkpoint, model, names)
-    stored = {name: entry.stored_names() for name, entry in model.entries().items()}
-    return MappedCheckpoint(checkpoint, model, CheckpointLayout(placements), StoredNames(stored, {}), {})
+    return MappedCheckpoint(checkpoint, model, CheckpointLayout(placements), StoredNames(model.new_names(), {}), {})
 
 
 def _check_ranks_differ(checkpoint: Checkpoint, model: NativeModel, names: Mapping[str, str]) -> None:

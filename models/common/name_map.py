@@ -59,6 +59,8 @@ class NameMap:
         renamed: Pairs (regular expression for the full name in old files, current name); `\\1` is the first group.
         ignored: Regular expressions for the full names of stored tensors that are not parameters.
         zeros: Names among the ignored ones of tensors that must be zeros, because the model does not add them.
+        spelled: Triples (regular expressions for an architecture and for a stored name, the name there) of what
+            transformers' class of that architecture calls differently, and finds under no other name.
     """
 
     entries: tuple[Entry, ...]
@@ -67,6 +69,7 @@ class NameMap:
     renamed: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
     zeros: tuple[str, ...] = ()
+    spelled: tuple[tuple[str, str, str], ...] = ()
 
     def resolve(self, native_names: Iterable[str]) -> Iterator[Entry]:
         """Yields the entry of each native parameter, with layer numbers filled in. Raises KeyError without an entry."""
@@ -78,6 +81,13 @@ class NameMap:
                     break
             else:
                 raise KeyError(f"no entry of the name map covers the parameter {name!r}")
+
+    def spell(self, stored_name: str, architecture: str) -> str:
+        """Returns the name under which transformers' class of an architecture finds the tensor of an entry."""
+        for wanted, pattern, replacement in self.spelled:
+            if re.fullmatch(wanted, architecture) and (match := re.fullmatch(pattern, stored_name)):
+                return match.expand(replacement)
+        return stored_name
 
     def is_ignored(self, stored_name: str) -> bool:
         return any(re.fullmatch(pattern, stored_name) for pattern in self.ignored)

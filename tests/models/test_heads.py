@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import pytest
 import torch
 import transformers
+from matrix import architecture_of, load_rows
+from safetensors.torch import save_file
 
 import shardzoo
 from shardzoo.convert.operations import merge, split
@@ -12,6 +16,8 @@ from shardzoo.models import family, from_config
 from shardzoo.models.common.heads import MaskedLM, QuestionAnswering, configured
 from shardzoo.models.loading import missing_modules
 from shardzoo.mpu import dropout_state
+from shardzoo.trainer.checkpointing.model_files import model_files
+from shardzoo.trainer.engines.state import model_tensors
 
 TINY = {"hidden_size": 12, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 20, "vocab_size": 40}
 
@@ -115,3 +121,19 @@ def test_the_modules_that_a_checkpoint_lacks(tmp_path):
         for architecture, expected in heads.items():
             found = missing_modules(tmp_path / preset, config.with_changes(architecture=architecture))
             assert found == expected, architecture
+
+
+@pytest.mark.parametrize("name", sorted(load_rows()))
+def test_transformers_loads_every_new_model(name, tmp_path):
+    """As after training: shards of a model that no Hugging Face folder gave names, merged into such a folder."""
+    architecture, (_, case) = architecture_of(name), load_rows()[name]
+    theirs = getattr(transformers, architecture)
+    model = from_config(theirs.config_class(**case.config, architectures=[architecture]))
+    files, tensors = model_files(model), model_tensors(model)
+    (tmp_path / "shards").mkdir()
+    digests = {n: hashlib.sha256(t.detach().contiguous().numpy().tobytes()).hexdigest() for n, t in tensors.items()}
+    save_file(tensors, tmp_path / "shards" / "rank_00.safetensors")
+    files.describe([digests], None)(tmp_path / "shards")
+    merge(tmp_path / "shards", tmp_path / "hf")
+    _, report = theirs.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(report.values())
