@@ -150,7 +150,14 @@ def choose_config(arguments: PretrainingArguments, weights: Weights | None) -> M
 
 def config_for(config: ModelConfig, objective: Objective, name: str) -> ModelConfig:
     """Returns the configuration of the architecture that takes the objective's samples. ValueError if none does."""
-    able = family(config.model_type).pretrains
+    facts = family(config.model_type)
+    able = facts.pretrains
+    if config.architecture.endswith("ForPreTraining") and config.architecture not in able.values():
+        fitting = [preset for preset, known in facts.presets.items() if known.architecture in able.values()]
+        raise ValueError(
+            f"model {name} is an {config.architecture}, which no objective pretrains; objective {objective.name!r} "
+            f"works with {', '.join(fitting)}"
+        )
     if objective.format not in able:
         fitting = [other for other in objective_names() if find_objective(other).format in able]
         raise ValueError(

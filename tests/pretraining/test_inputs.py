@@ -236,6 +236,14 @@ def test_the_shortest_length_of_an_objective(config, tmp_path, texts, name):
         objective().build(documents, tokenizer, shorter)
 
 
+def test_a_discriminator_is_refused(tmp_path, texts):
+    """It is not pretrained as a masked language model, which is another architecture."""
+    arguments = arguments_of(tmp_path / "run", model="electra-small-discriminator", data=(str(texts),))
+    message = "electra-small-discriminator is an ElectraForPreTraining, .* works with electra-small-generator, "
+    with pytest.raises(ValueError, match=message):
+        choose_inputs(arguments, ONE)
+
+
 def test_widths_that_cannot_be_split_are_refused_before_the_corpus_is_read(config, tmp_path, texts):
     model = str(config("bert", num_attention_heads=3, hidden_size=48, intermediate_size=2))
     arguments = arguments_of(tmp_path / "run", model=model, data=(str(texts),), model_parallel_size=3)
