@@ -29,7 +29,7 @@ from .checkpointing.resume import ResumePoint, open_run, restore_random
 from .checkpointing.saver import BackgroundSaver
 from .engines.deepspeed_config import zero_stage
 from .engines.engine import Engine
-from .engines.optimizers import check_optimizer, make_optimizer
+from .engines.optimizers import check_optimizer, check_stages, make_optimizer
 from .engines.precision import prepare_model
 from .engines.schedule import make_schedule
 from .evaluation import Metric, check_samples, evaluate, metric_functions
@@ -127,6 +127,7 @@ class Trainer:
         self._check_task(train_dataset, valid_dataset, metrics)
         extras = read_extra_files(extra_files, model, self.console.print)
         prepare_model(model, self.device, arguments, ranks)
+        check_stages(model, ranks)
         optimizer = make_optimizer(model, arguments) if optimizer is None else optimizer
         check_optimizer(optimizer, model, ranks.tp_size)
         data = make_training_data(train_dataset, arguments, ranks, collate_fn, _pad_token_id(model))

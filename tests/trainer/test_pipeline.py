@@ -218,6 +218,20 @@ def test_a_nan_is_found_in_its_stage(run_mesh, tmp_path):
         on_ranks(run_mesh, tmp_path, isolated=True, **arguments)
 
 
+def with_frozen_encoder(mesh):
+    model = build(mesh, "t5")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("decoder."))
+    return model
+
+
+def test_a_stage_without_anything_to_train_is_refused_on_every_rank(run_mesh, tmp_path):
+    arguments = settings("t5", 1, 1, 2) | {"model": with_frozen_encoder}
+    with pytest.raises(AssertionError) as raised:
+        on_ranks(run_mesh, tmp_path, isolated=True, **arguments)
+    assert str(raised.value).count("ValueError: all parameters of pipeline stage 0 are frozen; freeze fewer") == 2
+
+
 def generated(mesh, folder: Path, ids):
     import shardzoo.generation  # noqa: F401 - attaches `generate` to the models
     from shardzoo.models import from_pretrained

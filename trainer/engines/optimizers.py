@@ -8,7 +8,9 @@ import torch
 from torch import nn, optim
 from torch.optim import Optimizer
 
+from ...models.common.pipeline import copied_parameters
 from ..arguments.training_arguments import TrainingArguments
+from ..launch.ranks import Ranks
 
 # Optimizers whose update of an element depends on that element alone.
 ELEMENTWISE_OPTIMIZERS = (
@@ -17,6 +19,18 @@ ELEMENTWISE_OPTIMIZERS = (
 )  # fmt: skip
 # The states that ZeRO splits like the parameter, by the name of the optimizer.
 ELEMENT_STATES = {"AdamW": ("exp_avg", "exp_avg_sq"), "Adam": ("exp_avg", "exp_avg_sq"), "Lion": ("exp_avg",)}
+
+
+def check_stages(model: nn.Module, ranks: Ranks) -> None:
+    """Raises ValueError on every rank if a pipeline stage has nothing to train, which DeepSpeed's engine needs."""
+    copies = copied_parameters(model)
+    trains = any(parameter.requires_grad for name, parameter in model.named_parameters() if name not in copies)
+    idle = sorted({stage for stage, trained in ranks.gather((ranks.pp_rank, trains)) if not trained})
+    if ranks.pp_size > 1 and 0 < len(idle) < ranks.pp_size:
+        raise ValueError(
+            f"all parameters of pipeline stage {', '.join(map(str, idle))} are frozen; freeze fewer, or use "
+            "pipeline_parallel_size=1"
+        )
 
 
 def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> torch.optim.Optimizer:
