@@ -196,7 +196,7 @@ def test_weights_without_room_for_the_tokens_of_the_objective(tmp_path, texts):
         ("bert", "gpt", "a bert; use bert-nsp, bert-sop, roberta"),
         ("roberta", "bert-sop", "a roberta; use roberta"),
         ("glm", "roberta", "a glm; use glm"),
-        ("mt5", "glm", "a mt5; use prefix-lm, t5, ul2"),
+        ("mt5", "glm", "a mt5; use bart, mbart, prefix-lm, t5, ul2"),
     ],
 )
 def test_objectives_that_do_not_fit(parts, config, tmp_path, family, objective, message):
