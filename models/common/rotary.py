@@ -14,6 +14,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from ...ops.autograd import Function, once_differentiable
+from ...ops.library import can_bypass_dispatcher, empty_pooled
+
 RopeValue = str | float | bool | list[float] | None
 RopeParameters = dict[str, RopeValue]
 """The `rope_parameters` of a `config.json` of transformers: `rope_type`, `rope_theta` and the scaling's numbers."""
@@ -68,14 +71,54 @@ def rotary_embedding(
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """Rotates queries or keys [B, N, S, D] to their positions. Each product is rounded, as in transformers."""
+    if can_bypass_dispatcher(x):
+        return _Rotation.apply(x, *rotary)
     # The result is [B, S, N, D] in memory, so that attention's output is too and needs no copy to merge its heads.
     x, cos, sin = (tensor.transpose(1, 2) for tensor in (x, rotary.cos, rotary.sin))
-    rotated = 2 * cos.shape[-1]
-    turning, rest = x[..., :rotated], x[..., rotated:]
-    first, second = (turning[..., ::2], turning[..., 1::2]) if rotary.interleaved else turning.chunk(2, dim=-1)
+    first, second, rest = _pairs(x, 2 * cos.shape[-1], rotary.interleaved)
     pairs = (first * cos - second * sin, second * cos + first * sin)
     turned = (torch.stack(pairs, dim=-1).flatten(-2),) if rotary.interleaved else pairs
     return torch.cat([*turned, rest], dim=-1).transpose(1, 2)
+
+
+def _pairs(x: Tensor, rotated: int, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns views of the first and the second feature of each pair, and of the features that do not rotate."""
+    turning, rest = x[..., :rotated], x[..., rotated:]
+    first, second = (turning[..., ::2], turning[..., 1::2]) if interleaved else turning.chunk(2, dim=-1)
+    return first, second, rest
+
+
+class _Rotation(Function):
+    """Implements `rotate` with the same bits. The backward pass rotates by the opposite angles.
+
+    Both passes write each feature into its place. Autograd would pad the gradient of each slice and sum them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return _rotated(x, cos, sin, interleaved, forward=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):
+        cos, sin = ctx.saved_tensors
+        return _rotated(grads[0], cos, sin, ctx.interleaved, forward=False), None, None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, forward: bool) -> Tensor:
+    x, cos, sin = (tensor.transpose(1, 2) for tensor in (x, cos, sin))
+    turned, rotated = empty_pooled(x), 2 * cos.shape[-1]
+    first, second, rest = _pairs(x, rotated, interleaved)
+    turned_first, turned_second, turned_rest = _pairs(turned, rotated, interleaved)
+    torch.mul(first, cos, out=turned_first)
+    product = second * sin
+    turned_first.add_(product, alpha=-1 if forward else 1)
+    torch.mul(second, cos, out=turned_second)
+    turned_second.add_(torch.mul(first, sin, out=product), alpha=1 if forward else -1)
+    turned_rest.copy_(rest)
+    return turned.transpose(1, 2)
 
 
 def read_rope_parameters(
