@@ -135,6 +135,8 @@ class Dropout(nn.Module):
 
     def first_of(self, local: int) -> int:
         """Returns the index over all ranks of the first of this rank's `local` heads, features or positions."""
+        if self.mesh is None or self.mesh.tp_size == 1:
+            return 0
         rank = tp_rank(self.mesh)
         return rank * local if self.count is None else first_unit(self.count, rank, tp_size(self.mesh))
 
