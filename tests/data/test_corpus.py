@@ -199,6 +199,8 @@ END = {
     "roberta-bpe": "</s>",
     "wordpiece": "[SEP]",
     "sentencepiece": "</s>",
+    "unigram": "</s>",
+    "bytes": "</s>",
     "glm-bpe": "<|endoftext|>",
 }
 

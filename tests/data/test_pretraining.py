@@ -126,7 +126,7 @@ def test_configurations_that_cannot_work_are_named(jsonl, tokenizer_dir, tmp_pat
     lacking = "'roberta' needs a tokenizer with cls_token, sep_token, mask_token; this one has no .*mask_token"
     with pytest.raises(ValueError, match=lacking + ".* use .*--kind wordpiece"):
         build_loader(PretrainingData("roberta"), indexed, tokenizer)
-    names = "bert-nsp, bert-sop, glm, gpt, prefix-lm, roberta, t5, ul2"
+    names = "bart, bert-nsp, bert-sop, glm, gpt, mbart, prefix-lm, roberta, t5, ul2"
     with pytest.raises(ValueError, match=f"unknown objective 'electra'; use one of {names}"):
         build_loader(PretrainingData("electra"), indexed, tokenizer)
     tokenizer.special |= {"mask_token": 5, "cls_token": 6, "sep_token": 7}

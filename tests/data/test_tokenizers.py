@@ -432,8 +432,9 @@ def test_the_digest_is_that_of_the_tokens_in_any_format(trained, tmp_path):
     assert Vocabulary.of(load_tokenizer(tmp_path)) == vocabulary
     stored = b"".join(len(raw := token.encode()).to_bytes(4, "little") + raw for token in pieces.tokens(420))
     assert vocabulary == Vocabulary(420, hashlib.sha256(stored).hexdigest())
-    others = {Vocabulary.of(load_tokenizer(trained / kind)).sha256 for kind in TOKENIZER_KINDS}
-    assert len(others) == len(TOKENIZER_KINDS)
+    others = {kind: Vocabulary.of(load_tokenizer(trained / kind)).sha256 for kind in TOKENIZER_KINDS}
+    assert others["unigram"] == others["sentencepiece"]  # the same pieces in another format
+    assert len(set(others.values())) == len(TOKENIZER_KINDS) - 1
 
 
 def test_a_vocabulary_begins_those_that_extend_it(tokenizer_dir):
