@@ -25,7 +25,7 @@ from .arguments import parse
 from .rank_errors import exit_code_of_rank
 
 if TYPE_CHECKING:
-    from ..finetuning.recipe import Finetuning
+    from ..trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def run_script() -> NoReturn:
     end_process(main())
 
 
-def make_trainer(arguments: FinetuneCommand) -> Finetuning:
+def make_trainer(arguments: FinetuneCommand) -> Trainer:
     """Returns a trainer whose files are read and whose model is ready.
 
     If the processes of the run do not exist yet, it starts them, and ends this process with their exit code.
@@ -92,9 +92,9 @@ def make_trainer(arguments: FinetuneCommand) -> Finetuning:
         raise ValueError("--model-name-or-path is missing: name the folder of a model")
     if arguments.train_file is None and arguments.validation_file is None and arguments.test_file is None:
         raise ValueError("there is nothing to do: name a --train-file, --validation-file or --test-file")
-    from ..finetuning.recipe import Finetuning  # torch and transformers take seconds to import
+    from ..trainer.trainer import Trainer  # torch and transformers take seconds to import
 
-    trainer = Finetuning(arguments)
+    trainer = Trainer(arguments)
     parts = {name: True for name in ("encoder", "decoder", "embeddings") if getattr(arguments, f"freeze_{name}")}
     trainer.freeze(**parts)
     if arguments.prompt_list:
@@ -112,9 +112,9 @@ def has_validation_data(arguments: FinetuningArguments) -> bool:
     return arguments.validation_file is not None or arguments.validation_split > 0
 
 
-def run(trainer: Finetuning) -> None:
+def run(trainer: Trainer) -> None:
     """Trains, saves, validates and tests, each if the arguments name a file for it."""
-    arguments, console = trainer.arguments, trainer.console
+    arguments, console = trainer.recipe.arguments, trainer.console
     if arguments.train_file is not None:
         trainer.model_summary()
         trainer.train(valid=has_validation_data(arguments))

@@ -15,15 +15,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..trainer.trainer import Trainer
     from .arguments import FinetuningArguments as TrainerArguments
     from .freezing import ModelSummary
-    from .recipe import Finetuning as Trainer
 
 # t2t-tuner's name -> (module, name in it).
 _NAMES = {
-    "ModelSummary": ("freezing", "ModelSummary"),
-    "Trainer": ("recipe", "Finetuning"),
-    "TrainerArguments": ("arguments", "FinetuningArguments"),
+    "ModelSummary": (".freezing", "ModelSummary"),
+    "Trainer": ("..trainer.trainer", "Trainer"),
+    "TrainerArguments": (".arguments", "FinetuningArguments"),
 }
 __all__ = ["ModelSummary", "Trainer", "TrainerArguments"]
 
@@ -32,4 +32,4 @@ def __getattr__(name: str) -> Any:
     if name not in _NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute = _NAMES[name]
-    return getattr(import_module(f".{module}", __name__), attribute)
+    return getattr(import_module(module, __name__), attribute)

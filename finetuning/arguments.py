@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ..trainer.arguments.aliases import with_argument_aliases
 from ..trainer.arguments.training_arguments import EnvType, Schedule, TrainingArguments
@@ -21,6 +21,8 @@ class FinetuningArguments(TrainingArguments):
 
     All values are checked on construction; a `ValueError` names the values that would work.
     """
+
+    recipe: ClassVar[str | None] = "finetuning.recipe:Finetuning"
 
     env_type: EnvType | None = None  # type: ignore[assignment]
     """By default pytorch for one process and deepspeed+mpu for several."""
@@ -153,7 +155,14 @@ class FinetuningArguments(TrainingArguments):
         return "deepspeed+mpu" if several or zero else "pytorch"
 
     def resolved(self) -> FinetuningArguments:
-        """Returns the arguments with defaults resolved for this machine and the number of processes."""
+        """Returns the arguments with defaults resolved for this machine and the number of processes.
+
+        Raises ValueError if a named file does not exist. NAME stands for NAME.source with NAME.target.
+        """
+        for name in ("train_file", "validation_file", "test_file"):
+            path = getattr(self, name)
+            if path is not None and not Path(path).exists() and not Path(f"{path}.source").exists():
+                raise ValueError(f"{name} {path} does not exist")
         import torch
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -163,10 +172,3 @@ class FinetuningArguments(TrainingArguments):
             pytorch_device=device if self.pytorch_device == "auto" else self.pytorch_device,
             recompute="full" if self.gradient_checkpointing else self.recompute,
         )
-
-    def check_files(self) -> None:
-        """Raises ValueError if a named file does not exist. NAME stands for NAME.source with NAME.target."""
-        for name in ("train_file", "validation_file", "test_file"):
-            path = getattr(self, name)
-            if path is not None and not Path(path).exists() and not Path(f"{path}.source").exists():
-                raise ValueError(f"{name} {path} does not exist")

@@ -1,19 +1,15 @@
-"""Measures a model's predictions and generated texts, and extends the trainer to report the measurements."""
+"""Measures a model's predictions and generated texts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..models.common.language_model import IGNORED
-from ..mpu import ParallelMesh
-from ..trainer.evaluation import Metric
 from ..trainer.launch.ranks import Ranks
-from ..trainer.trainer import Trainer
-from .arguments import FinetuningArguments
 from .text_generator import TextGenerator
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
@@ -71,37 +67,3 @@ def next_token_accuracy(logits: Tensor, labels: Tensor) -> tuple[float, float]:
 def perplexity(loss: float) -> float:
     """Returns exp(loss) for a mean loss in nats per token."""
     return math.exp(loss) if loss < 700 else math.inf
-
-
-class FinetuningTrainer(Trainer):
-    """Extends the trainer by validation values: perplexity, and metrics of generated texts.
-
-    Attributes:
-        measure: Returns further validation values of the unwrapped model. Collective over all ranks.
-        measured: The names of these values.
-    """
-
-    def __init__(self, arguments: FinetuningArguments, mesh: ParallelMesh | None = None) -> None:
-        super().__init__(arguments, mesh=mesh)
-        self.is_language_model = True
-        self.measure: Callable[[nn.Module], dict[str, float]] | None = None
-        self.measured: tuple[str, ...] = ()
-
-    def check(self, validates: bool, metrics: Mapping[str, Metric]) -> None:
-        """Raises the ValueError that `train` would raise for these arguments, before the run's folder is created."""
-        best = self.arguments.save_best
-        if best is not None and not validates:
-            raise ValueError(
-                f"save_best={best!r} is a validation value, but nothing validates: set a validation_file or a "
-                "validation_split above 0, and call train(valid=True)"
-            )
-        of_texts = ["perplexity"] if self.is_language_model else []
-        self.check_arguments(["loss", *of_texts, *metrics, *self.measured])
-
-    def validate(
-        self, model: Any, module: nn.Module, dataset: Any, metrics: Mapping[str, Metric], collate: Callable[[Any], Any]
-    ) -> dict[str, float]:
-        values = super().validate(model, module, dataset, metrics, collate)
-        if self.is_language_model:
-            values = {"loss": values["loss"], "perplexity": perplexity(values["loss"]), **values}
-        return {**values, **(self.measure(module) if self.measure else {})}

@@ -9,14 +9,14 @@ from typing import Any
 
 from ..checkpoint.manifest import checked_tokenizer
 from ..data.tokenizers.tokenizer import load_transformers_tokenizer
-from ..mpu import ParallelMesh
 from ..trainer.batches.training_data import check_size
 from ..trainer.launch.ranks import on_first_rank
 from ..trainer.run_folder import RunFolder
 from ..trainer.run_lock import return_folder
+from ..trainer.trainer import Trainer
 from .arguments import FinetuningArguments
 from .data import Collate, FinetuningData, TextTokenizer
-from .evaluation import FinetuningTrainer, class_accuracy, generated_values, next_token_accuracy, text_value_names
+from .evaluation import class_accuracy, generated_values, next_token_accuracy, perplexity, text_value_names
 from .freezing import ModelSummary, part_parameters, summarize, summary_of
 from .loading import find_source, load_model, positions_of
 from .lora import add_lora
@@ -27,35 +27,22 @@ from .text_generator import TextGenerator
 
 
 class Finetuning:
-    """Fine-tunes the model named by the arguments, of the zoo or of transformers.
+    """The recipe of a `Trainer` whose arguments are `FinetuningArguments`; its public methods are the trainer's too.
 
-        trainer = Finetuning(FinetuningArguments(model_name_or_path=folder, train_file="pairs.json"))
+        trainer = Trainer(model_name_or_path=folder, train_file="pairs.json")
+        trainer.freeze(embeddings=True)
         trainer.train(valid=False)
 
-    `shardzoo.finetuning` exports this class as `Trainer` and its arguments as `TrainerArguments`, t2t-tuner's names.
-    Pass `FinetuningArguments`, or their fields as keywords. If the run needs more processes, it starts them and ends
-    this one, as `shardzoo.trainer.Trainer` does. Every rank must make the same calls.
-
-    `ValueError` if the arguments, the model and the files do not fit together.
+    Every rank must make the same calls. `ValueError` if the arguments, the model and the files do not fit together.
 
     Attributes:
         model: this rank's part of the model.
         tokenizer: transformers' tokenizer.
     """
 
-    def __init__(
-        self, arguments: FinetuningArguments | None = None, *, mesh: ParallelMesh | None = None, **keywords: Any
-    ) -> None:
-        if arguments is not None and keywords:
-            raise ValueError(f"pass TrainerArguments or keywords ({', '.join(keywords)}), not both")
-        if not isinstance(arguments, FinetuningArguments | None):
-            raise ValueError(
-                f"pass TrainerArguments, or keywords as in Trainer(lr=1e-3), not a {type(arguments).__name__}"
-            )
-        self.arguments = arguments = (arguments or FinetuningArguments(**keywords)).resolved()
-        arguments.check_files()
-        self._trainer = FinetuningTrainer(arguments, mesh)
-        self.ranks, self.mesh, self.console = self._trainer.ranks, self._trainer.mesh, self._trainer.console
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.ranks, self.console = trainer, trainer.ranks, trainer.console
+        arguments = self.arguments
         self.source = find_source(arguments)
         self.task = choose_task(arguments, self.source)
         stored_with = self.source.adapter or self.source.folder
@@ -63,18 +50,18 @@ class Finetuning:
         checked_tokenizer(self.source.folder, stored_with)
         self._texts = TextTokenizer(self.tokenizer)
         self._data = FinetuningData(arguments, self.task, self.source, self._texts)
-        self._trainer.is_language_model = self._data.labels is None
         self.model: Any = load_model(
-            self.source, self.task, arguments, self.mesh, self._trainer.device, self._data.new_labels
+            self.source, self.task, arguments, trainer.mesh, trainer.device, self._data.new_labels
         )
-        self.model.to(self._trainer.device)
+        self.model.to(trainer.device)
         self._complete_padding()
         self.positions = positions_of(self.model, self.source)
         self._data.check_lengths(self.positions)
         self._prompt: Any = None
         if (prompt := load_prompt(self.source.folder)) is not None:
             self._add_prompt(*prompt)
-        self.run_folder: RunFolder | None = None
+        self._run: RunFolder | None = None
+        self._measured: Any = None  # the records of which evaluations compare generated texts
         self._generator = TextGenerator(
             self.source,
             self._texts,
@@ -84,6 +71,11 @@ class Finetuning:
             num_beams=arguments.generation_num_beams,
             batch_size=arguments.micro_batch_size,
         )
+
+    @property
+    def arguments(self) -> FinetuningArguments:
+        assert isinstance(self.trainer.arguments, FinetuningArguments)
+        return self.trainer.arguments
 
     # What is trained
 
@@ -149,23 +141,29 @@ class Finetuning:
             raise ValueError("train_file is missing: name a file to train on")
         train = self._data.train(valid)
         check_size(len(train), self.arguments.global_batch(self.ranks.dp_size))
-        self._trainer.measured = text_value_names(self.arguments.metric) if self._measures_texts() else ()
-        self._trainer.check(valid and self._data.validation() is not None, self._metrics())
+        best = self.arguments.save_best
+        if best is not None and not (valid and self._data.validation() is not None):
+            raise ValueError(
+                f"save_best={best!r} is a validation value, but nothing validates: set a validation_file or a "
+                "validation_split above 0, and call train(valid=True)"
+            )
+        texts = text_value_names(self.arguments.metric) if self._measures_texts() else ()
+        self.trainer.check_arguments(["loss", *self._perplexity({"loss": 0.0}), *self._metrics(), *texts])
         on_first_rank(lambda: check_run(self.arguments))
 
-    def train(self, valid: bool = True) -> dict[str, float]:
+    def train(self, *, valid: bool = True) -> dict[str, float]:
         """Trains the model in place and returns the last validation values, with `step`.
 
         If `valid`, it evaluates every `eval_interval` steps and at the end, on validation_file or on validation_split
         percent of the training file, which are then not used for training.
         """
         self.load_data(valid)
-        arguments, trainer, collate = self.arguments, self._trainer, self._collate()
-        self.run_folder = trainer.run_folder = on_first_rank(lambda: open_run(arguments, self._write_companions))
+        arguments, trainer, collate = self.arguments, self.trainer, self._collate()
+        self._run = trainer.run_folder = on_first_rank(lambda: open_run(arguments, self._write_companions))
         if arguments.torch_compile:
             self.model.compile(backend=arguments.torch_compile_backend)
         records = self._data.validation() if valid else None
-        trainer.measure = None if records is None else lambda module: self._generated_values(module, records)
+        self._measured = records
         try:
             return trainer.train(
                 self.model,
@@ -173,20 +171,19 @@ class Finetuning:
                 valid_dataset=None if records is None else self._data.samples(records),
                 metric_methods=self._metrics(),
                 collate_fn=collate,
-                extra_files=tokenizer_folder(self.run_folder),
+                extra_files=tokenizer_folder(self._run),
             )
         finally:
             if self.ranks.rank == 0:
-                return_folder(self.run_folder.path)
+                return_folder(self._run.path)
 
-    def evaluate(self, file: str | None = None) -> dict[str, float]:
+    def evaluate(self, file: str | Path | None = None) -> dict[str, float]:
         """Returns the validation values of a file, by default of the validation data."""
-        records = self._data.read(file, self.arguments.max_eval_samples) if file else self._data.validation()
+        records = self._data.read(str(file), self.arguments.max_eval_samples) if file else self._data.validation()
         if records is None:
             raise ValueError("there is no validation data: set a validation_file, or a validation_split above 0")
-        trainer = self._trainer
-        trainer.measure = lambda module: self._generated_values(module, records)
-        return trainer.evaluate(self.model, self._data.samples(records), self._metrics(), self._collate())
+        self._measured = records
+        return self.trainer.evaluate(self.model, self._data.samples(records), self._metrics(), self._collate())
 
     def test(self) -> dict[str, float]:
         """Evaluates on the test_file; see `evaluate`."""
@@ -229,8 +226,8 @@ class Finetuning:
         """
         if folder is not None:
             path = Path(folder)
-        elif self.run_folder is not None:
-            path = self.run_folder.hf
+        elif self._run is not None:
+            path = self._run.hf
         else:
             raise ValueError("there is no run yet: name the folder to save the model in")
         scratch = path.with_name(f".{path.name}.tokenizer")
@@ -294,14 +291,23 @@ class Finetuning:
     def _measures_texts(self) -> bool:
         return self.arguments.predict_with_generate and self.task == "text2text-generation"
 
-    def _generated_values(self, module: Any, records: Any) -> dict[str, float]:
-        """Returns the metric of texts generated for the records; the data-parallel ranks share the records."""
-        if not self._measures_texts():
-            return {}
+    def validation_values(self, values: dict[str, float], module: Any) -> dict[str, float]:
+        """Returns the values of an evaluation with the perplexity, and the metric of texts that the model generates.
+
+        The data-parallel ranks share the records.
+        """
+        records = self._measured
+        values = {"loss": values["loss"], **self._perplexity(values), **values}
+        if records is None or not self._measures_texts():
+            return values
         end = self.arguments.separator if self._learns_continuations() else ""
         sources = [self._data.prepare_source(records[number][0]) + end for number in range(len(records))]
         targets = [records[number][1] for number in range(len(records))]
-        return generated_values(self.arguments.metric, self._generator, module, sources, targets, self.ranks)
+        generated = generated_values(self.arguments.metric, self._generator, module, sources, targets, self.ranks)
+        return {**values, **generated}
+
+    def _perplexity(self, values: dict[str, float]) -> dict[str, float]:
+        return {} if self._data.labels is not None else {"perplexity": perplexity(values["loss"])}
 
     def _generate(self, text: str, settings: dict[str, Any]) -> list[str]:
         if self._data.labels is not None:

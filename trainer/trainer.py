@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from rich.console import Console
@@ -44,6 +45,33 @@ from .loop import TrainingLoop
 from .run_folder import RunFolder
 from .run_lock import return_folder
 
+PACKAGE = __name__.partition(".")[0]
+# Keywords that only the arguments of a recipe have -> their class.
+KINDS = dict.fromkeys(("model_name_or_path", "train_file"), (f"{PACKAGE}.finetuning.arguments", "FinetuningArguments"))
+OF_FINETUNING = (
+    "convert_to_lora", "convert_to_prompt_tuning", "freeze", "generate_single", "generate_diverse", "model",
+    "model_summary", "save_model", "test", "tokenizer",
+)  # fmt: skip
+DEVELOPMENT_STEPS = 10  # of `dev_mode`, as in t2t-tuner
+
+
+def arguments_kind(keywords: Mapping[str, Any]) -> type[TrainingArguments]:
+    """Returns the class of the arguments that the keywords belong to."""
+    module, name = next((kind for key, kind in KINDS.items() if key in keywords), ("", ""))
+    return getattr(import_module(module), name) if module else TrainingArguments
+
+
+class Recipe(Protocol):
+    """Makes model, data and metrics from arguments alone, such as fine-tuning does."""
+
+    def train(self, *, valid: bool) -> dict[str, float]: ...
+
+    def evaluate(self, file: str | Path | None = None) -> dict[str, float]: ...
+
+    def validation_values(self, values: dict[str, float], module: nn.Module) -> dict[str, float]:
+        """Returns the values of an evaluation of the unwrapped model with further ones. Collective."""
+        ...
+
 
 class Trainer:
     """Trains with the engine that `env_type` names.
@@ -56,7 +84,18 @@ class Trainer:
     with their exit code. The code after it then runs in each of the started processes.
 
     `keywords` are fields of `TrainingArguments`, or FlagAI's names. The default mesh is a new one; None in one process.
+
+    With the arguments of a recipe, model and data come from them, and the recipe's methods are the trainer's too:
+
+        trainer = Trainer(model_name_or_path="t5", train_file="pairs.json")  # FinetuningArguments
+        trainer.freeze(embeddings=True)
+        trainer.train()
+
+    Attributes:
+        recipe: `finetuning.recipe.Finetuning` for fine-tuning; None if model and data are passed to `train`.
     """
+
+    recipe: Any = None
 
     def __init__(
         self, arguments: TrainingArguments | None = None, *, mesh: ParallelMesh | None = None, **keywords: Any
@@ -65,9 +104,10 @@ class Trainer:
             raise ValueError(f"pass TrainingArguments or keywords ({', '.join(keywords)}), not both")
         if not isinstance(arguments, TrainingArguments | None):
             raise ValueError(
-                f"pass TrainingArguments, or keywords as in Trainer(lr=1e-3), not a {type(arguments).__name__}"
+                f"pass TrainingArguments or FinetuningArguments, or keywords as in Trainer(lr=1e-3), not a "
+                f"{type(arguments).__name__}"
             )
-        self.arguments = arguments or TrainingArguments(**keywords)
+        self.arguments = (arguments or arguments_kind(keywords)(**keywords)).resolved()
         if self.arguments.env_type.startswith("deepspeed"):
             zero_stage(self.arguments)
         self.mesh, self.device = self._join(mesh)
@@ -80,6 +120,16 @@ class Trainer:
         if notice := deepspeed_notice(self.arguments.deepspeed_config, vars(self.arguments)):
             self.console.print(notice)
         seed_everything(self.arguments.seed + self.ranks.dp_rank)
+        if self.arguments.recipe is not None:
+            module, _, name = self.arguments.recipe.partition(":")
+            self.recipe = getattr(import_module(f"{PACKAGE}.{module}"), name)(self)
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns an attribute of the recipe."""
+        if name.startswith("_") or self.recipe is None:
+            of = "; it belongs to fine-tuning: Trainer(model_name_or_path=…)" if name in OF_FINETUNING else ""
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{of}")
+        return getattr(self.recipe, name)
 
     @property
     def share(self) -> Share:
@@ -96,7 +146,7 @@ class Trainer:
 
     def train(
         self,
-        model: nn.Module,
+        model: nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         lr_scheduler: LRScheduler | None = None,
         train_dataset: Any = None,
@@ -106,10 +156,14 @@ class Trainer:
         *,
         reporter: Reporter | None = None,
         extra_files: str | Path | None = None,
+        valid: bool = True,
+        batch_size: int | None = None,
+        dev_mode: bool = False,
     ) -> dict[str, float]:
         """Trains `model` in place and returns the last validation values, with `step`.
 
         Args:
+            model: None for the recipe's, whose data and metrics are then used too.
             train_dataset: A map-style dataset or an iterable of dicts, or a resumable loader or stream of batches.
             valid_dataset: A map-style dataset.
             metric_methods: Name -> function of the whole logits and the labels: a mean over the rows, or (sum, count).
@@ -118,13 +172,19 @@ class Trainer:
                 `write_report`.
             extra_files: A folder, such as a tokenizer's, whose files are copied into each checkpoint. Without one, each
                 holds the tokenizer of the data, or of the folder that the model was loaded from.
+            valid: For a recipe, whether to evaluate.
+            batch_size: Replaces the micro_batch_size of the arguments.
+            dev_mode: Runs 10 steps only.
 
         Raises ValueError if arguments, data and model do not fit together, FloatingPointError if the loss is no longer
         finite, and OSError if a checkpoint cannot be written.
         """
+        self._change_arguments(batch_size, dev_mode)
+        if model is None and self.recipe is not None:
+            return self.recipe.train(valid=valid)
         arguments, ranks = self.arguments, self.ranks
         metrics = metric_functions(metric_methods)
-        self._check_task(train_dataset, valid_dataset, metrics)
+        model = self._check_task(model, train_dataset, valid_dataset, metrics)
         extras = read_extra_files(extra_files, model, self.console.print)
         prepare_model(model, self.device, arguments, ranks)
         check_stages(model, ranks)
@@ -162,12 +222,19 @@ class Trainer:
 
     def evaluate(
         self,
-        model: nn.Module,
-        dataset: Any,
+        model: nn.Module | str | Path | None = None,
+        dataset: Any = None,
         metric_methods: Mapping[str, Metric] | Iterable[Sequence[Any]] | None = None,
         collate_fn: Callable[[Sequence[Any]], Any] | None = None,
     ) -> dict[str, float]:
-        """Returns the mean loss over the targets of a map-style dataset, and the metrics, as in training."""
+        """Returns the mean loss over the targets of a map-style dataset, and the metrics, as in training.
+
+        A recipe evaluates its own model on a file, which replaces `model`, or on its validation data.
+        """
+        if not isinstance(model, nn.Module):
+            if self.recipe is None:
+                raise ValueError(f"evaluate needs a model and a dataset, not {model!r}")
+            return self.recipe.evaluate(model)
         collate = collate_fn or DefaultCollate(_pad_token_id(model))
         return self.validate(model, model, dataset, metric_functions(metric_methods), collate)
 
@@ -178,7 +245,7 @@ class Trainer:
 
         `model` runs forward passes: it is the model, or the engine's wrapper of it. `module` is the model itself.
         """
-        return evaluate(
+        values = evaluate(
             self.forward_step,
             model,
             module,
@@ -188,6 +255,7 @@ class Trainer:
             collate=collate,
             metrics=metrics,
         )
+        return values if self.recipe is None else self.recipe.validation_values(values, module)
 
     def check_arguments(self, names: Sequence[str] | None) -> None:
         """Raises ValueError unless the arguments say how long to train and `save_best` is a validation value.
@@ -200,17 +268,30 @@ class Trainer:
         if best is not None and names is not None and best not in names:
             raise ValueError(f"save_best={best!r} is not among the validation values: {', '.join(names)}")
 
-    def _check_task(self, train_dataset: Any, valid_dataset: Any, metrics: Mapping[str, Metric]) -> None:
+    def _change_arguments(self, batch_size: int | None, dev_mode: bool) -> None:
+        """Applies the arguments of `train` that replace the run's."""
+        sizes = {} if batch_size is None else {"micro_batch_size": batch_size}
+        steps = {"train_steps": DEVELOPMENT_STEPS} if dev_mode else {}
+        if sizes or steps:
+            self.arguments = replace(self.arguments, **sizes, **steps)
+
+    def _check_task(
+        self, model: nn.Module | None, train_dataset: Any, valid_dataset: Any, metrics: Mapping[str, Metric]
+    ) -> nn.Module:
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"train needs a model, not {model!r}; a recipe's options are keywords: train(valid=False)")
         if train_dataset is None:
             raise ValueError("train needs a train_dataset")
         best = self.arguments.save_best
         if best is not None and valid_dataset is None:
             raise ValueError(f"save_best={best!r} is a validation value: pass a valid_dataset too")
-        plain = type(self).validate is Trainer.validate  # an overriding method may use other data and values
+        # an overriding method or a recipe may use other data and values
+        plain = type(self).validate is Trainer.validate and self.recipe is None
         if valid_dataset is not None and plain:
             check_samples(valid_dataset)
             check_agreement(valid_dataset, self.ranks, name="valid_dataset")
         self.check_arguments(["loss", *metrics] if plain else None)
+        return model
 
     def _join(self, mesh: ParallelMesh | None) -> tuple[ParallelMesh | None, torch.device]:
         """Joins the process group, or starts the processes and ends this one. Returns the mesh and the device."""

@@ -17,8 +17,8 @@ import transformers
 from tiny_models import PRETRAINED, hf_model, save_glm, save_model, tokenizer_like
 
 from shardzoo.cli import main as cli
-from shardzoo.finetuning.recipe import Finetuning
 from shardzoo.generation import TextGenerationPipeline
+from shardzoo.trainer import Trainer
 
 TEXTS = ["the cat sat", "a dog", "where are the two birds that flew", "x"]
 
@@ -177,7 +177,7 @@ def test_a_folder_without_a_tokenizer_is_refused(folders, tmp_path, capsys, fami
     assert f"{folder} holds no tokenizer" in shown.err.replace("\n", " ")
     assert shown.out == ""
     with pytest.raises(ValueError, match="holds no tokenizer"):
-        Finetuning(model_name_or_path=str(folder), train_file=__file__)
+        Trainer(model_name_or_path=str(folder), train_file=__file__)
 
 
 def test_the_folder_of_a_run_leads_to_its_models(tmp_path, capsys):
@@ -238,7 +238,7 @@ def test_a_tokenizer_that_does_not_belong_to_the_model_is_refused(folders, tmp_p
     assert cli.main(["generate", "--model", str(folder), *prompt]) == 2
     assert "has another vocabulary" in capsys.readouterr().err.replace("\n", " ")
     with pytest.raises(ValueError, match="has another vocabulary"):
-        Finetuning(model_name_or_path=str(folder), train_file=__file__)
+        Trainer(model_name_or_path=str(folder), train_file=__file__)
 
 
 def test_two_processes_read_standard_input_once(folders, tmp_path):

@@ -8,7 +8,7 @@ import huggingface_hub
 import pytest
 
 from shardzoo import finetuning as t2t
-from shardzoo.trainer import TrainingArguments
+from shardzoo.trainer import Trainer
 from shardzoo.trainer.run_folder import make_run_folder
 
 ARGUMENTS = [
@@ -18,14 +18,12 @@ ARGUMENTS = [
     ({"validation_split": 100}, "a percentage from 0 to 99 or a share below 1"),
     ({"native": False, "model_parallel_size": 2}, "only the zoo's models support; use native=True"),
     ({"resume": True}, "resume needs output_dir"),
-    ({"model_name_or_pth": "x"}, "did you mean model_name_or_path"),
+    ({"model_name_or_pth": "x", "train_file": "x"}, "did you mean model_name_or_path"),
     ({"learning_rate": 1e-3, "lr": 1e-3}, "learning_rate and lr both set lr|lr and learning_rate both set lr"),
     ({"predict_with_generate": True, "zero_stage": 3}, "use stage 2"),
     ({"save_dir": "runs"}, "save_dir='runs' is not supported in fine-tuning; set --output-dir"),
     ({"experiment_name": "a"}, "experiment_name='a' is not supported in fine-tuning; set --output-dir"),
     ({"torch_compile_backend": "zzz"}, "torch_compile_backend must be one of .*inductor.*, not 'zzz'"),
-    ({"arguments": {"a": 1}}, "pass TrainerArguments, or keywords as in .*, not a dict"),
-    ({"arguments": TrainingArguments()}, "pass TrainerArguments, .* not a TrainingArguments"),
     ({"train_file": "nowhere.json"}, "train_file nowhere.json does not exist"),
     ({"model_name_or_path": ""}, "model_name_or_path is missing"),
     ({"model_name_or_path": "/nowhere/at/all"}, "/nowhere/at/all is not a folder"),
@@ -35,7 +33,7 @@ ARGUMENTS = [
 @pytest.mark.parametrize(("keywords", "message"), ARGUMENTS)
 def test_arguments(keywords, message):
     with pytest.raises(ValueError, match=message):
-        t2t.Trainer(**keywords)
+        t2t.Trainer(**({"model_name_or_path": "x"} | keywords))
 
 
 def test_a_name_that_cannot_be_fetched(monkeypatch):
@@ -113,6 +111,30 @@ def test_a_family_that_the_zoo_has_not(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "opt"}))
     with pytest.raises(ValueError, match="is a opt, which is not in the zoo; use native=False, or a model of bart"):
         t2t.Trainer(model_name_or_path=str(tmp_path), native=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "message"),
+    [
+        ({"a": 1}, {}, "pass TrainingArguments or FinetuningArguments, or keywords as in .*, not a dict"),
+        (t2t.TrainerArguments(), {"lr": 1.0}, r"or keywords \(lr\), not both"),
+    ],
+)
+def test_arguments_and_keywords(arguments, keywords, message):
+    with pytest.raises(ValueError, match=message):
+        t2t.Trainer(arguments, **keywords)
+
+
+def test_a_trainer_without_a_recipe_has_no_model():
+    trainer = Trainer(epochs=1)
+    with pytest.raises(AttributeError, match=r"has no attribute 'freeze'; it belongs to fine-tuning: Trainer\(model"):
+        trainer.freeze(encoder=True)
+    with pytest.raises(AttributeError, match=r"has no attribute 'forward'$"):
+        trainer.forward()
+    with pytest.raises(ValueError, match=r"train needs a model, not False; .*train\(valid=False\)"):
+        trainer.train(False)
+    with pytest.raises(ValueError, match="evaluate needs a model and a dataset, not 'file'"):
+        trainer.evaluate("file")
 
 
 def test_nothing_to_train_evaluate_test_or_save(checkpoints):

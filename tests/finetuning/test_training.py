@@ -11,6 +11,7 @@ import transformers
 from tiny_models import save_model
 
 from shardzoo import finetuning as t2t
+from shardzoo.trainer import Trainer
 
 SHORT = {"max_source_length": 20, "max_target_length": 8, "lr": 1e-2, "train_steps": 6, "log_interval": 1}
 
@@ -37,6 +38,24 @@ def test_the_three_lines(checkpoints, files, tmp_path, monkeypatch):
     assert (arguments.lr, arguments.epochs, arguments.micro_batch_size, arguments.weight_decay) == (5e-5, 3, 8, 0.0)
     assert (arguments.max_source_length, arguments.max_target_length, arguments.generation_num_beams) == (128, 128, 4)
     assert (arguments.source_id, arguments.target_id, arguments.prefix, arguments.metric) == ("s", "t", "", "sacrebleu")
+
+
+def test_fine_tuning_is_a_recipe_of_the_one_trainer(checkpoints, files, tmp_path):
+    """A subclass may override the forward pass, and `train` may replace arguments, as in t2t-tuner."""
+
+    class Doubled(Trainer):
+        def forward_step(self, data, model, mems):
+            output = super().forward_step(data, model, mems)
+            return {"loss": 2 * output.loss}
+
+    assert t2t.Trainer is Trainer
+    shared = {"train_file": str(files / "pairs.json"), "lr": 1e-9, "log_interval": 1, "epochs": 1}
+    for name, kind in (("plain", Trainer), ("doubled", Doubled)):
+        trainer = kind(model_name_or_path=checkpoints("t5"), output_dir=str(tmp_path / name), **shared)
+        values = trainer.train(valid=False, batch_size=4, dev_mode=True)
+        assert (trainer.arguments.micro_batch_size, trainer.arguments.train_steps, values) == (4, 10, {"step": 10})
+    doubled = [2 * loss for loss in losses(tmp_path / "plain")]
+    assert losses(tmp_path / "doubled") == pytest.approx(doubled, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from numbers import Real
 from pathlib import PurePath
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from .aliases import with_argument_aliases
 from .deepspeed_file import arguments_of_file
@@ -32,6 +32,9 @@ class TrainingArguments:
 
     FlagAI's names are accepted too: batch_size, warm_up, optimizer_type, fp16, bf16, checkpoint_activations.
     """
+
+    recipe: ClassVar[str | None] = None
+    """Module and class, as "finetuning.recipe:Finetuning", that make model and data from the arguments."""
 
     env_type: EnvType = "pytorch"
     """pytorch: one process. pytorchDDP: data-parallel replicas. deepspeed: data-parallel with ZeRO. deepspeed+mpu: also
@@ -243,6 +246,10 @@ class TrainingArguments:
                 "and zero_stage 0 or 1 without offload_optimizer, or pipeline_parallel_size=1"
             )
 
+    def resolved(self) -> TrainingArguments:
+        """Returns the arguments with the defaults that depend on this machine and its files."""
+        return self
+
     def accumulation_steps(self, data_parallel_size: int) -> int:
         """Returns the number of micro-batches that each rank accumulates for one optimizer step."""
         if self.global_batch_size is None:
@@ -275,6 +282,8 @@ def check_types(arguments: Any) -> None:
     package = __name__.partition(".")[0]
     declared = next(kind for kind in type(arguments).__mro__ if kind.__module__.partition(".")[0] == package)
     for name, hint in get_type_hints(declared).items():
+        if get_origin(hint) is ClassVar:
+            continue
         object.__setattr__(arguments, name, checked_value(name, hint, getattr(arguments, name)))
 
 
