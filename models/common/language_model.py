@@ -204,7 +204,7 @@ class ReplicatedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if not self.sequence_parallel:
             return F.linear(input, self.weight, self.bias)
-        own = list(self.parameters())  # the weight and perhaps a bias, whose gradients one all-reduce sums
+        own = list(self.parameters(recurse=False))  # the weight and perhaps a bias, whose gradients one all-reduce sums
         joined = copy_to_tp(torch.cat([parameter.flatten() for parameter in own]), self.mesh)
         weight, *bias = torch.split(joined, [parameter.numel() for parameter in own])
         return F.linear(input, weight.view_as(self.weight), *bias)

@@ -381,7 +381,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, H] -> [B, S, H]"""
         fused = None if self.up.bias is None else WITH_BIAS.get(self.activation)
-        if fused is None or self.up.bias is None:
+        if fused is None or self.up.bias is None or hasattr(self.up, "adapter"):  # see `lora.Adapter`
             return self.down(self.dropout(self.activation(self.up(x))))
         y = column_parallel(x, self.up.weight, None, sequence_parallel=self.up.sequence_parallel, mesh=self.up.mesh)
         return self.down(self.dropout(fused(y, self.up.bias.to(y.dtype))))  # y: [B, S, Fp]

@@ -1,0 +1,118 @@
+"""LoRA on split models computes what peft computes on transformers' models: outputs, gradients, and files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import hf_model
+
+from shardzoo.models import ParallelConfig, from_pretrained
+from shardzoo.models.lora import load_adapter, merge_lora, whole_weights
+from shardzoo.mpu import grad_norm
+
+IDS = torch.randint(2, 90, (2, 12), generator=torch.Generator().manual_seed(0))
+MASK = torch.tensor([[1] * 12, [1] * 7 + [0] * 5])
+UNTIED = {"tie_word_embeddings": False}
+# (architecture, peft's settings, changes of the configuration)
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHeadModel", {"target_modules": ["c_attn", "c_proj", "c_fc"]}, {"n_embd": 40, "n_head": 5}),
+    "gpt2-attention": ("GPT2LMHeadModel", {"target_modules": ["c_attn"], "alpha_pattern": {"h.1.attn.c_attn": 9}}, {}),
+    # Of two key-value heads three ranks share one, and 43 inner features are split unequally.
+    "llama": ("LlamaForCausalLM", {"target_modules": "all-linear"}, {"intermediate_size": 43}),
+    "llama-heads": (
+        "LlamaForCausalLM",
+        {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+        {**UNTIED, "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48},
+    ),
+    "qwen2": ("Qwen2ForCausalLM", {"target_modules": r".*layers\.1\..*\.(k|v|up)_proj"}, {}),
+    "glm4": ("Glm4ForCausalLM", {"target_modules": ["gate_up_proj", "k_proj", "o_proj"]}, {}),
+    "t5": ("T5ForConditionalGeneration", {"target_modules": ["q", "v", "wi", "wo"], "rank_pattern": {"q": 5}}, {}),
+    "mt5": ("MT5ForConditionalGeneration", {"target_modules": "all-linear"}, UNTIED),
+    "bart": ("BartForConditionalGeneration", {"target_modules": ["q_proj", "k_proj", "out_proj", "fc1"]}, {}),
+    "bert": ("BertForMaskedLM", {"target_modules": ["query", "dense"]}, {}),
+    "roberta": ("RobertaForSequenceClassification", {"modules_to_save": ["classifier"]}, {}),
+    "modernbert": ("ModernBertForMaskedLM", {"target_modules": ["Wqkv", "Wi", "Wo"]}, {}),
+}  # fmt: skip
+
+
+def inputs(model: Any) -> dict[str, torch.Tensor]:
+    decoder = {"decoder_input_ids": IDS.flip(1)} if getattr(model.config, "is_encoder_decoder", False) else {}
+    return {"input_ids": IDS, "attention_mask": MASK, **decoder}
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """`adapted(case)`: a folder with base/ and peft's adapter/, and what peft computes with them."""
+    made: dict[str, tuple[Path, dict[str, Any]]] = {}
+
+    def make(case: str) -> tuple[Path, dict[str, Any]]:
+        if case in made:
+            return made[case]
+        architecture, settings, changes = CASES[case]
+        folder, base = tmp_path_factory.mktemp(case), hf_model(architecture, 0.0, **changes).eval()
+        base.save_pretrained(folder / "base")
+        model = peft.get_peft_model(base, peft.LoraConfig(r=3, lora_alpha=7, use_rslora=case != "t5", **settings))
+        generator = torch.Generator().manual_seed(1)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+        model.save_pretrained(folder / "adapter")
+        logits = model(**inputs(base)).logits
+        loss = (
+            logits[MASK[:, : logits.shape[1]].bool()].square().mean() if logits.dim() == 3 else logits.square().mean()
+        )
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.grad
+        gradients = peft.get_peft_model_state_dict(model)
+        made[case] = folder, {"logits": logits.detach(), "loss": loss.item(), "norm": norm.item(), "grads": gradients}
+        return made[case]
+
+    return make
+
+
+def compute(mesh: Any, folder: Path, parallel: dict[str, Any]) -> dict[str, Any]:
+    model: Any = from_pretrained(folder / "base", mesh, parallel_config=ParallelConfig(**parallel))
+    load_adapter(model, folder / "adapter")
+    weights = whole_weights(model)
+    logits = model.gather_logits(model(**inputs(model)).logits)
+    loss = logits[MASK[:, : logits.shape[1]].bool()].square().mean() if logits.dim() == 3 else logits.square().mean()
+    loss.backward()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+    norm = grad_norm(trained, mesh).item()
+    for parameter in trained:
+        parameter.data = parameter.grad
+    grads = whole_weights(model)
+    again: Any = from_pretrained(folder / "base", mesh, parallel_config=ParallelConfig(**parallel))
+    load_adapter(again, folder / "adapter")
+    merge_lora(again)
+    merged = again.gather_logits(again(**inputs(again)).logits)
+    torch.testing.assert_close(merged, logits, rtol=0, atol=2e-6 * max(1, logits.abs().max().item()))
+    return {"logits": logits.detach(), "norm": norm, "grads": grads, "weights": weights}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_a_split_model_computes_what_peft_computes(adapted, run_mesh, case, size):
+    folder, expected = adapted(case)
+    stored = load_file(folder / "adapter" / "adapter_model.safetensors")
+    modes = [{"sequence_parallel": True, "recompute": "full"}, {}] if size != 3 else [{"sequence_parallel": True}]
+    for mode in modes if size > 1 else [{}]:
+        results = run_mesh(size, compute, folder, mode)
+        for found in results:
+            largest = expected["logits"].abs().max().item()
+            torch.testing.assert_close(found["logits"], expected["logits"], rtol=0, atol=1e-6 * max(1, largest))
+            assert found["norm"] == pytest.approx(expected["norm"], rel=1e-5)
+            assert found["grads"].keys() == expected["grads"].keys() == stored.keys()
+            for name, grad in expected["grads"].items():
+                torch.testing.assert_close(found["grads"][name], grad, rtol=1e-4, atol=1e-6 * expected["norm"])
+                assert torch.equal(found["weights"][name], stored[name]), name
+                assert torch.equal(found["grads"][name], results[0]["grads"][name]), name
