@@ -218,7 +218,7 @@ def _choose(model: Any, native: NativeModel, config: Any) -> tuple[LinearModule,
                 f"{_listed(linear)}, or 'all-linear'"
             )
     if isinstance(targets, str) and targets.lower() == "all-linear":
-        heads = set(getattr(model, "head_modules", ()))
+        heads: set[str] = set(getattr(model, "head_modules", ()))
         targets = [module.name for module in linear if module.layer.partition(".")[0] not in heads]
     config.target_modules = targets if isinstance(targets, str) else sorted(targets)
     is_named = peft.tuners.tuners_utils.check_target_module_exists
