@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ..models.common.cache import Cache
 from ..models.common.language_model import CausalLM, EncoderOutput
-from ..models.common.masks import lower_triangular_mask
 from ..models.common.seq2seq import Seq2SeqLM
+from ..models.common.transformer import lower_triangular_mask
 from ..mpu import broadcast_from_stage
 from .vocabulary import without_padding
 

@@ -9,10 +9,16 @@ allowed key makes its row NaN. The softmax is computed in fp32 (fp64 for fp64 sc
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from .autograd import Function, once_differentiable
 from .dropout import attention_rows, kept_elements, row_keys
 from .library import Op, compute_dtype, empty_placeholder, empty_pooled, same_dtype
+
+ROWS_AT_ONCE = 64  # rows of a relative bias whose gradients are summed in one operation
 
 
 def reference(scores, mask, bias, prefix, keys, scale, causal, dropout, first_head):
@@ -203,3 +209,42 @@ def masked_softmax(
         bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
     probs, dropped = forward_op(scores, mask, bias, prefix, keys, float(scale), causal, float(dropout), first_head)
     return dropped if dropout else probs
+
+
+def lay_out_diagonals(values: Tensor, queries: int, keys: int) -> Tensor:
+    """Copies one value per distance, [N, Sq + Sk - 1], along the diagonals of a bias on scores, [N, Sq, Sk].
+
+    The distances go from 1 - Sk to Sq - 1; element (i, j) has distance j - i - (Sk - Sq).
+    """
+    return _LayOutDiagonals.apply(values, queries, keys)
+
+
+class _LayOutDiagonals(Function):
+    """Implements `lay_out_diagonals`.
+
+    The gradient sums the diagonals, in fp32 for 16-bit types, for a block of rows at a time. To align the diagonals as
+    columns, it pads the rows with zeros and views them with rows that are one element longer, which shifts each row by
+    one more.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, queries: int, keys: int) -> Tensor:
+        ctx.shape = values.shape
+        # Row i begins at Sq - 1 - i. The result is contiguous; otherwise the softmax of each layer would copy it.
+        return values.contiguous().unfold(1, keys, 1).flip(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (grad,) = grads  # [N, Sq, Sk]
+        queries, keys = grad.shape[1:]
+        total = grad.new_zeros(ctx.shape, dtype=torch.promote_types(grad.dtype, torch.float32))
+        for first in range(0, queries, ROWS_AT_ONCE):
+            rows = grad[:, first : first + ROWS_AT_ONCE]
+            size = rows.shape[1]
+            width = keys + size - 1
+            shifted = grad.new_zeros(len(grad), size * (width + 1))
+            shifted[:, size - 1 :][:, : size * width].unflatten(1, (size, width))[..., :keys] = rows
+            sums = torch.sum(shifted.view(-1, size, width + 1), 1, dtype=total.dtype)
+            total[:, queries - first - size :][:, :width] += sums[:, :width]
+        return total.to(grad.dtype), None, None

@@ -16,10 +16,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..data import Share
+from ..data.loading.loader import DefaultCollate
 from ..mpu import ParallelMesh
 from .arguments.deepspeed_file import deepspeed_notice
 from .arguments.training_arguments import TrainingArguments
-from .batches.collate import DefaultCollate
 from .batches.dataset_kinds import check_agreement
 from .batches.loss_normalization import LossNormalizer
 from .batches.training_data import make_training_data

@@ -6,10 +6,9 @@ from torch import Tensor, nn
 
 from ...mpu import ParallelMesh
 from ..common.cache import Cache
-from ..common.heads import CausalLMHead
-from ..common.masks import causal_mask
+from ..common.language_model import CausalLM, Hidden
 from ..common.parallel_config import ParallelConfig
-from ..common.stack import Hidden
+from ..common.transformer import causal_mask
 from .config import BartConfig
 from .model import BartBase, BartStack
 
@@ -49,7 +48,7 @@ class BartDecoderBody(BartBase):
         return Hidden(self.decoder(words, input_ids, mask, cache=cache), table)
 
 
-class AlignedCausalLM(CausalLMHead):
+class AlignedCausalLM(CausalLM):
     """Predicts each token from the tokens before it. As in transformers, the caller shifts the labels."""
 
     def targets(self, labels: Tensor) -> Tensor:

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from ...mpu import Dropout, LayerNorm, ParallelMesh, VocabParallelEmbedding
 from ..common.cache import LayerKVCache
 from ..common.heads import BareModel, QuestionAnswering, SequenceClassification, configured
-from ..common.language_model import VOCABULARY_MULTIPLE
+from ..common.language_model import VOCABULARY_MULTIPLE, Body
 from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
 from ..common.seq2seq import Seq2SeqBody, Seq2SeqLM, Stack
-from ..common.stack import Body
 from ..common.transformer import MLP, CrossAttention, SelfAttention
 from .config import BartConfig
 from .positions import LearnedPositions, SinusoidalPositions

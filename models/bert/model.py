@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding
 from ..common.heads import (
     BareModel,
-    MaskedLM,
-    MaskedLMHead,
     MultipleChoice,
     NextSentencePrediction,
     PreTraining,
@@ -27,11 +25,17 @@ from ..common.heads import (
     TokenClassification,
     configured,
 )
-from ..common.language_model import VOCABULARY_MULTIPLE, PositionEmbedding, ReplicatedLinear
-from ..common.masks import key_mask
+from ..common.language_model import (
+    VOCABULARY_MULTIPLE,
+    Body,
+    Hidden,
+    MaskedLM,
+    MaskedLMHead,
+    PositionEmbedding,
+    ReplicatedLinear,
+)
 from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
-from ..common.stack import Body, Hidden, run_blocks
-from ..common.transformer import MLP, SelfAttention
+from ..common.transformer import MLP, SelfAttention, key_mask, run_blocks
 from .config import BertConfig
 
 

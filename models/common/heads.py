@@ -1,4 +1,4 @@
-"""Adds heads to a family's bare model, by a table: name of an architecture -> kind of head.
+"""Adds heads to a family's bare model, by a table: name of an architecture -> kind of head, here or in language_model.py.
 
 A head is a class that a family does not write: `with_heads` combines its bare model with a kind below, whose class
 attributes are settings. All matrices of a head but the vocabulary's are replicated. Losses are transformers': the mean
@@ -10,31 +10,26 @@ a vocabulary are the same on every rank.
 # (torch does not annotate many of its methods)
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...mpu import Dropout, LayerNorm, ParallelMesh, VocabParallelEmbedding, VocabParallelHead, dropout_state
+from ...mpu import Dropout, ParallelMesh, dropout_state, gather_sequence
 from .language_model import (
     IGNORED,
-    VOCABULARY_MULTIPLE,
     BaseModelOutput,
-    CausalLM,
-    CausalLMOutput,
+    Body,
     ClassifierOutput,
-    LanguageModel,
-    MaskedLMOutput,
+    Head,
+    MaskedLM,
     ModelOutput,
     PreTrainingOutput,
     QuestionAnsweringOutput,
-    ReplicatedLinear,
-    first_token,
 )
-from .parallel_config import LayerArguments, ParallelConfig, layer_arguments
-from .stack import Body
+from .parallel_config import layer_arguments
 from .transformer import find_activation
 
 
@@ -79,35 +74,11 @@ def widen(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-class Head(Body):
-    """Base of the kinds of heads. Classes that `with_heads` makes inherit from a kind and from a bare model.
-
-    Attributes:
-        head_modules: The names of the modules of the head that have parameters.
-    """
-
-    def __init__(
-        self, config: Any, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
-    ) -> None:
-        super().__init__(config, mesh, parallel_config)  # of the bare model
-        of_body = {name for name, _ in self.named_children()}
-        self.add_head()
-        own = {name: module for name, module in self.named_children() if name not in of_body}
-        self.head_modules = tuple(name for name, module in own.items() if any(True for _ in module.parameters()))
-
-    def add_head(self) -> None:
-        """Adds the modules of the head."""
-
-
-def vocabulary_head(model: Body) -> VocabParallelHead:
-    """Returns a head without a bias, which is the word embedding if the configuration ties them."""
-    return VocabParallelHead(
-        model.hidden_size,
-        model.config.vocab_size,
-        tied=model.embedding if model.config.tie_word_embeddings else None,
-        pad_multiple=VOCABULARY_MULTIPLE,
-        **layer_arguments(model.mesh, model.parallel_config),
-    )
+def first_token(x: Tensor, *, sequence_parallel: bool, mesh: ParallelMesh | None) -> Tensor:
+    """Returns the first position's hidden state on every rank: [B, S, H], or [B, S/tp, H] -> [B, H]."""
+    if sequence_parallel:
+        x = gather_sequence(x[:, :1], mesh, partial_grad=False)  # [B, tp, H], each rank's first position
+    return x[:, 0]
 
 
 class BareModel(Head):
@@ -136,104 +107,6 @@ class BareModel(Head):
             pooled = self.get_submodule(self.pooler_name)(first).tanh()
         last = self.gather_hidden_states(hidden.states[-1])
         return BaseModelOutput(last, pooled, **self.shown_states(hidden, output_hidden_states))
-
-
-class CausalLMHead(Head, CausalLM):
-    """Predicts each token from the tokens before it. The head is the word embedding if the configuration ties them."""
-
-    def add_head(self) -> None:
-        self.head = vocabulary_head(self)
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        *inputs: Any,
-        labels: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        output_hidden_states: bool = False,
-        logits_to_keep: int = 0,
-        **options: Any,
-    ) -> CausalLMOutput:
-        """Returns the logits and, with labels, the mean loss, or the summed loss divided by `num_items_in_batch`.
-
-        Args:
-            input_ids, attention_mask, inputs, options: See the family's `body`.
-            labels: int64 [B, S], which are shifted here, as in transformers; -100 is ignored.
-            logits_to_keep: The number of last positions whose logits are returned; 0 means all.
-        """
-        hidden = self.body(input_ids, attention_mask, *inputs, **options)
-        x = hidden.states[-1][:, -logits_to_keep:]
-        loss, logits = self.loss_and_logits(self.head, x, labels, num_items_in_batch, hidden.table)
-        return CausalLMOutput(loss, logits, **self.shown_states(hidden, output_hidden_states))
-
-
-class MaskedLMHead(nn.Module):
-    """Computes norm(activation(dense(x))) times the word embedding, plus a bias.
-
-    Args:
-        hidden_size: The width of x; the dense layer's output is as wide as the embedding.
-        dense_bias, norm_bias, decoder_bias: Which parts have biases.
-    """
-
-    def __init__(
-        self,
-        embedding: VocabParallelEmbedding,
-        hidden_size: int,
-        activation: str,
-        eps: float,
-        shared: LayerArguments,
-        *,
-        dense_bias: bool = True,
-        norm_bias: bool = True,
-        decoder_bias: bool = True,
-    ) -> None:
-        super().__init__()
-        size, words = embedding.weight.shape[1], embedding.num_embeddings
-        self.activation = find_activation(activation)
-        self.dense = ReplicatedLinear(hidden_size, size, bias=dense_bias, **shared)
-        self.norm = LayerNorm(size, eps, bias=norm_bias, **shared)
-        self.decoder = VocabParallelHead(size, words, bias=decoder_bias, tied=embedding, **shared)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns the logits [B, S, Vp] of [B, S, H] or [B, S/tp, H]."""
-        return self.decoder(self.transform(x))
-
-    def transform(self, x: Tensor) -> Tensor:
-        """Returns the input of `decoder`, in the shape of x."""
-        return self.norm(self.activation(self.dense(x)))
-
-
-class MaskedLM(Head, LanguageModel):
-    """Predicts the masked tokens. The family's bare model has a method `masked_lm_head`."""
-
-    generates = "masks"
-    sparse_labels = True
-    masked_lm_head: Callable[[], MaskedLMHead]
-
-    def add_head(self) -> None:
-        self.head = self.masked_lm_head()
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        *inputs: Any,
-        labels: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        output_hidden_states: bool = False,
-        **options: Any,
-    ) -> ModelOutput:
-        """Returns the logits and, with labels, the mean loss, or the summed loss divided by `num_items_in_batch`.
-
-        Args:
-            input_ids, attention_mask, inputs, options: See the family's `body`.
-            labels: int64 [B, S], the token at each position; -100 is ignored.
-        """
-        hidden = self.body(input_ids, attention_mask, *inputs, **options)
-        x = self.head.transform(hidden.states[-1])
-        loss, logits = self.loss_and_logits(self.head.decoder, x, labels, num_items_in_batch, hidden.table)
-        return MaskedLMOutput(loss, logits, **self.shown_states(hidden, output_hidden_states))
 
 
 class PreTraining(MaskedLM):

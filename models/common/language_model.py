@@ -1,6 +1,8 @@
-"""Provides what language models share outside their blocks: positions, logits, the loss, and the outputs.
+"""Provides what models share outside their blocks: the base classes, language-modeling heads, the loss, the outputs.
 
-The outputs of a forward pass use Hugging Face's field names. Logits stay vocabulary-parallel.
+A model's forward pass has three parts: the embeddings (a method `embed`), the blocks with the context of the call
+(masks, rotary positions, caches), and the end (final norm, head, loss). Only hidden states pass from part to part; the
+context follows from the batch. The outputs use Hugging Face's field names. Logits stay vocabulary-parallel.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -9,14 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...mpu import (
+    LayerNorm,
     ParallelMesh,
+    VocabParallelEmbedding,
     VocabParallelHead,
     copy_to_tp,
     gather_from_tp,
@@ -25,12 +29,93 @@ from ...mpu import (
     tp_size,
     vocab_parallel_cross_entropy,
 )
-from .stack import Body
+from .parallel_config import LayerArguments, ParallelConfig, layer_arguments
+from .transformer import find_activation
 
 Generates = Literal["continuation", "answer", "blanks", "masks"]
 
 VOCABULARY_MULTIPLE = 64  # each rank's number of logits is a multiple of it, which makes GPU products much faster
 IGNORED = -100  # the label of positions without a prediction
+
+
+class Hidden(NamedTuple):
+    """What the embeddings and blocks of a model compute for its head.
+
+    Attributes:
+        states: The embedding output and each block's output, the last one after the final norm if there is one,
+            [B, S, H], or [B, S/tp, H] under sequence parallelism.
+        table: The word embedding table for a tied head; see `VocabParallelHead.forward`.
+        encoder_states: The same of the encoder, if `states` are those of a decoder that attends to it.
+    """
+
+    states: list[Tensor]
+    table: Tensor | None
+    encoder_states: list[Tensor] | None = None
+
+
+class Body(nn.Module):
+    """Base of the models: embeddings and blocks, without a head.
+
+    A subclass sets the attributes.
+    """
+
+    config: Any  # the family's ModelConfig
+    mesh: ParallelMesh | None
+    parallel_config: ParallelConfig
+    word_embeddings: VocabParallelEmbedding
+
+    def body(self, *inputs: Any, **options: Any) -> Hidden:
+        """Runs the embeddings and blocks. The first two arguments are `input_ids` and `attention_mask`."""
+        raise NotImplementedError
+
+    @property
+    def hidden_size(self) -> int:
+        """The width H of the hidden states."""
+        return getattr(self.config, self.config.attribute_map.get("hidden_size", "hidden_size"))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parameters, on every stage of a pipeline."""
+        return next(self.parameters()).dtype
+
+    @property
+    def embedding(self) -> VocabParallelEmbedding:
+        """The word embedding, to which a head may be tied."""
+        return self.word_embeddings
+
+    @classmethod
+    def example_ids(cls, config: Any, ids: Tensor) -> Tensor:
+        """Returns arbitrary token ids int64 [B, S] in the form that the head takes, to try it."""
+        return ids
+
+    def gather_logits(self, logits: Tensor) -> Tensor:
+        """Returns the logits of all classes, for logits that are replicated: the same."""
+        return logits
+
+    def gather_hidden_states(self, x: Tensor) -> Tensor:
+        """Returns the whole hidden states [B, S, H], of which each rank may hold a part [B, S/tp, H]."""
+        return gather_sequence(x, self.mesh, partial_grad=False) if self.parallel_config.sequence_parallel else x
+
+    def gather_all_hidden_states(self, hidden_states: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(self.gather_hidden_states(x) for x in hidden_states)
+
+    def scatter_hidden_states(self, x: Tensor) -> Tensor:
+        """Returns this rank's part of whole hidden states [B, S, H]."""
+        return scatter_sequence(x, self.mesh) if self.parallel_config.sequence_parallel else x
+
+    def shown_states(self, hidden: Hidden, output_hidden_states: bool) -> dict[str, Any]:
+        """Returns the fields of an output that hold hidden states."""
+
+        def gathered(states: list[Tensor]) -> tuple[Tensor, ...] | None:
+            return self.gather_all_hidden_states(states) if output_hidden_states else None
+
+        if hidden.encoder_states is None:
+            return {"hidden_states": gathered(hidden.states)}
+        return {
+            "decoder_hidden_states": gathered(hidden.states),
+            "encoder_last_hidden_state": self.gather_hidden_states(hidden.encoder_states[-1]),
+            "encoder_hidden_states": gathered(hidden.encoder_states),
+        }
 
 
 class LanguageModel(Body):
@@ -99,16 +184,6 @@ class LanguageModel(Body):
         return gather_from_tp(logits, self.mesh)[..., : self.config.vocab_size]
 
 
-class CausalLM(LanguageModel):
-    """Base of the models that predict each token from the tokens before it; their logits are vocabulary-parallel."""
-
-    generates = "continuation"
-
-    def targets(self, labels: Tensor) -> Tensor:
-        # Shifting the labels instead of the hidden states avoids a copy of the hidden states.
-        return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-
-
 def head_loss(
     head: VocabParallelHead,
     hidden: Tensor,
@@ -151,6 +226,141 @@ def head_loss(
             chosen = chosen if len(chosen) else torch.zeros_like(target[:1])
             rows, target = rows[chosen], target[chosen]
     return head.losses(rows, target, table, ignore_index=IGNORED).sum() / count
+
+
+class Head(Body):
+    """Base of the kinds of heads. Classes that `with_heads` makes inherit from a kind and from a bare model.
+
+    Attributes:
+        head_modules: The names of the modules of the head that have parameters.
+    """
+
+    def __init__(
+        self, config: Any, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
+    ) -> None:
+        super().__init__(config, mesh, parallel_config)  # of the bare model
+        of_body = {name for name, _ in self.named_children()}
+        self.add_head()
+        own = {name: module for name, module in self.named_children() if name not in of_body}
+        self.head_modules = tuple(name for name, module in own.items() if any(True for _ in module.parameters()))
+
+    def add_head(self) -> None:
+        """Adds the modules of the head."""
+
+
+def vocabulary_head(model: Body) -> VocabParallelHead:
+    """Returns a head without a bias, which is the word embedding if the configuration ties them."""
+    return VocabParallelHead(
+        model.hidden_size,
+        model.config.vocab_size,
+        tied=model.embedding if model.config.tie_word_embeddings else None,
+        pad_multiple=VOCABULARY_MULTIPLE,
+        **layer_arguments(model.mesh, model.parallel_config),
+    )
+
+
+class CausalLM(Head, LanguageModel):
+    """Predicts each token from the tokens before it. The head is the word embedding if the configuration ties them."""
+
+    generates = "continuation"
+
+    def targets(self, labels: Tensor) -> Tensor:
+        # Shifting the labels instead of the hidden states avoids a copy of the hidden states.
+        return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+    def add_head(self) -> None:
+        self.head = vocabulary_head(self)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *inputs: Any,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        output_hidden_states: bool = False,
+        logits_to_keep: int = 0,
+        **options: Any,
+    ) -> CausalLMOutput:
+        """Returns the logits and, with labels, the mean loss, or the summed loss divided by `num_items_in_batch`.
+
+        Args:
+            input_ids, attention_mask, inputs, options: See the family's `body`.
+            labels: int64 [B, S], which are shifted here, as in transformers; -100 is ignored.
+            logits_to_keep: The number of last positions whose logits are returned; 0 means all.
+        """
+        hidden = self.body(input_ids, attention_mask, *inputs, **options)
+        x = hidden.states[-1][:, -logits_to_keep:]
+        loss, logits = self.loss_and_logits(self.head, x, labels, num_items_in_batch, hidden.table)
+        return CausalLMOutput(loss, logits, **self.shown_states(hidden, output_hidden_states))
+
+
+class MaskedLMHead(nn.Module):
+    """Computes norm(activation(dense(x))) times the word embedding, plus a bias.
+
+    Args:
+        hidden_size: The width of x; the dense layer's output is as wide as the embedding.
+        dense_bias, norm_bias, decoder_bias: Which parts have biases.
+    """
+
+    def __init__(
+        self,
+        embedding: VocabParallelEmbedding,
+        hidden_size: int,
+        activation: str,
+        eps: float,
+        shared: LayerArguments,
+        *,
+        dense_bias: bool = True,
+        norm_bias: bool = True,
+        decoder_bias: bool = True,
+    ) -> None:
+        super().__init__()
+        size, words = embedding.weight.shape[1], embedding.num_embeddings
+        self.activation = find_activation(activation)
+        self.dense = ReplicatedLinear(hidden_size, size, bias=dense_bias, **shared)
+        self.norm = LayerNorm(size, eps, bias=norm_bias, **shared)
+        self.decoder = VocabParallelHead(size, words, bias=decoder_bias, tied=embedding, **shared)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the logits [B, S, Vp] of [B, S, H] or [B, S/tp, H]."""
+        return self.decoder(self.transform(x))
+
+    def transform(self, x: Tensor) -> Tensor:
+        """Returns the input of `decoder`, in the shape of x."""
+        return self.norm(self.activation(self.dense(x)))
+
+
+class MaskedLM(Head, LanguageModel):
+    """Predicts the masked tokens. The family's bare model has a method `masked_lm_head`."""
+
+    generates = "masks"
+    sparse_labels = True
+    masked_lm_head: Callable[[], MaskedLMHead]
+
+    def add_head(self) -> None:
+        self.head = self.masked_lm_head()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *inputs: Any,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        output_hidden_states: bool = False,
+        **options: Any,
+    ) -> ModelOutput:
+        """Returns the logits and, with labels, the mean loss, or the summed loss divided by `num_items_in_batch`.
+
+        Args:
+            input_ids, attention_mask, inputs, options: See the family's `body`.
+            labels: int64 [B, S], the token at each position; -100 is ignored.
+        """
+        hidden = self.body(input_ids, attention_mask, *inputs, **options)
+        x = self.head.transform(hidden.states[-1])
+        loss, logits = self.loss_and_logits(self.head.decoder, x, labels, num_items_in_batch, hidden.table)
+        return MaskedLMOutput(loss, logits, **self.shown_states(hidden, output_hidden_states))
 
 
 class PositionEmbedding(nn.Embedding):
@@ -208,13 +418,6 @@ class ReplicatedLinear(nn.Linear):
         joined = copy_to_tp(torch.cat([parameter.flatten() for parameter in own]), self.mesh)
         weight, *bias = torch.split(joined, [parameter.numel() for parameter in own])
         return F.linear(input, weight.view_as(self.weight), *bias)
-
-
-def first_token(x: Tensor, *, sequence_parallel: bool, mesh: ParallelMesh | None) -> Tensor:
-    """Returns the first position's hidden state on every rank: [B, S, H], or [B, S/tp, H] -> [B, H]."""
-    if sequence_parallel:
-        x = gather_sequence(x[:, :1], mesh, partial_grad=False)  # [B, tp, H], each rank's first position
-    return x[:, 0]
 
 
 @dataclass

@@ -19,7 +19,7 @@ from ...mpu import ParallelMesh, broadcast_from_stage, receive_from_stage, send_
 from ...mpu.shard import describe_sizes, divisors
 from .language_model import EncoderOutput, ModelOutput
 from .parallel_config import ParallelConfig
-from .stack import StageEnd
+from .transformer import StageEnd
 
 
 @dataclass

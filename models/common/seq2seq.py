@@ -7,10 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from .cache import Cache
-from .heads import Head, vocabulary_head
-from .language_model import IGNORED, EncoderOutput, LanguageModel, Seq2SeqLMOutput
-from .masks import causal_mask, key_mask
-from .stack import Body, Hidden, run_blocks
+from .language_model import IGNORED, Body, EncoderOutput, Head, Hidden, LanguageModel, Seq2SeqLMOutput, vocabulary_head
+from .transformer import causal_mask, key_mask, run_blocks
 
 
 class Stack(nn.Module):

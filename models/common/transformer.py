@@ -1,15 +1,17 @@
-"""Implements the two halves of a transformer block, attention and MLP, split over the tensor-parallel ranks.
+"""Implements the parts of a transformer's blocks, split over the tensor-parallel ranks, and the loop over blocks.
 
 Attention splits its heads, the MLP its inner width. An attention mask is bool and broadcastable to [B, N, Sq, Sk]; True
-means that the query attends to the key. None means that every query attends to every key.
+means that the query attends to the key. None means that every query attends to every key, or with `causal=True` in
+attention's call, to all but the later ones.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -34,8 +36,8 @@ from ...mpu.shard import first_unit
 from ...ops import bias_gelu, geglu, in_inference_mode, linear, matmul, relu, swiglu
 from ...ops.autograd import Function, once_differentiable
 from ...ops.library import can_bypass_dispatcher, empty_pooled, needs_gradient
+from ...ops.softmax import lay_out_diagonals
 from .cache import LayerKVCache
-from .masks import lower_triangular_mask
 from .parallel_config import LayerArguments, ParallelConfig
 from .rotary import Rotary, rotate
 
@@ -62,6 +64,137 @@ GATES: dict[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]] = {
     gelu_tanh: partial(geglu, approximate="tanh"),
     F.silu: swiglu,
 }
+
+
+def key_mask(attention_mask: Tensor | None) -> Tensor | None:
+    """Returns the mask of bidirectional attention and cross-attention, which excludes padding.
+
+    Args:
+        attention_mask: None; or [B, Sk], nonzero for tokens and 0 for padding, as in transformers; or a complete mask
+            [B or 1, N or 1, Sq, Sk], nonzero where a query attends to a key.
+
+    Raises:
+        ValueError: The shape is another one, or a 4-D mask has floats, which may be meant to be added.
+    """
+    if attention_mask is None:
+        return None
+    if attention_mask.dim() == 2:
+        return attention_mask.bool()[:, None, None, :]
+    if attention_mask.dim() == 4 and not attention_mask.is_floating_point():
+        return attention_mask.bool()
+    raise ValueError(
+        "attention_mask must be [B, S], 0 for padding, or a bool or integer [B, N, Sq, Sk], 0 where not attended; "
+        f"got {attention_mask.dtype} {tuple(attention_mask.shape)}"
+    )
+
+
+def causal_mask(attention_mask: Tensor | None, sequence_length: int, cached: int = 0) -> Tensor | None:
+    """Returns the mask of causal attention over `cached` earlier positions and the S new ones, [B, 1, S, cached + S].
+
+    The result is None if `attention_mask` is None: there is no padding. A 2-D `attention_mask` is [B, cached + S]; a
+    complete mask is returned unchanged. See `key_mask`.
+    """
+    keys = key_mask(attention_mask)
+    if attention_mask is None or keys is None or attention_mask.dim() == 4:
+        return keys
+    return lower_triangular_mask(sequence_length, cached + sequence_length, keys.device) & keys
+
+
+def window_mask(
+    attention_mask: Tensor | None, sequence_length: int, cached: int, window: int, *, causal: bool, device: torch.device
+) -> Tensor | None:
+    """Returns the mask of attention within a window, over `cached` earlier positions and the S new ones.
+
+    As in transformers, the window counts padding too, and a complete mask is returned unchanged (see `key_mask`). The
+    result is None if there is no padding and the window excludes nothing.
+
+    Args:
+        attention_mask: As in `causal_mask`.
+        window: If causal, each position attends to itself and to the `window - 1` positions before it (the
+            `sliding_window` of Mistral and Qwen); else to the positions at most `window` away on either side.
+        device: Where the mask is made if `attention_mask` is None.
+    """
+    keys, total = key_mask(attention_mask), cached + sequence_length
+    if attention_mask is not None and attention_mask.dim() == 4:
+        return keys
+    reach = window if causal else window + 1  # the positions on one side, this one included
+    if total <= reach:
+        return causal_mask(attention_mask, sequence_length, cached) if causal else keys
+    places = torch.arange(total, device=device if keys is None else keys.device)
+    distance = places[cached:, None] - places  # [S, cached + S]
+    inside = (distance >= 0) & (distance < reach) if causal else distance.abs() < reach
+    return inside if keys is None else inside & keys
+
+
+def lower_triangular_mask(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Returns bool [Sq, Sk]: each query attends to its own and earlier positions; the last query is at the last key."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+
+
+class RelativeBias(nn.Module):
+    """A relative position bias on attention scores, of one layer or shared by a stack (Raffel et al., 2020,
+    arXiv:1910.10683). Weight [buckets, N], split by heads: a learned number for each head and bucket of distances.
+
+    Args:
+        bidirectional: Keys after the query have separate buckets (half of all buckets); otherwise they share bucket 0.
+    """
+
+    def __init__(
+        self, buckets: int, num_heads: int, max_distance: int, *, bidirectional: bool, mesh: ParallelMesh | None = None
+    ) -> None:
+        super().__init__()
+        check_heads(num_heads, tp_size(mesh))
+        self.buckets, self.max_distance, self.bidirectional = buckets, max_distance, bidirectional
+        self.shard = Shard((buckets, num_heads), 1)
+        self.weight = split_parameter(self.shard, mesh)  # [buckets, Np]
+
+    def forward(self, queries: int, keys: int, buckets: Tensor | None = None) -> Tensor:
+        """Returns the bias [1, Np, Sq, Sk]. The last query is at the last key's position.
+
+        `buckets` is the result of `distance_buckets`, which is the same for all layers of a stack.
+        """
+        if buckets is None:
+            buckets = distance_buckets(
+                queries, keys, self.weight.device, self.buckets, self.max_distance, self.bidirectional
+            )
+        # Many distances share a bucket, so their gradients are summed in fp32.
+        wide = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+        by_distance = F.embedding(buckets, wide).to(self.weight.dtype).t()  # [Np, Sq + Sk - 1]
+        return lay_out_diagonals(by_distance, queries, keys)[None]
+
+    def extra_repr(self) -> str:
+        return f"{self.shard.describe()}, bidirectional={self.bidirectional}"
+
+
+def distance_buckets(
+    queries: int, keys: int, device: torch.device, buckets: int, max_distance: int, bidirectional: bool
+) -> Tensor:
+    """Returns the bucket of each distance key - query from 1 - Sk to Sq - 1, int64 [Sq + Sk - 1].
+
+    The bias depends only on the distance, so `RelativeBias` looks each up once and copies it along its diagonal.
+    """
+    return relative_buckets(torch.arange(1 - keys, queries, device=device), buckets, max_distance, bidirectional)
+
+
+def relative_buckets(distances: Tensor, buckets: int, max_distance: int, bidirectional: bool) -> Tensor:
+    """Returns the bucket of each distance key - query.
+
+    Short distances have one bucket each, longer ones share buckets of logarithmic width, and all distances from
+    `max_distance` share the last bucket.
+    """
+    first = torch.zeros_like(distances)
+    if bidirectional:
+        buckets //= 2
+        first = (distances > 0).long() * buckets
+        distances = distances.abs()
+    else:
+        distances = (-distances).clamp(min=0)
+    exact = buckets // 2
+    # Distances below `exact` do not use this value; the clamp keeps their log finite. The order of operations is that
+    # of transformers, so that rounding gives the same bucket edges.
+    steps = torch.log(distances.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (buckets - exact)
+    logarithmic = (exact + steps.long()).clamp(max=buckets - 1)
+    return first + torch.where(distances < exact, distances, logarithmic)
 
 
 class Attention(nn.Module):
@@ -503,3 +636,49 @@ def find_activation(name: str) -> Callable[[Tensor], Tensor]:
     if name not in ACTIVATIONS:
         raise ValueError(f"activation {name!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
+
+
+Context = Callable[[int], tuple[Any, ...]]
+"""Returns the arguments of block i after its input."""
+
+
+def run_blocks(blocks: nn.ModuleList, x: Tensor, context: Context, recompute: bool) -> list[Tensor]:
+    """Returns the blocks' input and each block's output.
+
+    Args:
+        blocks: Of a pipeline stage, only its own run; each maps (its input, *context(its number)) to its output.
+        x: [B, S, H], or [B, S/tp, H] under sequence parallelism.
+        recompute: Keep only each block's input for the backward pass, and compute the block again there.
+
+    Raises:
+        StageEnd: The next block is in the next pipeline stage.
+    """
+    part: PipelinePart | None = getattr(blocks, "part", None)
+    numbers = range(len(blocks))
+    if part is not None:
+        numbers, x = part.own, part.enter(x)
+    states = [x]
+    for i in numbers:
+        x = checkpoint(blocks[i], x, *context(i)) if recompute else blocks[i](x, *context(i))
+        states.append(x)
+    if part is not None and numbers.stop < len(blocks):
+        raise StageEnd(x)
+    return states
+
+
+class StageEnd(Exception):
+    """Leaves the forward pass of a model whose next block is in the next pipeline stage."""
+
+    def __init__(self, hidden: Tensor | None) -> None:
+        super().__init__("the next block is in the next pipeline stage")
+        self.hidden = hidden
+
+
+class PipelinePart(Protocol):
+    """The blocks of a stack that are in this pipeline stage; `part` of the list of blocks."""
+
+    own: range
+
+    def enter(self, x: Any) -> Tensor:
+        """Returns the input of the first own block: `x` if that is the stack's first, else what was received."""
+        ...

@@ -4,7 +4,6 @@ from ..bert.memory import activations
 from ..bert.model import BertBody
 from ..common.heads import (
     BareModel,
-    MaskedLM,
     MultipleChoice,
     QuestionAnswering,
     SequenceClassification,
@@ -12,6 +11,7 @@ from ..common.heads import (
     configured,
     with_heads,
 )
+from ..common.language_model import MaskedLM
 from ..registry import Family
 from .config import DistilBertConfig
 from .hf import NAME_MAP

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from ..common.heads import (
     BareModel,
     Classifier,
-    MaskedLM,
     MultipleChoice,
     QuestionAnswering,
     SequenceClassification,
@@ -24,7 +23,7 @@ from ..common.heads import (
     configured,
     widen,
 )
-from ..common.language_model import IGNORED, ModelOutput
+from ..common.language_model import IGNORED, MaskedLM, ModelOutput
 from ..common.transformer import find_activation
 from .config import ElectraConfig
 

@@ -23,8 +23,7 @@ from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding, VocabParalle
 from ..common.cache import Cache, LayerKVCache
 from ..common.language_model import VOCABULARY_MULTIPLE, LanguageModel, ModelOutput, PositionEmbedding
 from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
-from ..common.stack import run_blocks
-from ..common.transformer import MLP, SelfAttention
+from ..common.transformer import MLP, SelfAttention, run_blocks
 from .config import GLMConfig
 from .masks import visible_keys
 

@@ -16,19 +16,10 @@ from torch import Tensor, nn
 
 from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding
 from ..common.cache import Cache, LayerKVCache
-from ..common.heads import (
-    BareModel,
-    CausalLMHead,
-    QuestionAnswering,
-    SequenceClassification,
-    TokenClassification,
-    configured,
-)
-from ..common.language_model import VOCABULARY_MULTIPLE, PositionEmbedding
-from ..common.masks import causal_mask
+from ..common.heads import BareModel, QuestionAnswering, SequenceClassification, TokenClassification, configured
+from ..common.language_model import VOCABULARY_MULTIPLE, Body, CausalLM, Hidden, PositionEmbedding
 from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
-from ..common.stack import Body, Hidden, run_blocks
-from ..common.transformer import MLP, SelfAttention
+from ..common.transformer import MLP, SelfAttention, causal_mask, run_blocks
 from .config import GPT2Config
 
 
@@ -133,7 +124,7 @@ class GPT2Body(Body):
 
 
 HEADS = {
-    "LMHeadModel": CausalLMHead,
+    "LMHeadModel": CausalLM,
     "Model": BareModel,
     "ForSequenceClassification": configured(SequenceClassification, pooling="last", dropout_rate=None, bias=False),
     "ForTokenClassification": TokenClassification,

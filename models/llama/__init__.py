@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..common.heads import with_heads
+from ..common.language_model import Body
 from ..common.name_map import NameMap
-from ..common.stack import Body
 from ..registry import Family
 from .config import DecoderConfig, LlamaConfig
 from .hf import NAME_MAP

@@ -23,20 +23,11 @@ from torch import Tensor, nn
 
 from ...mpu import ParallelMesh, RMSNorm, VocabParallelEmbedding
 from ..common.cache import Cache, LayerKVCache
-from ..common.heads import (
-    BareModel,
-    CausalLMHead,
-    QuestionAnswering,
-    SequenceClassification,
-    TokenClassification,
-    configured,
-)
-from ..common.language_model import VOCABULARY_MULTIPLE
-from ..common.masks import causal_mask, window_mask
+from ..common.heads import BareModel, QuestionAnswering, SequenceClassification, TokenClassification, configured
+from ..common.language_model import VOCABULARY_MULTIPLE, Body, CausalLM, Hidden
 from ..common.parallel_config import ParallelConfig, layer_arguments
 from ..common.rotary import Rotary, rotary_embedding
-from ..common.stack import Body, Hidden, run_blocks
-from ..common.transformer import GatedMLP, SelfAttention
+from ..common.transformer import GatedMLP, SelfAttention, causal_mask, run_blocks, window_mask
 from .config import DecoderConfig
 
 Masks = Mapping[int | None, Tensor | None]  # window of a layer -> its mask
@@ -161,7 +152,7 @@ class DecoderBody(Body):
 
 
 HEADS = {
-    "ForCausalLM": CausalLMHead,
+    "ForCausalLM": CausalLM,
     "Model": BareModel,
     "ForSequenceClassification": configured(
         SequenceClassification, pooling="last", dropout_rate=None, bias=False, linear_name="classifier"

@@ -9,12 +9,12 @@ from ...mpu import LayerNorm
 from ..common.heads import (
     BareModel,
     Classifier,
-    MaskedLM,
     MultipleChoice,
     QuestionAnswering,
     SequenceClassification,
     TokenClassification,
 )
+from ..common.language_model import MaskedLM
 from ..common.transformer import find_activation
 from .config import ModernBertConfig
 

@@ -15,13 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding
-from ..common.heads import MaskedLMHead
-from ..common.language_model import VOCABULARY_MULTIPLE
-from ..common.masks import key_mask, window_mask
+from ..common.language_model import VOCABULARY_MULTIPLE, Body, Hidden, MaskedLMHead
 from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
 from ..common.rotary import Rotary, rotary_embedding
-from ..common.stack import Body, Hidden, run_blocks
-from ..common.transformer import GatedMLP, SelfAttention
+from ..common.transformer import GatedMLP, SelfAttention, key_mask, run_blocks, window_mask
 from .config import ModernBertConfig
 
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from ..common.heads import (
     BareModel,
-    MaskedLM,
     MultipleChoice,
     QuestionAnswering,
     SequenceClassification,
     TokenClassification,
     configured,
 )
+from ..common.language_model import MaskedLM
 
 HEADS = {
     "Model": configured(BareModel, pooler_name="encoder_pooler"),

@@ -26,13 +26,10 @@ from ..common.heads import (
     configured,
     with_heads,
 )
-from ..common.language_model import VOCABULARY_MULTIPLE
-from ..common.masks import key_mask
+from ..common.language_model import VOCABULARY_MULTIPLE, Body, Hidden
 from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
-from ..common.relative_bias import RelativeBias, distance_buckets
 from ..common.seq2seq import Seq2SeqBody, Seq2SeqLM, Stack
-from ..common.stack import Body, Hidden
-from ..common.transformer import MLP, CrossAttention, GatedMLP, SelfAttention
+from ..common.transformer import MLP, CrossAttention, GatedMLP, RelativeBias, SelfAttention, distance_buckets, key_mask
 from .config import T5Config
 
 

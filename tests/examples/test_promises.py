@@ -28,7 +28,7 @@ def test_adafactor_is_the_reference_update_with_the_given_parameters(tmp_path):
     """transformers' Adafactor, made as the diacritics script makes it, on the same batches."""
     from transformers.optimization import Adafactor
 
-    from shardzoo.trainer.batches.collate import DefaultCollate
+    from shardzoo.data.loading.loader import DefaultCollate
 
     steps, batch_size = 5, 4
     model = tiny_t5()
@@ -114,7 +114,7 @@ def whole_logits(mesh, folder: Path) -> torch.Tensor:
 
 
 def batch() -> dict[str, torch.Tensor]:
-    from shardzoo.trainer.batches.collate import DefaultCollate
+    from shardzoo.data.loading.loader import DefaultCollate
 
     return DefaultCollate(0)([Pairs(64)[i] for i in range(8)])
 

@@ -11,8 +11,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 import shardzoo
 from shardzoo.models import ParallelConfig
 from shardzoo.models.common.language_model import Seq2SeqLMOutput
-from shardzoo.models.common.relative_bias import RelativeBias
-from shardzoo.models.common.transformer import CoreAttention, eager_beats_sdpa
+from shardzoo.models.common.transformer import CoreAttention, RelativeBias, eager_beats_sdpa
 
 GPT2 = tiny("gpt2", 0.0, n_positions=40)
 T5 = tiny("t5", 0.0, layers=2, d_kv=6, feed_forward_proj="gated-gelu")

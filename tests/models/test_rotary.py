@@ -9,8 +9,8 @@ from transformers import masking_utils
 from transformers.models.glm4 import modeling_glm4
 from transformers.models.llama import modeling_llama
 
-from shardzoo.models.common.masks import window_mask
 from shardzoo.models.common.rotary import check_rope_parameters, read_rope_parameters, rotary_embedding, rotate
+from shardzoo.models.common.transformer import window_mask
 
 HEAD_SIZE, POSITIONS = 12, 20
 ORIGINAL = {"original_max_position_embeddings": 16}

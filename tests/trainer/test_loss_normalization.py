@@ -48,7 +48,7 @@ class MicroBatches:
         self.rank, self.accumulated, self.size = rank, accumulated, size
 
     def __iter__(self):
-        from shardzoo.trainer.batches.collate import DefaultCollate
+        from shardzoo.data.loading.loader import DefaultCollate
 
         collate = DefaultCollate(0)
         for step in range(len(STEPS)):

@@ -85,7 +85,7 @@ def test_streams_that_know_their_length_know_the_steps():
 
 
 def test_samples_may_hold_any_numbers():
-    from shardzoo.trainer.batches.collate import DefaultCollate
+    from shardzoo.data.loading.loader import DefaultCollate
 
     sample = {
         "input_ids": np.array([1, 65535], np.uint16),
@@ -105,7 +105,7 @@ def test_samples_may_hold_any_numbers():
 
 
 def test_rows_of_different_types_keep_their_values():
-    from shardzoo.trainer.batches.collate import DefaultCollate
+    from shardzoo.data.loading.loader import DefaultCollate
 
     batch = DefaultCollate(0)([{"x": [1, 2], "labels": []}, {"x": [0.5, 0.75, 1.5], "labels": [3]}])
     assert batch["x"].tolist() == [[1, 2, 0], [0.5, 0.75, 1.5]]

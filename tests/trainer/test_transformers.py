@@ -17,7 +17,7 @@ class Endless:
 
 
 def collate(samples):
-    from shardzoo.trainer.batches.collate import DefaultCollate
+    from shardzoo.data.loading.loader import DefaultCollate
 
     return DefaultCollate(0)(samples)
 

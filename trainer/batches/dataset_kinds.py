@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from ...data import IterableRecords, ResumableLoader
 from ..checkpointing.random_state import random_state_tensors, restore_random_state, seed_everything
 from ..launch.ranks import Ranks
-from .collate import is_table
 
 COMPARED = 4  # records of a stream
 UNDIVIDED = (
@@ -183,3 +182,8 @@ def _as_array(tensor: Tensor) -> np.ndarray | Tensor:
         return (values.float() if values.is_floating_point() else values).numpy()
     except (TypeError, RuntimeError):
         return tensor
+
+
+def is_table(value: Any) -> bool:
+    """Returns whether `value` is a data frame, whose length counts rows but whose items are columns."""
+    return type(value).__module__.split(".")[0] in ("pandas", "polars", "pyarrow")

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ...data import EpochShuffle, IterableRecords, ResumableLoader, ResumableStream, Share
+from ...data.loading.loader import DefaultCollate
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.ranks import Ranks
-from .collate import DefaultCollate
 from .dataset_kinds import check_agreement, check_kind, is_stream, length_of, makes_batches
 
 Collate = Callable[[Sequence[Any]], Any]

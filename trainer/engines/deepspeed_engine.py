@@ -26,12 +26,12 @@ from ...mpu import grad_norm
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.ranks import Ranks
 from .deepspeed_config import deepspeed_config, zero_stage
-from .engine import RunsInOrder, StepOutcome
+from .engine import Forward, StepOutcome
 from .optimizers import ELEMENT_STATES
 from .state import MASTER_WEIGHT, load_state_tensors, model_tensors, persistent_buffers, state_tensors
 
 
-class DeepSpeedEngine(RunsInOrder):
+class DeepSpeedEngine:
     """An `Engine` that uses DeepSpeed, with any ZeRO stage.
 
     ZeRO's partitions are flat. This class gathers those of stages 1 and 2. DeepSpeed's own functions gather those of
@@ -85,11 +85,16 @@ class DeepSpeedEngine(RunsInOrder):
         scaler = getattr(self._engine.optimizer, "loss_scaler", None)
         return float(scaler.cur_scale) if scaler is not None and self._engine.fp16_enabled() else None
 
-    def backward(self, loss: Tensor) -> None:
-        # DeepSpeed averages over the data-parallel ranks, but the ranks' losses already add up to the mean.
-        self._engine.backward(loss * self._replicas, scale_wrt_gas=False)
-        if not self._engine.is_gradient_accumulation_boundary():
-            self._engine.step()  # here it only counts the micro-batch
+    def forward_backward(self, forward: Forward, micro_batches: int) -> list[float]:
+        losses: list[float] = []
+        for k in range(micro_batches):
+            loss = forward(k)
+            # DeepSpeed averages over the data-parallel ranks, but the ranks' losses already add up to the mean.
+            self._engine.backward(loss * self._replicas, scale_wrt_gas=False)
+            if not self._engine.is_gradient_accumulation_boundary():
+                self._engine.step()  # here it only counts the micro-batch
+            losses.append(loss.item())
+        return losses
 
     def step(self) -> StepOutcome:
         skipped = self._engine.skipped_steps

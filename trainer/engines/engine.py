@@ -85,22 +85,3 @@ class Engine(Protocol):
         Gathering is collective, so `whole` must be False after an error, which other ranks may not have had.
         """
         ...
-
-
-class RunsInOrder:
-    """Base of the engines that run the backward pass of a micro-batch right after its forward pass."""
-
-    def begin_micro_batch(self, *, is_last: bool) -> None:
-        """Is called before the forward pass of each micro-batch."""
-
-    def backward(self, loss: Tensor) -> None:
-        raise NotImplementedError
-
-    def forward_backward(self, forward: Forward, micro_batches: int) -> list[float]:
-        losses: list[float] = []
-        for k in range(micro_batches):
-            self.begin_micro_batch(is_last=k == micro_batches - 1)
-            loss = forward(k)
-            self.backward(loss)
-            losses.append(loss.item())
-        return losses

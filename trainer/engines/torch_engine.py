@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from ...mpu import clip_grad_norm_, grad_norm
 from ..arguments.training_arguments import TrainingArguments
-from .engine import RunsInOrder, StepOutcome
+from .engine import Forward, StepOutcome
 from .state import MASTER_WEIGHT, load_state_tensors, model_tensors, state_tensors
 
 
-class TorchEngine(RunsInOrder):
+class TorchEngine:
     """An `Engine` for one process, and the base class of `DDPEngine`."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, arguments: TrainingArguments) -> None:
@@ -34,6 +34,18 @@ class TorchEngine(RunsInOrder):
     @property
     def loss_scale(self) -> float | None:
         return self._scaler.get_scale() if self._scaler else None
+
+    def forward_backward(self, forward: Forward, micro_batches: int) -> list[float]:
+        losses: list[float] = []
+        for k in range(micro_batches):
+            self.begin_micro_batch(is_last=k == micro_batches - 1)
+            loss = forward(k)
+            self.backward(loss)
+            losses.append(loss.item())
+        return losses
+
+    def begin_micro_batch(self, *, is_last: bool) -> None:
+        """Is called before the forward pass of each micro-batch of a step."""
 
     def backward(self, loss: Tensor) -> None:
         loss = self._scaler.scale(loss) if self._scaler else loss

@@ -20,11 +20,8 @@ class Ranks:
         self.dp_rank, self.dp_size = (mesh.dp_rank, mesh.dp_size) if mesh else (0, 1)
         self.tp_rank, self.tp_size = (mesh.tp_rank, mesh.tp_size) if mesh else (0, 1)
         self.pp_rank, self.pp_size = (mesh.pp_rank, mesh.pp_size) if mesh else (0, 1)
-
-    @property
-    def reports(self) -> bool:
+        self.reports = self.tp_rank == 0 and self.pp_rank == self.pp_size - 1
         """Whether this rank's results count for its replica: the first tensor-parallel rank of the last stage."""
-        return self.tp_rank == 0 and self.pp_rank == self.pp_size - 1
 
     def sum_replicas(self, *values: float) -> list[float]:
         """Returns sums over the data-parallel ranks, in fp64. Of each replica, the rank that `reports` counts."""
