@@ -1,4 +1,4 @@
-"""Adds heads to a family's bare model, by a table: name of an architecture -> kind of head, here or in language_model.py.
+"""Adds heads to a family's bare model by a table: name of an architecture -> kind of head, here or in language_model.
 
 A head is a class that a family does not write: `with_heads` combines its bare model with a kind below, whose class
 attributes are settings. All matrices of a head but the vocabulary's are replicated. Losses are transformers': the mean
