@@ -161,7 +161,7 @@ def test_layouts_change_what_they_should():
     [
         (["gpt2", "--tp", "13"], "cannot be split 13 ways; use a tensor-parallel size from 1 to 12"),
         (["gpt2", "--tp", "2", "--zero-stage", "3"], "use 0, 1 or 2"),
-        (["gpt2", "--tp", "2", "--optimizer", "lamb"], "lamb needs whole parameters"),
+        (["gpt2", "--zero-stage", "3", "--optimizer", "lamb"], "lamb needs statistics of whole parameters"),
         (["gpt2", "--length", "4096"], "4096 is more than the model's 1024 positions"),
         (["gpt2", "--zero-stage", "0"], "use 1, 2 or 3"),
         (["gpt2", "--micro-batch-size", "0"], "micro_batch_size must be at least 1"),

@@ -92,7 +92,9 @@ class TrainingArguments:
     adam_eps: float = 1e-8
     relative_step: bool = False
     """Adafactor computes its learning rate from the step and each parameter's scale, as published; `lr` and its
-    schedule are then unused. Off: the fixed-rate parametrization, without parameter scaling."""
+    schedule are then unused. Off: it takes `lr` and its schedule."""
+    scale_parameter: bool | None = None
+    """Adafactor multiplies the rate by the root mean square of each parameter. Default: the same as `relative_step`."""
     clip_grad: float = 1.0
     """Largest gradient norm; 0 turns clipping off."""
 
@@ -102,7 +104,7 @@ class TrainingArguments:
     """Recompute activations in the backward pass: those of attention (selective), or of whole blocks (full)."""
     zero_stage: Literal[0, 1, 2, 3] | None = None
     """DeepSpeed ZeRO: 1 splits the optimizer's state over data-parallel ranks, 2 the gradients too, 3 the parameters
-    too. Default: the stage in `deepspeed_config`, else 1, or 0 if the optimizer needs whole parameters."""
+    too. Default: the stage in `deepspeed_config`, else 1, or 0 for Adafactor and LAMB in fp32."""
     offload_optimizer: bool = False
     """DeepSpeed keeps the optimizer's state in CPU memory and updates the parameters there."""
     deepspeed_config: str | None = None
@@ -218,19 +220,10 @@ class TrainingArguments:
             for name in ("zero_stage", "offload_optimizer", "deepspeed_config"):
                 if getattr(self, name):
                     raise ValueError(f"{name} needs env_type 'deepspeed' or 'deepspeed+mpu', not {self.env_type!r}")
-        if self.optimizer not in ELEMENTWISE:
-            if split:
-                raise ValueError(
-                    f"{self.optimizer} needs whole parameters, which model_parallel_size={self.model_parallel_size} "
-                    f"splits; use {', '.join(ELEMENTWISE)}, or model_parallel_size=1"
-                )
-            if stage or self.offload_optimizer:
-                raise ValueError(
-                    f"{self.optimizer} needs whole parameters, which ZeRO splits; use zero_stage=0, or "
-                    f"{', '.join(ELEMENTWISE)}"
-                )
         if self.relative_step and self.optimizer != "adafactor":
             raise ValueError(f"relative_step needs optimizer='adafactor', not {self.optimizer!r}")
+        if self.scale_parameter is not None and self.optimizer != "adafactor":
+            raise ValueError(f"scale_parameter needs optimizer='adafactor', not {self.optimizer!r}")
 
     def _check_pipeline(self) -> None:
         size = self.pipeline_parallel_size

@@ -187,8 +187,9 @@ def read_optimizer(folder: Path, model: nn.Module, ranks: Ranks) -> dict[str, Te
         )
     parameters, shards = dict(model.named_parameters()), {}
     for name, tensor in stored[0].items():
-        if tensor.shape:  # a scalar, such as a step count, is the same on all ranks
-            shards[name] = getattr(parameters.get(name.split("/", 1)[1]), "shard", None)
+        parameter = parameters.get(name.split("/", 1)[1])
+        if parameter is not None and len(tensor.shape) == parameter.dim() > 0:
+            shards[name] = getattr(parameter, "shard", None)  # others, such as step counts, are the same on all ranks
     with ShardedReader(stored, shards) as reader:
         wanted = [name for name in stored[0] if ranks.pp_size == 1 or name.split("/", 1)[1] in parameters]
         return {name: reader.local(name, ranks.tp_rank, ranks.tp_size) for name in wanted}

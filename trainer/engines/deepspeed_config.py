@@ -22,7 +22,7 @@ def deepspeed_config(arguments: TrainingArguments, data_parallel_size: int) -> d
     stage = zero_stage(arguments)
     zero: dict[str, Any] = {"stage": stage}
     if stage:
-        decided |= {"zero_optimization": zero, "zero_allow_untested_optimizer": True}  # all of them are elementwise
+        decided |= {"zero_optimization": zero, "zero_allow_untested_optimizer": True}  # all of them can be split
     if arguments.offload_optimizer:
         # Any torch optimizer can update on the CPU; DeepSpeed's own CPU optimizer would be compiled at run time.
         zero["offload_optimizer"] = {"device": "cpu"}
@@ -42,7 +42,8 @@ def zero_stage(arguments: TrainingArguments) -> int:
     elementwise = arguments.optimizer in ELEMENTWISE
     stage = arguments.zero_stage
     if stage is None:
-        stage = of_file if of_file != "auto" else int(elementwise)
+        needed = elementwise or arguments.precision != "fp32" or arguments.offload_optimizer
+        stage = of_file if of_file != "auto" else int(needed)
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"deepspeed_config: there is no ZeRO stage {stage!r}; use 0, 1, 2 or 3")
     if stage == 3 and arguments.env_type == "deepspeed+mpu":
@@ -55,8 +56,11 @@ def zero_stage(arguments: TrainingArguments) -> int:
             f"deepspeed_config {arguments.deepspeed_config} asks for ZeRO stage {stage}, which splits the gradients "
             "that a pipeline accumulates; use stage 0 or 1, or pipeline_parallel_size=1"
         )
-    if stage and not elementwise:
-        raise ValueError(f"{arguments.optimizer} needs whole parameters, which ZeRO stage {stage} splits; use stage 0")
+    if stage == 3 and not elementwise:
+        raise ValueError(
+            f"{arguments.optimizer} needs statistics of whole parameters, which ZeRO stage 3 splits without saying "
+            f"where; use stage 0, 1 or 2, or {', '.join(ELEMENTWISE)}"
+        )
     if not stage and arguments.precision != "fp32":
         raise ValueError(
             f"{arguments.precision} needs the ZeRO optimizer, which keeps the fp32 master weights, and zero_stage=0 "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import deepspeed
@@ -29,6 +30,7 @@ from .deepspeed_config import deepspeed_config, zero_stage
 from .engine import Forward, StepOutcome
 from .optimizers import ELEMENT_STATES
 from .state import MASTER_WEIGHT, load_state_tensors, model_tensors, persistent_buffers, state_tensors
+from .whole_matrix import WholeMatrixOptimizer
 
 
 class DeepSpeedEngine:
@@ -48,12 +50,16 @@ class DeepSpeedEngine:
         self._rank = ranks.dp_rank
         self._zero, self._saves = zero_stage(arguments), arguments.save_optim
         self._keeps_master_weights = arguments.precision != "fp32"
-        self._states = ELEMENT_STATES.get(type(optimizer).__name__, ())
+        self._needs_whole = isinstance(optimizer, WholeMatrixOptimizer)
+        self._states = (
+            optimizer.element_states if isinstance(optimizer, WholeMatrixOptimizer)
+            else ELEMENT_STATES.get(type(optimizer).__name__, ())
+        )  # fmt: skip
         _check_device(arguments)
-        if self._zero and not self._states:
+        if self._zero and not self._states and not self._needs_whole:
             raise ValueError(
                 f"ZeRO stage {self._zero} splits single parameters, and {type(optimizer).__name__} may need whole "
-                f"ones; use zero_stage=0, or {', '.join(ELEMENT_STATES)}"
+                f"ones; use zero_stage=0, {', '.join(ELEMENT_STATES)}, or the arguments optimizer='adafactor' or 'lamb'"
             )
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._owners = {parameter: name for parameter, name in self._names.items() if parameter.requires_grad}
@@ -68,8 +74,14 @@ class DeepSpeedEngine:
         # A forward pass updates buffers from its own samples. As in DDP, those of the first replica are broadcast.
         self._buffers = list(persistent_buffers(model).values()) if ranks.dp_size > 1 else []
         self._replica_group = ranks.mesh.dp_group if ranks.mesh else None
-        if self._zero:
+        if self._zero and self._states:
             self._create_element_states()
+        if self._zero and isinstance(optimizer, WholeMatrixOptimizer):
+            partitions = {
+                own: [(parameter, parameter.storage_offset() - group.rank() * own.numel()) for parameter in parameters]
+                for own, parameters, group in self._partitions()
+            }
+            optimizer.set_partitions(partitions, ranks.mesh)
         if self._zero == 3:
             self._hooks.append(model.register_forward_hook(_as_output))
 
@@ -120,11 +132,8 @@ class DeepSpeedEngine:
             return state_tensors(self.optimizer, self._names)
         if self._zero == 3:
             return self._tensors_split_by_parameter()
-        tensors, zero = {}, self._engine.optimizer
-        groups_of_parameters = zero.bf16_groups if hasattr(zero, "bf16_groups") else zero.bit16_groups
-        zipped = zip(self.optimizer.param_groups, groups_of_parameters, zero.real_dp_process_group, strict=True)
-        for group, parameters, ranks in zipped:
-            [own] = group["params"]  # this rank's share of all the group's parameters, concatenated
+        tensors = {} if self._states else state_tensors(self.optimizer, self._names)
+        for own, parameters, ranks in self._partitions():
             parts = {state: self.optimizer.state[own][state] for state in self._states}
             if self._keeps_master_weights:
                 parts[MASTER_WEIGHT] = own.detach()
@@ -138,6 +147,16 @@ class DeepSpeedEngine:
                     tensors[f"{state}/{self._owners[parameter]}"] = value
         return tensors
 
+    def _partitions(self) -> Iterator[tuple[Any, list[Any], dist.ProcessGroup]]:
+        """Yields of each parameter group, under ZeRO 1 and 2: this rank's share of the parameters, concatenated; the
+        parameters; the ranks that share them."""
+        zero = self._engine.optimizer
+        groups_of_parameters = zero.bf16_groups if hasattr(zero, "bf16_groups") else zero.bit16_groups
+        zipped = zip(self.optimizer.param_groups, groups_of_parameters, zero.real_dp_process_group, strict=True)
+        for group, parameters, ranks in zipped:
+            [own] = group["params"]
+            yield own, parameters, ranks
+
     def _tensors_split_by_parameter(self) -> dict[str, Tensor]:
         tensors = {}
         for parameter, name in self._owners.items():
@@ -148,8 +167,9 @@ class DeepSpeedEngine:
         return tensors
 
     def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
-        if not self._zero:
+        if not self._zero or not self._states:
             load_state_tensors(self.optimizer, self._names, tensors, self.applied_steps)
+        if not self._zero:
             return
         for parameter, name in self._owners.items():
             for state in self._states:
@@ -157,7 +177,8 @@ class DeepSpeedEngine:
                     self._set(parameter, tensors[f"{state}/{name}"], state)
             if f"{MASTER_WEIGHT}/{name}" in tensors and self._keeps_master_weights:
                 self._set(parameter, tensors[f"{MASTER_WEIGHT}/{name}"])
-        self._set_steps(self.applied_steps)
+        if self._states:
+            self._set_steps(self.applied_steps)
 
     def counters(self) -> dict[str, float]:
         counters: dict[str, float] = {"applied_steps": self.applied_steps}
@@ -219,7 +240,7 @@ class DeepSpeedEngine:
         # An optimizer would create its state in the first step. DeepSpeed 0.19 then links only the states of the first
         # parameter group to the parameters. At this point ZeRO has put its flat partitions into the parameter groups.
         groups = self.optimizer.param_groups
-        counts_by_group = type(self.optimizer).__module__.startswith("pytorch_optimizer")
+        counts_by_group = self._needs_whole or type(self.optimizer).__module__.startswith("pytorch_optimizer")
         if self._zero == 3:
             partitions = self._engine.optimizer.fp32_partitioned_groups_flat
         else:

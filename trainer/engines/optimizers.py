@@ -9,8 +9,11 @@ from torch import nn, optim
 from torch.optim import Optimizer
 
 from ...models.common.pipeline import copied_parameters
+from ...mpu import tp_size
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.ranks import Ranks
+from .deepspeed_config import zero_stage
+from .whole_matrix import Adafactor, Lamb, WholeMatrixOptimizer
 
 # Optimizers whose update of an element depends on that element alone.
 ELEMENTWISE_OPTIMIZERS = (
@@ -38,26 +41,43 @@ def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> torch.opti
 
     "adam" is FlagAI's name for AdamW: the weight decay is decoupled (Loshchilov & Hutter 2019). "adafactor" (Shazeer &
     Stern 2018) comes from transformers; "lion" (Chen et al. 2023) and "lamb" (You et al. 2020) from pytorch_optimizer.
+    Where parameters are split, or Adafactor's are padded, those of `whole_matrix.py` compute the same.
     """
     groups = weight_decay_groups(model, arguments.weight_decay)
     betas = (arguments.beta1, arguments.beta2)
     if arguments.optimizer in ("adamw", "adam"):
         return torch.optim.AdamW(groups, lr=arguments.lr, betas=betas, eps=arguments.adam_eps, fused=True)
     if arguments.optimizer == "adafactor":
-        from transformers.optimization import Adafactor
-
-        relative = arguments.relative_step
-        return Adafactor(
-            groups,
-            lr=None if relative else arguments.lr,
-            relative_step=relative,
-            scale_parameter=relative,
-            warmup_init=relative,
-        )
+        return _adafactor(groups, model, arguments)
+    if arguments.optimizer == "lamb" and _is_split(model, arguments):
+        return Lamb(groups, arguments.lr, betas, mesh=getattr(model, "mesh", None))
     import pytorch_optimizer
 
     kind: Any = pytorch_optimizer.Lion if arguments.optimizer == "lion" else pytorch_optimizer.Lamb
     return kind(groups, lr=arguments.lr, betas=betas)
+
+
+def _adafactor(groups: Any, model: nn.Module, arguments: TrainingArguments) -> torch.optim.Optimizer:
+    relative, scale = arguments.relative_step, arguments.scale_parameter
+    scale = relative if scale is None else scale
+    lr = None if relative else arguments.lr
+    if _is_split(model, arguments) or _is_padded(model):
+        return Adafactor(groups, lr, relative_step=relative, scale_parameter=scale, mesh=getattr(model, "mesh", None))
+    from transformers.optimization import Adafactor as Unsplit
+
+    return Unsplit(groups, lr=lr, relative_step=relative, scale_parameter=scale, warmup_init=relative)
+
+
+def _is_split(model: nn.Module, arguments: TrainingArguments) -> bool:
+    """Returns whether the optimizer gets parts of parameters; the same on all ranks."""
+    if tp_size(getattr(model, "mesh", None)) > 1:
+        return True
+    return arguments.env_type.startswith("deepspeed") and zero_stage(arguments) > 0
+
+
+def _is_padded(model: nn.Module) -> bool:
+    shards = [(getattr(parameter, "shard", None), parameter.shape) for parameter in model.parameters()]
+    return any(shard is not None and tuple(shape) != shard.shape for shard, shape in shards)
 
 
 def check_optimizer(optimizer: Any, model: nn.Module, tensor_parallel_size: int = 1) -> None:
@@ -80,10 +100,12 @@ def check_optimizer(optimizer: Any, model: nn.Module, tensor_parallel_size: int 
         raise ValueError(
             f"{kind} keeps state that belongs to no parameter, which the trainer does not save; use another optimizer"
         )
-    if tensor_parallel_size > 1 and not isinstance(optimizer, ELEMENTWISE_OPTIMIZERS) and kind not in ELEMENT_STATES:
+    splittable = isinstance(optimizer, (*ELEMENTWISE_OPTIMIZERS, WholeMatrixOptimizer)) or kind in ELEMENT_STATES
+    if tensor_parallel_size > 1 and not splittable:
         raise ValueError(
             f"{kind} may need whole parameters, which model_parallel_size={tensor_parallel_size} splits; use "
-            f"{', '.join(known.__name__ for known in ELEMENTWISE_OPTIMIZERS)} or Lion, or model_parallel_size=1"
+            f"{', '.join(known.__name__ for known in ELEMENTWISE_OPTIMIZERS)} or Lion, the arguments "
+            "optimizer='adafactor' or 'lamb', or model_parallel_size=1"
         )
     own = set(model.parameters())
     foreign = sum(p not in own for group in optimizer.param_groups for p in group["params"])

@@ -43,7 +43,7 @@ def state_tensors(optimizer: torch.optim.Optimizer, owners: Mapping[Any, str]) -
     """
     tensors = {}
     for parameter, state in optimizer.state.items():
-        if parameter not in owners or not isinstance(state, Mapping):
+        if not isinstance(state, Mapping) or (state and parameter not in owners):
             raise ValueError(
                 f"{type(optimizer).__name__} keeps {parameter!r:.40} as state, which cannot be saved; use another "
                 "optimizer"

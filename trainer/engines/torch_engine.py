@@ -112,6 +112,7 @@ class MasterWeights:
             for place, parameter in enumerate(group["params"]):
                 if parameter.dtype in (torch.bfloat16, torch.float16):
                     master = nn.Parameter(parameter.detach().float())
+                    vars(master).update(vars(parameter))  # such as its shard
                     group["params"][place] = master
                     if parameter in optimizer.state:  # some optimizers create their state before the first step
                         state = optimizer.state.pop(parameter)

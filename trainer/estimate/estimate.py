@@ -179,16 +179,18 @@ def _torch(model: ModelMemory, job: Job) -> EngineMemory:
     wide = job.itemsize == FP32
     accumulates = job.accumulation_steps > 1
     groups = [[size.local for size in group] for group in _groups(model)]
+    padded = any(size.local_shape != size.shape for size in model.trained)
+    in_parts = job.tensor_parallel_size > 1 or (padded and job.optimizer == "adafactor")
     return EngineMemory(
         parameters=sum(size.local for size in model.parameters) * job.itemsize,
         masters=0 if wide else FP32 * trained,
-        states=state_bytes(job.optimizer, [size.local_shape for size in model.trained]),
+        states=state_bytes(job.optimizer, model.trained),
         held=FP32 * trained if accumulates else 0,
         grown=0.0 if accumulates and wide else 1.0,
         stepped=FP32 * trained,
         buffers=job.itemsize * trained if job.data_parallel_size > 1 else 0,  # DDP's buckets
         bucket=0,
-        temporaries=step_bytes(job.optimizer, groups),
+        temporaries=step_bytes(job.optimizer, groups, in_parts=in_parts),
     )
 
 
@@ -205,6 +207,7 @@ def _zero(model: ModelMemory, job: Job) -> EngineMemory:
     trained = sum(size.local for size in model.trained)
     every = sum(size.local for size in model.parameters)
     own = -(-trained // ranks)
+    largest = max((size.local for size in model.trained), default=0)
     flat = [-(-sum(size.local for size in group) // ranks) for group in _groups(model)]
     # For bf16 under stage 1 DeepSpeed uses its BF16_Optimizer, which always keeps flat fp32 gradients of everything.
     always_fp32 = stage == 1 and job.precision == "bf16"
@@ -222,13 +225,13 @@ def _zero(model: ModelMemory, job: Job) -> EngineMemory:
     return EngineMemory(
         parameters=every * e if stage < 3 else -(-every // ranks) * e + min(every, ZERO_3_GATHERED) * e,
         masters=FP32 * own,
-        states=state_bytes(job.optimizer, [(own,)]),
+        states=state_bytes(job.optimizer, model.trained, own),
         held=held,
         grown=grown,
         stepped=stepped,
         buffers=0,
         bucket=bucket,
-        temporaries=step_bytes(job.optimizer, [[size] for size in flat]),
+        temporaries=step_bytes(job.optimizer, [[size] for size in flat], in_parts=True, largest=largest),
     )
 
 
@@ -244,31 +247,40 @@ STATE_BYTES = {"adamw": 8, "lamb": 8, "lion": 4}
 FP32 = 4
 
 
-def state_bytes(optimizer: str, shapes: Sequence[tuple[int, ...]]) -> int:
-    """Returns the bytes of optimizer state for parameters of these shapes.
+def state_bytes(optimizer: str, trained: Sequence[ParameterSize], own: int | None = None) -> int:
+    """Returns the bytes of optimizer state on a rank.
 
-    Adafactor (Shazeer & Stern 2018, section 3) keeps the row means and column means of each matrix's squared gradients,
-    and all squared gradients of a vector.
+    Adafactor (Shazeer & Stern 2018, section 3) keeps the row means and column means of each whole matrix's squared
+    gradients, the same on all ranks, and all squared gradients of a vector. `own` is the number of elements that the
+    rank updates under ZeRO.
     """
     if optimizer == "adafactor":
-        return FP32 * sum(map(_factored, shapes))
-    return STATE_BYTES[optimizer] * sum(map(prod, shapes))
+        return FP32 * sum(_factored(size.shape) if len(size.shape) > 1 else size.local for size in trained)
+    return STATE_BYTES[optimizer] * (sum(size.local for size in trained) if own is None else own)
 
 
-def step_bytes(optimizer: str, groups: Sequence[Sequence[int]]) -> int:
+def step_bytes(
+    optimizer: str, groups: Sequence[Sequence[int]], *, in_parts: bool = False, largest: int | None = None
+) -> int:
     """Returns the bytes of temporary fp32 tensors during an update.
 
     AdamW is fused and needs no temporary tensors. transformers' Adafactor needs two of a parameter's size at once.
     pytorch_optimizer's Lion and LAMB need one for each parameter of a group, because they update a group at once.
-    `groups` are the numbers of elements of the parameters of each group.
+
+    Args:
+        groups: The numbers of elements of the tensors of each group.
+        in_parts: Tensor parallelism or ZeRO splits the parameters, or Adafactor's are padded; Adafactor and LAMB then
+            need one tensor of the size of a parameter's part.
+        largest: The number of elements of the largest parameter, if the tensors hold several.
     """
+    each = max((size for group in groups for size in group), default=0)
+    if optimizer in ("adafactor", "lamb") and in_parts:
+        return FP32 * min(each, largest or each)
     if optimizer == "adafactor":
-        return 2 * FP32 * max((size for group in groups for size in group), default=0)
+        return 2 * FP32 * each
     return FP32 * max(map(sum, groups), default=0) if optimizer in ("lion", "lamb") else 0
 
 
 def _factored(shape: tuple[int, ...]) -> int:
-    """Returns the number of elements of Adafactor's state for a parameter."""
-    if len(shape) < 2:
-        return prod(shape)
+    """Returns the number of elements of Adafactor's state for a matrix."""
     return prod(shape[:-1]) + prod(shape[:-2]) * shape[-1]

@@ -233,8 +233,8 @@ class Job:
         target_length: Tokens in an encoder-decoder's target; by default as many as in the source.
         padded: Whether there is an attention mask.
         accumulation_steps: Micro-batches for one optimizer step.
-        zero_stage: DeepSpeed's ZeRO stage. None means no DeepSpeed, or stage 1 under tensor or pipeline
-            parallelism.
+        zero_stage: DeepSpeed's ZeRO stage. None means no DeepSpeed. Under tensor or pipeline parallelism it means
+            stage 1, or 0 for Adafactor and LAMB in fp32.
         pipeline_blocks: Blocks of each pipeline stage; by default, equal numbers.
         precision: Precision of parameters, activations and gradients. The optimizer keeps fp32 copies of 16-bit
             parameters.
@@ -266,10 +266,10 @@ class Job:
             raise ValueError(f"ZeRO stage {self.stage} does not work with pipeline parallelism; use 0 or 1")
         if self.stage == 3 and self.tensor_parallel_size > 1:
             raise ValueError("ZeRO stage 3 splits parameters that tensor parallelism has already split; use 0, 1 or 2")
-        if self.optimizer not in ELEMENTWISE and (self.tensor_parallel_size > 1 or self.stage):
+        if self.optimizer not in ELEMENTWISE and self.stage == 3:
             raise ValueError(
-                f"{self.optimizer} needs whole parameters, which tensor parallelism and ZeRO split; use "
-                f"{' or '.join(ELEMENTWISE)}, or one tensor-parallel rank without ZeRO"
+                f"{self.optimizer} needs statistics of whole parameters, which ZeRO stage 3 splits; use 0, 1 or 2, or "
+                f"{' or '.join(ELEMENTWISE)}"
             )
         if self.stage == 0 and self.itemsize == 2:
             raise ValueError(
@@ -281,7 +281,9 @@ class Job:
     def stage(self) -> int | None:
         """The ZeRO stage, or None without DeepSpeed."""
         split = self.tensor_parallel_size * self.pipeline_parallel_size > 1
-        return 1 if self.zero_stage is None and split else self.zero_stage
+        if self.zero_stage is None and split:
+            return int(self.optimizer in ELEMENTWISE or self.precision != "fp32")
+        return self.zero_stage
 
     @property
     def itemsize(self) -> int:
