@@ -205,12 +205,23 @@ def start_reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> 
     size, dim = group.size(), dim % tensor.dim()
     if size == 1:
         return lambda: tensor
-    share = divide(tensor.shape[dim], size, f"positions of dim {dim}")
+    share = _share(tensor, dim, size)
     pieces = torch.unflatten(tensor, dim, (size, share)).movedim(dim, 0).contiguous()  # [size, ..., share, ...]
     return _start_exchange_and_sum(pieces, group) if tensor.numel() else lambda: pieces[0]
 
 
 def local_slice(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Returns this rank's equal slice of `dim`, as a copy, so that the whole tensor can be freed."""
-    share = divide(tensor.shape[dim], group.size(), f"positions of dim {dim % tensor.dim()}")
+    share = _share(tensor, dim % tensor.dim(), group.size())
     return tensor.narrow(dim, group.rank() * share, share).clone(memory_format=torch.contiguous_format)
+
+
+def _share(tensor: Tensor, dim: int, size: int) -> int:
+    """Returns the length of a rank's slice of `dim`. Raises ValueError if the ranks cannot have equal slices."""
+    length = tensor.shape[dim]
+    if dim == SEQUENCE_DIM and tensor.dim() > 2 and length % size:
+        raise ValueError(
+            f"sequence parallelism cannot split sequences of {length} positions over {size} tensor-parallel ranks; pad "
+            f"them to a multiple of {size}, such as {-(-length // size) * size}, or use sequence_parallel=False"
+        )
+    return divide(length, size, f"positions of dim {dim}")

@@ -62,9 +62,8 @@ def rotary_embedding(
         dtype: The dtype of the result.
     """
     rotated = int(head_size * parameters.get("partial_rotary_factor", 1.0))
-    exponents = torch.arange(0, rotated, 2, device=position_ids.device, dtype=torch.float32) / rotated
     scaled = _SCALINGS[parameters["rope_type"]]
-    frequencies, factor = scaled(exponents, parameters, max_positions, position_ids)
+    frequencies, factor = scaled(rotated, parameters, max_positions, position_ids)
     angles = position_ids[:, None, :, None].float() * frequencies
     return Rotary((angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype), interleaved)
 
@@ -165,43 +164,59 @@ def check_rope_parameters(parameters: Mapping[str, Any], head_size: int) -> None
         value = parameters.get(name)
         if value is not None and not (isinstance(value, (int, float)) and least <= value < math.inf and value):
             raise ValueError(f"rope_parameters: {name} must be a number of at least {least:g}, not 0; got {value!r}")
+    _check_rotated(parameters, head_size)
+
+
+def _check_rotated(parameters: Mapping[str, Any], head_size: int) -> None:
     rotated = head_size * parameters.get("partial_rotary_factor", 1.0)
-    if rotated > head_size or int(rotated) % 2 or int(rotated) < 2:
-        raise ValueError(f"rotary positions need an even number of features, at most {head_size}; got {rotated:g}")
-    for name in ("short_factor", "long_factor") if kind == "longrope" else ():
-        if not isinstance(parameters[name], list) or len(parameters[name]) != int(rotated) // 2:
-            raise ValueError(f"rope_parameters: {name} must be a list of {int(rotated) // 2} numbers")
+    pairs, least = (int(rotated) + 1) // 2, 3 if parameters["rope_type"] == "dynamic" else 1
+    if int(rotated) < least or 2 * pairs > head_size:
+        raise ValueError(
+            f"rotary positions turn pairs of a head's features: partial_rotary_factor times the head size {head_size} "
+            f"must be from {least} to {head_size - head_size % 2}, not {rotated:g}"
+        )
+    for name in ("short_factor", "long_factor") if parameters["rope_type"] == "longrope" else ():
+        if not isinstance(parameters[name], list) or len(parameters[name]) != pairs:
+            raise ValueError(f"rope_parameters: {name} must be a list of {pairs} numbers")
 
 
-def _default(exponents: Tensor, parameters: Mapping[str, Any], *_: Any) -> tuple[Tensor, float]:
+def _exponents(rotated: int, position_ids: Tensor) -> Tensor:
+    """2i / R for the pair i. An odd R turns one feature more, as transformers does."""
+    return torch.arange(0, rotated, 2, device=position_ids.device, dtype=torch.float32) / rotated
+
+
+def _default(
+    rotated: int, parameters: Mapping[str, Any], max_positions: int, position_ids: Tensor
+) -> tuple[Tensor, float]:
     """Frequency i is theta^(-2i / R)."""
-    return 1.0 / parameters["rope_theta"] ** exponents, 1.0
+    return 1.0 / parameters["rope_theta"] ** _exponents(rotated, position_ids), 1.0
 
 
-def _linear(exponents: Tensor, parameters: Mapping[str, Any], *_: Any) -> tuple[Tensor, float]:
+def _linear(rotated: int, parameters: Mapping[str, Any], *call: Any) -> tuple[Tensor, float]:
     """Position interpolation (Chen et al., 2023, arXiv:2306.15595)."""
-    return _default(exponents, parameters)[0] / parameters["factor"], 1.0
+    return _default(rotated, parameters, *call)[0] / parameters["factor"], 1.0
 
 
 def _dynamic(
-    exponents: Tensor, parameters: Mapping[str, Any], max_positions: int, position_ids: Tensor
+    rotated: int, parameters: Mapping[str, Any], max_positions: int, position_ids: Tensor
 ) -> tuple[Tensor, float]:
     """Dynamic NTK scaling: theta grows with the longest sequence of the call beyond `max_positions`."""
-    factor, rotated = parameters["factor"], 2 * len(exponents)
+    factor = parameters["factor"]
     length = (position_ids.max() + 1).clamp(min=max_positions)
     stretch = factor * length / max_positions - (factor - 1)
-    return 1.0 / (parameters["rope_theta"] * stretch ** (rotated / (rotated - 2))) ** exponents, 1.0
+    theta = parameters["rope_theta"] * stretch ** (rotated / (rotated - 2))
+    return 1.0 / theta ** _exponents(rotated, position_ids), 1.0
 
 
 def _yarn(
-    exponents: Tensor, parameters: Mapping[str, Any], max_positions: int, position_ids: Tensor
+    rotated: int, parameters: Mapping[str, Any], max_positions: int, position_ids: Tensor
 ) -> tuple[Tensor, float]:
     """YaRN (Peng et al., 2023, arXiv:2309.00071), sections 3.2 to 3.4.
 
     Pairs that turn more than `beta_fast` times within the original length keep their frequency, those that turn less
     than `beta_slow` times are interpolated, and a ramp joins them.
     """
-    theta, factor, rotated = parameters["rope_theta"], parameters["factor"], 2 * len(exponents)
+    theta, factor, exponents = parameters["rope_theta"], parameters["factor"], _exponents(rotated, position_ids)
     original = parameters["original_max_position_embeddings"]
 
     def pair_of(turns: float) -> float:
@@ -229,21 +244,22 @@ def _yarn_attention_factor(parameters: Mapping[str, Any]) -> float:
 
 
 def _longrope(
-    exponents: Tensor, parameters: Mapping[str, Any], max_positions: int, position_ids: Tensor
+    rotated: int, parameters: Mapping[str, Any], max_positions: int, position_ids: Tensor
 ) -> tuple[Tensor, float]:
     """LongRoPE (Ding et al., 2024, arXiv:2402.13753): a divisor for each pair, others beyond the original length."""
     original = parameters["original_max_position_embeddings"]
     factor, attention = parameters.get("factor") or max_positions / original, parameters.get("attention_factor")
     if attention is None:
         attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    exponents = _exponents(rotated, position_ids)
     long, short = (exponents.new_tensor(parameters[name]) for name in ("long_factor", "short_factor"))
     divisors = torch.where(position_ids.max() + 1 > original, long, short)
     return 1.0 / (divisors * parameters["rope_theta"] ** exponents), attention
 
 
-def _llama3(exponents: Tensor, parameters: Mapping[str, Any], *_: Any) -> tuple[Tensor, float]:
+def _llama3(rotated: int, parameters: Mapping[str, Any], *call: Any) -> tuple[Tensor, float]:
     """Llama 3.1 (Dubey et al., 2024, arXiv:2407.21783): long wavelengths are stretched, those between are blended."""
-    frequencies, factor = _default(exponents, parameters)[0], parameters["factor"]
+    frequencies, factor = _default(rotated, parameters, *call)[0], parameters["factor"]
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
     original = parameters["original_max_position_embeddings"]
     wavelengths = 2 * math.pi / frequencies

@@ -16,8 +16,13 @@ BART = {
     "vocab_size": VOCABULARY, "layers": 2, "pad_token_id": 0, "bos_token_id": 1, "decoder_start_token_id": 2,
     "forced_eos_token_id": None,
 }  # fmt: skip
+LLAMA = {"vocab_size": VOCABULARY, "layers": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 MODELS = {
     "gpt2": ("GPT2LMHeadModel", GPT2),
+    "llama": ("LlamaForCausalLM", {**LLAMA, "num_attention_heads": 8}),
+    # A window that ends within the prompts and slides over the new tokens; the first layer has none.
+    "qwen2": ("Qwen2ForCausalLM", {**LLAMA, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3": ("Qwen3ForCausalLM", {**LLAMA, "tie_word_embeddings": True}),
     "t5": ("T5ForConditionalGeneration", T5),
     "t5 v1.1": ("T5ForConditionalGeneration", {**T5, **V1_1}),
     "umt5": ("UMT5ForConditionalGeneration", T5),

@@ -33,6 +33,7 @@ CASES = {
     "remove_invalid_values": {"remove_invalid_values": True},
 }  # fmt: skip
 LENGTH = {"max_new_tokens": 9}
+FAMILIES = ["gpt2", "llama", "qwen2", "t5", "t5 v1.1", "mt5", "umt5", "bart", "m2m_100"]
 
 
 def decode_all(mesh, folder, ids, mask, cases, **options):
@@ -50,11 +51,12 @@ def shown(tokens: torch.Tensor, prompt: int, ends: list[int]) -> list[list[int]]
     return rows
 
 
-@pytest.mark.parametrize("family", ["gpt2", "t5", "t5 v1.1", "mt5", "umt5", "bart", "m2m_100"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_transformers(family, saved, prompts, run_mesh):
     reference, folder = saved(family)
-    ids, mask = prompts(ROWS, padded_left=family == "gpt2")
-    prompt = ids.shape[1] if family == "gpt2" else 1
+    is_decoder = not reference.config.is_encoder_decoder
+    ids, mask = prompts(ROWS, padded_left=is_decoder)
+    prompt = ids.shape[1] if is_decoder else 1
     expected = {name: reference.generate(ids, attention_mask=mask, **LENGTH, **case) for name, case in CASES.items()}
     for size in (1, 2, 4) if family in ("gpt2", "t5") else (1, 2):  # the others decode by the same code
         ranks = run_mesh(size, decode_all, folder, ids, mask, CASES)
@@ -68,10 +70,10 @@ def test_tokens_are_those_of_transformers(family, saved, prompts, run_mesh):
             assert not wrong, f"{name} at TP {size}: row {wrong[0]} is {found[wrong[0]]}, not {wanted[wrong[0]]}"
 
 
-@pytest.mark.parametrize("family", ["gpt2", "t5", "t5 v1.1", "mt5", "umt5", "bart", "m2m_100"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_cache_changes_nothing(family, saved, prompts, run_mesh):
-    _, folder = saved(family)
-    ids, mask = prompts(12, padded_left=family == "gpt2")
+    reference, folder = saved(family)
+    ids, mask = prompts(12, padded_left=not reference.config.is_encoder_decoder)
     cases = {name: CASES[name] for name in ("greedy, many ends", "beams, many ends", "repetition_penalty")}
     # Without padding among the tokens, which M2M100 does not count.
     cases["sampled"] = {"do_sample": True, "seed": 4, "num_return_sequences": 2, "suppress_tokens": [0]}

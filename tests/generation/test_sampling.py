@@ -38,10 +38,10 @@ def sample(mesh, folder, ids, mask, seed):
     return {name: model.generate(ids, mask, **options, **case) for name, case in CASES.items()}
 
 
-@pytest.mark.parametrize("family", ["gpt2", "t5"])
+@pytest.mark.parametrize("family", ["gpt2", "qwen3", "t5", "bart"])
 def test_a_seed_decides_the_tokens_whatever_the_ranks(family, saved, prompts, run_mesh):
-    _, folder = saved(family)
-    ids, mask = prompts(16, padded_left=family == "gpt2")
+    reference, folder = saved(family)
+    ids, mask = prompts(16, padded_left=not reference.config.is_encoder_decoder)
     for seed in (7, None):  # None: the first rank's random state, although the others' differ
         runs = {size: run_mesh(size, sample, folder, ids, mask, seed) for size in (1, 2, 4)}
         for name in CASES:
@@ -61,9 +61,9 @@ def first_tokens(mesh, folder, ids, options):
     return torch.cat(drawn).bincount(minlength=model.config.vocab_size)
 
 
-@pytest.mark.parametrize("options", [{"top_k": 0}, {"top_k": 25, "temperature": 2.0}])
-def test_the_distribution_is_the_softmax(options, saved, prompts, run_mesh):
-    reference, folder = saved("gpt2")
+@pytest.mark.parametrize(("family", "options"), [("gpt2", {"top_k": 0}), ("qwen3", {"top_k": 25, "temperature": 2.0})])
+def test_the_distribution_is_the_softmax(family, options, saved, prompts, run_mesh):
+    reference, folder = saved(family)
     ids = prompts(1, padded_left=True)[0]
     with torch.no_grad():
         logits = reference(ids).logits[0, -1].double() / options.get("temperature", 1.0)

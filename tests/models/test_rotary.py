@@ -55,15 +55,19 @@ def test_scaled_rotation_is_that_of_transformers(name, theta, length, dtype):
     assert all(torch.equal(rotate(x, rotary), y) for x, y in zip((q, k), expected, strict=True))
 
 
-@pytest.mark.parametrize("partial", [0.5, 1.0])
-def test_interleaved_and_partial_rotation_is_that_of_transformers(partial):
+@pytest.mark.parametrize("name", ["default", "dynamic"])
+@pytest.mark.parametrize("partial", [0.25, 0.5, 0.6, 1.0])  # 3, 6, 7 or 12 features; of an odd number, one more turns
+def test_interleaved_and_partial_rotation_is_that_of_transformers(partial, name):
+    stored = {"rope_type": name, "rope_theta": 500.0, "partial_rotary_factor": partial, **SCALINGS[name]}
     theirs = transformers.Glm4Config(
-        hidden_size=24, num_attention_heads=2, head_dim=HEAD_SIZE, partial_rotary_factor=partial
-    )
-    q, k = queries_and_keys(9, torch.float32)
-    positions = torch.arange(9)[None]
+        hidden_size=24, num_attention_heads=2, head_dim=HEAD_SIZE, max_position_embeddings=POSITIONS,
+        rope_parameters=dict(stored),
+    )  # fmt: skip
+    q, k = queries_and_keys(40, torch.float32)
+    positions = torch.arange(40)[None]
     expected = modeling_glm4.apply_rotary_pos_emb(q, k, *modeling_glm4.Glm4RotaryEmbedding(theirs)(q, positions))
-    parameters = read_rope_parameters({"partial_rotary_factor": partial}, POSITIONS)
+    parameters = read_rope_parameters({"rope_parameters": stored}, POSITIONS)
+    check_rope_parameters(parameters, HEAD_SIZE)
     rotary = rotary_embedding(positions, HEAD_SIZE, parameters, POSITIONS, q.dtype, interleaved=True)
     assert all(torch.equal(rotate(x, rotary), y) for x, y in zip((q, k), expected, strict=True))
 
@@ -83,7 +87,9 @@ def test_old_and_new_spellings_are_the_same():
         ({"rope_type": "linear"}, "of type linear need factor"),
         ({"rope_type": "yarn", "factor": 0.5}, "factor must be a number of at least 1"),
         ({"rope_theta": -1}, "rope_theta must be a number"),
-        ({"partial_rotary_factor": 0.25}, "even number of features"),
+        ({"partial_rotary_factor": 0.05}, "must be from 1 to 12, not 0.6"),
+        ({"partial_rotary_factor": 1.1}, "must be from 1 to 12, not 13.2"),
+        ({"rope_type": "dynamic", "factor": 2.0, "partial_rotary_factor": 0.2}, "must be from 3 to 12, not 2.4"),
         ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}, "a list of 6 numbers"),
     ],
 )

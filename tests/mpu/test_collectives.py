@@ -102,10 +102,12 @@ def test_without_a_mesh_everything_is_the_identity():
         assert getattr(mpu, name.removesuffix("_replicated"))(x, None) is x
 
 
-def test_a_sequence_that_does_not_divide_is_refused(run_mesh):
+def test_a_length_that_does_not_divide_is_refused(run_mesh):
     def refused(mesh):
         for function in (mpu.scatter_sequence, mpu.reduce_scatter_sequence):
-            with pytest.raises(ValueError, match="9 positions of dim 1 cannot be split 2 ways; use 1, 3 or 9"):
-                function(torch.zeros(2, 9, 4), mesh)
+            with pytest.raises(ValueError, match=r"sequence parallelism .* 13 positions .* 4, such as 16, or"):
+                function(torch.zeros(2, 13, 4), mesh)
+        with pytest.raises(ValueError, match="9 positions of dim 2 cannot be split 4 ways; use 1, 3 or 9"):
+            mpu.scatter_to_tp(torch.zeros(2, 4, 9), mesh)
 
-    run_mesh(2, refused)
+    run_mesh(4, refused)

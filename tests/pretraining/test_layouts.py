@@ -12,7 +12,7 @@ SAME_LOSS = {"rel": 1e-5, "abs": 0}
 CASES = [
     ("gpt2", "gpt"), ("bert", "bert-nsp"), ("bert", "bert-sop"), ("bert", "roberta"), ("roberta", "roberta"),
     ("t5", "t5"), ("t5", "prefix-lm"), ("t5", "ul2"), ("mt5", "t5"), ("mt5", "prefix-lm"),
-    ("mt5", "ul2"), ("glm", "glm"),
+    ("mt5", "ul2"), ("umt5", "t5"), ("bart", "bart"), ("llama", "gpt"), ("glm", "glm"),
 ]  # fmt: skip
 
 

@@ -17,6 +17,9 @@ FAMILIES = {
     "roberta": {},
     "electra": {},
     "modernbert": {},
+    "umt5": {},
+    "bart": {"init_std": 0.2},
+    "llama": {},
 }
 STEPS = 4
 

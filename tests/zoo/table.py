@@ -1,25 +1,35 @@
-"""Runs the whole parity matrix and prints it as the table of docs/models.md.
+"""Runs the whole parity matrix, prints it as a table, and renews the table of docs/models.md.
 
     python tests/zoo/table.py [PART OF A NAME …]     # only the cases whose family or name has one of these parts
+    python tests/zoo/table.py --write [--jobs 2]     # all cases; replaces the table in docs/models.md
 
-The exit code is 1 if a case fails; what is wrong with it is written to stderr.
+Each row is printed when its case is done; what is wrong with a case is written to stderr. The exit code is 1 if a case
+fails, and then nothing is replaced.
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
 import os
+import re
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
 sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
 
 import torch
-from matrix import Case, Figures, check_case, load_rows
+import transformers
+from matrix import Case, Figures, architecture_of, check_case, load_rows
 from rank_pool import RankPools
 
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+BEGIN, END = "<!-- begin: python tests/zoo/table.py --write -->\n", "<!-- end -->\n"
 COLUMNS = (
     "family", "architecture", "TP", "plain", "SP", "recompute", "dropout", "outputs", "gradients", "bf16", "tokens",
     "convert",
@@ -34,8 +44,7 @@ def line(name: str, family_name: str, case: Case, figures: Figures) -> str:
         return "no" if any(word in problem for problem in figures.problems for word in words) else "yes"
 
     cells = [
-        f"`{family_name}`",
-        f"`{name.partition(',')[0]}`{''.join(name.partition(',')[1:])}",
+        *title(name, family_name),
         " ".join(map(str, case.sizes)),
         *(works(f", {mode}") for mode in ("plain", "sequence parallel")),
         works("recompute"),
@@ -49,27 +58,76 @@ def line(name: str, family_name: str, case: Case, figures: Figures) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def main(parts: list[str]) -> int:
+def title(name: str, family_name: str) -> tuple[str, str]:
+    """The first two cells of a row."""
+    return f"`{family_name}`", f"`{architecture_of(name)}`{name.removeprefix(architecture_of(name))}"
+
+
+@functools.cache
+def pools() -> RankPools:
+    """Of this process, for all its cases."""
+    return RankPools()
+
+
+def compare(name: str) -> tuple[str, list[str]]:
+    """Runs a case in this process. Returns its row and what is wrong with it."""
+    family_name, case = load_rows()[name]
     torch.set_num_threads(1)
-    pools, start, failures, lines = RankPools(), time.monotonic(), 0, []
-    for name, (family_name, case) in load_rows().items():
-        if parts and not any(part in (family_name, name) or part in name for part in parts):
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                figures = check_case(name, (family_name, case), Path(folder), pools.run_mesh)
-            except Exception as error:  # the other cases are still of interest
-                figures = Figures(problems=[f"TP, plain, sequence parallel, recompute, split and merge: {error}"])
-        failures += bool(figures.problems)
-        for problem in figures.problems:
-            print(f"{name}: {problem}", file=sys.stderr)
-        lines.append(line(name, family_name, case, figures))
-        print(lines[-1], file=sys.stderr)  # progress
-    pools.close()
-    print(HEADER, *lines, sep="\n")
-    print(f"\n{len(lines)} cases, {failures} failures, {time.monotonic() - start:.0f} s", file=sys.stderr)
-    return 1 if failures or not lines else 0
+    transformers.logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            figures = check_case(name, (family_name, case), Path(folder), pools().run_mesh)
+        except Exception as error:  # the other cases are still of interest
+            figures = Figures(problems=[f"TP, plain, sequence parallel, recompute, split and merge: {error}"])
+    return line(name, family_name, case, figures), figures.problems
+
+
+def caption(names: list[str]) -> str:
+    architectures = len({architecture_of(name) for name in names})
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    return f"{len(names)} cases of {architectures} architectures, with {versions}:"
+
+
+def write(names: list[str], rows: list[str]) -> None:
+    """Replaces what docs/models.md has between the two comments."""
+    table = "\n".join(["", caption(names), "", HEADER, *rows, ""])
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}{table}\n{END}{rest.partition(END)[2]}")
+
+
+def written() -> tuple[int, int, list[list[str]]]:
+    """The numbers of cases and architectures that docs/models.md names, and the cells of each row of its table."""
+    table = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
+    numbers = re.search(r"^(\d+) cases of (\d+) architectures", table, re.MULTILINE)
+    rows = [row.strip("| ").split(" | ") for row in table.splitlines() if row.startswith("| `")]
+    return (int(numbers[1]), int(numbers[2]), rows) if numbers else (0, 0, rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("parts", nargs="*", metavar="PART", help="of the name of a case or its family")
+    parser.add_argument("--write", action="store_true", help="replace the table of docs/models.md")
+    parser.add_argument("--jobs", type=int, default=1, help="cases at a time; each takes up to four processes")
+    options = parser.parse_args()
+    if options.write and options.parts:
+        parser.error("--write takes all cases; leave out the parts of names")
+    names = [
+        name for name, (family_name, _) in load_rows().items()
+        if not options.parts or any(part == family_name or part in name for part in options.parts)
+    ]  # fmt: skip
+    start, rows, failures = time.monotonic(), [], 0
+    print(HEADER, flush=True)
+    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as executor:
+        for name, (row, problems) in zip(names, executor.map(compare, names), strict=True):
+            rows.append(row)
+            failures += bool(problems)
+            print(row, flush=True)
+            print(*(f"{name}: {problem}\n" for problem in problems), sep="", end="", file=sys.stderr, flush=True)
+    print(f"\n{len(rows)} cases, {failures} failures, {time.monotonic() - start:.0f} s", file=sys.stderr)
+    if options.write and not failures:
+        write(names, rows)
+    return 1 if failures or not rows else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 from matrix import architecture_of, check_case, load_rows
 
@@ -56,3 +59,39 @@ def test_every_architecture_has_a_row():
         for name in family(model_type).architectures if name not in covered
     ]  # fmt: skip
     assert not lacking, "add rows to tests/zoo/rows/"
+
+
+def test_the_table_of_the_docs_has_the_rows_of_the_matrix():
+    """Run `make parity ARGS=--write` to renew it."""
+    table = load_table()
+    cases, architectures, rows = table.written()
+    assert [tuple(row[:3]) for row in rows] == [
+        (*table.title(name, family_name), " ".join(map(str, case.sizes))) for name, (family_name, case) in ROWS.items()
+    ]
+    assert (cases, architectures) == (len(ROWS), len({architecture_of(name) for name in ROWS}))
+    assert not [row for row in rows if "no" in row]
+
+
+def test_the_table_is_written_between_its_marks(tmp_path):
+    table = load_table()
+    original, table.PAGE = table.PAGE.read_text(), tmp_path / "models.md"
+    table.PAGE.write_text(original)
+    names = list(ROWS)[:2]
+    table.write(names, [table.line(name, *ROWS[name], table.Figures(outputs=2e-7)) for name in names])
+    cases, _, rows = table.written()
+    assert cases == 2
+    assert [row[1] for row in rows] == [table.title(name, ROWS[name][0])[1] for name in names]
+    begin, end = original.index(table.BEGIN), original.index(table.END)
+    changed = table.PAGE.read_text()
+    assert changed.startswith(original[:begin])
+    assert changed.endswith(original[end:])
+
+
+def load_table():
+    """The script as a module of its own."""
+    spec = importlib.util.spec_from_file_location("parity_table", Path(__file__).parent / "table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
