@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 # torch reads it at the first tensor. Huge pages speed up memory-bound work on a CPU.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -19,6 +19,7 @@ import tyro
 from rich.text import Text
 
 from ..finetuning.arguments import FinetuningArguments
+from ..trainer.arguments.training_arguments import texts
 from ..trainer.launch.environment import end_process
 from ..trainer.launch.rank_info import RankInfo
 from .arguments import parse
@@ -37,11 +38,8 @@ class FinetuneCommand(FinetuningArguments):
     freeze_embeddings: bool = False
     prompt_list: tuple[str, ...] = ()
     """New tokens of a soft prompt before every source. Only their input vectors are trained."""
-    lora_rank: int = 0
-    """Rank of LoRA weights. Above 0, only these are trained; needs --no-native."""
-    lora_alpha: int = 16
-    lora_target_modules: tuple[str, ...] = ()
-    """Names of the linear layers that get LoRA weights; by default peft's choice for the model."""
+    merge_adapter: bool = False
+    """Save the whole model with LoRA weights merged, instead of the LoRA weights alone."""
 
     config: Path | None = None
     """YAML file with values for these arguments; the command line takes precedence."""
@@ -49,20 +47,9 @@ class FinetuneCommand(FinetuningArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("prompt_list", "lora_target_modules"):
-            object.__setattr__(self, name, texts(name, getattr(self, name)))
+        object.__setattr__(self, "prompt_list", texts("prompt_list", self.prompt_list))
         if self.prompt_list and self.lora_rank:
             raise ValueError("prompt_list and lora_rank both freeze the model to train other weights: use one of them")
-        if self.lora_rank < 0:
-            raise ValueError(f"lora_rank must not be negative, but is {self.lora_rank}")
-
-
-def texts(name: str, given: Any) -> tuple[str, ...]:
-    """Returns a tuple from the value of a YAML file or the command line, a string or a list of strings."""
-    found = (given,) if isinstance(given, str) else given
-    if not isinstance(found, Sequence) or not all(isinstance(text, str) for text in found):
-        raise ValueError(f"{name} must be a list of strings, not {given!r}")
-    return tuple(found)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,9 +86,6 @@ def make_trainer(arguments: FinetuneCommand) -> Trainer:
     trainer.freeze(**parts)
     if arguments.prompt_list:
         trainer.convert_to_prompt_tuning(arguments.prompt_list)
-    if arguments.lora_rank:
-        modules = {"target_modules": list(arguments.lora_target_modules)} if arguments.lora_target_modules else {}
-        trainer.convert_to_lora(r=arguments.lora_rank, lora_alpha=arguments.lora_alpha, **modules)
     if arguments.train_file is not None:
         trainer.load_data(valid=has_validation_data(arguments))
     return trainer
@@ -118,7 +102,7 @@ def run(trainer: Trainer) -> None:
     if arguments.train_file is not None:
         trainer.model_summary()
         trainer.train(valid=has_validation_data(arguments))
-        console.print(f"saved {trainer.save_model()}")
+        console.print(f"saved {trainer.save_model(merge_adapter=arguments.merge_adapter)}")
     elif arguments.validation_file is not None:
         console.print(describe("validation", trainer.evaluate()))
     if arguments.test_file is not None:

@@ -21,7 +21,6 @@ from ..trainer.engines.precision import DTYPES
 from ..trainer.estimate import Job, choose_blocks
 from ..trainer.launch.ranks import on_first_rank
 from .arguments import FinetuningArguments
-from .lora import import_peft
 
 ADAPTER = "adapter_config.json"
 
@@ -61,17 +60,15 @@ def find_source(arguments: FinetuningArguments) -> ModelSource:
     if (folder / ADAPTER).exists():
         base = (read_folder_json(folder, ADAPTER) or {}).get("base_model_name_or_path")
         adapter, folder = folder, locate(base if isinstance(base, str) else "")
-    values = read_folder_json(folder, CONFIG)
+    values = read_folder_json(adapter or folder, CONFIG) or read_folder_json(folder, CONFIG)
     if values is None:
         raise ValueError(f"{folder} holds no model: it has no {CONFIG}")
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
         raise ValueError(f"{folder / CONFIG} has no model_type, so its kind of model is unknown")
     native = arguments.native
-    if adapter is not None and native:
-        raise ValueError(f"{adapter} holds LoRA weights, which only transformers' models support; use native=False")
     if native is None:
-        native = model_type in FAMILIES and adapter is None
+        native = model_type in FAMILIES
         native = native and (arguments.task != "text-classification" or arguments.task in family(model_type).tasks)
     elif native and model_type not in FAMILIES:
         raise ValueError(
@@ -137,14 +134,17 @@ def _native(
     made: dict[str, Any] = {"device": device, "dtype": DTYPES[arguments.precision]}
     blocks = _stage_blocks(source, arguments, mesh, device)
     made["parallel_config"] = ParallelConfig(arguments.sequence_parallel, arguments.recompute, blocks)
-    if task != "text-classification" or labels is None:
+    of_adapter = source.adapter is not None and (source.adapter / CONFIG).exists()
+    if task != "text-classification" or (labels is None and not of_adapter):
         return from_pretrained(source.folder, mesh, **made)
     classifier = family(source.model_type).tasks[task]
-    config = config_from_dict({**source.values, "architectures": [classifier]}).with_changes(
-        num_labels=len(labels),
-        id2label={str(number): label for number, label in enumerate(labels)},
-        label2id={label: number for number, label in enumerate(labels)},
-    )
+    config = config_from_dict({**source.values, "architectures": [classifier]})
+    if labels is not None:
+        config = config.with_changes(
+            num_labels=len(labels),
+            id2label={str(number): label for number, label in enumerate(labels)},
+            label2id={label: number for number, label in enumerate(labels)},
+        )
     new = {"classifier", *missing_modules(source.folder, config)}
     try:
         return from_pretrained(source.folder, mesh, config=config, new=sorted(new), seed=arguments.seed, **made)
@@ -194,9 +194,6 @@ def _transformers(
             )
         except (OSError, KeyError) as error:
             raise ValueError(f"{source.folder} holds no model that transformers loads: {error}") from None
-    if source.adapter is not None:
-        import_peft()
-        model.load_adapter(str(source.adapter), is_trainable=True)
     return model
 
 

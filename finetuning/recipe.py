@@ -9,8 +9,11 @@ from typing import Any
 
 from ..checkpoint.manifest import checked_tokenizer
 from ..data.tokenizers.tokenizer import load_transformers_tokenizer
+from ..models.loading import missing_modules
+from ..models.lora import merge_lora, stored_modules
 from ..trainer.batches.training_data import check_size
 from ..trainer.launch.ranks import on_first_rank
+from ..trainer.lora import convert_to_lora, has_lora, lora_settings, take_adapter
 from ..trainer.run_folder import RunFolder
 from ..trainer.run_lock import return_folder
 from ..trainer.trainer import Trainer
@@ -19,7 +22,6 @@ from .data import Collate, FinetuningData, TextTokenizer
 from .evaluation import class_accuracy, generated_values, next_token_accuracy, perplexity, text_value_names
 from .freezing import ModelSummary, part_parameters, summarize, summary_of
 from .loading import find_source, load_model, positions_of
-from .lora import add_lora
 from .saving import check_run, open_run, save_whole, tokenizer_folder, write_companions
 from .soft_prompt import add_prompt, initial_rows, input_embedding, load_prompt, save_prompt, without_prompt
 from .tasks import choose_task
@@ -60,6 +62,7 @@ class Finetuning:
         self._prompt: Any = None
         if (prompt := load_prompt(self.source.folder)) is not None:
             self._add_prompt(*prompt)
+        self._add_adapter()
         self._run: RunFolder | None = None
         self._measured: Any = None  # the records of which evaluations compare generated texts
         self._generator = TextGenerator(
@@ -115,14 +118,35 @@ class Finetuning:
     def convert_to_lora(self, **settings: Any) -> None:
         """Freezes the model and adds LoRA weights. `settings` are those of peft's LoraConfig (r, target_modules, …).
 
-        ValueError for a model of the zoo; use transformers' with native=False.
+        The head of a classifier is trained besides, as in peft. ValueError for settings that the model does not follow.
         """
-        if self.source.native:
-            raise ValueError(
-                "LoRA (peft) wraps whole linear layers, which the zoo's models split: use native=False with "
-                "model_parallel_size=1, or soft prompts or freeze(), which the zoo's models have"
-            )
-        add_lora(self.model, self.source.folder, self.arguments.seed, settings)
+        if has_lora(self.model) or self._prompt is not None:
+            raise ValueError("the model has LoRA weights or a soft prompt already; load it again for others")
+        heads = self._heads_to_save()
+        settings = {"task_type": self._peft_task(), **settings}
+        if heads:
+            settings["modules_to_save"] = list(dict.fromkeys([*(settings.get("modules_to_save") or ()), *heads]))
+        convert_to_lora(self.model, settings, self.arguments.seed, self.source.folder)
+
+    def _add_adapter(self) -> None:
+        """Adds the LoRA weights that the arguments name, or that the model's folder holds."""
+        folder = self.source.adapter if self.arguments.adapter is None else Path(self.arguments.adapter)
+        if folder is not None and not has_lora(self.model):
+            take_adapter(self.model, folder)
+        if self.arguments.lora_rank:
+            self.convert_to_lora(**lora_settings(self.arguments))
+
+    def _peft_task(self) -> str:
+        if self._data.labels is not None:
+            return "SEQ_CLS"
+        return "SEQ_2_SEQ_LM" if self.source.shape == "encoder-decoder" else "CAUSAL_LM"
+
+    def _heads_to_save(self) -> list[str]:
+        """Returns transformers' names of a classifier's modules that are trained whole."""
+        if self._data.labels is None or not self.source.native:
+            return []
+        missing = missing_modules(self.source.folder, self.model.config) if self._data.new_labels is not None else []
+        return stored_modules(self.model, {"classifier", *missing})
 
     def model_summary(self) -> ModelSummary:
         """Prints and returns the number of parameters and of trainable parameters of the whole model."""
@@ -218,12 +242,17 @@ class Finetuning:
         }
         return self._generate(text, {**chosen, **settings})
 
-    def save_model(self, folder: str | Path | None = None) -> Path:
+    def save_model(self, folder: str | Path | None = None, *, merge_adapter: bool = False) -> Path:
         """Writes a Hugging Face folder with the tokenizer, by default `hf` in the run's folder, and returns its path.
 
-        With LoRA only the added weights are written; a soft prompt is written beside the unchanged weights. This class
-        loads both as model_name_or_path.
+        With LoRA only the added weights are written, as peft does; a soft prompt is written beside the unchanged
+        weights. This class loads both as model_name_or_path.
+
+        Args:
+            merge_adapter: Merge LoRA weights into the model, in place, and write the whole model.
         """
+        if merge_adapter and self.source.native and has_lora(self.model):
+            merge_lora(self.model)
         if folder is not None:
             path = Path(folder)
         elif self._run is not None:

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from ..convert import Options, merge
+from ..models.lora import save_adapter
 from ..trainer.checkpointing.extra_files import ExtraFiles, read_folder
 from ..trainer.checkpointing.model_files import model_files
 from ..trainer.checkpointing.snapshot import STATE, Snapshot, TrainerState, write_snapshot
@@ -86,13 +87,16 @@ def save_whole(model: Any, source: ModelSource, companions: Path, folder: Path, 
         ValueError: `folder` holds files other than a model that was saved there before.
     """
     on_first_rank(lambda: check_destination(folder))
+    if getattr(model, "lora", None) is not None:
+        _save_adapter(model, source, companions, folder)
+        return
     if not source.native:
         on_first_rank(lambda: _save_transformers(model, companions, folder))
         return
     shards = folder.with_name(f".{folder.name}.shards")
     files = model_files(model)
-    mine = {files.weights_file(ranks): model_tensors(model)} if ranks.dp_rank == 0 else {}
     weights = files.weights_file(ranks) if ranks.dp_rank == 0 else None
+    mine = {} if weights is None else {weights: model_tensors(model)}
     state = TrainerState(step=0, consumed_samples=0)
     extras = ExtraFiles(read_folder(companions) if ranks.rank == 0 else {})
     write_snapshot(Snapshot(state, mine, weights, files, extras), shards, ranks, None)
@@ -116,10 +120,29 @@ def check_destination(folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
 
 
+def _save_adapter(model: Any, source: ModelSource, companions: Path, folder: Path) -> None:
+    """Writes peft's files, and the configuration of a classifier, whose labels they do not hold. Collective."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    on_first_rank(lambda: shutil.rmtree(partial, ignore_errors=True))
+    save_adapter(model, partial, str(source.folder.resolve()))
+
+    def complete() -> None:
+        if model.lora.config.task_type == "SEQ_CLS":
+            model.config.save(partial)
+        _complete(partial, companions, folder)
+
+    on_first_rank(complete)
+
+
 def _save_transformers(model: Any, companions: Path, folder: Path) -> None:
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
+    _complete(partial, companions, folder)
+
+
+def _complete(partial: Path, companions: Path, folder: Path) -> None:
+    """Copies the other files into a folder with the weights, and puts it in its place."""
     for file in companions.iterdir():
         if file.is_file() and not (partial / file.name).exists():
             shutil.copy2(file, partial)

@@ -8,6 +8,7 @@ transformers in one layer (q, k and v), each has factors of its own, as in peft.
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -19,7 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..checkpoint.folder_files import WEIGHT_SUFFIXES
 from ..checkpoint.layout import ParameterSpec
+from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.rank_files import write_tensors
 from ..checkpoint.safetensors_header import read_header
 from ..checkpoint.stored_tensor import StoredTensor, index_by_name
@@ -290,6 +293,18 @@ def _is_inside(tensor: str, name: str) -> bool:
     return any(".".join(parts[: end + 1]).endswith(name) for end in range(len(parts)))
 
 
+def stored_modules(model: Any, native_names: Collection[str]) -> list[str]:
+    """Returns transformers' names of modules of the zoo's model, such as those of a new head."""
+    native = native_model(model.config)
+    names = [
+        native.spell(stored).rpartition(".")[0]
+        for name, entry in native.entries().items()
+        if any(name.startswith(f"{own}.") for own in native_names)
+        for stored in entry.stored_names()
+    ]
+    return list(dict.fromkeys(names))
+
+
 def adapters(model: nn.Module) -> dict[str, Adapter]:
     """Returns the adapters of this rank's layers by the layers' names."""
     modules = cast(Any, model).named_modules()
@@ -345,12 +360,53 @@ def _parts(whole: Tensor, spec: ParameterSpec, entry: Entry) -> list[Tensor]:
     return [(part.t() if entry.transpose else part).contiguous() for part in parts]
 
 
-def write_adapter(folder: Path, config: Any, weights: Mapping[str, Tensor], base: str) -> None:
-    """Writes peft's files into a folder: the configuration, with the base model's name, and the weights."""
+def write_adapter_config(folder: Path, config: Any, base: str) -> None:
+    """Writes peft's configuration of an adapter of the model `base`."""
     config = copy.copy(config)
     config.base_model_name_or_path, config.inference_mode = base, True
     config.save_pretrained(str(folder))
-    write_tensors(folder / WEIGHTS_FILE, weights)
+
+
+def save_adapter(model: Any, folder: str | Path, base: str = "") -> None:
+    """Writes the LoRA weights of a model as peft's files, which peft loads into transformers' model. Collective.
+
+    Args:
+        folder: A new or existing folder, which the first rank writes.
+        base: The name of the base model; by default the folder that the model was loaded from.
+    """
+    weights = whole_weights(model)
+    if not dist.is_initialized() or cast(Any, dist).get_rank() == 0:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        write_adapter_config(Path(folder), model.lora.config, base or getattr(model, "name_or_path", "") or "")
+        write_tensors(Path(folder) / WEIGHTS_FILE, weights)
+    if dist.is_initialized():
+        cast(Any, dist).barrier()
+
+
+def folder_digest(folder: Path) -> str:
+    """Returns the sha256 of a model on disk: of its manifest, which has those of the tensors, or of its weight files.
+
+    Names of files and their contents count, other files such as the tokenizer's do not.
+    """
+    manifest = folder / MANIFEST
+    files = [manifest] if manifest.exists() else sorted(p for p in folder.iterdir() if p.suffix in WEIGHT_SUFFIXES)
+    digest = hashlib.sha256()
+    for path in files:
+        content = hashlib.sha256()
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                content.update(block)
+        digest.update(f"{path.name}\0{content.hexdigest()}\0".encode())
+    return digest.hexdigest()
+
+
+def check_same_lora(model: Any, folder: Path) -> None:
+    """Raises ValueError if a folder of peft multiplies the products of its weights by other factors than the model."""
+    stored, own = read_adapter_config(folder), model.lora.config
+    for name in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
+        mine, theirs = getattr(own, name), getattr(stored, name)
+        if mine != theirs:
+            raise ValueError(f"{folder} was trained with {name}={theirs!r}, and cannot go on with {mine!r}")
 
 
 def read_adapter_config(folder: Path) -> Any:

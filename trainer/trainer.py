@@ -42,6 +42,7 @@ from .logging.provenance import command_line, git_commit, hardware, versions
 from .logging.report import Section, write_report
 from .logging.reporter import MetricsFile, Reporter, RunReporter, SilentReporter, TensorBoard, WeightsAndBiases
 from .loop import TrainingLoop
+from .lora import apply_lora
 from .run_folder import RunFolder
 from .run_lock import return_folder
 
@@ -186,6 +187,7 @@ class Trainer:
         metrics = metric_functions(metric_methods)
         model = self._check_task(model, train_dataset, valid_dataset, metrics)
         extras = read_extra_files(extra_files, model, self.console.print)
+        apply_lora(model, arguments)
         prepare_model(model, self.device, arguments, ranks)
         check_stages(model, ranks)
         optimizer = make_optimizer(model, arguments) if optimizer is None else optimizer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from numbers import Real
@@ -98,6 +99,22 @@ class TrainingArguments:
     clip_grad: float = 1.0
     """Largest gradient norm; 0 turns clipping off."""
 
+    lora_rank: int = 0
+    """Rank of LoRA weights. Above 0 these are added to a frozen model, and only they are trained."""
+    lora_alpha: int = 16
+    """The product of the LoRA weights is multiplied by lora_alpha / lora_rank."""
+    lora_dropout: float = 0.0
+    """Dropout of the inputs of LoRA weights."""
+    lora_target_modules: tuple[str, ...] = ()
+    """transformers' names of the linear layers that get LoRA weights, a regular expression, or "all-linear"; by default
+    peft's choice for the model."""
+    lora_modules_to_save: tuple[str, ...] = ()
+    """transformers' names of modules that are trained whole beside LoRA weights, such as lm_head."""
+    use_rslora: bool = False
+    """Multiply by lora_alpha / √lora_rank instead."""
+    adapter: str | None = None
+    """A folder of peft whose LoRA weights are trained further; an alternative to `lora_rank`."""
+
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the parameters in the forward pass; the optimizer keeps fp32 copies. fp16 scales the loss."""
     recompute: Literal["none", "selective", "full"] = "none"
@@ -164,6 +181,7 @@ class TrainingArguments:
         package = find_spec("wandb") if self.wandb else None
         if self.wandb and (package is None or package.origin is None):  # find_spec also finds a folder named wandb
             raise ValueError("wandb=True needs the package wandb: pip install wandb")
+        self._check_lora()
         self._check_environment()
 
     def _take_deepspeed_file(self) -> None:
@@ -196,6 +214,16 @@ class TrainingArguments:
             raise ValueError(f"master_port must be from 1 to {(1 << 16) - 1}, not {self.master_port}")
         if not 0 <= self.seed < 1 << 32:
             raise ValueError(f"seed must be from 0 to {(1 << 32) - 1}, not {self.seed}")
+
+    def _check_lora(self) -> None:
+        for name in ("lora_target_modules", "lora_modules_to_save"):
+            object.__setattr__(self, name, texts(name, getattr(self, name)))
+        if self.lora_rank < 0:
+            raise ValueError(f"lora_rank must not be negative, but is {self.lora_rank}")
+        if not 0 <= self.lora_dropout < 1:
+            raise ValueError(f"lora_dropout must be at least 0 and below 1, not {self.lora_dropout}")
+        if self.lora_rank and self.adapter is not None:
+            raise ValueError("lora_rank makes new LoRA weights and adapter names a folder of them: use one of them")
 
     def _check_environment(self) -> None:
         split, stage = self.model_parallel_size > 1, self.zero_stage
@@ -259,6 +287,14 @@ class TrainingArguments:
     def global_batch(self, data_parallel_size: int) -> int:
         """Returns the number of samples in one optimizer step over all ranks."""
         return self.micro_batch_size * self.accumulation_steps(data_parallel_size) * data_parallel_size
+
+
+def texts(name: str, given: Any) -> tuple[str, ...]:
+    """Returns a tuple from the value of a YAML file or the command line, a string or a list of strings."""
+    found = (given,) if isinstance(given, str) else () if given is None else given
+    if not isinstance(found, Sequence) or not all(isinstance(text, str) for text in found):
+        raise ValueError(f"{name} must be a list of strings, not {given!r}")
+    return tuple(found)
 
 
 NAMES = {int: "an integer", float: "a finite number", bool: "True or False", str: "a string"}

@@ -17,16 +17,26 @@ from ...checkpoint.rank_files import ShardedReader, open_rank_files, rank_file
 from ...checkpoint.safetensors_header import read_header
 from ...checkpoint.stored_tensor import index_by_name
 from ...checkpoint.tensor_reader import TensorReader
-from ...data.files import checked_file
+from ...data.files import checked_file, read_folder_json
 from ...data.tokenizers.vocabulary import Vocabulary
 from ...models.auto import whole_parameters
 from ...models.common.config import ModelConfig
+from ...models.lora import (
+    WEIGHTS_FILE,
+    check_same_lora,
+    folder_digest,
+    load_weights,
+    peft_names,
+    whole_weights,
+    write_adapter_config,
+)
 from ..engines.state import persistent_buffers
-from ..launch.ranks import Ranks
+from ..launch.ranks import Ranks, on_first_rank
 
 WEIGHTS = "rank"
 OPTIMIZER = "optimizer"
 MODEL_FILE = "model.safetensors"
+BASE_FILE = "adapter_base.json"  # the digest of the model that the LoRA weights in a checkpoint belong to
 
 Hashes = Mapping[str, str]
 
@@ -34,8 +44,12 @@ Hashes = Mapping[str, str]
 class ModelFiles(Protocol):
     """Stores one kind of model."""
 
-    def weights_file(self, ranks: Ranks) -> str:
-        """Returns the name of this rank's file. Data-parallel rank 0 writes it, in each pipeline stage."""
+    def weights_file(self, ranks: Ranks) -> str | None:
+        """Returns the name of this rank's file, if it has one. Of the data-parallel ranks the first writes it."""
+        ...
+
+    def stored(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the contents of this rank's file, from all tensors of the model on this rank. Collective."""
         ...
 
     def describe(self, hashes: Sequence[Hashes], vocabulary: Vocabulary | None) -> Callable[[Path], None]:
@@ -53,7 +67,7 @@ class ModelFiles(Protocol):
 def model_files(model: nn.Module) -> ModelFiles:
     """Returns the `ModelFiles` for a model of the zoo, or for any other."""
     if isinstance(getattr(model, "config", None), ModelConfig):
-        return ShardedFiles(model)
+        return ShardedFiles(model) if getattr(model, "lora", None) is None else AdapterFiles(model)
     return WholeFiles(model)
 
 
@@ -63,8 +77,11 @@ class ShardedFiles:
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
 
-    def weights_file(self, ranks: Ranks) -> str:
+    def weights_file(self, ranks: Ranks) -> str | None:
         return rank_file(Path(), WEIGHTS, ranks.tp_rank, ranks.pp_rank).name
+
+    def stored(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return tensors
 
     def describe(self, hashes: Sequence[Hashes], vocabulary: Vocabulary | None) -> Callable[[Path], None]:
         config = self.model.config
@@ -94,14 +111,62 @@ class ShardedFiles:
                 copy_checked(folder, name, reader.local(name, ranks.tp_rank, ranks.tp_size), parameter)
 
 
+class AdapterFiles:
+    """Stores the LoRA weights of a model of the zoo in peft's files, and names the frozen base model by its digest.
+
+    The weights are whole, so that peft loads a checkpoint of any layout, and a run resumes in any other. Raises
+    ValueError if other parameters are trained.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model: Any = model
+        others = {name for name, p in model.named_parameters() if p.requires_grad} - peft_names(model).keys()
+        if others:
+            raise ValueError(
+                f"{sorted(others)[0]} is trained besides the LoRA weights, whose files cannot hold it; name its module "
+                "in lora_modules_to_save"
+            )
+
+    def weights_file(self, ranks: Ranks) -> str | None:
+        return WEIGHTS_FILE if ranks.tp_rank == ranks.pp_rank == 0 else None
+
+    def stored(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return whole_weights(self.model)
+
+    def describe(self, hashes: Sequence[Hashes], vocabulary: Vocabulary | None) -> Callable[[Path], None]:
+        base = self._base()
+
+        def write(folder: Path) -> None:
+            write_adapter_config(folder, self.model.lora.config, str(base.resolve()) if base else "")
+            (folder / BASE_FILE).write_text(json.dumps({"sha256": base and folder_digest(base)}) + "\n")
+
+        return write
+
+    def load_weights(self, folder: Path, ranks: Ranks) -> None:
+        if not (folder / WEIGHTS_FILE).exists():
+            raise ValueError(f"{folder} has no {WEIGHTS_FILE}, so it holds another kind of model")
+        base, digest = self._base(), (read_folder_json(folder, BASE_FILE) or {}).get("sha256")
+        if base and digest and on_first_rank(lambda: folder_digest(base)) != digest:
+            raise ValueError(f"{folder} belongs to another base model than {base}, whose weights have another digest")
+        check_same_lora(self.model, folder)
+        load_weights(self.model, folder)
+
+    def _base(self) -> Path | None:
+        found = getattr(self.model, "name_or_path", None)
+        return Path(found) if found else None
+
+
 class WholeFiles:
     """Stores any other model: one file with its parameters and persistent buffers, and transformers' configuration."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
 
-    def weights_file(self, ranks: Ranks) -> str:
+    def weights_file(self, ranks: Ranks) -> str | None:
         return MODEL_FILE
+
+    def stored(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return tensors
 
     def describe(self, hashes: Sequence[Hashes], vocabulary: Vocabulary | None) -> Callable[[Path], None]:
         config: Any = getattr(self.model, "config", None)

@@ -94,15 +94,18 @@ def take_snapshot(
 
     `optimizer` and `random` say whether to include the states of the optimizer and of the random generators.
     """
-    weights, moments = engine.model_tensors(), engine.optimizer_tensors() if optimizer else {}
+    weights = files.stored(engine.model_tensors())
+    moments = engine.optimizer_tensors() if optimizer else {}
+    name = files.weights_file(ranks) if ranks.dp_rank == 0 else None
     mine: dict[str, dict[str, Tensor]] = {}
     if ranks.dp_rank == 0:
-        mine[files.weights_file(ranks)] = weights
+        if name is not None:
+            mine[name] = weights
         if optimizer:
             mine[rank_file(Path(), OPTIMIZER, ranks.tp_rank, ranks.pp_rank).name] = moments
     if random:
         mine[rank_file(Path(), RANDOM, ranks.rank).name] = random_state_tensors()
-    return Snapshot(state, mine, files.weights_file(ranks) if ranks.dp_rank == 0 else None, files, extra_files)
+    return Snapshot(state, mine, name, files, extra_files)
 
 
 def write_snapshot(snapshot: Snapshot, folder: Path, ranks: Ranks, group: dist.ProcessGroup | None) -> None:

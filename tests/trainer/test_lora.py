@@ -1,0 +1,108 @@
+"""Training LoRA weights: every layout takes peft's steps, only they change, and a stopped run goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import hf_model
+from training import Pairs, losses, run_training
+
+from shardzoo.models import from_pretrained
+from shardzoo.models.lora import load_adapter, save_adapter
+
+# Losses in fp32 differ by the order of sums alone.
+SAME_LOSS = {"rel": 1e-5, "abs": 0}
+RUN = {"train_steps": 20, "lr": 5e-3, "clip_grad": 0.5, "micro_batch_size": 4, "weight_decay": 0.1, "vocab_size": 60}
+SETTINGS = {
+    "t5": ("T5ForConditionalGeneration", {"num_layers": 2, "num_decoder_layers": 2}, ["q", "v", "wi"], None),
+    "llama": (
+        "LlamaForCausalLM", {"tie_word_embeddings": False}, ["q_proj", "k_proj", "v_proj", "gate_proj", "down_proj"],
+        ["lm_head"],
+    ),
+    "gpt2": ("GPT2LMHeadModel", {}, ["c_attn", "mlp.c_proj"], None),
+}  # fmt: skip
+# (tensor-parallel, data-parallel and pipeline size, arguments)
+LAYOUTS = [
+    (1, 1, 1, {}),
+    (2, 1, 1, {"zero_stage": 1}),
+    (4, 1, 1, {"sequence_parallel": True}),
+    (2, 2, 1, {"zero_stage": 2}),
+    (1, 1, 2, {}),
+    (2, 1, 2, {"zero_stage": 0}),
+]
+
+
+class Even(Pairs):
+    """Equal lengths, which a split of the sequence needs."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        ids = torch.randint(2, 60, (8,), generator=generator)
+        labels = ids.flip(0)
+        labels[: index % 3] = -100
+        return {"input_ids": ids, "labels": labels}
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """`bases(kind)`: a folder with base/ and peft's initial adapter/, and peft's losses and final weights."""
+    made: dict[str, Any] = {}
+
+    def make(kind: str) -> tuple[Path, list[float], dict[str, torch.Tensor]]:
+        if kind not in made:
+            architecture, changes, targets, saved = SETTINGS[kind]
+            folder = tmp_path_factory.mktemp(kind)
+            model = hf_model(architecture, 0.0, vocab_size=64, **changes)
+            model.save_pretrained(folder / "base")
+            config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, modules_to_save=saved)
+            wrapped = peft.get_peft_model(model, config)
+            wrapped.save_pretrained(folder / "adapter")
+            steps, _ = run_training(None, folder / "peft", model=wrapped, data=Even(96), **arguments({}))
+            made[kind] = folder, losses(steps), peft.get_peft_model_state_dict(wrapped)
+        return made[kind]
+
+    return make
+
+
+def arguments(changes: dict[str, Any]) -> dict[str, Any]:
+    return {**{name: value for name, value in RUN.items() if name != "vocab_size"}, **changes}
+
+
+def adapted(mesh: Any, folder: Path, parallel: bool = False) -> Any:
+    from shardzoo.models import ParallelConfig
+
+    model = from_pretrained(folder / "base", mesh, parallel_config=ParallelConfig(sequence_parallel=parallel))
+    load_adapter(model, folder / "adapter")
+    return model
+
+
+def train_on_rank(mesh: Any, folder: Path, run: str, changes: dict[str, Any]) -> Any:
+    model = adapted(mesh, folder, changes.get("sequence_parallel", False))
+    frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    given = {
+        "env_type": "deepspeed+mpu", "model_parallel_size": mesh.tp_size, "pipeline_parallel_size": mesh.pp_size,
+        "micro_batch_size": 4 // mesh.dp_size,
+    }  # fmt: skip
+    steps, after = run_training(mesh, folder / run, model=model, data=Even(96), **{**arguments({}), **given, **changes})
+    assert all(torch.equal(after[name], value) for name, value in frozen.items())
+    save_adapter(model, folder / f"{run}-adapter")
+    return steps
+
+
+@pytest.mark.parametrize(("kind", "layout"), [(kind, n) for kind in SETTINGS for n in range(len(LAYOUTS))][:-4])
+def test_every_layout_takes_the_steps_of_peft(bases, run_mesh, kind, layout):
+    tp, data, stages, changes = LAYOUTS[layout]
+    folder, expected, weights = bases(kind)
+    run = f"run-{tp}-{data}-{stages}"
+    for steps in run_mesh(tp, train_on_rank, folder, run, changes, data=data, pipeline=stages):
+        assert losses(steps) == pytest.approx(expected, **SAME_LOSS)
+    stored = load_file(folder / f"{run}-adapter" / "adapter_model.safetensors")
+    assert stored.keys() == weights.keys()
+    for name, value in weights.items():
+        # AdamW divides gradients by their own size, so rounding in the smallest ones is enlarged.
+        torch.testing.assert_close(stored[name], value, rtol=1e-3, atol=1e-4)
