@@ -79,7 +79,10 @@ REFUSED = [
     (("--model-name-or-path", "t5", "--train-file", "nowhere.json"), "train_file nowhere.json does not exist"),
     (("--model-name-or-path", "t5", "--train-file", "pairs.json", "--source-id", "en"), "no key 'en'; the keys are"),
     (("--model-name-or-path", "gpt2", "--train-file", "pairs.json", "--freeze-encoder"), "has no encoder"),
-    (("--model-name-or-path", "t5", "--train-file", "pairs.json", "--lora-rank", "2"), "use native=False"),
+    (
+        ("--model-name-or-path", "t5", "--train-file", "pairs.json", "--lora-rank", "2", "--lora_target", "query"),
+        "target_modules 'query' match no linear layer of the model, which has q, k, v, o, wi, wo",
+    ),
     (("--model-name-or-path", "t5", "--train-file", "pairs.json", "--batch_size", "64"), "fewer than the 64"),
 ]
 

@@ -180,9 +180,9 @@ def test_a_soft_prompt_is_the_same_when_layers_are_split(checkpoints, files, tmp
         assert other_values == pytest.approx(values, rel=1e-4)
 
 
-def test_lora_changes_only_what_it_adds(checkpoints, files, tmp_path):
-    trainer = make(checkpoints, files, "t5", False, tmp_path)
-    original = weights(trainer.model)
+@pytest.mark.parametrize("native", [True, False])
+def test_lora_changes_only_what_it_adds(checkpoints, files, tmp_path, native):
+    trainer = make(checkpoints, files, "t5", native, tmp_path)
     trainer.convert_to_lora(r=2, target_modules=["q", "v"])
     before = weights(trainer.model)
     added = {name for name in before if "lora_" in name}
@@ -192,7 +192,6 @@ def test_lora_changes_only_what_it_adds(checkpoints, files, tmp_path):
     folder = trainer.save_model()
     assert not (folder / "model.safetensors").exists()
     base = transformers.T5ForConditionalGeneration.from_pretrained(checkpoints("t5"))
-    assert all(torch.equal(value, original[name]) for name, value in base.named_parameters())
     adapted = peft.PeftModel.from_pretrained(base, folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     one = tmp_path / "one.json"
@@ -200,14 +199,41 @@ def test_lora_changes_only_what_it_adds(checkpoints, files, tmp_path):
     ids, labels = (tokenizer(text, return_tensors="pt").input_ids for text in ("red one two", "red"))
     loss = adapted(input_ids=ids, labels=labels).loss.item()
     assert trainer.evaluate(str(one))["loss"] == pytest.approx(loss, rel=1e-6)
-    again = t2t.Trainer(model_name_or_path=str(folder))
-    assert again.evaluate(str(one))["loss"] == pytest.approx(loss, rel=1e-6)
+    for reader in (True, False):
+        again = t2t.Trainer(model_name_or_path=str(folder), native=reader)
+        assert again.evaluate(str(one))["loss"] == pytest.approx(loss, rel=1e-6)
+
+
+def test_a_classifier_with_lora_is_saved_with_its_head(checkpoints, files, tmp_path):
+    trainer = make(checkpoints, files, "bert", True, tmp_path, lora_rank=2, lora_target="query,value")
+    before = weights(trainer.model)
+    trainer.train(valid=False)
+    assert changed(trainer.model, before) == {n for n in before if "lora_" in n or n.startswith("classifier")}
+    folder = trainer.save_model()
+    values = trainer.evaluate(str(files / "names.json"))
+    again = t2t.Trainer(model_name_or_path=str(folder), max_source_length=20)
+    assert again.evaluate(str(files / "names.json")) == pytest.approx(values)
+    base = transformers.BertForSequenceClassification.from_pretrained(checkpoints("bert"), num_labels=2)
+    adapted = peft.PeftModel.from_pretrained(base, folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    batch = tokenizer(["red one two", "one"], return_tensors="pt", padding=True)
+    expected = trainer.model.eval()(**batch).logits
+    torch.testing.assert_close(adapted(**batch).logits, expected, rtol=0, atol=1e-6)
+    merged = trainer.save_model(tmp_path / "merged", merge_adapter=True)
+    whole = transformers.BertForSequenceClassification.from_pretrained(merged).eval()
+    torch.testing.assert_close(whole(**batch).logits, expected, rtol=0, atol=1e-6)
 
 
 def test_what_cannot_be_converted_is_refused(checkpoints, files, tmp_path):
     native = make(checkpoints, files, "t5", True, tmp_path)
-    with pytest.raises(ValueError, match=r"LoRA .* use native=False with model_parallel_size=1, or soft prompts"):
-        native.convert_to_lora(r=2)
+    with pytest.raises(ValueError, match=r"LoRA: models of the zoo do not support use_dora=True"):
+        native.convert_to_lora(r=2, use_dora=True)
+    with pytest.raises(ValueError, match=r"LoRA: target_modules 'q_proj' match no linear layer .* has q, k, v, o"):
+        native.convert_to_lora(r=2, target_modules=["q_proj"])
+    with pytest.raises(ValueError, match=r"match shared, which is no linear layer .* modules_to_save"):
+        native.convert_to_lora(r=2, target_modules=["shared"])
+    with pytest.raises(ValueError, match=r"modules_to_save name lm_head|modules_to_save name shared|matches no module"):
+        native.convert_to_lora(r=2, modules_to_save=["shared"])
     with pytest.raises(ValueError, match="tokenizer has the token '</s>' already"):
         native.convert_to_prompt_tuning(["</s>"])
     with pytest.raises(ValueError, match="must name new tokens"):
