@@ -135,6 +135,11 @@ def take_stage(model: nn.Module, mesh: ParallelMesh | None, parallel_config: Par
 
     @wraps(forward)
     def run_stage(*inputs: Any, **options: Any) -> Any:
+        if options.get("output_hidden_states"):
+            raise ValueError(
+                f"output_hidden_states needs all blocks in one process, and this is stage {stage.index} of "
+                f"{len(stage.counts)}; use pipeline_parallel_size=1"
+            )
         try:
             return forward(*inputs, **options)
         except StageEnd as end:

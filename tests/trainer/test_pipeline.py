@@ -22,7 +22,9 @@ FAMILIES = {
     "electra": {},
     "modernbert": {},
     "llama": {},
+    "umt5": {},
 }
+MORE = ("mistral", "qwen2", "qwen3", "glm4", "distilbert", "bart", "mbart", "m2m_100")
 STEPS = 20
 # tensor-parallel, data-parallel, stages. SHARDZOO_PIPELINES=all runs all of them for each family.
 LAYOUTS = [(1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 2)]
@@ -36,10 +38,13 @@ QUICK = {
     "electra": [(1, 1, 2)],
     "modernbert": [(2, 1, 2)],
     "llama": [(1, 1, 2)],
+    "umt5": [(2, 1, 2)],
 }
 EIGHT = [("gpt2", (2, 2, 2)), ("t5", (2, 2, 2))]
 EVERYTHING = os.environ.get("SHARDZOO_PIPELINES") == "all"
-CASES = [(family, layout) for family in FAMILIES for layout in (LAYOUTS if EVERYTHING else QUICK[family])]
+if EVERYTHING:
+    QUICK = dict.fromkeys([*FAMILIES, *MORE], LAYOUTS)
+CASES = [(family, layout) for family, layouts in QUICK.items() for layout in layouts]
 SAME_LOSS = {"rel": 1e-5, "abs": 0}  # fp32 losses differ by the order of sums alone
 
 
@@ -68,12 +73,16 @@ class Samples:
 def build(mesh, family: str, layers: int = 4, dtype=torch.float32, **how):
     from shardzoo.models import ParallelConfig, from_config
 
-    config = tiny(family, 0.1, layers=layers, **FAMILIES[family])
+    config = tiny(family, 0.1, layers=layers, **FAMILIES.get(family, {}))
     return from_config(config, mesh, dtype=dtype, parallel_config=ParallelConfig(**how)).train()
 
 
 def settings(family: str = "gpt2", tp: int = 1, replicas: int = 1, stages: int = 1, **changes):
-    """Arguments of `on_ranks`: 8 sequences a step, in four micro-batches of each data-parallel rank."""
+    """Arguments of `on_ranks`: 8 sequences a step, in four micro-batches of each data-parallel rank.
+
+    With AdamW's default epsilon, 1e-8, single elements with gradients of that size follow the rounding errors:
+    `test_rounding_errors_stay_small` would find 5e-5 between two unsplit T5s.
+    """
     how = {name: changes[name] for name in ("sequence_parallel", "recompute") if name in changes}
     if "pipeline_blocks" in changes:
         how["pipeline_blocks"] = changes.pop("pipeline_blocks")
@@ -84,6 +93,7 @@ def settings(family: str = "gpt2", tp: int = 1, replicas: int = 1, stages: int =
         "data": Samples(blanks=family == "glm"),
         "train_steps": STEPS,
         "lr": 5e-3,
+        "adam_eps": 1e-6,
         "warmup_steps": 4,
         "clip_grad": 0.5,
         "micro_batch_size": 2 // replicas,
@@ -136,6 +146,26 @@ def test_stages_change_nothing(run_mesh, tmp_path, whole, family, layout):
     assert found.keys() == weights.keys()
     for name, value in weights.items():
         torch.testing.assert_close(found[name].data, value, rtol=1e-5, atol=1e-5, msg=name)
+
+
+def perturbed(mesh, family: str, seed: int):
+    """The model, each of whose initial weights is the next smaller or larger number."""
+    model = build(mesh, family)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            grows = torch.rand(parameter.shape, generator=generator) < 0.5
+            parameter.copy_(torch.nextafter(parameter, torch.where(grows, torch.inf, -torch.inf)))
+    return model
+
+
+@pytest.mark.parametrize("family", ["mt5", "umt5"])
+def test_rounding_errors_stay_small(run_mesh, tmp_path, whole, family):
+    """The tolerance of `test_stages_change_nothing` is above what rounding alone does, and not far above it."""
+    arguments = settings(family) | {"model": partial(perturbed, family=family, seed=1)}
+    [(_, weights)] = on_ranks(run_mesh, tmp_path, **arguments)
+    same = whole(family)[3]
+    assert 1e-7 < max(float((same[name] - value).abs().max()) for name, value in weights.items()) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -232,6 +262,17 @@ def test_a_stage_without_anything_to_train_is_refused_on_every_rank(run_mesh, tm
     assert str(raised.value).count("ValueError: all parameters of pipeline stage 0 are frozen; freeze fewer") == 2
 
 
+def with_hidden_states(mesh, family: str):
+    model = build(mesh, family).eval()
+    return model(torch.ones(1, 4, dtype=torch.long), output_hidden_states=True)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+def test_hidden_states_of_one_stage_are_refused(run_mesh, family):
+    with pytest.raises(AssertionError, match=r"output_hidden_states needs all blocks .* use pipeline_parallel_size=1"):
+        run_mesh(1, with_hidden_states, family, pipeline=2)
+
+
 def generated(mesh, folder: Path, ids):
     import shardzoo.generation  # noqa: F401 - attaches `generate` to the models
     from shardzoo.models import from_pretrained
@@ -316,6 +357,28 @@ def test_blocks_that_do_not_divide_are_refused_before_any_process_starts():
     check_layout(PretrainingArguments(pipeline_parallel_size=5, pipeline_partition="parameters"), config, launch)
     with pytest.raises(ValueError, match="cannot form 4 pipeline stages"):
         check_layout(PretrainingArguments(pipeline_parallel_size=4, num_gpus=6), config, launch)
+
+
+HEADS = {
+    "bert": ("Model", "ForPreTraining", "ForSequenceClassification", "ForQuestionAnswering", "ForMultipleChoice"),
+    "t5": ("EncoderModel", "ForSequenceClassification", "ForConditionalGeneration"),
+}
+
+
+@pytest.mark.parametrize(("family", "head"), [(family, head) for family, heads in HEADS.items() for head in heads])
+def test_stages_by_time(family, head):
+    """Every head can be timed."""
+    from shardzoo.models import config_from_dict
+    from shardzoo.trainer.estimate import Job, choose_blocks
+
+    changes = {"architectures": [family.title() + head]}
+    config = config_from_dict(tiny(family, layers=4, **changes))
+    counts = choose_blocks(config, 2, "time", Job(length=8, precision="fp32", device="cpu"))
+    assert sum(counts) == (4 if head == "EncoderModel" or family == "bert" else 8)
+    assert min(counts) >= 1
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match=r"measures blocks on a GPU, .* use parameters or uniform"):
+            choose_blocks(config, 2, "time", Job())
 
 
 def test_balanced_stages():

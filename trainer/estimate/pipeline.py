@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from ...models.auto import build_on_meta, from_config
 from ...models.common.config import ModelConfig
@@ -41,7 +42,7 @@ def choose_blocks(config: ModelConfig, stages: int, partition: Partition, job: J
             or as little time for a micro-batch of the job, as possible. Times are measured on this machine.
 
     Raises:
-        ValueError: The blocks cannot be dealt so; the message says what works.
+        ValueError: The blocks cannot be dealt so, or this machine lacks the job's device; the message says what works.
     """
     model = build_on_meta(config, None)
     if partition == "uniform":
@@ -79,21 +80,38 @@ def measured_costs(config: ModelConfig, blocks: Sequence[int], job: Job) -> list
 
 def _seconds(config: ModelConfig, job: Job) -> float:
     """Returns the time of a micro-batch's forward and backward passes, without any split."""
+    if job.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "pipeline_partition=time measures blocks on a GPU, and this machine has none; use parameters or "
+            "uniform, or a machine with one"
+        )
     device, dtype = torch.device(job.device), torch.bfloat16 if job.precision == "bf16" else torch.float32
     model: Any = from_config(config, device=device, dtype=dtype).train()
-    full = partial(torch.full, fill_value=3, dtype=torch.long, device=device)
-    batch = {"input_ids": full((job.micro_batch_size, job.length)), "labels": full((job.micro_batch_size, job.length))}
-    if len(stacks_of(model)) == 2:
-        batch["labels"] = full((job.micro_batch_size, job.target_length or job.length))
+    batch = _batch(config, job, device, encoder_decoder=len(stacks_of(model)) == 2)
     times: list[float] = []
     for sample in range(1 + REPEATS):
         dropout_state.set(0, sample)
         started = time.perf_counter()
-        model(**batch).loss.backward()
+        output = model(**batch)
+        loss: Any = output.loss if "labels" in batch else sum(value.float().sum() for value in output)
+        loss.backward()
         if device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - started)
     return median(times[1:])
+
+
+def _batch(config: ModelConfig, job: Job, device: torch.device, *, encoder_decoder: bool) -> dict[str, Tensor]:
+    """Returns a micro-batch; without labels if the head predicts no tokens, because what it predicts costs nothing."""
+    full = partial(torch.full, fill_value=3, dtype=torch.long, device=device)
+    sizes, of_target = (job.micro_batch_size, job.length), (job.micro_batch_size, job.target_length or job.length)
+    ids, targets = full(sizes), full(of_target if encoder_decoder else sizes)
+    if config.architecture.endswith(("LMHeadModel", "CausalLM", "MaskedLM", "ConditionalGeneration")):
+        return {"input_ids": ids, "labels": targets}
+    ids[:, -1] = getattr(config, "eos_token_id", None) or 3  # some heads classify its state
+    if config.architecture.endswith("MultipleChoice"):
+        ids = ids[:, None]
+    return {"input_ids": ids}
 
 
 def stage_memory(whole: ModelMemory, config: ModelConfig, job: Job, stage: int) -> ModelMemory:
