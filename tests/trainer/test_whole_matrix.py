@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny_models import tiny
 from torch import nn
+from training import losses, on_ranks, run_training
 
 from shardzoo.mpu import Shard
 from shardzoo.mpu.parameter import split_parameter
@@ -189,3 +192,99 @@ def test_ten_steps_are_those_of_whole_parameters(run_mesh, oracles, tp, data, ze
                 assert error < 1e-6, (kind, name, float(error))
                 if name not in SHARDS:
                     assert all(torch.equal(part, mine[0]) for part in mine)
+
+
+RUNS = {
+    "adafactor": {"optimizer": "adafactor", "lr": 0.05, "scale_parameter": True},
+    "lamb": {"optimizer": "lamb", "lr": 0.02},
+}
+
+
+class Tokens:
+    """Unequal lengths, and unequal numbers of targets in the micro-batches."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = (torch.arange(8 + index % 5) * (index % 11 + 1) + index) % 13
+        labels = tokens.clone()
+        labels[: index % 7] = -100
+        return {"input_ids": tokens, "labels": labels}
+
+
+def gpt2(mesh: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """Five heads and an inner width of 51, which ranks share unequally, and a padded vocabulary."""
+    from shardzoo.models import from_config
+
+    return from_config(tiny("gpt2", 0.1, vocab_size=97, n_embd=30, n_head=5, n_inner=51), mesh, dtype=dtype).train()
+
+
+@pytest.fixture
+def train(run_mesh, tmp_path):
+    """Returns the losses of eight steps, with clipping and accumulation; or those after the fourth of a saved run."""
+
+    def run(folder: str, tp: int = 1, data: int = 1, stages: int = 1, start: str | None = None, **settings) -> list:
+        if start:
+            settings["load_dir"] = str(Path(tmp_path, start, "checkpoints", "step-000004"))
+        shared = {
+            "env_type": "deepspeed+mpu",
+            "train_steps": 8,
+            "save_interval": 4,
+            "clip_grad": 0.5,
+            "warmup_steps": 2,
+        }
+        sizes = {"model_parallel_size": tp, "pipeline_parallel_size": stages, "tp": tp, "stages": stages}
+        batches = {"micro_batch_size": 4 // data, "global_batch_size": 8, "data_ranks": data, "data": Tokens()}
+        dtype = torch.bfloat16 if settings.get("precision") == "bf16" else torch.float32
+        model = partial(gpt2, dtype=dtype)
+        ranks = on_ranks(run_mesh, tmp_path / folder, model=model, **shared, **sizes, **batches, **settings)
+        return losses(ranks[0][0])
+
+    return run
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_run_goes_on_in_every_layout(train, kind):
+    whole = train("whole", zero_stage=0, **RUNS[kind])
+    assert whole[-1] < whole[0] - 0.2
+    split = train("split", 2, 2, zero_stage=2, **RUNS[kind])
+    assert split == pytest.approx(whole, rel=1e-5)
+    assert train("same", 2, 2, start="split", zero_stage=2, **RUNS[kind]) == split[4:]
+    for folder, layout in {"stages": (2, 1, 2), "three": (3, 1, 1), "one": (1, 2, 1)}.items():
+        start = "whole" if folder == "three" else "split"
+        assert train(folder, *layout, start=start, zero_stage=1, **RUNS[kind]) == pytest.approx(whole[4:], rel=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "stages", "zero"), [("adafactor", 2, 1), ("adafactor", 1, 2), ("lamb", 2, 1)])
+def test_master_weights_resume_bit_for_bit(train, kind, stages, zero):
+    settings = {**RUNS[kind], "precision": "bf16", "zero_stage": zero}
+    whole = train("whole", 2, 3 - stages, stages, **settings)
+    assert train("rest", 2, 3 - stages, stages, start="whole", **settings) == whole[4:]
+    assert whole[-1] < whole[0] - 0.2
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_zero_splits_models_of_transformers(run_mesh, tmp_path, kind):
+    """A run of the library's optimizer goes on under ZeRO, on the CPU, and then in one process again."""
+    settings = {"global_batch_size": 9, "lr_schedule": "constant", **RUNS[kind]}
+    start = {"load_dir": str(tmp_path / "whole" / "checkpoints" / "step-000002"), "save_interval": 2}
+    zero = {"env_type": "deepspeed", "zero_stage": 2, "offload_optimizer": True, "data_ranks": 3, "micro_batch_size": 1}
+    whole, _ = run_training(None, tmp_path / "whole", train_steps=6, save_interval=2, micro_batch_size=3, **settings)
+    [(split, _), *_] = on_ranks(run_mesh, tmp_path / "split", train_steps=4, **start, **settings, **zero)
+    assert losses(split) == pytest.approx(losses(whole)[2:4], rel=1e-5)
+    start["load_dir"] = str(tmp_path / "split")
+    last, _ = run_training(None, tmp_path / "last", train_steps=6, micro_batch_size=3, **start, **settings)
+    assert losses(last) == pytest.approx(losses(whole)[4:], rel=1e-5)
+
+
+def spoiled(mesh: Any) -> Any:
+    """The gradients of the position embeddings are NaN from the second step."""
+    model, calls = gpt2(mesh), iter(range(100))
+    positions = next(parameter for name, parameter in model.named_parameters() if "wpe" in name or "position" in name)
+    positions.register_hook(lambda grad: grad * (float("nan") if next(calls) else 1.0))
+    return model
+
+
+@pytest.mark.parametrize(("optimizer", "zero"), [("adamw", 1), ("adafactor", 0), ("adafactor", 1), ("lamb", 2)])
+def test_gradients_that_are_not_finite_end_a_run(run_mesh, tmp_path, optimizer, zero):
+    how = {"env_type": "deepspeed+mpu", "model_parallel_size": 2, "zero_stage": zero, "optimizer": optimizer}
+    with pytest.raises(AssertionError, match=r"the gradient norm is (nan|inf) at step 2, where the loss is"):
+        on_ranks(run_mesh, tmp_path, tp=2, data_ranks=2, model=spoiled, data=Tokens(), **how)

@@ -115,7 +115,8 @@ class DeepSpeedEngine:
         self._engine.step()
         for buffer in self._buffers:
             dist.broadcast(buffer, group=self._replica_group, group_src=0)
-        applied = self._engine.skipped_steps == skipped
+        # ZeRO also skips a step if gradients are not finite in other precisions, where no loss scale is to blame.
+        applied = self._engine.skipped_steps == skipped or self.loss_scale is None
         self.applied_steps += applied
         if self.applied_steps == 1 and self._saves and not self._zero:
             state_tensors(self.optimizer, self._names)  # raises now if the states cannot be saved
