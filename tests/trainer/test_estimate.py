@@ -115,6 +115,44 @@ def test_a_rank_holds_the_parameters_and_states_that_are_said(run_mesh):
     assert run_mesh(2, states_held, config, job) == [said, said]
 
 
+def states_under_deepspeed(mesh, config, job):
+    """The optimizer states of a rank after a step, in bytes."""
+    from shardzoo.trainer import TrainingArguments
+    from shardzoo.trainer.engines.optimizers import make_optimizer
+    from shardzoo.trainer.launch.ranks import Ranks
+    from shardzoo.trainer.trainer import make_engine
+
+    how = {"env_type": "deepspeed+mpu", "model_parallel_size": mesh.tp_size, "zero_stage": job.stage}
+    arguments = TrainingArguments(**how, optimizer=job.optimizer, precision=job.precision)
+    model = from_config(config, mesh, dtype=torch.float32 if job.precision == "fp32" else torch.bfloat16)
+    engine = make_engine(model, make_optimizer(model, arguments), arguments, Ranks(mesh))
+    ids = torch.ones(1, 8, dtype=torch.long)
+    dropout_state.set(0, 0)
+    engine.forward_backward(lambda _: engine.model(input_ids=ids, labels=ids).loss / 2, 1)
+    engine.step()
+    held = sum(
+        value.nbytes for state in engine.optimizer.state.values() for value in state.values() if value_has_dims(value)
+    )
+    engine.close(whole=True)
+    return held
+
+
+def value_has_dims(value) -> bool:
+    return torch.is_tensor(value) and value.dim() > 0
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "zero", "precision"), [("adafactor", 0, "fp32"), ("adafactor", 1, "bf16"), ("lamb", 2, "fp32")]
+)
+def test_states_of_whole_matrices_are_as_large_as_said(run_mesh, optimizer, zero, precision):
+    config = tiny("mt5-small", vocab_size=301)
+    sizes = {"tensor_parallel_size": 2, "data_parallel_size": 2, "zero_stage": zero, "precision": precision}
+    job = Job(**sizes, optimizer=optimizer, length=8)
+    said = estimate(config, job).peak.lines["optimizer state"]
+    held = run_mesh(2, states_under_deepspeed, config, job, data=2)
+    assert held == [pytest.approx(said, abs=512)] * 4  # ZeRO aligns its partitions
+
+
 def test_another_decoder_of_transformers_is_measured_on_meta():
     from transformers import AutoConfig, AutoModelForCausalLM
 
