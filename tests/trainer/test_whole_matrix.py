@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -159,20 +160,10 @@ def oracles() -> dict[str, dict[str, torch.Tensor]]:
     return found
 
 
-LAYOUTS = [
-    (1, 1, 0),
-    (1, 2, 1),
-    (1, 3, 2),
-    (2, 1, 0),
-    (2, 2, 1),
-    (2, 2, 2),
-    (3, 1, 0),
-    (3, 1, 1),
-    (3, 1, 2),
-    (4, 1, 0),
-    (4, 1, 1),
-    (4, 1, 2),
-]
+# tensor-parallel, data-parallel, ZeRO. SHARDZOO_LAYOUTS=all runs all that eight processes can.
+LAYOUTS = [(1, 1, 0), (1, 3, 2), (2, 2, 1), (3, 1, 0), (4, 1, 2)]
+if os.environ.get("SHARDZOO_LAYOUTS") == "all":
+    LAYOUTS = [(tp, data, zero) for tp in (1, 2, 3, 4) for data in (1, 2) for zero in (0, 1, 2)]
 
 
 @pytest.mark.parametrize(("tp", "data", "zero"), LAYOUTS)
@@ -188,7 +179,6 @@ def test_ten_steps_are_those_of_whole_parameters(run_mesh, oracles, tp, data, ze
                 difference, update = found.double() - expected.double(), expected.double() - first.double()
                 error = difference[first != LARGE].norm() / update[first != LARGE].norm()
                 assert (difference.abs() < 1e-6 * expected.abs() + 1e-6).all()
-                print("ERR", kind, "|", name, "|", float(error))
                 assert error < 1e-6, (kind, name, float(error))
                 if name not in SHARDS:
                     assert all(torch.equal(part, mine[0]) for part in mine)
@@ -248,12 +238,11 @@ def test_a_run_goes_on_in_every_layout(train, kind):
     split = train("split", 2, 2, zero_stage=2, **RUNS[kind])
     assert split == pytest.approx(whole, rel=1e-5)
     assert train("same", 2, 2, start="split", zero_stage=2, **RUNS[kind]) == split[4:]
-    for folder, layout in {"stages": (2, 1, 2), "three": (3, 1, 1), "one": (1, 2, 1)}.items():
-        start = "whole" if folder == "three" else "split"
+    for folder, layout, start in (("stages", (1, 2, 2), "split"), ("three", (3, 1, 1), "whole")):
         assert train(folder, *layout, start=start, zero_stage=1, **RUNS[kind]) == pytest.approx(whole[4:], rel=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "stages", "zero"), [("adafactor", 2, 1), ("adafactor", 1, 2), ("lamb", 2, 1)])
+@pytest.mark.parametrize(("kind", "stages", "zero"), [("adafactor", 2, 1), ("lamb", 1, 2)])
 def test_master_weights_resume_bit_for_bit(train, kind, stages, zero):
     settings = {**RUNS[kind], "precision": "bf16", "zero_stage": zero}
     whole = train("whole", 2, 3 - stages, stages, **settings)
@@ -261,10 +250,9 @@ def test_master_weights_resume_bit_for_bit(train, kind, stages, zero):
     assert whole[-1] < whole[0] - 0.2
 
 
-@pytest.mark.parametrize("kind", RUNS)
-def test_zero_splits_models_of_transformers(run_mesh, tmp_path, kind):
+def test_zero_splits_models_of_transformers(run_mesh, tmp_path):
     """A run of the library's optimizer goes on under ZeRO, on the CPU, and then in one process again."""
-    settings = {"global_batch_size": 9, "lr_schedule": "constant", **RUNS[kind]}
+    settings = {"global_batch_size": 9, "lr_schedule": "constant", **RUNS["adafactor"]}
     start = {"load_dir": str(tmp_path / "whole" / "checkpoints" / "step-000002"), "save_interval": 2}
     zero = {"env_type": "deepspeed", "zero_stage": 2, "offload_optimizer": True, "data_ranks": 3, "micro_batch_size": 1}
     whole, _ = run_training(None, tmp_path / "whole", train_steps=6, save_interval=2, micro_batch_size=3, **settings)
@@ -283,7 +271,7 @@ def spoiled(mesh: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize(("optimizer", "zero"), [("adamw", 1), ("adafactor", 0), ("adafactor", 1), ("lamb", 2)])
+@pytest.mark.parametrize(("optimizer", "zero"), [("adamw", 1), ("adafactor", 2)])
 def test_gradients_that_are_not_finite_end_a_run(run_mesh, tmp_path, optimizer, zero):
     how = {"env_type": "deepspeed+mpu", "model_parallel_size": 2, "zero_stage": zero, "optimizer": optimizer}
     with pytest.raises(AssertionError, match=r"the gradient norm is (nan|inf) at step 2, where the loss is"):
