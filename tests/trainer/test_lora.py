@@ -94,7 +94,7 @@ def train_on_rank(mesh: Any, folder: Path, run: str, changes: dict[str, Any]) ->
     return steps
 
 
-@pytest.mark.parametrize(("kind", "layout"), [(kind, n) for kind in SETTINGS for n in range(len(LAYOUTS))][:-4])
+@pytest.mark.parametrize(("kind", "layout"), [*(("t5", n) for n in range(6)), ("llama", 2), ("llama", 4), ("gpt2", 5)])
 def test_every_layout_takes_the_steps_of_peft(bases, run_mesh, kind, layout):
     tp, data, stages, changes = LAYOUTS[layout]
     folder, expected, weights = bases(kind)
@@ -106,3 +106,49 @@ def test_every_layout_takes_the_steps_of_peft(bases, run_mesh, kind, layout):
     for name, value in weights.items():
         # AdamW divides gradients by their own size, so rounding in the smallest ones is enlarged.
         torch.testing.assert_close(stored[name], value, rtol=1e-3, atol=1e-4)
+
+
+def with_dropout(mesh: Any, folder: Path, run: str, steps: int, **changes: Any) -> list[float]:
+    """Trains new LoRA weights of a base with everything on, by the arguments alone."""
+    given = {
+        "env_type": "deepspeed+mpu", "model_parallel_size": mesh.tp_size, "pipeline_parallel_size": mesh.pp_size,
+        "lora_rank": 3, "lora_dropout": 0.3, "lora_target_modules": ("q", "k", "wo"), "use_rslora": True,
+        "recompute": "full", "train_steps": 6, "save_interval": 3,
+    }  # fmt: skip
+    model = from_pretrained(folder / "base", mesh).train()
+    found, _ = run_training(mesh, folder / run, model=model, data=Even(96), **{**arguments({}), **given, **changes})
+    return losses(found)[-steps:]
+
+
+def test_dropout_initial_values_and_resumed_runs_do_not_depend_on_the_layout(bases, run_mesh):
+    folder, *_ = bases("t5")
+    [whole] = run_mesh(1, with_dropout, folder, "whole", 6)
+    checkpoint = folder / "whole" / "checkpoints" / "step-000003"
+    assert not (checkpoint / "rank_00.safetensors").exists()
+    moments = load_file(checkpoint / "optimizer_00.safetensors")
+    assert all("lora_" in name for name in moments)
+    for tp, stages in ((3, 1), (2, 2)):
+        for found in run_mesh(tp, with_dropout, folder, f"split-{tp}", 6, pipeline=stages):
+            assert found == pytest.approx(whole, **SAME_LOSS)
+        for found in run_mesh(tp, with_dropout, folder, f"resumed-{tp}", 3, load_dir=str(checkpoint), pipeline=stages):
+            assert found == pytest.approx(whole[3:], **SAME_LOSS)
+    [again] = run_mesh(1, with_dropout, folder, "again", 3, load_dir=str(checkpoint))
+    assert again == whole[3:]
+    base = hf_model("T5ForConditionalGeneration", 0.0, vocab_size=64, num_layers=2, num_decoder_layers=2)
+    peft.PeftModel.from_pretrained(base, checkpoint)  # a checkpoint of any layout is a folder of peft
+    assert (folder / "split-3" / "checkpoints" / "step-000003" / "adapter_model.safetensors").exists()
+
+
+def test_a_run_goes_on_only_with_its_base_and_its_settings(bases, run_mesh, tmp_path):
+    folder, *_ = bases("t5")
+    run_mesh(1, with_dropout, folder, "first", 6, train_steps=3)
+    last = str(folder / "first")
+    hf_model(
+        "T5ForConditionalGeneration", 0.1, vocab_size=64, num_layers=2, num_decoder_layers=2, d_ff=40
+    ).save_pretrained(tmp_path / "base")
+    with pytest.raises(Exception, match="was trained with r=3, and cannot go on with 4"):
+        run_mesh(1, with_dropout, folder, "other", 3, load_dir=last, lora_rank=4)
+    with pytest.raises(Exception, match="belongs to another base model than .*base, whose weights have another digest"):
+        run_mesh(1, with_dropout, tmp_path, "other", 3, load_dir=last)
+    with pytest.raises(Exception, match="lora_rank makes new LoRA weights and adapter names a folder"):
+        run_mesh(1, with_dropout, folder, "other", 3, adapter="somewhere")
