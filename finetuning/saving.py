@@ -13,9 +13,7 @@ import yaml
 from ..convert import Options, merge
 from ..models.lora import save_adapter
 from ..trainer.checkpointing.extra_files import ExtraFiles, read_folder
-from ..trainer.checkpointing.model_files import model_files
-from ..trainer.checkpointing.snapshot import STATE, Snapshot, TrainerState, write_snapshot
-from ..trainer.engines.state import model_tensors
+from ..trainer.checkpointing.snapshot import STATE, write_model
 from ..trainer.launch.ranks import Ranks, on_first_rank
 from ..trainer.run_folder import RunFolder, make_run_folder
 from ..trainer.run_lock import return_folder, take_folder
@@ -94,12 +92,7 @@ def save_whole(model: Any, source: ModelSource, companions: Path, folder: Path, 
         on_first_rank(lambda: _save_transformers(model, companions, folder))
         return
     shards = folder.with_name(f".{folder.name}.shards")
-    files = model_files(model)
-    weights = files.weights_file(ranks) if ranks.dp_rank == 0 else None
-    mine = {} if weights is None else {weights: model_tensors(model)}
-    state = TrainerState(step=0, consumed_samples=0)
-    extras = ExtraFiles(read_folder(companions) if ranks.rank == 0 else {})
-    write_snapshot(Snapshot(state, mine, weights, files, extras), shards, ranks, None)
+    write_model(model, shards, ranks, ExtraFiles(read_folder(companions) if ranks.rank == 0 else {}))
 
     def merge_shards() -> None:
         merge(shards, folder, Options(overwrite=True))

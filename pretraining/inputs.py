@@ -78,7 +78,12 @@ def choose_inputs(arguments: PretrainingArguments, launch: RankInfo) -> Inputs:
     """
     check_folder(arguments)
     checkpoint = checkpoint_of(arguments)
-    start = arguments.init_from if checkpoint is None else str(checkpoint)
+    adapts = arguments.lora_rank or arguments.adapter is not None  # then a checkpoint holds no whole model
+    if checkpoint is not None and adapts and arguments.eval_only:
+        raise ValueError(f"{checkpoint} holds LoRA weights alone; evaluate the exported model: --init-from …/hf")
+    start = arguments.init_from if checkpoint is None or adapts else str(checkpoint)
+    if adapts and not start:
+        raise ValueError("LoRA weights adapt a trained model: name its folder with --init-from")
     weights = find_weights(start) if start else None
     if arguments.eval_only and weights is None:
         found = f"; {arguments.output_dir} holds no complete checkpoint" if arguments.output_dir else ""

@@ -21,6 +21,9 @@ from ..data.objectives.pretraining import pad_batch
 from ..data.tokenizers.tokenizer import load_tokenizer
 from ..models import ParallelConfig, family, from_config, from_pretrained
 from ..models.loading import missing_modules
+from ..models.lora import merge_lora
+from ..trainer.checkpointing.extra_files import read_extra_files
+from ..trainer.checkpointing.snapshot import write_model
 from ..trainer.estimate import Job, estimate_stages
 from ..trainer.estimate.tables import stage_table
 from ..trainer.launch.rank_info import RankInfo
@@ -106,7 +109,18 @@ class Pretraining:
             )["step"]
             loss = self.evaluate()
             reporter.evaluation(int(step), {"loss": loss}, kind="final")
-        on_first_rank(lambda: self._finish(int(step), loss, (time.monotonic() - started) / 60))
+        trained = self._merge_adapter(trainer.run_folder.checkpoint(int(step)))
+        on_first_rank(lambda: self._finish(int(step), trained, loss, (time.monotonic() - started) / 60))
+
+    def _merge_adapter(self, checkpoint: Path) -> Path:
+        """Returns the folder with the trained model, where LoRA weights are merged into their base. Collective."""
+        if getattr(self.model, "lora", None) is None:
+            return checkpoint
+        merge_lora(self.model)
+        folder = checkpoint.with_name(".merged")
+        extras = read_extra_files(self.run_folder.data / TOKENIZER, self.model, self.console.print)
+        write_model(self.model, folder, self.trainer.ranks, extras)
+        return folder
 
     def evaluate(self) -> float:
         """Returns the loss of the model, in fp32, over all held-out samples of the final evaluation."""
@@ -170,12 +184,13 @@ class Pretraining:
                 arguments.sequence_parallel, arguments.recompute, self.job.pipeline_blocks
             ),
         }
-        if weights is None or self.first_step:  # the trainer loads the checkpoint that a run resumes from
+        adapts = arguments.lora_rank or arguments.adapter is not None
+        if weights is None or (self.first_step and not adapts):  # the trainer loads what a run resumes from
             return from_config(self.config, self.trainer.mesh, **made)
         new = missing_modules(weights.folder, self.config)
         return from_pretrained(weights.folder, self.trainer.mesh, config=self.config, new=new, **made).train()
 
-    def _finish(self, step: int, loss: float, minutes: float) -> None:
+    def _finish(self, step: int, trained: Path, loss: float, minutes: float) -> None:
         """Plots the losses, exports the model, evaluates the exported one, and reports all of it."""
         folder, arguments, ranks = self.run_folder, self.arguments, self.trainer.ranks
         plot_loss(
@@ -187,7 +202,9 @@ class Pretraining:
             title=f"{arguments.model_name} on {mesh_fact(ranks.pp_size, ranks.dp_size, ranks.tp_size)}",
         )
         shutil.rmtree(folder.hf, ignore_errors=True)
-        merge(folder.checkpoint(step), folder.hf)
+        merge(trained, folder.hf)
+        if trained != folder.checkpoint(step):
+            shutil.rmtree(trained)
         self.console.print("loading the exported folder …")
         how = {"batch_size": arguments.micro_batch_size, "collate": self.collate, "device": self.trainer.device}
         exported = exported_loss(folder.hf, self.evaluated, **how)

@@ -148,7 +148,9 @@ def test_a_run_goes_on_only_with_its_base_and_its_settings(bases, run_mesh, tmp_
     ).save_pretrained(tmp_path / "base")
     with pytest.raises(Exception, match="was trained with r=3, and cannot go on with 4"):
         run_mesh(1, with_dropout, folder, "other", 3, load_dir=last, lora_rank=4)
-    with pytest.raises(Exception, match="belongs to another base model than .*base, whose weights have another digest"):
+    with pytest.raises(
+        Exception, match=r"belongs to another base model than .*base, whose weights have another digest"
+    ):
         run_mesh(1, with_dropout, tmp_path, "other", 3, load_dir=last)
     with pytest.raises(Exception, match="lora_rank makes new LoRA weights and adapter names a folder"):
         run_mesh(1, with_dropout, folder, "other", 3, adapter="somewhere")

@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...checkpoint.json_digest import add_digest, sync_folder, write_durably
 from ...checkpoint.rank_files import rank_file, write_tensors
 from ...checkpoint.tensor_reader import tensor_bytes
 from ...data.files import read_json_object
 from ..engines.engine import Engine
+from ..engines.state import model_tensors
 from ..launch.ranks import Ranks
 from .extra_files import ExtraFiles
-from .model_files import OPTIMIZER, ModelFiles
+from .model_files import OPTIMIZER, ModelFiles, model_files
 from .random_state import random_state_tensors
 from .staging_buffers import StagingBuffers
 
@@ -173,6 +174,15 @@ def _complete(
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
     sync_folder(folder.parent)
+
+
+def write_model(model: nn.Module, folder: Path, ranks: Ranks, extra_files: ExtraFiles) -> None:
+    """Writes a folder with a model's weights and the extra files, as in a checkpoint. Collective."""
+    files = model_files(model)
+    name = files.weights_file(ranks) if ranks.dp_rank == 0 else None
+    mine = {} if name is None else {name: model_tensors(model)}
+    state = TrainerState(step=0, consumed_samples=0)
+    write_snapshot(Snapshot(state, mine, name, files, extra_files), folder, ranks, None)
 
 
 def write_state(path: Path, state: TrainerState, digests: Mapping[str, str]) -> None:
