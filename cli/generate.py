@@ -30,6 +30,8 @@ class GenerateArguments(GenerationSettings):
 
     model: str = ""
     """A Hugging Face folder or a shardzoo folder, with its tokenizer."""
+    adapter: Path | None = None
+    """A folder of peft with LoRA weights for the model, which are merged into it."""
     tokenizer: Path | None = None
     """A folder with the tokenizer that the model was trained with; by default the model's."""
     prompt: tuple[str, ...] = ()
@@ -93,6 +95,8 @@ def start(argv: Sequence[str] | None, launch: RankInfo, quiet: bool) -> int:
         raise ValueError(f"{sizes} must be at least 1")
     if not Path(arguments.model).is_dir():
         raise ValueError(f"--model: {arguments.model} is not a folder; download the model first")
+    if arguments.adapter is not None and not (arguments.adapter / "adapter_config.json").is_file():
+        raise ValueError(f"--adapter: {arguments.adapter} holds no adapter: it has no adapter_config.json")
     if arguments.prompt and arguments.file:
         raise ValueError("--prompt and --file are both given: use one of them")
     if not arguments.prompt and arguments.file is None and sys.stdin is None:
@@ -130,6 +134,7 @@ def run(arguments: GenerateArguments, settings: dict[str, Any], launch: RankInfo
         batch_size=arguments.batch_size,
         glm_vocabulary=arguments.glm_vocabulary,
         tokenizer=arguments.tokenizer,
+        adapter=arguments.adapter,
     )
     prompts = read_prompts(arguments) if launch.is_first else iter(())
     together = 1 if arguments.stream or is_interactive(arguments) else arguments.batch_size

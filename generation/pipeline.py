@@ -13,6 +13,7 @@ from ..data.files import read_folder_json
 from ..data.tokenizers.glm_tokens import GLMVocabulary
 from ..data.tokenizers.tokenizer import load_transformers_tokenizer
 from ..models import from_pretrained
+from ..models.lora import merge_lora
 from ..models.registry import BlankText, family
 from ..mpu import ParallelMesh
 from .api import generate
@@ -36,6 +37,7 @@ class TextGenerationPipeline:
         batch_size: Prompts that are decoded together.
         glm_vocabulary: The base vocabulary of a GLM, if its size does not determine it.
         tokenizer: A folder with the tokenizer; by default the model's.
+        adapter: A folder of peft with LoRA weights, which are merged into the model.
 
     Raises ValueError if there is no tokenizer, or it is not the one that the model was trained with.
     """
@@ -50,13 +52,16 @@ class TextGenerationPipeline:
         batch_size: int = 8,
         glm_vocabulary: GLMVocabulary | None = None,
         tokenizer: str | Path | None = None,
+        adapter: str | Path | None = None,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
         folder = Path(path)
         text_folder = folder if tokenizer is None else Path(tokenizer)
         size = checked_tokenizer(folder, text_folder).vocab_size  # before the weights are read, which may take minutes
-        self.model: Any = from_pretrained(path, mesh, dtype, device=device)
+        self.model: Any = from_pretrained(path, mesh, dtype, device=device, adapter=adapter)
+        if adapter is not None:
+            merge_lora(self.model)
         if tokenizer is not None and size > self.model.config.vocab_size:
             raise ValueError(
                 f"the tokenizer in {tokenizer} has {size:,} tokens, but the model in {path} has a vocabulary of "

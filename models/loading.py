@@ -21,6 +21,7 @@ from .common.config import ModelConfig
 from .common.name_map import NameMap
 from .common.parallel_config import ParallelConfig
 from .common.pipeline import take_stage
+from .lora import load_adapter
 from .mapping import MappedCheckpoint, config_errors, have_same_bytes, map_checkpoint, native_model, stored_config
 from .registry import family
 
@@ -35,6 +36,7 @@ def from_pretrained(
     parallel_config: ParallelConfig | None = None,
     new: Sequence[str] = (),
     seed: int = 1234,
+    adapter: str | Path | None = None,
 ) -> nn.Module:
     """Loads the model of a checkpoint folder; under a mesh, this rank's part of it.
 
@@ -55,6 +57,7 @@ def from_pretrained(
         new: Modules whose parameters are initialized from `seed`, even if the folder has values for them. For example,
             `("classifier",)` with a `config` of that architecture adds a classifier to a language model.
         seed: Determines the parameters of the new modules.
+        adapter: A folder of peft with LoRA weights for this model; `models.lora.merge_lora` merges them.
 
     Raises:
         ValueError: A file is damaged, or a tensor is missing, is unknown to the model, or has a wrong shape or digest.
@@ -82,7 +85,13 @@ def from_pretrained(
     for name in new:
         initialize(model.get_submodule(name), model.init_weights, seed, mesh, prefix=name)
     model.name_or_path = str(folder)  # transformers' name; the trainer finds the tokenizer there
-    return model.eval()
+    return _adapted(model, adapter).eval()
+
+
+def _adapted(model: nn.Module, adapter: str | Path | None) -> nn.Module:
+    if adapter is not None:
+        load_adapter(model, adapter)
+    return model
 
 
 def missing_modules(folder: Path, config: ModelConfig) -> list[str]:
