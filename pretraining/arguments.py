@@ -138,7 +138,8 @@ def check_layout(arguments: PretrainingArguments, config: ModelConfig, launch: R
     check_heads(config.attention_heads, size)
     parameter_sizes(config, size)
     stages, partition = arguments.pipeline_parallel_size, arguments.pipeline_partition
-    processes = launch.world_size if launch.world_size > 1 else processes_of(arguments)
+    started = processes_of(arguments) * max(1, arguments.num_nodes)
+    processes = launch.world_size if launch.world_size > 1 else started
     data_parallel_size = validate_layout(processes, size, stages)
     if stages > 1:
         choose_blocks(

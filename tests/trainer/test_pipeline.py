@@ -357,6 +357,8 @@ def test_blocks_that_do_not_divide_are_refused_before_any_process_starts():
     check_layout(PretrainingArguments(pipeline_parallel_size=5, pipeline_partition="parameters"), config, launch)
     with pytest.raises(ValueError, match="cannot form 4 pipeline stages"):
         check_layout(PretrainingArguments(pipeline_parallel_size=4, num_gpus=6), config, launch)
+    check_layout(PretrainingArguments(pipeline_parallel_size=4, num_gpus=2, num_nodes=2), config, launch)
+    check_layout(PretrainingArguments(pipeline_parallel_size=2, num_gpus=1, num_nodes=2), config, launch)
 
 
 HEADS = {

@@ -57,7 +57,7 @@ def ensure_processes_of(arguments: TrainingArguments) -> RankInfo:
     nodes = Nodes(
         hostfile=arguments.hostfile,
         num_nodes=arguments.num_nodes if several else 0,
-        num_gpus=arguments.num_gpus if several else 0,
+        num_gpus=processes_of(arguments) if several else 0,
         master_addr=None if arguments.master_ip in LOCAL_NAMES else arguments.master_ip,
         master_port=arguments.master_port,
     )
