@@ -38,6 +38,8 @@ DEFAULTS = {
     "mt5": "t5",
     "glm": "glm",
     "bart": "bart",
+    "umt5": "t5",
+    "llama": "gpt",
 }
 
 
@@ -74,7 +76,8 @@ def test_a_run_starts_from_the_weights_of_transformers(run_mesh, tmp_path, texts
 
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_a_run_leaves_a_model_that_has_the_same_loss(run_mesh, tmp_path, texts, config, name):
-    """The loss in metrics.jsonl, the report and the model card is that of transformers' class on the same samples."""
+    """The loss in metrics.jsonl, the report and the model card is that of transformers' class on the same samples, and so
+    are the tokens that it generates."""
     from shardzoo.data import build_dataset, target_entropy
     from shardzoo.data.objectives.pretraining import pad_batch
     from shardzoo.pretraining.corpora import held_out_samples
@@ -91,11 +94,15 @@ def test_a_run_leaves_a_model_that_has_the_same_loss(run_mesh, tmp_path, texts, 
     batches = [pad_batch(data, tokenizer)(chunk) for chunk in chunks]
     model = exported(folder / "hf")
     counts = [
-        int((batch["labels"] != -100).sum()) - (len(batch["labels"]) if name == "gpt2" else 0) for batch in batches
+        int((batch["labels"] != -100).sum()) - (len(batch["labels"]) if DEFAULTS[name] == "gpt" else 0) for batch in batches
     ]
     with torch.no_grad():
         losses = [model(**batch).loss.item() for batch in batches]
     assert final == pytest.approx(sum(map(lambda x, n: x * n, losses, counts)) / sum(counts), abs=1e-5)
+    if name != "glm" and getattr(shardzoo.from_pretrained(folder / "hf"), "generates", "") in ("continuation", "answer"):
+        ids = batches[0]["input_ids"][:2, :20]
+        ours, theirs = (m.generate(ids, max_new_tokens=8) for m in (shardzoo.from_pretrained(folder / "hf"), model))
+        assert ours.tolist() == theirs.tolist()
 
     entropy = target_entropy([samples[i] for i in range(5)])
     card, report = (folder / "hf" / "README.md").read_text(), (folder / "report.html").read_text()
