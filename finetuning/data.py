@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ..data import BlockDataset, PadBatch, PromptDataset, Seq2SeqDataset, iter_documents, load_pairs
@@ -262,16 +261,17 @@ class Collate:
     """Makes a padded batch of samples.
 
     Args:
+        multiple_of: Lengths are rounded up to a multiple of this.
         learn_padding: Whether to pad labels with pad_token_id, which is then predicted, instead of -100.
     """
 
-    def __init__(self, pad_token_id: int, *, learn_padding: bool = False) -> None:
+    def __init__(self, pad_token_id: int, multiple_of: int = 1, *, learn_padding: bool = False) -> None:
         self.pad_token_id, self.learn_padding = pad_token_id, learn_padding
-        self._pad = PadBatch(pad_token_id)
+        self._pad = PadBatch(pad_token_id, multiple_of=multiple_of)
 
     def __call__(self, samples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         batch = self._pad(samples)
         if self.learn_padding:
-            labels = batch["labels"]
-            batch["labels"] = torch.where(labels == IGNORED, self.pad_token_id, labels)
+            learned = batch["labels"][:, : max(len(sample["labels"]) for sample in samples)]
+            learned[learned == IGNORED] = self.pad_token_id
         return batch

@@ -308,7 +308,7 @@ class Finetuning:
         learns = not self.arguments.ignore_pad_token_for_loss
         if learns and (self.task != "text2text-generation" or self.source.shape != "encoder-decoder"):
             raise ValueError("ignore_pad_token_for_loss=False is for the targets of encoder-decoders")
-        return Collate(0 if pad is None else pad, learn_padding=learns)
+        return Collate(0 if pad is None else pad, self.arguments.length_multiple, learn_padding=learns)
 
     def _metrics(self) -> dict[str, Any]:
         if self._data.labels is not None:

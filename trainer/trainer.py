@@ -201,7 +201,7 @@ class Trainer:
         if point:
             files.load_weights(point.folder, ranks)
         engine = make_engine(model, optimizer, arguments, ranks)
-        collate = collate_fn or DefaultCollate(_pad_token_id(model))
+        collate = collate_fn or DefaultCollate(_pad_token_id(model), arguments.length_multiple)
         validate = partial(self.validate, engine.model, engine.module, valid_dataset, metrics, collate)
         loop = TrainingLoop(
             arguments=arguments,
@@ -237,7 +237,7 @@ class Trainer:
             if self.recipe is None:
                 raise ValueError(f"evaluate needs a model and a dataset, not {model!r}")
             return self.recipe.evaluate(model)
-        collate = collate_fn or DefaultCollate(_pad_token_id(model))
+        collate = collate_fn or DefaultCollate(_pad_token_id(model), self.arguments.length_multiple)
         return self.validate(model, model, dataset, metric_functions(metric_methods), collate)
 
     def validate(

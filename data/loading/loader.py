@@ -295,7 +295,8 @@ class PadBatch:
         pad_token_id: padding of `input_ids`.
         lengths: fixed length of a name's last dimension, such as {"input_ids": 512, "labels": 128}; a longer
             sample is a ValueError. Other names are padded to the longest sample.
-        multiple_of: padded lengths are rounded up to a multiple of this (8 suits tensor cores).
+        multiple_of: padded lengths are rounded up to a multiple of this (8 suits tensor cores; sequence parallelism
+            needs its number of ranks). It does not apply to labels that are no integers.
         attention_mask: whether to add the mask.
     """
 
@@ -326,7 +327,8 @@ class PadBatch:
         if values[0].ndim == 0:
             return np.stack(values)  # [B]
         longest = max(value.shape[-1] for value in values)
-        length = self.lengths.get(name) or -(-longest // self.multiple_of) * self.multiple_of
+        multiple = 1 if name == "labels" and values[0].dtype.kind == "f" else self.multiple_of
+        length = self.lengths.get(name) or -(-longest // multiple) * multiple
         if longest > length:
             raise ValueError(f"a sample has {longest} {name}, more than the fixed length {length}")
         return _pad(values, length, {"input_ids": self.pad_token_id, "labels": IGNORED}.get(name, 0))
@@ -358,12 +360,13 @@ def _pad(values: Sequence[np.ndarray], length: int, fill: int) -> np.ndarray:
 class DefaultCollate:
     """Collates samples. It stacks samples of equal length.
 
-    Samples of unequal lengths are padded on the right (labels with -100), and get an attention mask. Integers become
-    int64, which embeddings and losses need. Python's floats become float32.
+    Samples of unequal lengths are padded on the right (labels with -100), and get an attention mask; so are tokens and
+    labels whose length is no multiple of `multiple_of`. Integers become int64, which embeddings and losses need.
+    Python's floats become float32.
     """
 
-    def __init__(self, pad_token_id: int) -> None:
-        self._pad = PadBatch(pad_token_id)
+    def __init__(self, pad_token_id: int, multiple_of: int = 1) -> None:
+        self._pad = PadBatch(pad_token_id, multiple_of=multiple_of)
 
     def __call__(self, samples: Sequence[Any]) -> Batch:
         for sample in samples:
@@ -371,9 +374,15 @@ class DefaultCollate:
                 raise ValueError(f"a sample must be a dict of arrays, not a {type(sample).__name__}; pass a collate_fn")
         check_names(samples)
         rows = {name: _of_one_dtype([_array(name, sample[name]) for sample in samples]) for name in samples[0]}
-        if any(value.shape != values[0].shape for values in rows.values() for value in values):
+        if any(self._pads(name, values) for name, values in rows.items()):
             return self._pad([dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)])
         return {name: torch.from_numpy(np.stack(values)) for name, values in rows.items()}
+
+    def _pads(self, name: str, values: Sequence[np.ndarray]) -> bool:
+        if any(value.shape != values[0].shape for value in values):
+            return True
+        is_sequence = name == "input_ids" or (name == "labels" and values[0].dtype.kind == "i" and values[0].ndim > 0)
+        return is_sequence and values[0].shape[-1] % self._pad.multiple_of > 0
 
 
 Batch = dict[str, Tensor]

@@ -106,8 +106,8 @@ class BartStack(Stack):
     def embed(self, words: Tensor, ids: Tensor, cached: int) -> Tensor:
         if self.training and self.layerdrop:
             raise ValueError(
-                f"training with a layer drop of {self.layerdrop} is not supported; set encoder_layerdrop and "
-                "decoder_layerdrop to 0 in config.json"
+                f"training with a layer drop of {self.layerdrop} is unsupported: which blocks it drops would depend "
+                "on the layout; set encoder_layerdrop and decoder_layerdrop to 0 in config.json"
             )
         positions = self.position_embeddings.of(ids, cached, words.dtype)
         return self.embedding_dropout(self.embedding_norm(words * self.scale + positions))

@@ -113,6 +113,22 @@ def test_rows_of_different_types_keep_their_values():
     assert (batch["x"].dtype, batch["labels"].dtype) == (torch.float32, torch.int64)
 
 
+def test_lengths_are_a_multiple_of_what_sequence_parallelism_needs():
+    from shardzoo.data.loading.loader import DefaultCollate
+
+    def shapes(*samples, multiple_of=4):
+        batch = DefaultCollate(0, multiple_of)(samples)
+        return {name: tuple(value.shape) for name, value in batch.items()}
+
+    one, mask = {"input_ids": [5] * 9, "labels": [1.0] * 5}, {"attention_mask": (2, 12)}
+    assert shapes(one, one) == {"input_ids": (2, 12), "labels": (2, 5), **mask}  # five labels of a sequence
+    assert shapes(one, one, multiple_of=3) == {"input_ids": (2, 9), "labels": (2, 5)}
+    two = {"input_ids": [5] * 8, "labels": [5] * 7}
+    assert shapes(two, two) == {"input_ids": (2, 8), "labels": (2, 8), "attention_mask": (2, 8)}
+    classes = {"input_ids": [5] * 9, "labels": 1}
+    assert shapes(classes, {**classes, "input_ids": [5]}) == {"input_ids": (2, 12), "labels": (2,), **mask}
+
+
 def bert(kind: str, **config):
     import transformers
 

@@ -288,6 +288,11 @@ class TrainingArguments:
         """Returns the number of samples in one optimizer step over all ranks."""
         return self.micro_batch_size * self.accumulation_steps(data_parallel_size) * data_parallel_size
 
+    @property
+    def length_multiple(self) -> int:
+        """What the length of sequences must be a multiple of: sequence parallelism splits them over the ranks."""
+        return self.model_parallel_size if self.sequence_parallel else 1
+
 
 def texts(name: str, given: Any) -> tuple[str, ...]:
     """Returns a tuple from the value of a YAML file or the command line, a string or a list of strings."""

@@ -48,7 +48,7 @@ def make_training_data(
     check_agreement(dataset, ranks, workers=getattr(dataset, "num_workers", arguments.num_workers))
     if makes_batches(dataset):
         return TrainingData(dataset, _steps_of_loader(dataset, arguments, ranks))
-    collate = collate or DefaultCollate(pad_token_id)
+    collate = collate or DefaultCollate(pad_token_id, arguments.length_multiple)
     workers, seed = arguments.num_workers, arguments.seed
     epochs = None if arguments.train_steps else arguments.epochs
     global_batch, size = arguments.global_batch(ranks.dp_size), length_of(dataset)
