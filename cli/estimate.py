@@ -66,6 +66,10 @@ class EstimateArguments:
     optimizer: Literal["adamw", "adafactor", "lion", "lamb"] = "adamw"
     freeze: tuple[Literal["embeddings", "encoder", "decoder"], ...] = ()
     """Parts that are not trained."""
+    lora_rank: int = 0
+    """Rank of LoRA weights, which alone are trained."""
+    lora_target_modules: tuple[str, ...] = ()
+    """transformers' names of the layers that get LoRA weights, or all-linear; by default peft's choice."""
     device: Literal["cuda", "cpu"] = "cuda"
     json: bool = False
     """Print JSON; sizes are in bytes."""
@@ -86,6 +90,10 @@ class EstimateArguments:
             precision=self.precision,
             optimizer=self.optimizer,
             frozen=self.freeze,
+            lora_rank=self.lora_rank,
+            lora_target_modules="all-linear"
+            if self.lora_target_modules == ("all-linear",)
+            else self.lora_target_modules,
             device=self.device,
         )
 

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from ...models.activations import FP32, Batch, BlockBytes, Layout, block_bytes, end_bytes, logit_bytes
-from ...models.auto import model_class
+from ...models.auto import build_on_meta, model_class
 from ...models.common.config import ModelConfig
 from ...models.common.language_model import LanguageModel
 from ...models.common.parallel_config import ParallelConfig
+from ...models.lora import attach_factors, lora_config
 from ...models.registry import family
-from ...models.sizes import ParameterSize, is_embedding, parameter_sizes
+from ...models.sizes import ParameterSize, is_embedding, sizes_of
 from ..engines.precision import DTYPES
 
 
@@ -70,7 +71,7 @@ def model_memory(config: ModelConfig, job: Job) -> ModelMemory:
 
     Raises ValueError if the model does not allow this sequence length or tensor-parallel size.
     """
-    sizes = parameter_sizes(config, job.tensor_parallel_size)
+    sizes, trained = _sizes_and_trained(config, job)
     activations = family(config.model_type).activations(config)
     owned = (stack for stack in activations.stacks if any(size.name.startswith(stack.path) for size in sizes))
     activations = replace(activations, stacks=tuple(owned))  # an encoder alone has no decoder
@@ -78,7 +79,6 @@ def model_memory(config: ModelConfig, job: Job) -> ModelMemory:
     batch, layout = job.batch(has_target=has_target), job.layout
     if not has_target and job.length > config.max_sequence_length:
         raise ValueError(f"length {job.length} is more than the model's {config.max_sequence_length} positions")
-    trained = [size for size in sizes if not is_frozen(size, job)]
     parts = []
     for stack in activations.stacks:
         own = tuple(size for size in trained if size.name.startswith(stack.path))
@@ -99,6 +99,16 @@ def model_memory(config: ModelConfig, job: Job) -> ModelMemory:
         table=table if table in trained else None,
         stream=stream,
     )
+
+
+def _sizes_and_trained(config: ModelConfig, job: Job) -> tuple[list[ParameterSize], list[ParameterSize]]:
+    """Returns the sizes of all parameters, with those of LoRA weights, and of the trained ones."""
+    model = build_on_meta(config, None)
+    if job.lora_rank:
+        attach_factors(model, lora_config(r=job.lora_rank, target_modules=job.lora_target_modules))
+    trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    sizes = sizes_of(model, job.tensor_parallel_size)
+    return sizes, [size for size in sizes if size.name in trains and not is_frozen(size, job)]
 
 
 def is_frozen(size: ParameterSize, job: Job) -> bool:
@@ -157,6 +167,8 @@ def hf_model_memory(config: Any, job: Job) -> ModelMemory:
 
 def _check(config: Any, job: Job) -> None:
     kind = config.model_type
+    if job.lora_rank:
+        raise ValueError("lora_rank is estimated for models of the zoo only")
     if job.tensor_parallel_size > 1 or job.sequence_parallel:
         raise ValueError(
             f"{kind} is not a family of the zoo, so its layers cannot be split; use one tensor-parallel rank and no "
@@ -238,6 +250,7 @@ class Job:
         pipeline_blocks: Blocks of each pipeline stage; by default, equal numbers.
         precision: Precision of parameters, activations and gradients. The optimizer keeps fp32 copies of 16-bit
             parameters.
+        lora_rank, lora_target_modules: Those of LoRA weights, which alone are trained; 0 for none.
     """
 
     micro_batch_size: int = 1
@@ -255,6 +268,8 @@ class Job:
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     optimizer: Literal["adamw", "adafactor", "lion", "lamb"] = "adamw"
     frozen: tuple[Literal["embeddings", "encoder", "decoder"], ...] = ()
+    lora_rank: int = 0
+    lora_target_modules: str | tuple[str, ...] | None = None
     device: Literal["cuda", "cpu"] = "cuda"
 
     def __post_init__(self) -> None:
@@ -262,6 +277,10 @@ class Job:
                      "pipeline_parallel_size"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.lora_rank < 0 or (self.lora_rank and self.pipeline_parallel_size > 1):
+            raise ValueError(
+                f"lora_rank={self.lora_rank} must be 0 or more, and is estimated for one pipeline stage only"
+            )
         if self.pipeline_parallel_size > 1 and (self.stage or 0) > 1:
             raise ValueError(f"ZeRO stage {self.stage} does not work with pipeline parallelism; use 0 or 1")
         if self.stage == 3 and self.tensor_parallel_size > 1:
