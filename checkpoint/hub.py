@@ -9,12 +9,15 @@ WEIGHTS = ("*.safetensors",)
 TEXTS = ("*.json", "*.model", "*.txt")
 
 
-def find_folder(name: str, argument: str, patterns: tuple[str, ...] = (*TEXTS, *WEIGHTS)) -> Path:
+def find_folder(
+    name: str, argument: str, patterns: tuple[str, ...] = (*TEXTS, *WEIGHTS), *, cache: str | None = None
+) -> Path:
     """Returns the folder `name`, or that of the Hub's repository `name`, downloaded if needed.
 
     Args:
         argument: What the name was given as, for messages.
         patterns: The files to download.
+        cache: The folder for downloads; by default the Hub's.
 
     Raises ValueError if there is neither.
     """
@@ -26,7 +29,8 @@ def find_folder(name: str, argument: str, patterns: tuple[str, ...] = (*TEXTS, *
 
     hub: Any = huggingface_hub
     try:
-        return Path(hub.snapshot_download(name, allow_patterns=list(patterns)))
+        folder = None if cache is None else str(Path(cache).expanduser())
+        return Path(hub.snapshot_download(name, allow_patterns=list(patterns), cache_dir=folder))
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(

@@ -18,6 +18,7 @@ from ..trainer.arguments.aliases import (
     AS_HERE,
     EXPLAINED,
     RESUME,
+    SAVE_EPOCH,
     SWITCHES,
     argument_aliases,
     hint,
@@ -156,7 +157,7 @@ def resolve_alias_options(argv: Sequence[str], default: Any) -> list[str]:
         name = option[2:].replace("-", "_") if option.startswith("--") else ""
         if name in (*AS_HERE, RESUME) and name not in kinds:
             value = value if equals else words.popleft() if words and not words[0].startswith("--") else "True"
-            if AS_HERE.get(name) == value:
+            if str(AS_HERE.get(name)) == value:
                 continue
             if name == RESUME and value not in VALUES:
                 options.append(f"--load_dir={value}")
@@ -178,6 +179,9 @@ def resolve_alias_options(argv: Sequence[str], default: Any) -> list[str]:
                 options.append(f"--{name}={on}" if optional else f"--{part}{dot}{'' if on else 'no_'}{leaf}")
         elif optional and not equals:
             options.append(f"--{name.removeprefix('no_')}=False")
+        elif name in aliases and name == SAVE_EPOCH:
+            value = value if equals else words.popleft() if words else ""
+            options.append(f"--save_strategy={'epoch' if value == '1' else value}")
         elif name in aliases:
             options.append(f"--{ALIASES[name]}{equals}{value}")
         else:

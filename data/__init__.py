@@ -46,7 +46,26 @@ if TYPE_CHECKING:
     from .objectives.roberta import RobertaObjective, masked_dataset
     from .objectives.t5 import T5Objective, span_corruption_dataset
     from .objectives.ul2 import MixtureOfDenoisers, UL2Objective
-    from .pairs.datasets import BlockDataset, PromptDataset, Seq2SeqDataset
+    from .pairs.datasets import (
+        BlankDataset,
+        BlockDataset,
+        ChatDataset,
+        PrefixMaskedDataset,
+        PromptDataset,
+        Seq2SeqDataset,
+        load_chats,
+    )
+    from .pairs.labeled import (
+        AnswerSpans,
+        ChoiceSamples,
+        ClassifiedTexts,
+        ClassifiedWords,
+        Encoder,
+        load_choices,
+        load_labeled,
+        load_labeled_words,
+        load_questions,
+    )
     from .pairs.pairs import load_pairs
     from .text.corpus import Corpus, prepare_corpora, prepare_corpus
     from .text.documents import SourceReport, fail_on_bad, iter_documents, skip_bad
@@ -88,7 +107,14 @@ _NAMES = {
     "objectives.roberta": ("RobertaObjective", "masked_dataset"),
     "objectives.t5": ("T5Objective", "span_corruption_dataset"),
     "objectives.ul2": ("MixtureOfDenoisers", "UL2Objective"),
-    "pairs.datasets": ("BlockDataset", "PromptDataset", "Seq2SeqDataset"),
+    "pairs.datasets": (
+        "BlankDataset", "BlockDataset", "ChatDataset", "PrefixMaskedDataset", "PromptDataset", "Seq2SeqDataset",
+        "load_chats",
+    ),
+    "pairs.labeled": (
+        "AnswerSpans", "ChoiceSamples", "ClassifiedTexts", "ClassifiedWords", "Encoder", "load_choices",
+        "load_labeled", "load_labeled_words", "load_questions",
+    ),
     "pairs.pairs": ("load_pairs",),
     "text.corpus": ("Corpus", "prepare_corpora", "prepare_corpus"),
     "text.documents": ("SourceReport", "fail_on_bad", "iter_documents", "skip_bad"),
@@ -103,19 +129,21 @@ _NAMES = {
     "tokenizers.vocabulary": ("Vocabulary",),
 }
 __all__ = [
-    "BartObjective", "BlankInfilling", "BlockDataset", "BlockStream", "Corpus", "DocumentRecords", "EpochShuffle",
+    "AnswerSpans", "BartObjective", "BlankDataset", "BlankInfilling", "BlockDataset", "BlockStream", "ChatDataset",
+    "ChoiceSamples", "ClassifiedTexts", "ClassifiedWords", "Corpus", "DocumentRecords", "Encoder", "EpochShuffle",
     "GLMDataset", "GLMMixture", "GLMObjective", "GLMTokens", "GPTDataset", "GPTObjective", "IndexedDataset",
     "IndexedDatasetWriter", "IterableRecords", "LengthBuckets", "MBartObjective", "Masking", "MixedSamples",
     "MixtureOfDenoisers", "NextSentenceObjective", "Objective", "ObjectiveDataset", "PackedDataset", "PackedTokens",
-    "PadBatch", "PrefixLM", "PrefixLMObjective", "PrepareOptions", "PrepareReport", "PretrainingData", "PromptDataset",
-    "ResumableLoader", "ResumableStream", "RobertaObjective", "SentenceOrderObjective", "SentencePairDataset",
-    "SentencePairs", "Seq2SeqDataset", "Share", "SourceReport", "SpanCorruption", "T5Objective", "TextInfilling",
-    "TextStream", "Tokenizer", "UL2Objective", "Vocabulary", "WriterState", "add_sentinels", "build_dataset",
-    "build_loader", "documents_in_memory", "dtype_for_vocabulary", "fail_on_bad", "find_objective", "glm_token_ids",
-    "glm_tokenizer", "iter_documents", "load_pairs", "load_tokenizer", "masked_dataset", "merge_datasets",
-    "objective", "objective_names", "pack_lengths", "parse_mixture", "prepare_corpora", "prepare_corpus",
-    "prepare_dataset", "python_stdlib", "save_tokenizer", "sentence_end_ids", "sentinel_ids", "skip_bad",
-    "span_corruption_dataset", "split_dataset", "split_sentences", "target_entropy", "token_counts",
+    "PadBatch", "PrefixLM", "PrefixLMObjective", "PrefixMaskedDataset", "PrepareOptions", "PrepareReport",
+    "PretrainingData", "PromptDataset", "ResumableLoader", "ResumableStream", "RobertaObjective",
+    "SentenceOrderObjective", "SentencePairDataset", "SentencePairs", "Seq2SeqDataset", "Share", "SourceReport",
+    "SpanCorruption", "T5Objective", "TextInfilling", "TextStream", "Tokenizer", "UL2Objective", "Vocabulary",
+    "WriterState", "add_sentinels", "build_dataset", "build_loader", "documents_in_memory", "dtype_for_vocabulary",
+    "fail_on_bad", "find_objective", "glm_token_ids", "glm_tokenizer", "iter_documents", "load_chats", "load_choices",
+    "load_labeled", "load_labeled_words", "load_pairs", "load_questions", "load_tokenizer", "masked_dataset",
+    "merge_datasets", "objective", "objective_names", "pack_lengths", "parse_mixture", "prepare_corpora",
+    "prepare_corpus", "prepare_dataset", "python_stdlib", "save_tokenizer", "sentence_end_ids", "sentinel_ids",
+    "skip_bad", "span_corruption_dataset", "split_dataset", "split_sentences", "target_entropy", "token_counts",
     "train_byte_level_bpe", "train_sentencepiece", "train_tokenizer", "train_wordpiece", "unigram_entropy",
 ]
 # fmt: on

@@ -17,15 +17,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
     from .arguments import FinetuningArguments as TrainerArguments
+    from .auto_loader import AutoLoader, bert_sequence_label_collate_fn, seq2seq_collate_fn
     from .freezing import ModelSummary
+    from .predictor import Predictor
 
-# t2t-tuner's name -> (module, name in it).
+# Name, of which those of t2t-tuner and FlagAI are theirs -> (module, name in it).
 _NAMES = {
+    "AutoLoader": (".auto_loader", "AutoLoader"),
+    "Predictor": (".predictor", "Predictor"),
+    "bert_sequence_label_collate_fn": (".auto_loader", "bert_sequence_label_collate_fn"),
+    "seq2seq_collate_fn": (".auto_loader", "seq2seq_collate_fn"),
     "ModelSummary": (".freezing", "ModelSummary"),
     "Trainer": ("..trainer.trainer", "Trainer"),
     "TrainerArguments": (".arguments", "FinetuningArguments"),
 }
-__all__ = ["ModelSummary", "Trainer", "TrainerArguments"]
+__all__ = [
+    "AutoLoader", "ModelSummary", "Predictor", "Trainer", "TrainerArguments", "bert_sequence_label_collate_fn",
+    "seq2seq_collate_fn",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

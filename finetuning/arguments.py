@@ -10,8 +10,22 @@ from ..trainer.arguments.aliases import with_argument_aliases
 from ..trainer.arguments.training_arguments import EnvType, Schedule, TrainingArguments
 from ..trainer.launch.rank_info import RankInfo
 
-Task = Literal["text2text-generation", "text-generation", "text-classification"]
-MetricName = Literal["sacrebleu", "rouge", "accuracy"]
+Task = Literal[
+    "text2text-generation", "text-generation", "chat", "text-classification", "token-classification",
+    "question-answering", "multiple-choice",
+]  # fmt: skip
+# What is measured -> the metrics that can measure it, of which the first is the default.
+METRICS = {
+    "texts": ("sacrebleu", "rouge", "chrf", "ter", "exact_match", "accuracy"),
+    "tokens": ("accuracy",),
+    "classes": ("accuracy", "f1", "precision", "recall", "matthews_correlation"),
+    "several classes": ("accuracy", "f1", "precision", "recall"),
+    "numbers": ("pearsonr", "spearmanr", "mse", "mae"),
+    "words": ("accuracy", "seqeval"),
+    "answers": ("squad",),
+}
+WITH_LABELS = ("text-classification", "token-classification")
+ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 
 
 @with_argument_aliases
@@ -40,7 +54,9 @@ class FinetuningArguments(TrainingArguments):
     """A Hugging Face folder or a shardzoo folder with its tokenizer, or a name on the Hugging Face Hub."""
     task: Task | None = None
     """By default it follows from the model and the training file: text2text-generation for pairs, text-classification
-    for pairs with an encoder, text-generation for plain text."""
+    for pairs with an encoder, text-generation for plain text, and the others for the keys of their records."""
+    problem_type: ProblemType | None = None
+    """Of text-classification; by default it follows from the labels: names and whole numbers, lists, other numbers."""
     native: bool | None = None
     """Train the zoo's model, whose layers can be split, or transformers'; by default the zoo's if it has one."""
 
@@ -56,6 +72,14 @@ class FinetuningArguments(TrainingArguments):
     """Key of the source texts."""
     target_id: str = "t"
     """Key of the target texts, or of the labels."""
+    pair_id: str | None = None
+    """Key of a second text, for text-classification; for multiple-choice, of a text that begins each choice."""
+    choices_id: str = "choices"
+    """Key of the choices of multiple-choice."""
+    messages_id: str = "messages"
+    """Key of the messages of a conversation."""
+    weight_id: str | None = None
+    """Key of the weight of a record in the loss of text-classification."""
     prefix: str = ""
     """Text to put before every source."""
     separator: str = "\n"
@@ -63,6 +87,8 @@ class FinetuningArguments(TrainingArguments):
     max_source_length: int = 128
     """Maximum tokens of a source, including the end token; longer sources are cut."""
     max_target_length: int = 128
+    doc_stride: int = 64
+    """Tokens that the windows of a long text share, for question-answering."""
     block_size: int | None = None
     """Tokens of a sample of plain text; by default the model's maximum, up to 1024."""
     max_train_samples: int | None = None
@@ -76,10 +102,22 @@ class FinetuningArguments(TrainingArguments):
     generation_num_beams: int = 4
     generation_max_length: int | None = None
     """Maximum new tokens of generated texts; by default max_target_length."""
-    metric: MetricName = "sacrebleu"
-    """Metric of generated texts; accuracy is the share equal to the target. For plain text, accuracy also reports that
-    of the next token. A classifier is always measured by its accuracy."""
+    metric: str = "sacrebleu"
+    """Names of metrics, separated by commas; see docs/finetune.md for those of each task. The default is for generated
+    texts; the other tasks have their own, to which the named ones are added."""
 
+    label_smoothing: float = 0.0
+    """Share of a target's probability that all classes, or all tokens, get equally."""
+    class_weights: str | None = None
+    """Factors of the loss of each class: numbers separated by commas, or "balanced" for n / (classes · count)."""
+    packing: bool = False
+    """Put several conversations, or pairs of a decoder, into one row; each attends to itself only."""
+    group_by_length: bool = False
+    """Let the samples of a batch have similar lengths."""
+    dropout_rate: float | None = None
+    """Replaces the dropout rates in the model's configuration, but not those of its classifier."""
+    cache_dir: str | None = None
+    """Folder for models downloaded from the Hugging Face Hub."""
     gradient_checkpointing: bool = False
     """Equivalent to recompute="full"."""
     torch_compile: bool = False
@@ -123,6 +161,16 @@ class FinetuningArguments(TrainingArguments):
                     f"{name}={getattr(self, name)!r} is not supported in fine-tuning; set --output-dir instead"
                 )
         self._check_compiler()
+        for name in ("label_smoothing", "dropout_rate"):
+            if not 0 <= (getattr(self, name) or 0) < 1:
+                raise ValueError(f"{name} must be at least 0 and below 1, not {getattr(self, name)}")
+        for name in ("label_smoothing", "class_weights", "weight_id", "packing"):
+            if getattr(self, name) and self.pipeline_parallel_size > 1:
+                raise ValueError(f"{name} does not work with pipeline stages; use pipeline_parallel_size=1")
+        known = list(dict.fromkeys(name for names in METRICS.values() for name in names))
+        for name in self.metric.split(","):
+            if name.strip() not in known:
+                raise ValueError(f"metric must be one of {', '.join(known)}, or several with commas, not {name!r}")
         if self.predict_with_generate and self.zero_stage == 3:
             raise ValueError("predict_with_generate needs whole parameters, which ZeRO stage 3 splits; use stage 2")
 

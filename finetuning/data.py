@@ -7,14 +7,38 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from ..data import BlockDataset, PadBatch, PromptDataset, Seq2SeqDataset, iter_documents, load_pairs
+from ..data import (
+    AnswerSpans,
+    BlankDataset,
+    BlockDataset,
+    ChatDataset,
+    ChoiceSamples,
+    ClassifiedTexts,
+    ClassifiedWords,
+    Encoder,
+    PadBatch,
+    PrefixMaskedDataset,
+    PromptDataset,
+    Seq2SeqDataset,
+    iter_documents,
+    load_chats,
+    load_choices,
+    load_labeled,
+    load_labeled_words,
+    load_pairs,
+    load_questions,
+)
 from ..data.tokenizers.tokenizer import TransformersTokenizer
+from ..models import family
 from ..models.common.language_model import IGNORED
-from .arguments import FinetuningArguments
+from .arguments import WITH_LABELS, FinetuningArguments
 from .loading import ModelSource
-from .tasks import Labels, label_names, stored_labels
+from .tasks import WITHOUT_TEXTS, Labels, find_labels
+
+LONGEST_BLOCK = 1024
 
 
 class FinetuningData:
@@ -24,7 +48,7 @@ class FinetuningData:
         prompt: The soft prompt's tokens, which are put before every source.
         positions: The maximum number of tokens that the model reads; None if it is unlimited.
         labels: A classifier's labels; None for other tasks.
-        new_labels: The names of the labels, if the stored model has no classifier for them.
+        blanks: The texts of a family that fills blanks; None for the others.
     """
 
     def __init__(
@@ -37,23 +61,69 @@ class FinetuningData:
         self._split: HeldOutSplit | None = None
         self._validation: Any = None
         self.labels: Labels | None = None
-        self.new_labels: list[str] | None = None
-        if task == "text-classification":
+        makes_blanks = family(source.model_type).blank_text if source.native else None
+        self.blanks: Any = None if makes_blanks is None else makes_blanks(source.folder, None)
+        if task in WITH_LABELS:
             self._choose_labels()
 
     def _choose_labels(self) -> None:
-        stored = stored_labels(self.source)
-        if self.arguments.train_file is not None:
-            found = label_names(label for _, label in self._train_records())
-            if stored is None or not Labels(stored).covers(found):
-                self.new_labels = found
-        elif stored is None:
-            raise ValueError(f"{self.source.folder} has no classifier, and without train_file its labels are unknown")
-        self.labels = Labels(self.new_labels or stored or [])
-        if len(self.labels.names) < 2:
-            raise ValueError(
-                f"all labels of {self.arguments.train_file} are {self.labels.names[0]!r}; at least 2 are needed"
+        has_data = self.arguments.train_file is not None
+        found = self._all_labels(self._train_records()) if has_data else None
+        self.labels = find_labels(self.arguments, self.task, self.source, found)
+
+    def label_counts(self) -> list[int]:
+        """Returns the number of each class in the training data."""
+        assert self.labels is not None
+        if self.arguments.train_file is None:
+            return [1] * len(self.labels.names)
+        counts = np.zeros(len(self.labels.names), np.int64)
+        for label in self._all_labels(self._train_records()):
+            for name in label if isinstance(label, tuple) else (label,):
+                counts[self.labels.class_of(name)] += 1
+        return counts.tolist()
+
+    def _all_labels(self, records: Any) -> list[Any]:
+        """Returns the labels of all records, or of all their words."""
+        if self.task == WITH_LABELS[0]:
+            return [record.label for record in records]
+        return [label for record in records for label in record.labels]
+
+    @property
+    def generates(self) -> bool:
+        """Whether the model generates texts for sources."""
+        return self.task not in (*WITHOUT_TEXTS, "text-generation")
+
+    def pair(self, record: Any) -> tuple[str, str]:
+        """Returns source and target of a record as texts; the source as the generator reads it."""
+        if self.task != "chat":
+            end = self.arguments.separator if self.continues else ""
+            return self.prepare_source(record[0]) + end, record[1]
+        last = max(number for number, message in enumerate(record) if message["role"] == "assistant")
+        return self.chat(record[:last]), record[last]["content"]
+
+    def chat(self, messages: list[dict[str, str]]) -> str:
+        """Returns the text of a conversation, which ends with the beginning of an answer."""
+        return ChatDataset([], self.tokenizer.backend, 0).render(messages, prompt=True)
+
+    @property
+    def kind(self) -> str:
+        """What is measured: a key of `evaluation.METRICS`."""
+        if self.labels is not None and self.task == WITH_LABELS[0]:
+            return {"regression": "numbers", "multi_label_classification": "several classes"}.get(
+                self.labels.problem, "classes"
             )
+        kinds = {
+            "text-generation": "tokens",
+            "token-classification": "words",
+            "question-answering": "answers",
+            "multiple-choice": "classes",
+        }
+        return kinds.get(self.task, "texts")
+
+    @property
+    def continues(self) -> bool:
+        """Whether a target continues its source after the separator."""
+        return self.source.shape == "decoder" and self.task == "text2text-generation" and self.blanks is None
 
     def check_lengths(self, positions: int | None) -> None:
         """Raises ValueError if samples may be longer than the model's positions."""
@@ -63,7 +133,7 @@ class FinetuningData:
         arguments = self.arguments
         asked = {
             "text-generation": {"block_size": arguments.block_size or 0},
-            "text-classification": {"max_source_length": arguments.max_source_length},
+            **{task: {"max_source_length": arguments.max_source_length} for task in WITHOUT_TEXTS},
         }.get(
             self.task,
             {"max_source_length": arguments.max_source_length, "max_target_length": arguments.max_target_length},
@@ -92,23 +162,77 @@ class FinetuningData:
         return self._validation
 
     def read(self, path: str, most: int | None) -> Any:
-        records = read_records(path, self.task, self.arguments, self.tokenizer, self.positions)
-        records = _first(records, most)
+        records = _first(self._read(path), most)
         if self.labels is not None:
             for number in range(len(records)):
-                self.labels.class_of(records[number][1])
+                record = records[number]
+                for label in getattr(record, "labels", None) or [record.label]:
+                    self.labels.target(label)
         return records
 
+    def _read(self, path: str) -> Any:
+        """Reads the records of the task. ValueError for a bad file."""
+        chosen = self.arguments
+        keys: Any = {"source_id": chosen.source_id, "target_id": chosen.target_id}
+        if self.task == "text-generation":
+            size = chosen.block_size or min(self.positions or LONGEST_BLOCK, LONGEST_BLOCK)
+            return BlockDataset(iter_documents(path), self.tokenizer, size)
+        if self.task == "text-classification":
+            others = {"pair_id": chosen.pair_id, "weight_id": chosen.weight_id, "prefix": chosen.prefix}
+            return load_labeled(path, **keys, **others)
+        if self.task == "token-classification":
+            return load_labeled_words(path, **keys)
+        if self.task == "question-answering":
+            return load_questions(path)
+        if self.task == "multiple-choice":
+            others = {"pair_id": chosen.pair_id, "choices_id": chosen.choices_id, "prefix": chosen.prefix}
+            return load_choices(path, **keys, **others)
+        if self.task == "chat":
+            return load_chats(path, messages_id=chosen.messages_id)
+        return load_pairs(path, **keys, prefix=chosen.prefix)
+
     def samples(self, records: Any) -> Any:
-        return make_samples(
-            records,
-            self.task,
-            self.source.shape == "decoder",
+        """Returns the samples that the model is trained on: dicts of arrays, each made when it is accessed."""
+        chosen, lengths = (
             self.arguments,
-            self.tokenizer,
-            self.prepare_source,
-            self.labels,
+            {
+                "max_source_length": self.arguments.max_source_length,
+                "max_target_length": self.arguments.max_target_length,
+            },
         )
+        if self.task == "text-generation":
+            return records
+        if self.task == "chat":
+            return ChatDataset(records, self.tokenizer.backend, sum(lengths.values()))
+        if self.task in WITHOUT_TEXTS:
+            return self._labeled_samples(records)
+        pairs = SourcesChanged(records, self.prepare_source)
+        if self.blanks is not None:
+            return BlankDataset(pairs, self.blanks, **lengths)
+        if self.source.shape == "encoder":
+            return PrefixMaskedDataset(pairs, self.tokenizer, self.tokenizer.ends, segments=self.segments, **lengths)
+        if self.source.shape == "decoder":
+            return PromptDataset(
+                pairs, self.tokenizer, separator=chosen.separator, begin=self.tokenizer.begin, **lengths
+            )
+        return Seq2SeqDataset(pairs, self.tokenizer, begin=self.tokenizer.begin, **lengths)
+
+    def _labeled_samples(self, records: Any) -> Any:
+        encoder = Encoder(self.tokenizer.backend, self.arguments.max_source_length, segments=self.segments)
+        if self.task == "question-answering":
+            return AnswerSpans(records, encoder, self.arguments.doc_stride)
+        if self.task == "multiple-choice":
+            return ChoiceSamples(records, encoder, self.tokenizer.backend.pad_token_id or 0)
+        assert self.labels is not None
+        if self.task == "token-classification":
+            return ClassifiedWords(records, encoder, self.labels.target)
+        weighs = self.arguments.weight_id is not None
+        return ClassifiedTexts(records, encoder, self.labels.target, self.prepare_source, weighs=weighs)
+
+    @property
+    def segments(self) -> bool:
+        """Whether the model tells two texts apart by `token_type_ids`."""
+        return int(self.source.values.get("type_vocab_size") or 0) > 1
 
     def prepare_source(self, text: str) -> str:
         """Returns the text with the soft prompt before it, unless the text has one of its tokens."""
@@ -132,9 +256,6 @@ def _first(records: Any, most: int | None) -> Any:
     return records if most is None or most >= len(records) else Chosen(records, range(most))
 
 
-LONGEST_BLOCK = 1024
-
-
 class TextTokenizer(TransformersTokenizer):
     """Gives transformers' tokenizer the interface of `shardzoo.data`. It recognizes special tokens in text.
 
@@ -148,6 +269,7 @@ class TextTokenizer(TransformersTokenizer):
         whole, bare = backend("a")["input_ids"], backend("a", add_special_tokens=False)["input_ids"]
         starts = (n for n in range(len(whole)) if whole[n : n + len(bare)] == bare)
         self.begin: list[int] = whole[: next(starts, 0)]
+        self.ends = (backend.cls_token_id, backend.sep_token_id)  # around the texts of an encoder
         self.special = {"eos_token": backend.eos_token_id} if backend.eos_token_id is not None else {}
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -181,39 +303,10 @@ class SourcesChanged(Sequence[tuple[str, str]]):
         return self.change(source), target
 
 
-class ClassifiedTexts:
-    """Makes `{"input_ids": [s], "labels": class}` of a text and its label; texts are cut at `max_length` tokens."""
-
-    def __init__(self, pairs: Sequence[tuple[str, str]], tokenizer: Any, labels: Labels, max_length: int) -> None:
-        self.pairs, self.tokenizer, self.labels, self.max_length = pairs, tokenizer, labels, max_length
-
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        text, label = self.pairs[index]
-        ids = self.tokenizer(text, truncation=True, max_length=self.max_length, verbose=False)["input_ids"]
-        return {"input_ids": np.array(ids, np.int64), "labels": np.array(self.labels.class_of(label), np.int64)}
-
-
 @dataclass(frozen=True)
 class HeldOutSplit:
     train: Sequence[Any]
     valid: Sequence[Any] | None
-
-
-def read_records(path: str, task: str, arguments: FinetuningArguments, tokenizer: TextTokenizer, longest: int | None):
-    """Reads pairs of texts, pairs of text and label, or blocks of plain text. ValueError for a bad file."""
-    if task == "text-generation":
-        size = arguments.block_size or min(longest or LONGEST_BLOCK, LONGEST_BLOCK)
-        return BlockDataset(iter_documents(path), tokenizer, size)
-    return load_pairs(
-        path,
-        source_id=arguments.source_id,
-        target_id=arguments.target_id,
-        prefix=arguments.prefix,
-        labels=task == "text-classification",
-    )
 
 
 def held_out(records: Any, percent: float, seed: int) -> HeldOutSplit:
@@ -232,46 +325,41 @@ def held_out(records: Any, percent: float, seed: int) -> HeldOutSplit:
     )
 
 
-def make_samples(
-    records: Any,
-    task: str,
-    is_decoder: bool,
-    arguments: FinetuningArguments,
-    tokenizer: TextTokenizer,
-    prepare_source: Callable[[str], str],
-    labels: Labels | None,
-) -> Any:
-    """Returns the samples that the model is trained on: dicts of arrays, each made when it is accessed."""
-    if task == "text-generation":
-        return records
-    pairs = SourcesChanged(records, prepare_source)
-    if labels is not None:
-        return ClassifiedTexts(pairs, tokenizer.backend, labels, arguments.max_source_length)
-    lengths = {
-        "max_source_length": arguments.max_source_length,
-        "max_target_length": arguments.max_target_length,
-        "begin": tokenizer.begin,
-    }
-    if is_decoder:
-        return PromptDataset(pairs, tokenizer, separator=arguments.separator, **lengths)
-    return Seq2SeqDataset(pairs, tokenizer, **lengths)
-
-
 class Collate:
     """Makes a padded batch of samples.
 
     Args:
         multiple_of: Lengths are rounded up to a multiple of this.
         learn_padding: Whether to pad labels with pad_token_id, which is then predicted, instead of -100.
+        prefixes: Whether the samples' attention_mask is the length of the part that all tokens attend to.
     """
 
-    def __init__(self, pad_token_id: int, multiple_of: int = 1, *, learn_padding: bool = False) -> None:
-        self.pad_token_id, self.learn_padding = pad_token_id, learn_padding
+    def __init__(
+        self, pad_token_id: int, multiple_of: int = 1, *, learn_padding: bool = False, prefixes: bool = False
+    ) -> None:
+        self.pad_token_id, self.learn_padding, self.prefixes = pad_token_id, learn_padding, prefixes
         self._pad = PadBatch(pad_token_id, multiple_of=multiple_of)
 
     def __call__(self, samples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         batch = self._pad(samples)
+        if self.prefixes:
+            lengths = [len(sample["input_ids"]) for sample in samples]
+            batch["attention_mask"] = prefix_mask(batch["attention_mask"], lengths, batch["input_ids"].shape[1])
         if self.learn_padding:
             learned = batch["labels"][:, : max(len(sample["labels"]) for sample in samples)]
             learned[learned == IGNORED] = self.pad_token_id
         return batch
+
+
+def prefix_mask(prefixes: Tensor, lengths: Sequence[int], size: int | None = None) -> Tensor:
+    """Returns bool [B, 1, S, S], True where a query attends to a key: to the prefix, and causally to what follows it.
+
+    Args:
+        prefixes: int64 [B], the lengths of the prefixes.
+        lengths: The lengths of the rows.
+        size: S; by default the longest length.
+    """
+    places = torch.arange(size or max(lengths))
+    inside = places < torch.tensor(lengths)[:, None]  # [B, S]
+    seen = (places < prefixes[:, None])[:, None] | (places <= places[:, None])  # [B, S, S]
+    return (seen & inside[:, None])[:, None]

@@ -1,39 +1,81 @@
-"""Measures a model's predictions and generated texts."""
+"""Measures predictions and generated texts by metrics that have the names of the library `evaluate`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
+from ..data import AnswerSpans
 from ..models.common.language_model import IGNORED
+from ..trainer.batches.loss_normalization import output_field
 from ..trainer.launch.ranks import Ranks
+from .arguments import METRICS
 from .text_generator import TextGenerator
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
+VALUES = {"rouge": ROUGE, "squad": ("exact_match", "f1"), "seqeval": ("f1", "precision", "recall")}
+PACKAGES = {
+    **dict.fromkeys(("f1", "precision", "recall", "matthews_correlation"), ("sklearn", "scikit-learn")),
+    "spearmanr": ("scipy", "scipy"),
+    "seqeval": ("seqeval", "seqeval"),
+}
+LONGEST_ANSWER = 30  # tokens, as in transformers' run_qa.py
 
 
-def text_value_names(metric: str) -> tuple[str, ...]:
-    """Returns the names of the values that `text_values` returns."""
-    return ROUGE if metric == "rouge" else (metric,)
+def metric_names(given: str, kind: str) -> tuple[str, ...]:
+    """Returns the metrics to compute: those of the `kind` that are named, and its default unless it is of texts.
+
+    Raises ValueError for an unknown metric, or one whose package is missing.
+    """
+    named = [name.strip() for name in given.split(",") if name.strip()]
+    for name in named:
+        if name not in METRICS[kind] and named != [METRICS["texts"][0]]:
+            raise ValueError(f"metric must be one of {', '.join(METRICS[kind])} for {kind}, not {name!r}")
+        module, package = PACKAGES.get(name, ("math", ""))
+        if name in METRICS[kind] and find_spec(module) is None:
+            raise ValueError(f'the metric {name} needs the package {package}: pip install "shardzoo[metrics]"')
+    own = [name for name in named if name in METRICS[kind]]
+    first = [] if kind in ("texts", "tokens") else [METRICS[kind][0]]
+    return tuple(dict.fromkeys([*first, *own]))
 
 
-def text_values(metric: str, predictions: Sequence[str], targets: Sequence[str]) -> dict[str, float]:
+def value_names(metrics: Sequence[str]) -> list[str]:
+    """Returns the names of the values of metrics."""
+    return list(dict.fromkeys(name for metric in metrics for name in VALUES.get(metric, (metric,))))
+
+
+def text_values(metrics: Sequence[str], predictions: Sequence[str], targets: Sequence[str]) -> dict[str, float]:
     """Compares generated texts with their targets; leading and trailing white space is ignored.
 
     Args:
-        metric: "sacrebleu" is corpus BLEU, 0 to 100 (Post 2018). "rouge" gives mean F-measures of ROUGE-1, -2 and -L
-            with stemming, 0 to 100 (Lin 2004). "accuracy" is the share of texts equal to their target, 0 to 1.
+        metrics: "sacrebleu" is corpus BLEU (Post 2018), "chrf" and "ter" are those of sacrebleu too, 0 to 100. "rouge"
+            gives mean F-measures of ROUGE-1, -2 and -L with stemming, 0 to 100 (Lin 2004). "accuracy" and "exact_match"
+            are the share of texts equal to their target, 0 to 1.
     """
     predictions, targets = [text.strip() for text in predictions], [text.strip() for text in targets]
-    if metric == "accuracy":
-        return {"accuracy": sum(p == t for p, t in zip(predictions, targets, strict=True)) / len(targets)}
-    if metric == "sacrebleu":
-        import sacrebleu
+    values: dict[str, float] = {}
+    for metric in metrics:
+        if metric in ("accuracy", "exact_match"):
+            values[metric] = sum(p == t for p, t in zip(predictions, targets, strict=True)) / len(targets)
+        elif metric == "rouge":
+            values |= _rouge(predictions, targets)
+        else:
+            import sacrebleu
 
-        return {"sacrebleu": sacrebleu.corpus_bleu(predictions, [targets]).score}
+            function = {"sacrebleu": "bleu"}.get(metric, metric)
+            values[metric] = getattr(sacrebleu, f"corpus_{function}")(predictions, [targets]).score
+    return values
+
+
+def _rouge(predictions: Sequence[str], targets: Sequence[str]) -> dict[str, float]:
     from rouge_score.rouge_scorer import RougeScorer
 
     scorer = RougeScorer(list(ROUGE), use_stemmer=True)
@@ -41,20 +83,131 @@ def text_values(metric: str, predictions: Sequence[str], targets: Sequence[str])
     return {name: 100 * sum(score[name].fmeasure for score in scores) / len(scores) for name in ROUGE}
 
 
-def generated_values(
-    metric: str, generator: TextGenerator, model: Any, sources: Sequence[str], targets: Sequence[str], ranks: Ranks
-) -> dict[str, float]:
-    """Returns the `text_values` of generated texts on all ranks; the data-parallel ranks share the sources."""
+def generated_texts(generator: TextGenerator, model: Any, sources: Sequence[str], ranks: Ranks) -> list[str]:
+    """Returns the texts generated for the sources, on all ranks; the data-parallel ranks share the sources."""
     mine = range(ranks.dp_rank, len(sources), ranks.dp_size)
     texts = generator(model, [sources[number] for number in mine])
     every = ranks.gather(list(zip(mine, texts, strict=True)) if ranks.reports else [])
     found = dict(pair for part in every for pair in part)
-    return text_values(metric, [found[number] for number in range(len(sources))], targets)
+    return [found[number] for number in range(len(sources))]
 
 
-def class_accuracy(logits: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Returns (correct rows, rows) for logits [B, C] and labels int64 [B]."""
-    return float((logits.argmax(-1) == labels).sum()), float(len(labels))
+def predictions_of(kind: str, output: Any, batch: Mapping[str, Tensor]) -> list[Any]:
+    """Returns what the metrics of a `kind` need of each row: (prediction, label), for words lists of such pairs, and
+    for answers the logits of the first and the last token."""
+    if kind == "answers":
+        logits = (one.float().cpu().numpy() for one in (output.start_logits, output.end_logits))
+        return list(zip(*logits, strict=True))
+    logits, labels = output_field(output, "logits").float().cpu(), batch["labels"].cpu()
+    if kind == "numbers":
+        return list(zip(logits.view(-1).tolist(), labels.view(-1).tolist(), strict=True))
+    if kind == "several classes":
+        return list(zip((logits > 0).int().tolist(), labels.int().tolist(), strict=True))
+    chosen = logits.argmax(-1).tolist()
+    if kind == "classes":
+        return list(zip(chosen, labels.tolist(), strict=True))
+    pairs = (zip(row, wanted, strict=True) for row, wanted in zip(chosen, labels.tolist(), strict=True))
+    return [[(found, label) for found, label in row if label != IGNORED] for row in pairs]
+
+
+def predicted_values(kind: str, metrics: Sequence[str], found: Sequence[Any], names: Sequence[str]) -> dict[str, float]:
+    """Returns the values of metrics of predictions, which `predictions_of` returned.
+
+    Classes: f1, precision and recall are of class 1 if there are two classes, else means over the classes; of several
+    classes they are over all decisions, and accuracy is the share of rows that are right in all classes. Words:
+    accuracy is that of words, and seqeval's values are those of entities (CoNLL-2000's, by BIO labels `names`).
+    """
+    if kind == "words":
+        return _word_values(metrics, found, names)
+    predicted, wanted = (np.array([pair[side] for pair in found]) for side in (0, 1))
+    if kind == "numbers":
+        return {metric: _number_value(metric, predicted, wanted) for metric in metrics}
+    values: dict[str, float] = {}
+    for metric in metrics:
+        if metric == "accuracy":
+            values[metric] = float((predicted == wanted).reshape(len(found), -1).all(1).mean())
+            continue
+        from sklearn import metrics as library
+
+        if metric == "matthews_correlation":
+            values[metric] = float(library.matthews_corrcoef(wanted, predicted))
+            continue
+        average = "micro" if kind == "several classes" else "binary" if len(names) == 2 else "macro"
+        function = getattr(library, f"{metric}_score")
+        values[metric] = float(function(wanted, predicted, average=average, zero_division=0))
+    return values
+
+
+def _number_value(metric: str, predicted: np.ndarray, wanted: np.ndarray) -> float:
+    if metric in ("mse", "mae"):
+        errors = np.abs(predicted - wanted)
+        return float((errors**2 if metric == "mse" else errors).mean())
+    if metric == "spearmanr":  # Pearson's correlation of the ranks, of which equal numbers share their mean
+        from scipy.stats import rankdata
+
+        predicted, wanted = rankdata(predicted), rankdata(wanted)
+    if predicted.std() == 0 or wanted.std() == 0:
+        return 0.0  # undefined for equal numbers
+    return float(np.corrcoef(predicted, wanted)[0, 1])
+
+
+def _word_values(metrics: Sequence[str], found: Sequence[Any], names: Sequence[str]) -> dict[str, float]:
+    pairs = [pair for row in found for pair in row]
+    values = {"accuracy": sum(a == b for a, b in pairs) / max(1, len(pairs))}
+    if "seqeval" in metrics:
+        from seqeval import metrics as library
+
+        predicted, wanted = ([[names[pair[side]] for pair in row] for row in found] for side in (0, 1))
+        for name in VALUES["seqeval"]:
+            values[name] = float(getattr(library, f"{name}_score")(wanted, predicted, zero_division=0))
+    return values
+
+
+def best_answers(spans: AnswerSpans, found: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[str]:
+    """Returns the answer to each question: of all its windows, the text with the largest sum of logits.
+
+    If some question has no answer, the answer is empty where the sum for the [CLS] token is larger in every window.
+
+    Args:
+        found: For each window the logits [S] of the first and of the last token.
+    """
+    best: dict[int, tuple[float, str]] = {}
+    absent: dict[int, float] = {}
+    for (question, places, cls), (start, end) in zip(spans.windows, found, strict=True):
+        inside = [token for token, place in enumerate(places) if place is not None]
+        scores = start[inside, None] + end[None, inside]  # [n, n]
+        allowed = np.tril(np.triu(np.ones_like(scores)), LONGEST_ANSWER - 1)
+        first, last = divmod(int(np.where(allowed > 0, scores, -np.inf).argmax()), len(inside))
+        context = spans.records[question].context
+        text = context[(places[inside[first]] or (0,))[0] : (places[inside[last]] or (0, 0))[1]]
+        best[question] = max(best.get(question, (-np.inf, "")), (float(scores[first, last]), text))
+        absent[question] = min(absent.get(question, np.inf), float(start[cls] + end[cls]))
+    may_lack = any(not record.answers for record in spans.records)
+    return ["" if may_lack and absent[n] > best[n][0] else best[n][1] for n in range(len(spans.records))]
+
+
+def answer_values(answers: Sequence[str], records: Sequence[Any]) -> dict[str, float]:
+    """Returns SQuAD's values (Rajpurkar et al., 2016), 0 to 100: the shares of answers that equal one of a question's,
+    and the mean over the questions of the largest F1 of words, both after `normalized`."""
+    exact = f1 = 0.0
+    for answer, record in zip(answers, records, strict=True):
+        wanted = [normalized(text) for text, _ in record.answers] or [""]
+        exact += normalized(answer) in wanted
+        f1 += max(_word_f1(normalized(answer).split(), text.split()) for text in wanted)
+    return {"exact_match": 100 * exact / len(answers), "f1": 100 * f1 / len(answers)}
+
+
+def normalized(text: str) -> str:
+    """Returns a text in lower case, without punctuation, articles and repeated white space."""
+    kept = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
+
+
+def _word_f1(answer: list[str], wanted: list[str]) -> float:
+    if not answer or not wanted:
+        return float(answer == wanted)
+    common = sum((Counter(answer) & Counter(wanted)).values())
+    return 2 * common / (len(answer) + len(wanted))
 
 
 def next_token_accuracy(logits: Tensor, labels: Tensor) -> tuple[float, float]:

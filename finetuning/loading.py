@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from ..checkpoint.hub import find_folder
 from ..checkpoint.manifest import MANIFEST
 from ..data.files import read_folder_json
 from ..models import FAMILIES, ParallelConfig, config_from_dict, family, from_pretrained
+from ..models.auto import build_on_meta
+from ..models.common.config import ModelConfig
 from ..models.loading import missing_modules
 from ..mpu import ParallelMesh
 from ..trainer.engines.precision import DTYPES
@@ -23,6 +25,16 @@ from ..trainer.launch.ranks import on_first_rank
 from .arguments import FinetuningArguments
 
 ADAPTER = "adapter_config.json"
+# Task -> transformers' class that finds the architecture. Those that generate depend on the kind of model too.
+AUTO_CLASSES = {
+    "text-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
+    "question-answering": "AutoModelForQuestionAnswering",
+    "multiple-choice": "AutoModelForMultipleChoice",
+    "text-generation": "AutoModelForCausalLM",
+    "text2text-generation": "AutoModelForCausalLM",
+    "chat": "AutoModelForCausalLM",
+}
 
 
 @dataclass(frozen=True)
@@ -47,20 +59,21 @@ class ModelSource:
         return self.values["model_type"]
 
 
-def locate(name: str) -> Path:
+def locate(name: str, cache: str | None = None) -> Path:
     """Returns the folder of a model, downloaded by the first rank if needed. ValueError if there is none."""
     if not name:
         raise ValueError("model_name_or_path is missing: name the folder of a model, or one on the Hugging Face Hub")
-    return on_first_rank(lambda: find_folder(name, "model_name_or_path"))
+    return on_first_rank(lambda: find_folder(name, "model_name_or_path", cache=cache))
 
 
 def find_source(arguments: FinetuningArguments) -> ModelSource:
     """Finds the model and decides between the zoo's and transformers'. ValueError if it does not fit the arguments."""
-    folder, adapter = locate(arguments.model_name_or_path), None
+    folder, adapter = locate(arguments.model_name_or_path, arguments.cache_dir), None
     if (folder / ADAPTER).exists():
         base = (read_folder_json(folder, ADAPTER) or {}).get("base_model_name_or_path")
         adapter, folder = folder, locate(base if isinstance(base, str) else "")
-    values = read_folder_json(adapter or folder, CONFIG) or read_folder_json(folder, CONFIG)
+    stored = read_folder_json(adapter or folder, CONFIG) or read_folder_json(folder, CONFIG)
+    values = with_dropout(stored, arguments.dropout_rate)
     if values is None:
         raise ValueError(f"{folder} holds no model: it has no {CONFIG}")
     model_type = values.get("model_type")
@@ -69,7 +82,7 @@ def find_source(arguments: FinetuningArguments) -> ModelSource:
     native = arguments.native
     if native is None:
         native = model_type in FAMILIES
-        native = native and (arguments.task != "text-classification" or arguments.task in family(model_type).tasks)
+        native = native and (arguments.task is None or arguments.task in family(model_type).tasks)
     elif native and model_type not in FAMILIES:
         raise ValueError(
             f"{folder} is a {model_type}, which is not in the zoo; use native=False, or a model of "
@@ -79,9 +92,6 @@ def find_source(arguments: FinetuningArguments) -> ModelSource:
         raise ValueError(
             f"{folder} holds shards, which only the zoo's models load; merge them with `shardzoo convert merge`"
         )
-    if native and not family(model_type).tasks:
-        able = ", ".join(name for name in FAMILIES if family(name).tasks)
-        raise ValueError(f"{family(model_type).no_tasks}; models fine-tuned here are {able} and transformers'")
     for name in ("model_parallel_size", "pipeline_parallel_size"):
         if getattr(arguments, name) > 1 and not native:
             raise ValueError(
@@ -106,21 +116,38 @@ def _shape(folder: Path, values: dict[str, Any]) -> str:
     return "encoder" if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES else "decoder"
 
 
+def with_dropout(values: dict[str, Any] | None, rate: float | None) -> dict[str, Any] | None:
+    """Returns the contents of a config.json with another rate of every dropout but a classifier's and of layers."""
+    if values is None or rate is None:
+        return values
+    known = dict(values)
+    if values.get("model_type") in FAMILIES:
+        known |= vars(config_from_dict(values))
+    rates = [
+        name
+        for name, value in known.items()
+        if re.search("dropout|pdrop", name) and "classifier" not in name and isinstance(value, float)
+    ]
+    if not rates:
+        raise ValueError(f"the {values.get('model_type')} has no dropout, so dropout_rate={rate} cannot be set")
+    return {**values, **dict.fromkeys(rates, rate)}
+
+
 def load_model(
     source: ModelSource,
     task: str,
     arguments: FinetuningArguments,
     mesh: ParallelMesh | None,
     device: torch.device,
-    labels: Sequence[str] | None,
+    head: dict[str, Any] | None,
 ) -> nn.Module:
     """Loads the model with the head of the task, in training mode.
 
-    `labels` are those of a new classifier, by class; None loads the stored one.
+    `head` are the settings of a new classifier in the configuration; None loads the stored one.
     """
     if source.native:
-        return _native(source, task, arguments, mesh, device, labels).train()
-    return _transformers(source, task, arguments, labels).train()
+        return _native(source, task, arguments, mesh, device, head).train()
+    return _transformers(source, task, arguments, head or {}).train()
 
 
 def _native(
@@ -129,27 +156,27 @@ def _native(
     arguments: FinetuningArguments,
     mesh: ParallelMesh | None,
     device: torch.device,
-    labels: Sequence[str] | None,
+    head: dict[str, Any] | None,
 ) -> nn.Module:
     made: dict[str, Any] = {"device": device, "dtype": DTYPES[arguments.precision]}
     blocks = _stage_blocks(source, arguments, mesh, device)
     made["parallel_config"] = ParallelConfig(arguments.sequence_parallel, arguments.recompute, blocks)
+    architecture = family(source.model_type).tasks[task]
+    config = config_from_dict({**source.values, "architectures": [architecture]}).with_changes(**(head or {}))
+    new = missing_modules(source.folder, config)
     of_adapter = source.adapter is not None and (source.adapter / CONFIG).exists()
-    if task != "text-classification" or (labels is None and not of_adapter):
-        return from_pretrained(source.folder, mesh, **made)
-    classifier = family(source.model_type).tasks[task]
-    config = config_from_dict({**source.values, "architectures": [classifier]})
-    if labels is not None:
-        config = config.with_changes(
-            num_labels=len(labels),
-            id2label={str(number): label for number, label in enumerate(labels)},
-            label2id={label: number for number, label in enumerate(labels)},
-        )
-    new = {"classifier", *missing_modules(source.folder, config)}
+    if head is not None or of_adapter:
+        new = [*new, *(name for name in label_modules(config) if name not in new)]
     try:
         return from_pretrained(source.folder, mesh, config=config, new=sorted(new), seed=arguments.seed, **made)
     except ValueError as error:
         raise ValueError(f"{error}; native=False loads it with transformers") from None
+
+
+def label_modules(config: ModelConfig) -> list[str]:
+    """Returns the names of the modules whose outputs are a classifier's labels."""
+    model: Any = build_on_meta(config, None)
+    return [model.linear_name] if hasattr(model, "linear_name") else []
 
 
 def _stage_blocks(
@@ -170,27 +197,21 @@ def _stage_blocks(
     return on_first_rank(lambda: choose_blocks(config, mesh.pp_size, arguments.pipeline_partition, job))
 
 
-def _transformers(
-    source: ModelSource, task: str, arguments: FinetuningArguments, labels: Sequence[str] | None
-) -> nn.Module:
+def _transformers(source: ModelSource, task: str, arguments: FinetuningArguments, head: dict[str, Any]) -> nn.Module:
     import transformers
 
-    kinds = {
-        "text-classification": transformers.AutoModelForSequenceClassification,
-        "text-generation": transformers.AutoModelForCausalLM,
-        "text2text-generation": transformers.AutoModelForSeq2SeqLM
-        if source.shape == "encoder-decoder"
-        else transformers.AutoModelForCausalLM,
-    }
-    head: dict[str, Any] = {}
-    if task == "text-classification" and labels is not None:
-        names = dict(enumerate(labels))
-        head = {"id2label": names, "label2id": {label: n for n, label in names.items()}, "num_labels": len(labels)}
+    stored = read_folder_json(source.folder, CONFIG) or {}
+    rates = {key: value for key, value in source.values.items() if stored.get(key) != value}  # of dropout_rate
+    name = AUTO_CLASSES[task]
+    if task == "text2text-generation" and source.shape == "encoder-decoder":
+        name = "AutoModelForSeq2SeqLM"
+    elif task == "text2text-generation" and source.shape == "encoder":
+        name = "AutoModelForMaskedLM"
     with torch.random.fork_rng():  # a new head has the same weights on every rank
         torch.manual_seed(arguments.seed)
         try:
-            model: Any = kinds[task].from_pretrained(
-                source.folder, local_files_only=True, ignore_mismatched_sizes=bool(head), **head
+            model: Any = getattr(transformers, name).from_pretrained(
+                source.folder, local_files_only=True, ignore_mismatched_sizes=bool(head), **{**rates, **head}
             )
         except (OSError, KeyError) as error:
             raise ValueError(f"{source.folder} holds no model that transformers loads: {error}") from None

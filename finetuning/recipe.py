@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,21 @@ from ..trainer.run_lock import return_folder
 from ..trainer.trainer import Trainer
 from .arguments import FinetuningArguments
 from .data import Collate, FinetuningData, TextTokenizer
-from .evaluation import class_accuracy, generated_values, next_token_accuracy, perplexity, text_value_names
+from .evaluation import (
+    answer_values,
+    best_answers,
+    generated_texts,
+    metric_names,
+    next_token_accuracy,
+    perplexity,
+    predicted_values,
+    predictions_of,
+    text_values,
+    value_names,
+)
 from .freezing import ModelSummary, part_parameters, summarize, summary_of
-from .loading import find_source, load_model, positions_of
+from .loading import find_source, label_modules, load_model, positions_of
+from .losses import SMOOTHED, WEIGHTED, WeightedLoss, parse_class_weights
 from .saving import check_run, open_run, save_whole, tokenizer_folder, write_companions
 from .soft_prompt import add_prompt, initial_rows, input_embedding, load_prompt, save_prompt, without_prompt
 from .tasks import choose_task
@@ -40,6 +52,7 @@ class Finetuning:
     Attributes:
         model: this rank's part of the model.
         tokenizer: transformers' tokenizer.
+        metrics: The names of the metrics of evaluations.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -52,11 +65,11 @@ class Finetuning:
         checked_tokenizer(self.source.folder, stored_with)
         self._texts = TextTokenizer(self.tokenizer)
         self._data = FinetuningData(arguments, self.task, self.source, self._texts)
-        self.model: Any = load_model(
-            self.source, self.task, arguments, trainer.mesh, trainer.device, self._data.new_labels
-        )
+        self.metrics = metric_names(arguments.metric, self._data.kind)
+        self.model: Any = load_model(self.source, self.task, arguments, trainer.mesh, trainer.device, self._head())
         self.model.to(trainer.device)
         self._complete_padding()
+        self.weighted_loss = self._make_loss()
         self.positions = positions_of(self.model, self.source)
         self._data.check_lengths(self.positions)
         self._prompt: Any = None
@@ -64,7 +77,9 @@ class Finetuning:
             self._add_prompt(*prompt)
         self._add_adapter()
         self._run: RunFolder | None = None
-        self._measured: Any = None  # the records of which evaluations compare generated texts
+        self._measured: Any = None  # the records of evaluations
+        self._samples: Any = None  # and their samples
+        self._predictions: dict[int, Any] = {}
         self._generator = TextGenerator(
             self.source,
             self._texts,
@@ -73,6 +88,9 @@ class Finetuning:
             max_new_tokens=arguments.generation_max_length or arguments.max_target_length,
             num_beams=arguments.generation_num_beams,
             batch_size=arguments.micro_batch_size,
+            blanks=self._data.blanks,
+            segments=self._data.segments,
+            is_chat=self.task == "chat",
         )
 
     @property
@@ -106,8 +124,9 @@ class Finetuning:
             raise ValueError('prompt_list must name new tokens, such as ["<prompt0>", "<prompt1>"]')
         if old := [token for token in tokens if token in known]:
             raise ValueError(f"the tokenizer has the token {old[0]!r} already; name new ones in prompt_list")
-        if self.task == "text-generation":
-            raise ValueError("prompt tuning puts tokens before sources, and plain text has no sources; use pairs")
+        if self.task not in ("text2text-generation", "text-classification") or self._data.blanks is not None:
+            what = "plain text" if self.task == "text-generation" else f"data for {self.task}"
+            raise ValueError(f"prompt tuning puts tokens before sources, and {what} has no sources; use pairs")
         if self._prompt is not None:
             raise ValueError(f"the model has a soft prompt already: {', '.join(self._data.prompt)}")
         embedding = input_embedding(self.model)
@@ -137,16 +156,17 @@ class Finetuning:
             self.convert_to_lora(**lora_settings(self.arguments))
 
     def _peft_task(self) -> str:
-        if self._data.labels is not None:
-            return "SEQ_CLS"
+        kinds = {"token-classification": "TOKEN_CLS", "question-answering": "QUESTION_ANS"}
+        if self._data.kind not in ("texts", "tokens"):
+            return kinds.get(self.task, "SEQ_CLS")
         return "SEQ_2_SEQ_LM" if self.source.shape == "encoder-decoder" else "CAUSAL_LM"
 
     def _heads_to_save(self) -> list[str]:
-        """Returns transformers' names of a classifier's modules that are trained whole."""
-        if self._data.labels is None or not self.source.native:
+        """Returns transformers' names of the modules of a new head, which are trained whole."""
+        if self._data.kind in ("texts", "tokens") or not self.source.native:
             return []
-        missing = missing_modules(self.source.folder, self.model.config) if self._data.new_labels is not None else []
-        return stored_modules(self.model, {"classifier", *missing})
+        missing = missing_modules(self.source.folder, self.model.config)
+        return stored_modules(self.model, {*label_modules(self.model.config), *missing})
 
     def model_summary(self) -> ModelSummary:
         """Prints and returns the number of parameters and of trainable parameters of the whole model."""
@@ -171,8 +191,8 @@ class Finetuning:
                 f"save_best={best!r} is a validation value, but nothing validates: set a validation_file or a "
                 "validation_split above 0, and call train(valid=True)"
             )
-        texts = text_value_names(self.arguments.metric) if self._measures_texts() else ()
-        self.trainer.check_arguments(["loss", *self._perplexity({"loss": 0.0}), *self._metrics(), *texts])
+        names = value_names(self.metrics) if self._data.kind != "texts" or self._measures_texts() else []
+        self.trainer.check_arguments(["loss", *self._perplexity({"loss": 0.0}), *names])
         on_first_rank(lambda: check_run(self.arguments))
 
     def train(self, *, valid: bool = True) -> dict[str, float]:
@@ -187,12 +207,12 @@ class Finetuning:
         if arguments.torch_compile:
             self.model.compile(backend=arguments.torch_compile_backend)
         records = self._data.validation() if valid else None
-        self._measured = records
+        self._measure(records)
         try:
             return trainer.train(
                 self.model,
                 train_dataset=self._data.samples(self._data.train(valid)),
-                valid_dataset=None if records is None else self._data.samples(records),
+                valid_dataset=self._samples,
                 metric_methods=self._metrics(),
                 collate_fn=collate,
                 extra_files=tokenizer_folder(self._run),
@@ -206,8 +226,8 @@ class Finetuning:
         records = self._data.read(str(file), self.arguments.max_eval_samples) if file else self._data.validation()
         if records is None:
             raise ValueError("there is no validation data: set a validation_file, or a validation_split above 0")
-        self._measured = records
-        return self.trainer.evaluate(self.model, self._data.samples(records), self._metrics(), self._collate())
+        self._measure(records)
+        return self.trainer.evaluate(self.model, self._samples, self._metrics(), self._collate())
 
     def test(self) -> dict[str, float]:
         """Evaluates on the test_file; see `evaluate`."""
@@ -296,51 +316,90 @@ class Finetuning:
         elif self._data.labels is not None:
             self.model.config = config.with_changes(pad_token_id=pad)
 
-    def _as_in_training(self, text: str) -> str:
-        text = self._data.prepare_source(self.arguments.prefix + text)
-        return text + self.arguments.separator if self._learns_continuations() else text
+    def _make_loss(self) -> WeightedLoss | None:
+        """Returns the loss with the smoothing and weights of the arguments; None if they ask for neither."""
+        arguments, kind = self.arguments, self._data.kind
+        weighs = arguments.weight_id is not None and self.task == "text-classification"
+        for name, kinds in (("label_smoothing", SMOOTHED), ("class_weights", WEIGHTED)):
+            if getattr(arguments, name) and kind not in kinds:
+                raise ValueError(f"{name} is for {', '.join(kinds)}, not for the {kind} of {self.task}")
+        if arguments.weight_id is not None and not weighs:
+            raise ValueError(f"weight_id is for text-classification, not for {self.task}")
+        if not (arguments.label_smoothing or arguments.class_weights or weighs):
+            return None
+        weights = None
+        if arguments.class_weights is not None:
+            if self._data.labels is None:
+                raise ValueError(f"class_weights needs labels, which {self.task} does not have")
+            weights = tuple(parse_class_weights(arguments.class_weights, self._data.label_counts()))
+        mesh = self.trainer.mesh
+        return WeightedLoss(
+            self.model, kind, self.source.native, self.source.shape == "encoder-decoder", mesh,
+            arguments.label_smoothing, weights,
+        )  # fmt: skip
 
-    def _learns_continuations(self) -> bool:
-        return self.source.shape == "decoder" and self.task == "text2text-generation"
+    def _head(self) -> dict[str, Any] | None:
+        return None if self._data.labels is None else self._data.labels.head(self.task)
+
+    def _as_in_training(self, text: str) -> str:
+        if self.task == "chat":
+            return self._data.chat([{"role": "user", "content": self.arguments.prefix + text}])
+        prefix = "" if text.startswith(self.arguments.prefix) else self.arguments.prefix  # t2t's texts have it
+        return self._data.pair((prefix + text, ""))[0] if self._data.generates else text
 
     def _collate(self) -> Collate:
         pad = getattr(self.model.config, "pad_token_id", None)
         learns = not self.arguments.ignore_pad_token_for_loss
         if learns and (self.task != "text2text-generation" or self.source.shape != "encoder-decoder"):
             raise ValueError("ignore_pad_token_for_loss=False is for the targets of encoder-decoders")
-        return Collate(0 if pad is None else pad, self.arguments.length_multiple, learn_padding=learns)
+        prefixes = self.source.shape == "encoder" and self.task == "text2text-generation"
+        multiple = self.arguments.length_multiple
+        return Collate(0 if pad is None else pad, multiple, learn_padding=learns, prefixes=prefixes)
 
     def _metrics(self) -> dict[str, Any]:
-        if self._data.labels is not None:
-            return {"accuracy": class_accuracy}
-        if self.task == "text-generation" and self.arguments.metric == "accuracy":
-            return {"accuracy": next_token_accuracy}
-        return {}
+        """Returns the metrics that are means over targets; the others need all predictions."""
+        return {"accuracy": next_token_accuracy} if self._data.kind == "tokens" and self.metrics else {}
+
+    def _measure(self, records: Any) -> None:
+        self._measured, self._predictions = records, {}
+        self._samples = None if records is None else self._data.samples(records)
+
+    def collect(self, rows: range, batch: Mapping[str, Any], output: Any) -> None:
+        """Keeps what the metrics need of the model's output for the samples `rows`."""
+        if self._data.kind not in ("texts", "tokens") and self.ranks.reports:
+            self._predictions |= zip(rows, predictions_of(self._data.kind, output, batch), strict=True)
 
     def _measures_texts(self) -> bool:
-        return self.arguments.predict_with_generate and self.task == "text2text-generation"
+        return self.arguments.predict_with_generate and self._data.generates
 
     def validation_values(self, values: dict[str, float], module: Any) -> dict[str, float]:
-        """Returns the values of an evaluation with the perplexity, and the metric of texts that the model generates.
-
-        The data-parallel ranks share the records.
-        """
-        records = self._measured
+        """Returns the values of an evaluation with the perplexity, and the metrics of predictions or texts."""
         values = {"loss": values["loss"], **self._perplexity(values), **values}
-        if records is None or not self._measures_texts():
+        records, kind = self._measured, self._data.kind
+        if records is None or kind == "tokens" or (kind == "texts" and not self._measures_texts()):
             return values
-        end = self.arguments.separator if self._learns_continuations() else ""
-        sources = [self._data.prepare_source(records[number][0]) + end for number in range(len(records))]
-        targets = [records[number][1] for number in range(len(records))]
-        generated = generated_values(self.arguments.metric, self._generator, module, sources, targets, self.ranks)
-        return {**values, **generated}
+        if kind == "texts":
+            pairs = [self._data.pair(records[number]) for number in range(len(records))]
+            texts = generated_texts(self._generator, module, [source for source, _ in pairs], self.ranks)
+            return {**values, **text_values(self.metrics, texts, [target for _, target in pairs])}
+        own, self._predictions = self._predictions, {}
+        every: dict[int, Any] = {}
+        for part in self.ranks.gather(own):
+            every |= part
+        found = [every[row] for row in range(len(self._samples))]
+        if kind == "answers":
+            answers = best_answers(self._samples, found)
+            return {**values, **answer_values(answers, [records[number] for number in range(len(records))])}
+        names = self._data.labels.names if self._data.labels else []
+        return {**values, **predicted_values(kind, self.metrics, found, names)}
 
     def _perplexity(self, values: dict[str, float]) -> dict[str, float]:
-        return {} if self._data.labels is not None else {"perplexity": perplexity(values["loss"])}
+        generates = self._data.kind in ("texts", "tokens")
+        return {"perplexity": perplexity(values["loss"])} if generates else {}
 
     def _generate(self, text: str, settings: dict[str, Any]) -> list[str]:
-        if self._data.labels is not None:
-            raise ValueError("a classifier generates no text")
+        if self._data.kind not in ("texts", "tokens"):
+            raise ValueError(f"a model of {self.task} generates no text")
         return self._generator(self.model, [self._as_in_training(text)], **settings)
 
     def _write_companions(self, folder: Path) -> None:

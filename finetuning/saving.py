@@ -114,13 +114,13 @@ def check_destination(folder: Path) -> None:
 
 
 def _save_adapter(model: Any, source: ModelSource, companions: Path, folder: Path) -> None:
-    """Writes peft's files, and the configuration of a classifier, whose labels they do not hold. Collective."""
+    """Writes peft's files, and the configuration of a head, whose labels they do not hold. Collective."""
     partial = folder.with_name(f".{folder.name}.partial")
     on_first_rank(lambda: shutil.rmtree(partial, ignore_errors=True))
     save_adapter(model, partial, str(source.folder.resolve()))
 
     def complete() -> None:
-        if model.lora.config.task_type == "SEQ_CLS":
+        if model.lora.config.task_type not in ("CAUSAL_LM", "SEQ_2_SEQ_LM"):
             model.config.save(partial)
         _complete(partial, companions, folder)
 

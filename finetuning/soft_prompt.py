@@ -43,6 +43,16 @@ class PromptedEmbedding(nn.Module):
     def base(self) -> Any:
         return self._base[0]
 
+    def named_parameters(self, prefix: str = "", recurse: bool = True, **options: Any) -> Iterator[tuple[str, Any]]:
+        """Yields a copy of the whole table, [first_id + P, H], as scripts for t2t-tuner read it.
+
+        The model's `named_parameters` and those without `recurse` yield the parameters themselves.
+        """
+        if not recurse:
+            return super().named_parameters(prefix, recurse, **options)
+        table = torch.cat([self.weight.detach()[: self.first_id], self.prompt.detach()])
+        return iter([(f"{prefix}.weight".lstrip("."), nn.Parameter(table, requires_grad=False))])
+
     def forward(self, ids: Tensor) -> Tensor:
         """Returns the embeddings [B, S, H] of int64 [B, S]."""
         new = ids >= self.first_id

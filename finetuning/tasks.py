@@ -1,59 +1,90 @@
-"""Chooses the task that a model learns from a file, and finds the names of a classifier's labels."""
+"""Chooses the task that a model learns from a file, and the labels of a classifier."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
+
+import numpy as np
 
 from ..models import family
-from .arguments import FinetuningArguments, Task
+from .arguments import WITH_LABELS, FinetuningArguments, ProblemType, Task
 from .loading import ModelSource
 
 PAIR_SUFFIXES = (".source", ".target")
+WITHOUT_TEXTS = (*WITH_LABELS, "question-answering", "multiple-choice")  # their models generate nothing
+_OF_ANY = ("text-classification", "token-classification", "question-answering")
 TRANSFORMERS_TASKS: dict[str, tuple[str, ...]] = {
-    "encoder-decoder": ("text2text-generation", "text-classification"),
-    "decoder": ("text-generation", "text2text-generation", "text-classification"),
-    "encoder": ("text-classification",),
+    "encoder-decoder": ("text2text-generation", *_OF_ANY),
+    "decoder": ("text-generation", "text2text-generation", "chat", *_OF_ANY),
+    "encoder": (*_OF_ANY, "multiple-choice", "text2text-generation"),
 }
 
 
 def choose_task(arguments: FinetuningArguments, source: ModelSource) -> Task:
     """Returns the task given by the arguments, or implied by model and file. ValueError if the model does not fit."""
     fitting = tuple(family(source.model_type).tasks) if source.native else TRANSFORMERS_TASKS[source.shape]
-    if arguments.task is None:
-        if source.shape != "decoder" or arguments.train_file is None:
-            return cast(Task, fitting[0])
-        return "text2text-generation" if holds_pairs(Path(arguments.train_file), arguments) else "text-generation"
-    if arguments.task not in fitting:
-        hint = "" if source.native is False or arguments.task != "text-classification" else "; native=False does"
+    task = arguments.task or _implied_task(arguments, source, fitting)
+    if task not in fitting:
+        hint = "" if source.native is False or task not in TRANSFORMERS_TASKS[source.shape] else "; native=False does"
         raise ValueError(
-            f"{source.folder} is a {source.shape} ({source.model_type}), which does not learn {arguments.task}; it "
+            f"{source.folder} is a {source.shape} ({source.model_type}), which does not learn {task}; it "
             f"learns {' or '.join(fitting)}{hint}"
         )
-    return arguments.task
+    return cast(Task, task)
 
 
-def holds_pairs(path: Path, arguments: FinetuningArguments) -> bool:
-    """Returns whether a file holds sources with targets rather than plain text (JSON lines with the key `text`)."""
+def _implied_task(arguments: FinetuningArguments, source: ModelSource, fitting: Sequence[str]) -> str:
+    if arguments.train_file is None:
+        return fitting[0]
+    path = Path(arguments.train_file)
+    record = first_record(path)
+    if {"question", "context", "answers"} <= record.keys() or isinstance(record.get("data"), list):
+        return "question-answering"
+    for key, task in ((arguments.messages_id, "chat"), (arguments.choices_id, "multiple-choice")):
+        if isinstance(record.get(key), list):
+            return task
+    if isinstance(record.get(arguments.source_id), list):
+        return "token-classification"
+    if "text-generation" not in fitting:
+        return fitting[0]
+    return "text2text-generation" if _holds_pairs(path, record, arguments) else "text-generation"
+
+
+def _holds_pairs(path: Path, record: dict[str, Any], arguments: FinetuningArguments) -> bool:
+    """Returns whether a file holds sources with targets rather than plain text (records with the key `text`)."""
     if path.suffix in PAIR_SUFFIXES or Path(f"{path}.source").exists():
         return True
+    if not record:
+        return path.suffix in (".json", ".jsonl")  # the reader of pairs reports the error
+    return {arguments.source_id, arguments.target_id} <= record.keys() or "text" not in record
+
+
+def first_record(path: Path) -> dict[str, Any]:
+    """Returns the first record of JSON lines, a parquet file or a `datasets` folder; empty if there is none."""
     if path.suffix == ".parquet" or (path.is_dir() and (path / "dataset_info.json").exists()):
         from datasets import Dataset, load_from_disk
 
-        data = load_from_disk(str(path)) if path.is_dir() else Dataset.from_parquet(str(path))
-        return "text" not in getattr(data, "column_names", ())
-    if path.is_dir() or path.suffix not in (".json", ".jsonl"):
-        return False
+        data: Any = load_from_disk(str(path)) if path.is_dir() else Dataset.from_parquet(str(path))
+        return dict(data[0]) if hasattr(data, "column_names") and isinstance(data, Dataset) and len(data) else {}
+    if not path.is_file() or path.suffix not in (".json", ".jsonl"):
+        return {}
     with path.open("rb") as file:
         first = next((line for line in file if line.strip()), b"{}")
     try:
         record = json.loads(first)
     except ValueError:
-        return True  # the reader of pairs reports the error
-    has_ids = isinstance(record, dict) and {arguments.source_id, arguments.target_id} <= record.keys()
-    return has_ids or not (isinstance(record, dict) and "text" in record)
+        record = _whole_file(path)
+    return record if isinstance(record, dict) else {}
+
+
+def _whole_file(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8-sig"))
+    except ValueError:
+        return {}
 
 
 def label_names(labels: Iterable[str]) -> list[str]:
@@ -63,22 +94,38 @@ def label_names(labels: Iterable[str]) -> list[str]:
     return sorted(distinct, key=int) if numbers else sorted(distinct)
 
 
-def stored_labels(source: ModelSource) -> list[str] | None:
-    """Returns the labels of a stored classifier by class; None if the model has no classifier."""
+def stored_labels(source: ModelSource, task: str) -> list[str] | None:
+    """Returns the labels of a stored classifier by class; None if the model has no classifier for the task."""
     names = source.values.get("id2label")
     architecture = str((source.values.get("architectures") or [""])[0])
-    if not architecture.endswith("ForSequenceClassification"):
+    if not architecture.endswith(
+        "ForTokenClassification" if task == "token-classification" else "ForSequenceClassification"
+    ):
         return None
     if not isinstance(names, dict):
         return ["LABEL_0", "LABEL_1"]  # transformers' default
     return [str(names[number]) for number in sorted(names, key=int)]
 
 
-class Labels:
-    """A classifier's labels; `names` are in the order of the classes."""
+def problem_of(labels: Sequence[Any]) -> ProblemType:
+    """Returns the problem type that labels imply: names of classes, lists of names, or numbers of which one has a
+    fraction or a point."""
+    if any(isinstance(label, tuple) for label in labels):
+        return "multi_label_classification"
+    return "regression" if any(isinstance(label, float) for label in labels) else "single_label_classification"
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = list(names)
+
+class Labels:
+    """The labels that a model learns.
+
+    Attributes:
+        names: The names, in the order of the classes.
+        problem: What a label is: one class, several classes, or a number, which has no names.
+        stored: Whether the stored model has a classifier for them.
+    """
+
+    def __init__(self, names: Sequence[str], problem: ProblemType, *, stored: bool = True) -> None:
+        self.names, self.problem, self.stored = list(names), problem, stored
         self._classes = {name: number for number, name in enumerate(self.names)}
         if self.names == [
             f"LABEL_{number}" for number in range(len(self.names))
@@ -88,8 +135,62 @@ class Labels:
     def covers(self, labels: Iterable[str]) -> bool:
         return all(label in self._classes for label in labels)
 
-    def class_of(self, label: str) -> int:
+    def class_of(self, label: Any) -> int:
         if label not in self._classes:
             few = ", ".join(self.names[:10]) + (", …" if len(self.names) > 10 else "")
             raise ValueError(f"the label {label!r} is not one of the model's: {few}")
         return self._classes[label]
+
+    def target(self, label: Any) -> np.ndarray:
+        """Returns a label as the model takes it: int64 [], float32 [] for a number, or float32 [C] for several."""
+        if self.problem == "regression":
+            try:
+                return np.array(float(label), np.float32)
+            except (TypeError, ValueError):
+                raise ValueError(f"the label {label!r} is not a number, which regression needs") from None
+        if self.problem == "multi_label_classification":
+            several = label if isinstance(label, tuple) else (label,)
+            return np.isin(np.arange(len(self.names)), [self.class_of(name) for name in several]).astype(np.float32)
+        return np.array(self.class_of(label), np.int64)
+
+    def head(self, task: str) -> dict[str, Any] | None:
+        """Returns the settings of a new classifier in the model's configuration; None if it has one."""
+        if self.stored:
+            return None
+        names = self.names or ["LABEL_0"]  # of the one output of a regression
+        settings: dict[str, Any] = {
+            "num_labels": len(names),
+            "id2label": {str(number): name for number, name in enumerate(names)},
+            "label2id": {name: number for number, name in enumerate(names)},
+        }
+        # transformers writes the problem type of sequences only, and one class of several is its default.
+        one = self.problem == "single_label_classification"
+        return settings if one or task != "text-classification" else {**settings, "problem_type": self.problem}
+
+
+def find_labels(arguments: FinetuningArguments, task: str, source: ModelSource, labels: Sequence[Any] | None) -> Labels:
+    """Returns the labels of a task: those of the stored classifier if it covers the training data's.
+
+    Args:
+        labels: Of the training data, as its records have them (a list of words' labels is flattened); None without.
+
+    Raises ValueError if there are fewer than two classes, or neither data nor a classifier.
+    """
+    names = stored_labels(source, task)
+    known = source.values.get("problem_type") or ("regression" if names is not None and len(names) == 1 else None)
+    if labels is None:
+        if names is None:
+            raise ValueError(f"{source.folder} has no classifier, and without train_file its labels are unknown")
+        return Labels(names, arguments.problem_type or known or "single_label_classification")
+    problem = arguments.problem_type or (
+        "single_label_classification" if task != WITH_LABELS[0] else problem_of(labels)
+    )
+    if problem == "regression":
+        return Labels([], problem, stored=names is not None and len(names) == 1)
+    distinct = label_names(name for label in labels for name in (label if isinstance(label, tuple) else (str(label),)))
+    if names is not None and Labels(names, problem).covers(distinct) and known in (None, problem):
+        return Labels(names, problem)
+    if len(distinct) < (1 if problem == "multi_label_classification" else 2):
+        of = repr(distinct[0]) if distinct else "empty"
+        raise ValueError(f"all labels of {arguments.train_file} are {of}; at least 2 are needed")
+    return Labels(distinct, problem, stored=False)

@@ -13,8 +13,9 @@ from torch import Tensor
 from .. import generation  # noqa: F401 - attaches `generate` to the zoo's models
 from ..data.files import read_folder_json
 from ..data.pairs.datasets import closed, opened
-from ..generation.api import Extras, device_of, evaluating, search
+from ..generation.api import Extras, device_of, evaluating, search, sequences_per_prompt
 from ..generation.decoders import Decoder
+from ..generation.filling import fill_blanks
 from ..generation.prompts import pad_prompts
 from ..generation.settings import GenerationSettings, make_settings
 from .data import TextTokenizer
@@ -28,6 +29,9 @@ class TextGenerator:
         positions: The maximum number of tokens that the model reads; None if it is unlimited.
         max_source_length: Maximum tokens of a source, as in training.
         batch_size: Sources that are decoded together.
+        blanks: The texts of a family that fills blanks.
+        segments: Whether an encoder has `token_type_ids`.
+        is_chat: Whether the sources have the tokens that begin a text already.
     """
 
     def __init__(
@@ -40,9 +44,13 @@ class TextGenerator:
         max_new_tokens: int,
         num_beams: int,
         batch_size: int,
+        blanks: Any = None,
+        segments: bool = False,
+        is_chat: bool = False,
     ) -> None:
         self.source, self.tokenizer, self.positions = source, tokenizer, positions
         self.max_source_length, self.batch_size = max_source_length, batch_size
+        self.blanks, self.segments, self.is_chat = blanks, segments, is_chat
         self.defaults = {"max_new_tokens": max_new_tokens, "num_beams": num_beams}
         self._stored = read_folder_json(source.folder, "generation_config.json") if source.native else None
 
@@ -54,6 +62,13 @@ class TextGenerator:
         return texts
 
     def _generate(self, model: Any, sources: Sequence[str], given: dict[str, Any]) -> list[str]:
+        if self.blanks is not None:
+            ids, mask = pad_prompts([self.blanks.encode(text) for text in sources], self.blanks.tokens.pad)
+            settings = {**self.defaults, "generation_config": self._stored, **given}
+            found = fill_blanks(model, ids, self.blanks.tokens, mask, **settings)
+            return [self.blanks.decode(one.pieces[0]) for one in found]
+        if self.source.shape == "encoder":
+            return [text for source in sources for text in self._complete(model, source, given)]
         answers = self.source.shape == "encoder-decoder"
         rows = self._encode(sources, answers)
         if empty := [text for text, row in zip(sources, rows, strict=True) if not row]:
@@ -77,9 +92,23 @@ class TextGenerator:
             found = found[:, ids.shape[1] :]
         return self.tokenizer.backend.batch_decode(found.tolist(), skip_special_tokens=True)
 
+    def _complete(self, model: Any, source: str, given: dict[str, Any]) -> list[str]:
+        """Returns the second parts that an encoder generates after `[CLS] source [SEP]` (UniLM)."""
+        cls, sep = self.tokenizer.ends
+        row = closed([cls, *self.tokenizer.encode(source)], self.max_source_length, sep)
+        prompt = torch.from_numpy(row)[None].to(next(model.parameters()).device)  # [1, S]
+        settings = {**self.defaults, "pad_token_id": self._pad_token_id(model), "eos_token_id": sep, **given}
+        made = make_settings(model.config, self._stored, settings)
+        with evaluating(model), torch.inference_mode():
+            decoder = PrefixDecoder(model, len(row), self.segments, sequences_per_prompt(made))
+            limit = made.length_limit(len(row))
+            found = search(decoder, prompt, limit, made, Extras()).sequences
+        return self.tokenizer.backend.batch_decode(found[:, len(row) :].tolist(), skip_special_tokens=True)
+
     def _encode(self, sources: Sequence[str], answers: bool) -> list[list[int]]:
         """Encodes sources as the samples of training are encoded."""
-        begin, rows, length = self.tokenizer.begin, self.tokenizer.encode_batch(list(sources)), self.max_source_length
+        begin = [] if self.is_chat else self.tokenizer.begin
+        rows, length = self.tokenizer.encode_batch(list(sources)), self.max_source_length
         if answers:
             return [closed(begin + row, length, self.tokenizer.eos_token_id).tolist() for row in rows]
         return [opened(row, length, begin).tolist() for row in rows]
@@ -127,6 +156,23 @@ class TransformersDecoder(Decoder):
 
     def select(self, rows: Tensor) -> None:
         self.past.reorder_cache(rows)
+
+
+class PrefixDecoder(Decoder):
+    """Decodes with an encoder that attends to a prefix, and causally to what follows it, without a cache."""
+
+    def __init__(self, model: Any, prefix: int, segments: bool, copies: int) -> None:
+        super().__init__(model if hasattr(model, "mesh") else unsplit(model), 0, copies, None)
+        self.inner, self.prefix, self.segments = model, prefix, segments
+
+    def next_logits(self, ids: Tensor, cached: int) -> Tensor:
+        rows, length = ids.shape
+        places = torch.arange(length, device=ids.device)
+        visible = (places < self.prefix) | (places <= places[:, None])  # [T, T]
+        inputs = {"attention_mask": visible.expand(rows, 1, -1, -1)}
+        if self.segments:
+            inputs["token_type_ids"] = (places >= self.prefix).long().expand(rows, -1)
+        return self.last_logits(self.inner(ids, **inputs))
 
 
 def unsplit(model: Any) -> Any:

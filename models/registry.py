@@ -33,6 +33,13 @@ _FOLDERS = _find_families()
 FAMILIES = tuple(_FOLDERS)
 
 Kind = Literal["decoder", "encoder", "encoder-decoder"]
+# A fine-tuning task -> the end of the name of the architecture that is trained for it.
+HEADS_OF_TASKS = {
+    "text-classification": "ForSequenceClassification",
+    "token-classification": "ForTokenClassification",
+    "question-answering": "ForQuestionAnswering",
+    "multiple-choice": "ForMultipleChoice",
+}
 
 
 class BlankText(Protocol):
@@ -66,8 +73,8 @@ class Family:
         tokenizer: Kind of tokenizer that is trained for a new model; see `shardzoo.data.train_tokenizer`.
         tokenizers: A configuration's `tokenizer_class` -> the kind for it, where that is another one.
         activations: Returns what a model of a configuration keeps for its backward pass; see docs/estimate.md.
-        tasks: Name of a fine-tuning task -> the architecture that is trained for it.
-        no_tasks: Why there are no fine-tuning tasks, and what to do instead.
+        tasks: Name of a fine-tuning task -> the architecture that is trained for it. Those that follow from the names
+            of the architectures are added.
         in_transformers: Whether transformers has this family under the same `model_type`.
         masks_padding: Whether a 0 in `attention_mask` [B, S] means padding, as in transformers.
         blank_text: Makes the `BlankText` of a folder. Its second argument names the vocabulary; None finds it.
@@ -87,13 +94,22 @@ class Family:
     activations: Callable[[Any], Activations]
     tokenizers: Mapping[str, str] = field(default_factory=dict[str, str])
     tasks: Mapping[str, str] = field(default_factory=dict[str, str])
-    no_tasks: str = ""
     in_transformers: bool = True
     masks_padding: bool = True
     blank_text: Callable[[Path, Any], BlankText] | None = None
     has_config: Callable[[Mapping[str, Any]], bool] | None = None
     infer_config: Callable[[Sequence[Mapping[str, StoredTensor]]], ModelConfig] | None = None
     megatron: MegatronMap | None = None
+
+    def __post_init__(self) -> None:
+        found = {
+            task: name for task, end in HEADS_OF_TASKS.items() for name in self.architectures if name.endswith(end)
+        }
+        if self.kind == "encoder":  # generates with a mask of attention (UniLM)
+            found["text2text-generation"] = next(name for name in self.architectures if name.endswith("ForMaskedLM"))
+        elif "text-generation" in self.tasks:
+            found["chat"] = self.tasks["text-generation"]
+        object.__setattr__(self, "tasks", {**self.tasks, **found})
 
     def tokenizer_of(self, config: ModelConfig) -> str:
         """Returns the kind of tokenizer that is trained for a new model of a configuration."""

@@ -56,6 +56,7 @@ def evaluate(
     batch_size: int,
     collate: Callable[[Sequence[Any]], Batch],
     metrics: Mapping[str, Metric] | None = None,
+    collect: Callable[[range, Batch, Any], None] | None = None,
 ) -> dict[str, float]:
     """Returns the mean loss over all targets of `samples`, in nats per token, and the metrics; the same on every rank.
 
@@ -66,6 +67,7 @@ def evaluate(
         model: The object that runs forward passes: the model, or the engine's wrapper of it.
         module: The model itself.
         batch_size: Samples in one forward pass of a rank.
+        collect: Takes the numbers of a micro-batch's samples, the batch, and the output of its forward pass.
     """
     check_samples(samples)
     was_training = module.training
@@ -82,6 +84,8 @@ def evaluate(
         logits = output_field(output, "logits") if metrics else None  # computing them may be collective, too
         if not rows or not is_last_stage(module):
             continue
+        if collect is not None:
+            collect(rows, batch, output)
         count = normalizer.count(batch)[0]
         if count:
             _add(sums["loss"], float(loss_of(output)) * count, count)

@@ -118,6 +118,7 @@ class TrainingLoop:
         if point.own:
             self._saved_at = state.step
             self.best = dict(state.best) if state.best.get("name") == self.arguments.save_best else {}
+            self.total_steps = self.step if self._is_stale() else self.total_steps
         self.engine.load_counters(state.counters)
         self.engine.load_optimizer_tensors(read_optimizer(folder, self.engine.module, self.ranks))
         self.schedule.load_state_dict(state.schedule)
@@ -316,12 +317,22 @@ class TrainingLoop:
         if name not in values:
             raise ValueError(f"save_best={name!r} is not among the validation values: {', '.join(values)}")
         value, best = values[name], self.best.get("value", math.nan)
-        if name.endswith(("loss", "perplexity")):
+        if name.endswith(("loss", "perplexity")) or name in ("mse", "mae", "ter"):
             value, best = -value, -best
         if math.isnan(value) or value <= best:
+            self.best = {**self.best, "since": self.best.get("since", 0) + 1}
+            if self._is_stale():
+                since = f"{self.best['since']} evaluations without a better {name}"
+                self.reporter.notice(f"stopped early after step {self.step}: {since}")
+                self.total_steps = self.step
             return False
         self.best = {"name": name, "value": values[name], "step": self.step}
         return True
+
+    def _is_stale(self) -> bool:
+        """Returns whether as many evaluations as the patience have brought nothing better."""
+        patience = self.arguments.early_stopping_patience
+        return patience is not None and self.best.get("since", 0) >= patience
 
     def _finish(self) -> None:
         """Saves and evaluates the last step. It saves first, because the evaluation may fail or be interrupted."""

@@ -16,11 +16,11 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..data import Share
-from ..data.loading.loader import DefaultCollate
+from ..data.loading.loader import DefaultCollate, with_loss_mask
 from ..mpu import ParallelMesh
 from .arguments.deepspeed_file import deepspeed_notice
 from .arguments.training_arguments import TrainingArguments
-from .batches.dataset_kinds import check_agreement
+from .batches.dataset_kinds import check_agreement, length_of, makes_batches
 from .batches.loss_normalization import LossNormalizer
 from .batches.training_data import make_training_data
 from .checkpointing.extra_files import read_extra_files, with_tokenizer
@@ -53,6 +53,8 @@ OF_FINETUNING = (
     "convert_to_lora", "convert_to_prompt_tuning", "freeze", "generate_single", "generate_diverse", "model",
     "model_summary", "save_model", "test", "tokenizer",
 )  # fmt: skip
+INTERVALS = {"eval_strategy": "eval_interval", "logging_strategy": "log_interval", "save_strategy": "save_interval"}
+NEVER = 1 << 62  # steps
 DEVELOPMENT_STEPS = 10  # of `dev_mode`, as in t2t-tuner
 
 
@@ -68,6 +70,10 @@ class Recipe(Protocol):
     def train(self, *, valid: bool) -> dict[str, float]: ...
 
     def evaluate(self, file: str | Path | None = None) -> dict[str, float]: ...
+
+    def collect(self, rows: range, batch: Mapping[str, Any], output: Any) -> None:
+        """Takes the output of an evaluation's forward pass on the samples `rows`."""
+        ...
 
     def validation_values(self, values: dict[str, float], module: nn.Module) -> dict[str, float]:
         """Returns the values of an evaluation of the unwrapped model with further ones. Collective."""
@@ -114,6 +120,8 @@ class Trainer:
         self.mesh, self.device = self._join(mesh)
         if self.device.type == "cpu":
             keep_freed_memory()
+        if self.arguments.tf32 is not None and self.device.type == "cuda":
+            torch.set_float32_matmul_precision("high" if self.arguments.tf32 else "highest")
         self.ranks = Ranks(self.mesh)
         name = self.arguments.experiment_name
         self.run_folder = RunFolder(Path(self.arguments.save_dir, name) if name else Path(self.arguments.save_dir))
@@ -143,6 +151,8 @@ class Trainer:
         Returns a dict or a ModelOutput with `loss`, the mean over the micro-batch's targets, and with `logits` if there
         are metrics. `mems` is GLM's memory of earlier positions, or None.
         """
+        if self.recipe is not None and self.recipe.weighted_loss is not None:
+            return self.recipe.weighted_loss(data, model)
         return model(**data) if mems is None else model(**data, mems=mems)
 
     def train(
@@ -180,12 +190,13 @@ class Trainer:
         Raises ValueError if arguments, data and model do not fit together, FloatingPointError if the loss is no longer
         finite, and OSError if a checkpoint cannot be written.
         """
-        self._change_arguments(batch_size, dev_mode)
+        self._change_arguments(batch_size, dev_mode, train_dataset)
         if model is None and self.recipe is not None:
             return self.recipe.train(valid=valid)
         arguments, ranks = self.arguments, self.ranks
         metrics = metric_functions(metric_methods)
         model = self._check_task(model, train_dataset, valid_dataset, metrics)
+        collate_fn = with_loss_mask(collate_fn) if collate_fn else None
         extras = read_extra_files(extra_files, model, self.console.print)
         apply_lora(model, arguments)
         prepare_model(model, self.device, arguments, ranks)
@@ -237,7 +248,8 @@ class Trainer:
             if self.recipe is None:
                 raise ValueError(f"evaluate needs a model and a dataset, not {model!r}")
             return self.recipe.evaluate(model)
-        collate = collate_fn or DefaultCollate(_pad_token_id(model), self.arguments.length_multiple)
+        pad, multiple = _pad_token_id(model), self.arguments.length_multiple
+        collate = with_loss_mask(collate_fn) if collate_fn else DefaultCollate(pad, multiple)
         return self.validate(model, model, dataset, metric_functions(metric_methods), collate)
 
     def validate(
@@ -253,9 +265,10 @@ class Trainer:
             module,
             dataset,
             self.ranks,
-            batch_size=self.arguments.micro_batch_size,
+            batch_size=self.arguments.eval_batch_size or self.arguments.micro_batch_size,
             collate=collate,
             metrics=metrics,
+            collect=None if self.recipe is None else self.recipe.collect,
         )
         return values if self.recipe is None else self.recipe.validation_values(values, module)
 
@@ -270,12 +283,21 @@ class Trainer:
         if best is not None and names is not None and best not in names:
             raise ValueError(f"save_best={best!r} is not among the validation values: {', '.join(names)}")
 
-    def _change_arguments(self, batch_size: int | None, dev_mode: bool) -> None:
-        """Applies the arguments of `train` that replace the run's."""
-        sizes = {} if batch_size is None else {"micro_batch_size": batch_size}
-        steps = {"train_steps": DEVELOPMENT_STEPS} if dev_mode else {}
-        if sizes or steps:
-            self.arguments = replace(self.arguments, **sizes, **steps)
+    def _change_arguments(self, batch_size: int | None, dev_mode: bool, dataset: Any) -> None:
+        """Applies the arguments of `train` that replace the run's, and counts the steps of intervals of an epoch."""
+        changes: dict[str, Any] = {} if batch_size is None else {"micro_batch_size": batch_size}
+        if dev_mode:
+            changes["train_steps"] = DEVELOPMENT_STEPS
+        self.arguments = replace(self.arguments, **changes) if changes else self.arguments
+        for strategy, interval in INTERVALS.items():
+            kind = getattr(self.arguments, strategy)
+            if kind == "steps" or dataset is None:
+                continue
+            size = NEVER if kind == "no" else None if makes_batches(dataset) else length_of(dataset)
+            if size is None:
+                raise ValueError(f"{strategy}='epoch' needs a dataset of known length; use 'steps' with {interval}")
+            steps = NEVER if kind == "no" else max(1, size // self.arguments.global_batch(self.ranks.dp_size))
+            self.arguments = replace(self.arguments, **{interval: steps, strategy: "steps"})
 
     def _check_task(
         self, model: nn.Module | None, train_dataset: Any, valid_dataset: Any, metrics: Mapping[str, Metric]

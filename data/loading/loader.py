@@ -334,6 +334,18 @@ class PadBatch:
         return _pad(values, length, {"input_ids": self.pad_token_id, "labels": IGNORED}.get(name, 0))
 
 
+def with_loss_mask(collate: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Any]], Any]:
+    """Returns a collate function whose batches have labels of -100 in place of Megatron's `loss_mask` of 0."""
+
+    def collated(samples: Sequence[Any]) -> Any:
+        batch = collate(samples)
+        if isinstance(batch, dict) and "loss_mask" in batch and "labels" in batch:
+            batch["labels"] = batch["labels"].masked_fill(batch.pop("loss_mask") == 0, IGNORED)
+        return batch
+
+    return collated
+
+
 def check_names(samples: Sequence[Mapping[str, Any]]) -> None:
     """Raises ValueError unless all samples of a batch have the same names."""
     for row, sample in enumerate(samples):

@@ -1,14 +1,16 @@
-"""Makes fine-tuning samples: pairs for encoder-decoders and decoders, and blocks of plain text."""
+"""Makes fine-tuning samples for models that generate: pairs of texts, conversations and blocks of plain text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ..objectives.labels import IGNORED
 from ..tokenizers.tokenizer import Tokenizer
-from .pairs import Pair
+from .pairs import Pair, fields_of, load_records
 
 
 def closed(ids: list[int], length: int, end: int) -> np.ndarray:
@@ -111,3 +113,165 @@ class BlockDataset:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         tokens = self.blocks[index].astype(np.int64)
         return {"input_ids": tokens, "labels": tokens.copy()}
+
+
+class PrefixMaskedDataset:
+    """Makes samples of pairs for an encoder that learns to generate (UniLM, Dong et al., 2019, section 2.3).
+
+    A sample is `[CLS] source [SEP] target [SEP]`: `input_ids` [s], `token_type_ids` [s] (0 and 1), `labels` [s] (each
+    position from the first [SEP] on predicts the next token; −100 elsewhere) and `attention_mask` [], the length of the
+    first part, which all positions attend to. The second part attends causally to itself.
+
+    Args:
+        ends: ids of [CLS] and [SEP].
+        segments: whether to make `token_type_ids`.
+    """
+
+    def __init__(
+        self,
+        pairs: Sequence[Pair],
+        tokenizer: Tokenizer,
+        ends: tuple[int, int],
+        *,
+        segments: bool = True,
+        max_source_length: int = 128,
+        max_target_length: int = 128,
+    ) -> None:
+        if None in ends:
+            raise ValueError("an encoder generates between [CLS] and [SEP], which its tokenizer does not have")
+        self.pairs, self.tokenizer, (self.cls, self.sep), self.segments = pairs, tokenizer, ends, segments
+        self.max_source_length, self.max_target_length = max_source_length, max_target_length
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        source, target = self.tokenizer.encode_batch(list(self.pairs[index]))
+        first = closed([self.cls, *source], self.max_source_length, self.sep)
+        second = closed(target, self.max_target_length, self.sep)
+        ids = np.concatenate([first, second])
+        labels = np.full(len(ids), IGNORED)
+        labels[len(first) - 1 : -1] = second
+        sample = {"input_ids": ids, "labels": labels, "attention_mask": np.array(len(first))}
+        segments = {"token_type_ids": np.repeat([0, 1], [len(first), len(second)])} if self.segments else {}
+        return {**sample, **segments}
+
+
+class BlankDataset:
+    """Makes GLM's samples of pairs: the target fills the source's blank (Du et al., 2022, section 2.1).
+
+    The blank is the source's first `[MASK]`, `[sMASK]` or `[gMASK]`, or a `[gMASK]` at its end. The format of samples
+    is that of `BlankInfilling`.
+
+    Args:
+        text: the `BlankText` of the family: `encode` returns the ids of a source, `tokens` those of special tokens.
+    """
+
+    def __init__(
+        self, pairs: Sequence[Pair], text: Any, *, max_source_length: int = 128, max_target_length: int = 128
+    ) -> None:
+        self.pairs, self.text = pairs, text
+        self.max_source_length, self.max_target_length = max_source_length, max_target_length
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        source, target = self.pairs[index]
+        tokens = self.text.tokens
+        context = self.text.encode(source)
+        if len(context) > self.max_source_length:  # the blank, which may be at the end, must remain
+            context = [context[0], *context[1 - self.max_source_length :]]
+        blanks = [place for place, token in enumerate(context) if token in (tokens.mask, tokens.smask, tokens.gmask)]
+        if not blanks:
+            raise ValueError(f"the blank of the source {source!r:.60} is not among its last tokens; use a longer limit")
+        answer = closed(self.text.tokenizer.encode(target), self.max_target_length, tokens.eop)
+        filled = np.arange(len(answer) + 1)[1:]
+        return {
+            "input_ids": np.concatenate([context, [tokens.sop], answer[:-1]]).astype(np.int64),
+            "position_ids": np.stack(
+                [
+                    np.concatenate([np.arange(len(context)), np.full(len(answer), blanks[0])]),
+                    np.concatenate([np.zeros(len(context), np.int64), filled]),
+                ]
+            ),
+            "labels": np.concatenate([np.full(len(context), IGNORED), answer]),
+            "attention_mask": np.array(len(context)),
+        }
+
+
+Message = dict[str, str]
+
+
+def load_chats(path: str | Path, *, messages_id: str = "messages") -> Sequence[list[Message]]:
+    """Loads conversations: lists of `{"role": …, "content": …}`, with a message of the assistant in each.
+
+    Raises ValueError as `load_records` does.
+    """
+
+    def parse(record: Any) -> list[Message]:
+        (messages,) = fields_of(record, messages_id)
+        for message in messages if isinstance(messages, list) else [None]:
+            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+                raise ValueError(f"{messages_id!r} must be a list of objects with 'role' and 'content'")
+        if not any(message["role"] == "assistant" for message in messages):
+            raise ValueError(f"{messages_id!r} has no message of the assistant")
+        return messages
+
+    return load_records(path, parse)
+
+
+class ChatDataset:
+    """Makes a decoder's samples of conversations, written by the tokenizer's chat template.
+
+    Labels are −100 except on the assistant's messages, with the end that the template gives them: what the template
+    marks by `{% generation %}`, or what it adds to the text before them. Conversations are cut at `max_length` tokens.
+
+    Args:
+        tokenizer: transformers' tokenizer.
+    """
+
+    def __init__(self, chats: Sequence[list[Message]], tokenizer: Any, max_length: int) -> None:
+        template = getattr(tokenizer, "chat_template", None)
+        if not template or not getattr(tokenizer, "is_fast", False):
+            raise ValueError(
+                "conversations need a tokenizer with a chat_template and a tokenizer.json; set chat_template in its "
+                "tokenizer_config.json, or use pairs"
+            )
+        self.chats, self.tokenizer, self.max_length = chats, tokenizer, max_length
+        self.is_marked = "generation %}" in str(template)
+
+    def __len__(self) -> int:
+        return len(self.chats)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        chat = self.chats[index]
+        if self.is_marked:
+            options = {"return_dict": True, "return_assistant_tokens_mask": True}
+            encoded = self.tokenizer.apply_chat_template(chat, **options)
+            ids, kept = encoded["input_ids"], encoded["assistant_masks"]
+        else:
+            text, parts = self.render(chat), self.parts(chat)
+            encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            ids = encoded["input_ids"]
+            kept = [any(a < end and b > start for start, end in parts) for a, b in encoded["offset_mapping"]]
+        tokens = np.array(ids[: self.max_length], np.int64)
+        return {"input_ids": tokens, "labels": np.where(kept[: self.max_length], tokens, IGNORED)}
+
+    def render(self, chat: list[Message], prompt: bool = False) -> str:
+        """Returns the text of a conversation, which ends with the beginning of an answer if it is a `prompt`."""
+        return self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt)
+
+    def parts(self, chat: list[Message]) -> list[tuple[int, int]]:
+        """Returns first and last character of each message of the assistant. ValueError if the template hides them."""
+        whole, found = self.render(chat), []
+        for number, message in enumerate(chat):
+            if message["role"] == "assistant":
+                before, after = self.render(chat[:number], prompt=True), self.render(chat[: number + 1])
+                if not after.startswith(before) or not whole.startswith(after):
+                    raise ValueError(
+                        "the chat template changes earlier messages, so that the assistant's cannot be found; mark "
+                        "them in the template by {% generation %} and {% endgeneration %}"
+                    )
+                found.append((len(before), len(after)))
+        return found

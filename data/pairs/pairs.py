@@ -1,20 +1,19 @@
-"""Loads pairs of source and target text for fine-tuning from common file formats."""
+"""Loads records for fine-tuning, such as pairs of source and target text, from common file formats."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ..text.records import check_text
 
 Pair = tuple[str, str]
+Record = TypeVar("Record")
 
 
-def load_pairs(
-    path: str | Path, *, source_id: str = "s", target_id: str = "t", prefix: str = "", labels: bool = False
-) -> Sequence[Pair]:
+def load_pairs(path: str | Path, *, source_id: str = "s", target_id: str = "t", prefix: str = "") -> Sequence[Pair]:
     """Loads (source, target) texts.
 
     The formats are:
@@ -29,48 +28,58 @@ def load_pairs(
         source_id: key of the source texts.
         target_id: key of the target texts.
         prefix: text to put before every source.
-        labels: whether a target may also be an integer, which becomes its digits.
 
     Raises:
         ValueError: the file does not exist or holds no pairs, the files have different numbers of lines, or a record
             lacks a key; the message names file and record.
     """
+
+    def parse(record: Any) -> Pair:
+        source, target = fields_of(record, source_id, target_id)
+        return prefix + check_text(source, f"the value of {source_id!r}"), check_text(
+            target, f"the value of {target_id!r}"
+        )
+
+    sides = side_files(Path(path))
+    if sides is None:
+        return load_records(path, parse)
+    return [(prefix + source, target) for source, target in read_sides(*sides)]
+
+
+def load_records(path: str | Path, parse: Callable[[Any], Record]) -> Sequence[Record]:
+    """Loads the records of JSON lines, a parquet file or a folder of `datasets.Dataset.save_to_disk`.
+
+    Args:
+        parse: Returns the record of a JSON object or a row. Its ValueError is raised with file and number.
+    """
     path = Path(path)
-    sides = _side_files(path)
-    if sides is not None:
-        pairs: Sequence[Pair] = _from_sides(*sides)
-    elif path.is_dir() or path.suffix == ".parquet":
-        pairs = ColumnPairs(path, source_id, target_id, labels)
+    if path.is_dir() or path.suffix == ".parquet":
+        records: Sequence[Record] = Rows(path, parse)
     elif path.is_file():
-        pairs = _from_json_lines(path, source_id, target_id, labels)
+        records = _lines(path, lambda raw: parse(json.loads(raw.decode("utf-8-sig"))), skip_blank=True)
     else:
         raise ValueError(f"{path} does not exist; give JSON lines, NAME.source with NAME.target, or a folder")
-    if len(pairs) == 0:
-        raise ValueError(f"{path} holds no pairs")
-    return _Prefixed(pairs, prefix) if prefix else pairs
+    if len(records) == 0:
+        raise ValueError(f"{path} holds no records")
+    return records
 
 
-def pair_of(record: Any, source_id: str, target_id: str, labels: bool = False) -> Pair:
-    """Returns the two texts of a record. ValueError names a missing key."""
+def fields_of(record: Any, *keys: str) -> list[Any]:
+    """Returns the values of a record, or of the object in its `translation`. ValueError names a missing key."""
     values = record.get("translation", record) if isinstance(record, dict) else record
     if not isinstance(values, dict):
-        raise ValueError(f"a {type(values).__name__} instead of an object with {source_id!r} and {target_id!r}")
-    for key in (source_id, target_id):
+        raise ValueError(f"a {type(values).__name__} instead of an object with {' and '.join(map(repr, keys))}")
+    for key in keys:
         if key not in values:
             named = ", ".join(map(repr, list(values)[:8])) or "none"
             raise ValueError(f"no key {key!r}; the keys are {named}")
-    target = values[target_id]
-    target = str(target) if labels and isinstance(target, int) and not isinstance(target, bool) else target
-    return (
-        check_text(values[source_id], f"the value of {source_id!r}"),
-        check_text(target, f"the value of {target_id!r}"),
-    )
+    return [values[key] for key in keys]
 
 
-class ColumnPairs(Sequence[Pair]):
-    """Pairs of a parquet file or a Hugging Face dataset folder, read from disk at each access."""
+class Rows(Sequence[Record], Generic[Record]):
+    """Records of a parquet file or a Hugging Face dataset folder, read from disk at each access."""
 
-    def __init__(self, path: Path, source_id: str, target_id: str, labels: bool = False) -> None:
+    def __init__(self, path: Path, parse: Callable[[Any], Record]) -> None:
         from datasets import Dataset, load_from_disk
 
         if path.is_dir():
@@ -80,31 +89,19 @@ class ColumnPairs(Sequence[Pair]):
             self.rows: Dataset = loaded
         else:
             self.rows = Dataset.from_parquet(str(path))  # type: ignore[assignment]
-        self.path, self.source_id, self.target_id, self.labels = path, source_id, target_id, labels
+        self.path, self.parse = path, parse
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> Pair:  # type: ignore[override]
+    def __getitem__(self, index: int) -> Record:  # type: ignore[override]
         try:
-            return pair_of(self.rows[index], self.source_id, self.target_id, self.labels)
+            return self.parse(self.rows[index])
         except ValueError as error:
             raise ValueError(f"bad record in {self.path}, record {index + 1}: {error}") from None
 
 
-class _Prefixed(Sequence[Pair]):
-    def __init__(self, pairs: Sequence[Pair], prefix: str) -> None:
-        self.pairs, self.prefix = pairs, prefix
-
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-    def __getitem__(self, index: int) -> Pair:  # type: ignore[override]
-        source, target = self.pairs[index]
-        return self.prefix + source, target
-
-
-def _side_files(path: Path) -> tuple[Path, Path] | None:
+def side_files(path: Path) -> tuple[Path, Path] | None:
     stem = path.with_suffix("") if path.suffix in (".source", ".target") else path
     source, target = Path(f"{stem}.source"), Path(f"{stem}.target")
     if path.is_file() and path.suffix not in (".source", ".target"):
@@ -116,18 +113,14 @@ def _side_files(path: Path) -> tuple[Path, Path] | None:
     return None
 
 
-def _from_sides(source: Path, target: Path) -> list[Pair]:
+def read_sides(source: Path, target: Path) -> list[Pair]:
+    """Returns the pairs of two files, line by line. ValueError if their numbers of lines differ, or there are none."""
     sources, targets = _lines(source, _plain), _lines(target, _plain)
     if len(sources) != len(targets):
         raise ValueError(f"{source} has {len(sources)} lines, but {target} has {len(targets)}")
+    if not sources:
+        raise ValueError(f"{source} holds no records")
     return list(zip(sources, targets, strict=True))
-
-
-def _from_json_lines(path: Path, source_id: str, target_id: str, labels: bool) -> list[Pair]:
-    def parse(raw: bytes) -> Pair:
-        return pair_of(json.loads(raw.decode("utf-8-sig")), source_id, target_id, labels)
-
-    return _lines(path, parse, skip_blank=True)
 
 
 def _plain(raw: bytes) -> str:

@@ -19,10 +19,7 @@ FAMILY = Family(
     pretrains={"seq2seq": "BartForConditionalGeneration"},
     tokenizer="roberta-bpe",
     activations=activations,
-    tasks={
-        "text2text-generation": "BartForConditionalGeneration",
-        "text-classification": "BartForSequenceClassification",
-    },
+    tasks={"text2text-generation": "BartForConditionalGeneration"},
 )
 
 __all__ = ["FAMILY", "BartConfig"]

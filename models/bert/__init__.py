@@ -20,7 +20,6 @@ FAMILY = Family(
     tokenizer="wordpiece",
     activations=activations,
     megatron=MEGATRON,
-    tasks={"text-classification": "BertForSequenceClassification"},
 )
 
 __all__ = ["FAMILY", "BertConfig"]

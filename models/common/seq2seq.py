@@ -122,6 +122,11 @@ class Seq2SeqBody(Body):
         words, table = self.word_embeddings.embed(input_ids)
         return self.encoder(words, input_ids, key_mask(attention_mask)), table
 
+    @property
+    def shared(self) -> nn.Module:
+        """The word embedding of both stacks, by transformers' name of T5."""
+        return self.word_embeddings
+
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """Returns int64 [B, T]: the start token, then all labels but the last. -100 becomes padding."""
         ids = labels.roll(1, dims=1)

@@ -36,7 +36,6 @@ FAMILY = Family(
     pretrains={"masked": "DistilBertForMaskedLM"},
     tokenizer="wordpiece",
     activations=activations,
-    tasks={"text-classification": "DistilBertForSequenceClassification"},
 )
 
 __all__ = ["FAMILY", "DistilBertConfig"]

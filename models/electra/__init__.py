@@ -19,7 +19,6 @@ FAMILY = Family(
     pretrains={"masked": "ElectraForMaskedLM"},
     tokenizer="wordpiece",
     activations=activations,
-    tasks={"text-classification": "ElectraForSequenceClassification"},
 )
 
 __all__ = ["FAMILY", "ElectraConfig"]

@@ -18,9 +18,7 @@ FAMILY = Family(
     pretrains={"blanks": "GLMModel"},
     tokenizer="glm-bpe",
     activations=activations,
-    no_tasks=(
-        "a GLM learns by filling blanks: train it with shardzoo.trainer.Trainer on samples of shardzoo.data.GLMDataset"
-    ),
+    tasks={"text2text-generation": "GLMModel"},
     in_transformers=False,  # transformers' "glm" is the GLM-4 line
     masks_padding=False,
     blank_text=GLMText,

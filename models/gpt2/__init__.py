@@ -20,11 +20,7 @@ FAMILY = Family(
     tokenizer="bpe",
     activations=activations,
     megatron=MEGATRON,
-    tasks={
-        "text-generation": "GPT2LMHeadModel",
-        "text2text-generation": "GPT2LMHeadModel",
-        "text-classification": "GPT2ForSequenceClassification",
-    },
+    tasks={"text-generation": "GPT2LMHeadModel", "text2text-generation": "GPT2LMHeadModel"},
 )
 
 __all__ = ["FAMILY", "GPT2Config"]

@@ -32,11 +32,7 @@ def decoder_family(
         pretrains={"causal": f"{stem}ForCausalLM"},
         tokenizer="bpe",
         activations=activations,
-        tasks={
-            "text-generation": f"{stem}ForCausalLM",
-            "text2text-generation": f"{stem}ForCausalLM",
-            "text-classification": f"{stem}ForSequenceClassification",
-        },
+        tasks={"text-generation": f"{stem}ForCausalLM", "text2text-generation": f"{stem}ForCausalLM"},
     )
 
 

@@ -19,10 +19,7 @@ FAMILY = Family(
     pretrains={"seq2seq": "MBartForConditionalGeneration"},
     tokenizer="roberta-bpe",
     activations=activations,
-    tasks={
-        "text2text-generation": "MBartForConditionalGeneration",
-        "text-classification": "MBartForSequenceClassification",
-    },
+    tasks={"text2text-generation": "MBartForConditionalGeneration"},
 )
 
 __all__ = ["FAMILY", "MBartConfig"]

@@ -19,7 +19,6 @@ FAMILY = Family(
     pretrains={"masked": "ModernBertForMaskedLM"},
     tokenizer="roberta-bpe",
     activations=activations,
-    tasks={"text-classification": "ModernBertForSequenceClassification"},
 )
 
 __all__ = ["FAMILY", "ModernBertConfig"]

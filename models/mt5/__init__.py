@@ -17,10 +17,7 @@ FAMILY = Family(
     pretrains={"seq2seq": "MT5ForConditionalGeneration"},
     tokenizer="sentencepiece",
     activations=activations,
-    tasks={
-        "text2text-generation": "MT5ForConditionalGeneration",
-        "text-classification": "MT5ForSequenceClassification",
-    },
+    tasks={"text2text-generation": "MT5ForConditionalGeneration"},
 )
 
 __all__ = ["FAMILY", "MT5Config"]

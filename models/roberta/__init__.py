@@ -19,7 +19,6 @@ FAMILY = Family(
     pretrains={"masked": "RobertaForMaskedLM"},
     tokenizer="roberta-bpe",
     activations=activations,
-    tasks={"text-classification": "RobertaForSequenceClassification"},
 )
 
 __all__ = ["FAMILY", "RobertaConfig"]

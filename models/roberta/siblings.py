@@ -21,7 +21,6 @@ def sibling(prefix: str, config: type[RobertaConfig], presets: Mapping[str, Robe
         architectures=with_heads(BertBody, prefix, HEADS),
         presets=presets,
         pretrains={samples: renamed(name, prefix) for samples, name in ROBERTA.pretrains.items()},
-        tasks={task: renamed(name, prefix) for task, name in ROBERTA.tasks.items()},
     )
 
 

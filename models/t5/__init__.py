@@ -18,7 +18,7 @@ FAMILY = Family(
     tokenizer="sentencepiece",
     tokenizers={"ByT5Tokenizer": "bytes"},
     activations=activations,
-    tasks={"text2text-generation": "T5ForConditionalGeneration", "text-classification": "T5ForSequenceClassification"},
+    tasks={"text2text-generation": "T5ForConditionalGeneration"},
 )
 
 __all__ = ["FAMILY", "T5Config"]

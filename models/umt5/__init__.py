@@ -17,10 +17,7 @@ FAMILY = Family(
     pretrains={"seq2seq": "UMT5ForConditionalGeneration"},
     tokenizer="unigram",
     activations=activations,
-    tasks={
-        "text2text-generation": "UMT5ForConditionalGeneration",
-        "text-classification": "UMT5ForSequenceClassification",
-    },
+    tasks={"text2text-generation": "UMT5ForConditionalGeneration"},
     # The published files have no model_type.
     has_config=lambda values: str(values.get("architectures")).startswith("['UMT5"),
 )

@@ -74,7 +74,7 @@ def test_sides_that_do_not_fit_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"has 2 lines, but .* has 1"):
         load_pairs(tmp_path / "p")
     (tmp_path / "e.json").write_text("\n")
-    with pytest.raises(ValueError, match="holds no pairs"):
+    with pytest.raises(ValueError, match="holds no records"):
         load_pairs(tmp_path / "e.json")
     with pytest.raises(ValueError, match="does not exist"):
         load_pairs(tmp_path / "missing")

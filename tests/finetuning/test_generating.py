@@ -145,7 +145,7 @@ def test_a_classifier_generates_nothing(checkpoints, files):
         model_name_or_path=checkpoints("bert"), train_file=str(files / "names.json"), max_source_length=20
     )
     for call in (trainer.generate_single, trainer.generate_diverse):
-        with pytest.raises(ValueError, match="a classifier generates no text"):
+        with pytest.raises(ValueError, match="a model of text-classification generates no text"):
             call("red")
 
 

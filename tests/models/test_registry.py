@@ -28,7 +28,7 @@ def test_the_facts_of_a_family_fit(name):
     assert facts.tokenizer in TOKENIZER_KINDS
     assert set(facts.tasks) <= set(get_args(Task))
     assert set(facts.tasks.values()) <= facts.architectures.keys()
-    assert bool(facts.tasks) != bool(facts.no_tasks)
+    assert facts.tasks
     assert all(isinstance(config, facts.config) for config in facts.presets.values())
     for config in facts.presets.values():
         paths = [stack.path for stack in facts.activations(config).stacks]

@@ -40,6 +40,12 @@ TAKEN: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"adafactor": False}, {}),
     ({"evaluation_strategy": "steps"}, {}),
     ({"eval_strategy": "steps", "save_strategy": "steps", "logging_strategy": "steps"}, {}),
+    ({"evaluation_strategy": "epoch", "save_strategy": "no"}, {"eval_strategy": "epoch", "save_strategy": "no"}),
+    ({"per_device_eval_batch_size": 8}, {"eval_batch_size": 8}),
+    ({"save_epoch": 1}, {"save_strategy": "epoch"}),
+    ({"num_checkpoints": 1}, {}),
+    ({"tf32": True}, {"tf32": True}),
+    ({"metric_for_best_model": "loss"}, {"save_best": "loss"}),
     ({"resume_from_checkpoint": True}, {"resume": True}),
     ({"resume_from_checkpoint": "runs/x"}, {"load_dir": "runs/x"}),
     ({"dataloader_num_workers": 2}, {"num_workers": 2}),
@@ -82,8 +88,6 @@ def test_a_share_of_the_training_file_is_held_out_as_its_percentage():
 
 
 REFUSED = [
-    ("evaluation_strategy", "epoch", "after log_interval, eval_interval and save_interval steps"),
-    ("per_device_eval_batch_size", 8, "evaluations use micro_batch_size samples at a time"),
     ("load_best_model_at_end", True, "save_best names a validation value"),
     ("report_to", "wandb", "wandb=True adds Weights & Biases"),
     ("data_parallel_size", 2, "it follows from the number of processes"),
@@ -104,8 +108,8 @@ HINTS = {
     "gradientcheckpointing": "gradient_checkpointing", "save_total_limits": "save_total_limit",
     "weightdecay": "weight_decay", "lr_scheduler": "lr_schedule", "model_name_or_pth": "model_name_or_path",
     # Nothing resembles these closely enough for a guess.
-    "mode": "", "beta3": "", "fp32": "", "fp8": "", "world_size": "", "dropout": "", "tf32": "", "eval_freq": "",
-    "num_layers": "", "label_smoothing_factor": "", "hidden_size": "", "max_length": "", "min_lr": "", "master": "",
+    "mode": "", "beta3": "", "fp32": "", "fp8": "", "world_size": "", "dropout": "", "eval_freq": "",
+    "num_layers": "", "hidden_size": "", "max_length": "", "min_lr": "", "master": "",
     "zero": "", "num_beams": "", "train": "", "tokenizer": "", "model_name": "", "cpu": "", "log": "", "seeds_dir": "",
 }  # fmt: skip
 

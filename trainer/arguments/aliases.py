@@ -62,7 +62,14 @@ ALIASES = {
     "pp": "pipeline_parallel_size",
     "resume_from_checkpoint": "resume",
     "save_steps": "save_interval",
+    "evaluation_strategy": "eval_strategy",
+    "per_device_eval_batch_size": "eval_batch_size",
+    "train.test_micro_batch_size": "eval_batch_size",
+    "metric_for_best_model": "save_best",
+    "label_smoothing_factor": "label_smoothing",
 }
+# FlagAI's number of epochs between checkpoints, of which 1 is our strategy.
+SAVE_EPOCH = "save_epoch"
 RESUME = "resume_from_checkpoint"  # with a path instead of a boolean it is our load_dir
 # Another tool's boolean switch -> our argument, and its value when the switch is on.
 SWITCHES = {
@@ -80,16 +87,10 @@ _DATA = (
 )
 _CONTEXT = "sequences are split only within a tensor-parallel group: use sequence_parallel with model_parallel_size"
 _EXPERT = "the zoo has no mixture-of-experts models; leave it out"
-_INTERVALS = "logs, evaluations and checkpoints come after log_interval, eval_interval and save_interval steps"
-_EVALUATION_BATCH = "evaluations use micro_batch_size samples at a time"
 _REPORTS = "TensorBoard's events are always written; wandb=True adds Weights & Biases"
 _BEST = "save_best names a validation value, and keeps the checkpoint where it was best"
 EXPLAINED = {
-    **dict.fromkeys(("eval_strategy", "evaluation_strategy", "save_strategy", "logging_strategy"), _INTERVALS),
-    **dict.fromkeys(
-        ("per_device_eval_batch_size", "eval_batch_size", "train.test_micro_batch_size"), _EVALUATION_BATCH
-    ),
-    **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model", "greater_is_better"), _BEST),
+    **dict.fromkeys(("load_best_model_at_end", "greater_is_better"), _BEST),
     "report_to": _REPORTS,
     **dict.fromkeys(("dp", "dp_size", "data_parallel_size", "train.dist.data_parallel_size"), _DATA),
     **dict.fromkeys(("cp", "context_parallel_size", "sequence_parallel_size"), _CONTEXT),
@@ -97,9 +98,9 @@ EXPLAINED = {
 }
 # transformers' arguments -> the value that means what happens here anyway, with which they are taken.
 NOWHERE = object()
-AS_HERE: dict[str, str] = dict.fromkeys(
-    ("eval_strategy", "evaluation_strategy", "save_strategy", "logging_strategy"), "steps"
-)
+AS_HERE: dict[str, Any] = {
+    "num_checkpoints": 1  # FlagAI: blocks between recomputed activations
+}
 
 
 def with_argument_aliases(kind: type[Arguments]) -> type[Arguments]:
@@ -117,7 +118,7 @@ def with_argument_aliases(kind: type[Arguments]) -> type[Arguments]:
 
 def argument_aliases(known: Collection[str]) -> list[str]:
     """Returns the aliases of the `known` arguments, without those that are arguments themselves."""
-    targets = {**ALIASES, **{name: target for name, (target, _) in SWITCHES.items()}}
+    targets = {**ALIASES, SAVE_EPOCH: "save_strategy", **{name: target for name, (target, _) in SWITCHES.items()}}
     return [name for name, target in targets.items() if target in known and name not in known]
 
 
@@ -142,6 +143,12 @@ def resolve_aliases(keywords: Mapping[str, Any], known: list[str]) -> dict[str, 
 
 def _resolved(name: str, value: Any) -> tuple[str | None, Any]:
     """Returns our argument and its value for an alias; None for a switch that is off."""
+    if name == SAVE_EPOCH:
+        if value != 1:
+            raise ValueError(
+                f"{name} must be 1, a checkpoint after each epoch, not {value!r}; use save_interval in steps"
+            )
+        return "save_strategy", "epoch"
     if name == RESUME and isinstance(value, (str, PurePath)):
         return "load_dir", value
     if name not in SWITCHES:

@@ -17,6 +17,7 @@ from .deepspeed_file import arguments_of_file
 
 EnvType = Literal["pytorch", "pytorchDDP", "deepspeed", "deepspeed+mpu"]
 Optimizer = Literal["adamw", "adam", "adafactor", "lion", "lamb"]
+Strategy = Literal["steps", "epoch", "no"]
 Schedule = Literal[
     "warmup_cosine", "cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt", "polynomial",
     "cosine_with_restarts",
@@ -128,6 +129,14 @@ class TrainingArguments:
     """A DeepSpeed JSON file. Its batch sizes, precision, clipping, optimizer, scheduler and offloading become
     arguments, unless an argument is set to another value; its other keys are passed to DeepSpeed."""
 
+    eval_strategy: Strategy = "steps"
+    """Evaluate every eval_interval steps, after each epoch, or only at the end (no)."""
+    logging_strategy: Strategy = "steps"
+    save_strategy: Strategy = "steps"
+    eval_batch_size: int | None = None
+    """Samples in one forward pass of an evaluation; by default micro_batch_size."""
+    early_stopping_patience: int | None = None
+    """Stop after so many evaluations without a new best value of `save_best`."""
     eval_interval: int = 100
     """Steps between evaluations."""
     log_interval: int = 100
@@ -156,6 +165,8 @@ class TrainingArguments:
     """Resume the run in its folder if that holds a checkpoint; otherwise start it."""
 
     seed: int = 1234
+    tf32: bool | None = None
+    """Whether a GPU may multiply fp32 matrices in TF32; by default as PyTorch is set."""
     wandb: bool = False
     """Also log to Weights & Biases, which must be installed."""
     profile_steps: int = 0
@@ -178,6 +189,8 @@ class TrainingArguments:
         name = PurePath(self.experiment_name or "")
         if name.is_absolute() or ".." in name.parts:
             raise ValueError(f"experiment_name must be a folder within save_dir, not {self.experiment_name!r}")
+        if self.early_stopping_patience is not None and self.save_best is None:
+            raise ValueError("early_stopping_patience needs save_best, the value that must improve, such as 'loss'")
         package = find_spec("wandb") if self.wandb else None
         if self.wandb and (package is None or package.origin is None):  # find_spec also finds a folder named wandb
             raise ValueError("wandb=True needs the package wandb: pip install wandb")
@@ -194,7 +207,8 @@ class TrainingArguments:
     def _check_ranges(self) -> None:
         at_least_one = ("model_parallel_size", "pipeline_parallel_size", "train_steps", "micro_batch_size",
                         "global_batch_size", "gradient_accumulation_steps", "eval_interval", "save_interval",
-                        "log_interval", "save_total_limit", "num_nodes", "num_gpus")  # fmt: skip
+                        "log_interval", "save_total_limit", "num_nodes", "num_gpus",
+                        "eval_batch_size", "early_stopping_patience")  # fmt: skip
         for name in at_least_one:
             value = getattr(self, name)
             if value is not None and value < 1:

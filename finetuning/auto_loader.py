@@ -1,0 +1,173 @@
+"""Adapts this package to scripts for FlagAI: its `AutoLoader`, methods of its tokenizers, and its collate functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..data import BlankDataset, PadBatch
+from ..data.tokenizers.tokenizer import load_transformers_tokenizer
+from ..models import family
+from ..models.common.language_model import IGNORED
+from ..mpu import ParallelMesh
+from .arguments import FinetuningArguments
+from .data import TextTokenizer, prefix_mask
+from .loading import find_source, load_model
+from .tasks import Labels
+
+# FlagAI's task -> ours. Those that generate mean the architecture that the family has for them.
+TASKS = {
+    **dict.fromkeys(("seq2seq", "title-generation", "poetry"), "text2text-generation"),
+    **dict.fromkeys(("lm", "masklm"), "text-generation"),
+    **dict.fromkeys(("classification", "semantic-matching"), "text-classification"),
+    **dict.fromkeys(("sequence-labeling", "ner"), "token-classification"),
+}
+
+
+class AutoLoader:
+    """Loads the zoo's model of a folder with the head of a FlagAI task, and its tokenizer.
+
+        loader = AutoLoader("ner", "RoBERTa-base-ch", model_dir="./checkpoints", class_num=7)
+        model, tokenizer = loader.get_model(), loader.get_tokenizer()
+
+    Args:
+        task_name: FlagAI's name of the task: lm, masklm, seq2seq, title-generation, poetry, classification,
+            semantic-matching, sequence-labeling or ner.
+        model_name: The folder in `model_dir`, which is a Hugging Face or a shardzoo folder with its tokenizer.
+        class_num: Number of classes of a new head.
+        device: Where the parameters are.
+        mesh: The mesh over which the model is split, such as `trainer.mesh`.
+
+    Raises ValueError for another task, a model that does not learn it, and a folder that holds none.
+    """
+
+    def __init__(
+        self,
+        task_name: str = "lm",
+        model_name: str = "RoBERTa-base-ch",
+        model_dir: str = "./checkpoints/",
+        *,
+        class_num: int | None = None,
+        device: torch.device | str = "cpu",
+        mesh: ParallelMesh | None = None,
+    ) -> None:
+        if task_name not in TASKS:
+            raise ValueError(f"task_name must be one of {', '.join(TASKS)}, not {task_name!r}")
+        self.folder = Path(model_dir, model_name)
+        if not self.folder.is_dir():
+            raise ValueError(
+                f"{self.folder} is not a folder; put the model {model_name} there, as transformers saves it"
+            )
+        arguments = FinetuningArguments(model_name_or_path=str(self.folder), native=True)
+        source = find_source(arguments)
+        known = family(source.model_type).tasks
+        task = TASKS[task_name]
+        if task == "text-generation" and task not in known:
+            task = "text2text-generation"  # of an encoder, its language model
+        if task not in known:
+            raise ValueError(f"a {source.model_type} does not learn {task_name}; it learns {', '.join(known)}")
+        labels = [f"LABEL_{number}" for number in range(class_num or 0)]
+        head = Labels(labels, "single_label_classification", stored=not labels).head(task)
+        self.model = load_model(source, task, arguments, mesh, torch.device(device), head)
+        blank_text = family(source.model_type).blank_text
+        text = None if blank_text is None else blank_text(self.folder, None)
+        self.tokenizer = FlagAITokenizer(load_transformers_tokenizer(self.folder), text)
+
+    def get_model(self) -> Any:
+        return self.model
+
+    def get_tokenizer(self) -> FlagAITokenizer:
+        return self.tokenizer
+
+
+class FlagAITokenizer:
+    """transformers' tokenizer with the methods that FlagAI's scripts call besides.
+
+    Attributes:
+        backend: The tokenizer itself, which has all other methods.
+        text: The `BlankText` of a family that fills blanks; None for the others.
+    """
+
+    def __init__(self, backend: Any, text: Any = None) -> None:
+        self.backend, self.text, self.words = backend, text, TextTokenizer(backend)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "backend":
+            raise AttributeError(name)
+        return getattr(self.backend, name)
+
+    def __len__(self) -> int:
+        return len(self.backend)
+
+    def __call__(self, *texts: Any, **options: Any) -> Any:
+        return self.backend(*texts, **options)
+
+    def encode_plus(
+        self,
+        source_text: str,
+        target_text: str | None = None,
+        *,
+        max_length: int | None = None,
+        truncation: bool = True,
+    ) -> Any:
+        """Encodes a text or two. With blanks, the second text fills that of the first, or follows it.
+
+        The result has `input_ids` and `token_type_ids`; for a model that fills blanks `input_ids`, `target_ids`,
+        `position_ids` (two lists), `attention_mask` (the length of the first text) and `loss_mask`.
+        """
+        if self.text is None:
+            cut = {"max_length": max_length, "truncation": truncation} if max_length else {}
+            return self.backend(source_text, target_text, return_token_type_ids=True, verbose=False, **cut)
+        length = max_length or 512
+        [sample] = BlankDataset(
+            [(source_text, target_text or "")], self.text, max_source_length=length, max_target_length=length
+        )
+        labels = sample.pop("labels")
+        masks = {"target_ids": labels.tolist(), "loss_mask": (labels != IGNORED).astype(int).tolist()}
+        return {name: value.tolist() for name, value in sample.items()} | masks
+
+    def get_command_id(self, name: str) -> int:
+        """Returns the id of a special token by its name without brackets, such as "pad", "cls" or "eop"."""
+        found = getattr(self.text.tokens, name, None) if self.text else getattr(self.backend, f"{name}_token_id", None)
+        if found is None:
+            raise ValueError(f"the tokenizer has no special token {name!r}")
+        return int(found)
+
+    def tokenize(self, text: str, maxlen: int | None = None, add_spatial_tokens: bool = False) -> list[str]:
+        """Returns the tokens of a text, at most `maxlen`, with the special ones around them if they are added."""
+        cut = {"max_length": maxlen, "truncation": True} if maxlen else {}
+        ids = self.backend(text, add_special_tokens=add_spatial_tokens, verbose=False, **cut)["input_ids"]
+        return self.backend.convert_ids_to_tokens(ids)
+
+    def rematch(self, text: str, tokens: Sequence[str]) -> list[list[int]]:
+        """Returns the characters of the text that each of its `tokens` has; none for a special token."""
+        special = bool(tokens) and tokens[0] in self.backend.all_special_tokens
+        encoded = self.backend(text, return_offsets_mapping=True, add_special_tokens=special, verbose=False)
+        pieces = [list(range(*place)) for place in encoded["offset_mapping"]][: len(tokens)]
+        last = [[]] if special and tokens[-1] in self.backend.all_special_tokens else []
+        return [*pieces[: len(tokens) - len(last)], *last]
+
+
+def seq2seq_collate_fn(samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """Makes a batch for an encoder that generates, from `input_ids` and `segment_ids` (1 on the text to generate).
+
+    See `data.PrefixMaskedDataset` for the labels and the mask that follow from the segments.
+    """
+    rows = [
+        {"input_ids": np.array(one["input_ids"]), "token_type_ids": np.array(one["segment_ids"])} for one in samples
+    ]
+    for row in rows:
+        ids, generated = row["input_ids"], row["token_type_ids"] == 1
+        row["labels"] = np.append(np.where(generated[1:], ids[1:], IGNORED), IGNORED)
+    prefixes = torch.tensor([int((row["token_type_ids"] == 0).sum()) for row in rows])
+    mask = prefix_mask(prefixes, [len(row["input_ids"]) for row in rows])
+    return PadBatch(attention_mask=False)(rows) | {"attention_mask": mask}
+
+
+def bert_sequence_label_collate_fn(samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """Makes a padded batch of `input_ids` and a label for each token."""
+    return PadBatch()([{name: np.array(one[name]) for name in ("input_ids", "labels")} for one in samples])

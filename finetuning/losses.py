@@ -1,0 +1,111 @@
+"""Computes losses with label smoothing, class weights and sample weights from a model's logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..models.common.language_model import IGNORED
+from ..mpu import ParallelMesh, vocab_parallel_cross_entropy
+from ..trainer.batches.loss_normalization import shifts_labels
+
+SMOOTHED = ("texts", "tokens", "classes", "words")  # what has classes or tokens as labels
+WEIGHTED = ("classes", "words", "several classes")
+
+
+def parse_class_weights(given: str, counts: Sequence[int]) -> list[float]:
+    """Returns the weights of the classes: the given numbers, or "balanced" ones, n / (C · count).
+
+    Args:
+        counts: Number of each class in the training data, of which n is the sum; C classes.
+    """
+    if given == "balanced":
+        return [sum(counts) / (len(counts) * max(1, count)) for count in counts]
+    try:
+        weights = [float(number) for number in given.split(",")]
+    except ValueError:
+        weights = []
+    if len(weights) != len(counts) or min(weights, default=-1) < 0:
+        raise ValueError(
+            f"class_weights must be 'balanced' or {len(counts)} numbers of at least 0 with commas, one for each class, "
+            f"not {given!r}"
+        )
+    return weights
+
+
+@dataclass(frozen=True)
+class WeightedLoss:
+    """The sum of weighted, smoothed losses divided by the number of targets, as for equal weights.
+
+    Attributes:
+        kind: What the labels are: a key of METRICS.
+        native: Whether the model is the zoo's.
+        has_decoder: Whether it is an encoder-decoder.
+        smoothing: The share of a target's probability that all classes get equally (Szegedy et al., 2016).
+        class_weights: A factor for the loss of each class; None for 1.
+    """
+
+    model: Any
+    kind: str
+    native: bool
+    has_decoder: bool
+    mesh: ParallelMesh | None
+    smoothing: float = 0.0
+    class_weights: tuple[float, ...] | None = None
+
+    def __call__(self, data: Mapping[str, Any], run: Any) -> dict[str, Any]:
+        """Runs the model on a batch. Returns `loss` and `logits`.
+
+        The batch may have `sample_weight` [B], and the number of targets as `num_items_in_batch`.
+        """
+        data = dict(data)
+        labels, weights = data.pop("labels"), data.pop("sample_weight", None)
+        items = data.pop("num_items_in_batch", None)
+        if self.kind == "texts" and self.has_decoder:
+            data["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(labels)
+        logits = run(**data).logits
+        losses, count = self.losses(logits, labels)
+        if weights is not None:
+            losses = losses * weights.view(-1, *[1] * (losses.dim() - 1))
+        return {"loss": losses.sum() / (count if items is None else items), "logits": logits}
+
+    def losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the loss of each target, 0 where a label is ignored, and the number of targets."""
+        if self.kind in ("texts", "tokens"):
+            return self._word_losses(logits, labels)
+        logits = logits.float()
+        if self.kind == "numbers":
+            losses = F.mse_loss(logits.view_as(labels), labels, reduction="none")
+            return losses, torch.tensor(labels.numel(), device=losses.device)
+        if self.kind == "several classes":
+            losses = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+            factors = 1.0 if self.class_weights is None else logits.new_tensor(self.class_weights)
+            return losses * factors, torch.tensor(labels.numel(), device=losses.device)
+        flat = F.cross_entropy(
+            logits.flatten(0, -2), labels.flatten(), reduction="none", label_smoothing=self.smoothing
+        )
+        losses, kept = flat.view(labels.shape), labels != IGNORED
+        if self.class_weights is not None:
+            losses = losses * logits.new_tensor(self.class_weights)[labels.masked_fill(~kept, 0)]
+        return losses, kept.sum()
+
+    def _word_losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        targets = labels
+        if self.native:
+            targets = self.model.targets(labels)
+        elif shifts_labels(self.model):
+            targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        losses = vocab_parallel_cross_entropy(
+            logits,
+            targets,
+            num_classes=self.model.config.vocab_size,
+            label_smoothing=self.smoothing,
+            reduction="none",
+            mesh=self.mesh if self.native else None,
+        )
+        return losses, (targets != IGNORED).sum()

@@ -1,0 +1,300 @@
+"""Scripts as users of FlagAI and t2t-tuner write them run here, with few changed lines.
+
+Each script makes the calls of a published example, with names and arguments as they are there. Lines that had to change
+end with `# changed`.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import user_environment
+from tiny_models import save_glm, save_model, text
+
+from shardzoo.data import train_tokenizer
+
+CHANGED = "  # changed"
+PREPARE = """
+with open("train.src", encoding="utf-8") as file:
+    sources = [line.strip() for line in file]
+with open("train.tgt", encoding="utf-8") as file:
+    targets = [line.strip() for line in file]
+"""
+T5_TITLES = f"""
+import torch
+from torch.utils.data import Dataset
+from shardzoo.trainer import Trainer{CHANGED}
+from shardzoo.finetuning import AutoLoader{CHANGED}
+
+trainer = Trainer(
+    env_type="pytorch", experiment_name="t5_title_generation", batch_size=8, gradient_accumulation_steps=1, lr=2e-3,
+    weight_decay=1e-3, epochs=2, log_interval=1, eval_interval=10000, load_dir=None,
+    pytorch_device=torch.device("cpu"), save_dir="saved", save_interval=100,
+)
+loader = AutoLoader("title-generation", "T5-base-ch", model_dir="./state_dict/")
+model, tokenizer = loader.get_model(), loader.get_tokenizer()
+{PREPARE}
+class Titles(Dataset):
+    def __len__(self):
+        return len(sources)
+
+    def __getitem__(self, i):
+        def fixed(ids, length):
+            return (ids + [0] * length)[:length]
+
+        source = fixed(tokenizer.encode_plus(sources[i])["input_ids"], 30)
+        target = fixed(tokenizer.encode_plus("[SEP]" + targets[i] + "[SEP]")["input_ids"], 20)
+        return {{
+            "input_ids": torch.LongTensor(source),
+            "decoder_input_ids": torch.LongTensor(target[:-1]),
+            "labels": torch.LongTensor(target[1:]),
+        }}
+
+trainer.train(model, train_dataset=Titles(), valid_dataset=Titles())
+"""
+GLM_TITLES = f"""
+import torch
+from torch.utils.data import Dataset
+from shardzoo.finetuning import AutoLoader{CHANGED}
+from shardzoo.trainer import Trainer{CHANGED}
+
+trainer = Trainer(
+    env_type="ENVIRONMENT", experiment_name="GLM_seq2seq", batch_size=1, gradient_accumulation_steps=1, lr=2e-3,
+    weight_decay=1e-5, epochs=2, num_gpus=GPUS, log_interval=1, eval_interval=40, load_dir=None,
+    pytorch_device=torch.device("cpu"), save_interval=40, num_checkpoints=1, hostfile=HOSTS, deepspeed_config=CONFIG,
+)
+loader = AutoLoader("lm", model_name="GLM-large-ch", model_dir="./state_dict/")
+model, tokenizer = loader.get_model(), loader.get_tokenizer()
+{PREPARE}
+class Titles(Dataset):
+    def __len__(self):
+        return len(sources)
+
+    def __getitem__(self, i):
+        return tokenizer.encode_plus(source_text=sources[i], target_text=targets[i])
+
+class Collate:
+    def __init__(self, pad_id):
+        self.pad_id = pad_id
+
+    def __call__(self, batch):
+        longest = max(len(row["input_ids"]) for row in batch)
+        for row in batch:
+            missing = longest - len(row["input_ids"])
+            row["input_ids"] += [self.pad_id] * missing
+            row["target_ids"] += [self.pad_id] * missing
+            row["loss_mask"] += [0] * missing
+            places = row["position_ids"]
+            places[0] += [len(places[0]) + x for x in range(missing)]
+            places[1] += [1] * missing
+        return {{
+            "input_ids": torch.LongTensor([row["input_ids"] for row in batch]),
+            "labels": torch.LongTensor([row["target_ids"] for row in batch]),
+            "position_ids": torch.LongTensor([row["position_ids"] for row in batch]),
+            "attention_mask": torch.LongTensor([row["attention_mask"] for row in batch]),
+            "loss_mask": torch.LongTensor([row["loss_mask"] for row in batch]),
+        }}
+
+trainer.train(
+    model, train_dataset=Titles(), valid_dataset=Titles(), collate_fn=Collate(pad_id=tokenizer.get_command_id("pad"))
+)
+"""
+BERT_TITLES = f"""
+import torch
+from torch.utils.data import Dataset
+from shardzoo.finetuning import AutoLoader{CHANGED}
+from shardzoo.trainer import Trainer{CHANGED}
+from shardzoo.finetuning import seq2seq_collate_fn{CHANGED}
+
+trainer = Trainer(
+    env_type="pytorch", experiment_name="roberta_seq2seq", batch_size=8, gradient_accumulation_steps=1, lr=2e-3,
+    weight_decay=1e-3, epochs=4, log_interval=1, eval_interval=10000, load_dir=None,
+    pytorch_device=torch.device("cpu"), save_dir="checkpoints_seq2seq", checkpoint_activations=True, save_epoch=1,
+)
+loader = AutoLoader("seq2seq", model_name="RoBERTa-base-ch", model_dir="./state_dict/")
+model, tokenizer = loader.get_model(), loader.get_tokenizer()
+{PREPARE}
+class Titles(Dataset):
+    def __len__(self):
+        return len(sources)
+
+    def __getitem__(self, i):
+        data = tokenizer.encode_plus(sources[i], targets[i], max_length=40)
+        return {{"input_ids": data["input_ids"], "segment_ids": data["token_type_ids"]}}
+
+trainer.train(model, train_dataset=Titles(), valid_dataset=Titles(), collate_fn=seq2seq_collate_fn)
+"""
+ROBERTA_NER = f"""
+import torch
+from torch.utils.data import Dataset
+from shardzoo.finetuning import AutoLoader{CHANGED}
+from shardzoo.trainer import Trainer{CHANGED}
+from shardzoo.finetuning import bert_sequence_label_collate_fn{CHANGED}
+
+target = ["O", "B-LOC", "I-LOC"]
+loader = AutoLoader("ner", model_name="RoBERTa-base-ch", model_dir="./state_dict/", class_num=len(target))
+model, tokenizer = loader.get_model(), loader.get_tokenizer()
+trainer = Trainer(
+    env_type="pytorch", experiment_name="roberta_ner", batch_size=8, gradient_accumulation_steps=1, lr=2e-3,
+    weight_decay=1e-3, epochs=2, log_interval=1, eval_interval=1000, load_dir=None, pytorch_device="cpu",
+    save_dir="./checkpoints_ner/", save_epoch=1,
+)
+{PREPARE}
+class Entities(Dataset):
+    def __len__(self):
+        return len(sources)
+
+    def __getitem__(self, i):
+        tokens = tokenizer.tokenize(sources[i], maxlen=40, add_spatial_tokens=True)
+        places = tokenizer.rematch(sources[i], tokens)
+        starts = {{place[0]: n for n, place in enumerate(places) if place}}
+        ends = {{place[-1]: n for n, place in enumerate(places) if place}}
+        labels = [0] * len(tokens)
+        at = sources[i].find("red")
+        if at in starts and at + 2 in ends:
+            labels[starts[at]] = target.index("B-LOC")
+            for n in range(starts[at] + 1, ends[at + 2] + 1):
+                labels[n] = target.index("I-LOC")
+        return {{"input_ids": tokenizer.convert_tokens_to_ids(tokens), "labels": labels}}
+
+trainer.train(model, train_dataset=Entities(), valid_dataset=None, collate_fn=bert_sequence_label_collate_fn)
+"""
+GPT2_WRITING = f"""
+from shardzoo.finetuning import AutoLoader{CHANGED}
+from shardzoo.finetuning import Predictor{CHANGED}
+
+loader = AutoLoader("seq2seq", "gpt2-base-ch", model_dir="./state_dict/")
+model = loader.get_model()
+tokenizer = loader.get_tokenizer()
+predictor = Predictor(model, tokenizer)
+first = predictor.predict_generate_beamsearch("one two", beam_size=5, input_max_length=51, out_max_length=10)
+second = predictor.predict_generate_randomsample(
+    "one two", input_max_length=51, out_max_length=10, repetition_penalty=1.5, top_k=20, top_p=0.8
+)
+assert isinstance(first, str) and isinstance(second, str)
+assert first == predictor.predict_generate_beamsearch("one two", beam_size=5, input_max_length=51, out_max_length=10)
+"""
+T2T = f"""
+from shardzoo import finetuning as t2t{CHANGED}
+
+trainer_arguments = t2t.TrainerArguments(
+    model_name_or_path="state_dict/T5-base-ch", cache_dir="cache", train_file="pairs.json", output_dir="saved_model",
+    overwrite_output_dir=True, max_source_length=20, max_target_length=8, num_train_epochs=1,
+    per_device_train_batch_size=8, learning_rate=1e-2, MORE
+)
+trainer = t2t.Trainer(arguments=trainer_arguments)
+"""
+VALIDATED = 'validation_file="pairs.json", per_device_eval_batch_size=4, evaluation_strategy="epoch",'
+TRAIN_AND_TEST = """
+trainer.model_summary()
+trainer.train(valid=VALID)
+assert isinstance(trainer.generate_single("predict: one two", max_length=8), str)
+"""
+PROMPTS = """
+trainer.convert_to_prompt_tuning(prompt_list=["<p1>", "<p2>"])
+trainer.model_summary()
+ids = trainer.tokenizer("<p1><p2> XXX")["input_ids"]
+for name, param in trainer.model.shared.named_parameters():
+    frozen, learned = param.data[ids[0] - 1][:10].clone(), param.data[ids[0]][:10].clone()
+trainer.train(valid=True)
+for name, param in trainer.model.shared.named_parameters():
+    assert (param.data[ids[0] - 1][:10] == frozen).all()
+    assert (param.data[ids[0]][:10] != learned).any()
+"""
+
+
+def t2t(more: str, rest: str, valid: bool = True) -> str:
+    return T2T.replace("MORE", f'{more} prefix="predict: ",') + rest.replace("VALID", str(valid))
+
+
+def glm(environment: str) -> str:
+    several = environment == "deepspeed"
+    values = {"GPUS": "2" if several else "1", "HOSTS": "'./hostfile'" if several else "None"}
+    values |= {"ENVIRONMENT": environment, "CONFIG": "'./deepspeed.json'" if several else "None"}
+    script = GLM_TITLES
+    for name, value in values.items():
+        script = script.replace(name, value)
+    return script
+
+
+SCRIPTS = {
+    "FlagAI t5_title_generation": T5_TITLES,
+    "FlagAI glm_title_generation": glm("deepspeed"),
+    "FlagAI bert_title_generation": BERT_TITLES,
+    "FlagAI roberta_ner": ROBERTA_NER,
+    "FlagAI gpt2_text_writting": GPT2_WRITING,
+    "t2t tldr": t2t(f"{VALIDATED} gradient_accumulation_steps=1,", TRAIN_AND_TEST),
+    "t2t gradient_checkpointing": t2t("gradient_checkpointing=True,", TRAIN_AND_TEST, valid=False),
+    "t2t soft_prompt_tuning": t2t(
+        f'{VALIDATED} source_id="s", target_id="t", warmup_ratio=0.1, lr_scheduler_type="linear", fp16=False,'
+        'logging_strategy="epoch", save_strategy="epoch", save_total_limit=1,', PROMPTS,
+    ),
+    "t2t model_parallel": t2t(f"{VALIDATED} model_parallel_gpus=2,", TRAIN_AND_TEST),
+}  # fmt: skip
+SEVERAL = ("FlagAI glm_title_generation", "t2t model_parallel")  # start processes
+CONFIG = {  # FlagAI's published file, at a smaller batch
+    "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1, "steps_per_print": 50,
+    "gradient_clipping": 1.0, "zero_allow_untested_optimizer": True, "wall_clock_breakdown": False,
+    "zero_optimization": {
+        "stage": 3, "contiguous_gradients": False, "overlap_comm": True, "reduce_scatter": True,
+        "reduce_bucket_size": 5e7, "allgather_bucket_size": 5e7, "cpu_offload": False,
+    },
+    "fp16": {"enabled": False, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
+    "optimizer": {"type": "Adam", "params": {"lr": 5e-6, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 1e-2}},
+    "activation_checkpointing": {"partition_activations": True, "contiguous_memory_optimization": False},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Models under FlagAI's names, and data."""
+    root = tmp_path_factory.mktemp("scripts")
+    models = root / "state_dict"
+    save_model(models / "T5-base-ch", "T5ForConditionalGeneration", "t5")
+    save_model(models / "RoBERTa-base-ch", "BertForMaskedLM", "bert")
+    save_model(models / "gpt2-base-ch", "GPT2LMHeadModel", "gpt2")
+    train_tokenizer("glm-bpe", [text(seed, 12) for seed in range(200)], 340, models / "GLM-large-ch")
+    save_glm(models / "GLM-large-ch", "gpt2", max_sequence_length=600)
+    rows = [(f"{text(n, 5)} red", text(n, 2)) for n in range(16)]
+    for side, name in enumerate(("train.src", "train.tgt")):
+        (root / name).write_text("".join(row[side] + "\n" for row in rows))
+    records = [json.dumps({"translation": {"s": source, "t": target}}) for source, target in rows]
+    (root / "pairs.json").write_text("\n".join(records))
+    (root / "hostfile").write_text("localhost slots=2\n")
+    (root / "deepspeed.json").write_text(json.dumps(CONFIG))
+    return root
+
+
+def changed_lines(script: str) -> int:
+    return sum(line.endswith(CHANGED) for line in script.splitlines())
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_runs(name, folder, monkeypatch):
+    """In this process, or if it starts several, as a command."""
+    path = folder / f"{name.replace(' ', '_')}.py"
+    path.write_text(SCRIPTS[name])
+    monkeypatch.chdir(folder)
+    if name in SEVERAL:
+        command = [sys.executable, str(path)]
+        ran = subprocess.run(command, env=user_environment(), capture_output=True, text=True, timeout=280)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+    else:
+        runpy.run_path(str(path), run_name="__main__")
+    curves = sorted(Path(folder).rglob("metrics.jsonl"), key=lambda file: file.stat().st_mtime)
+    if "writting" not in name:
+        records = [json.loads(line) for line in curves[-1].read_text().splitlines()]
+        losses = [record["train/loss"] for record in records if "train/loss" in record]
+        assert losses[-1] < losses[0] or len(losses) == 1
+
+
+def test_few_lines_of_the_scripts_had_to_change():
+    counts = {name: changed_lines(script) for name, script in SCRIPTS.items()}
+    assert statistics.median(counts.values()) <= 2
+    assert max(counts.values()) <= 3
