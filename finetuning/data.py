@@ -19,6 +19,8 @@ from ..data import (
     ClassifiedTexts,
     ClassifiedWords,
     Encoder,
+    LengthBuckets,
+    PackedDataset,
     PadBatch,
     PrefixMaskedDataset,
     PromptDataset,
@@ -217,6 +219,19 @@ class FinetuningData:
             )
         return Seq2SeqDataset(pairs, self.tokenizer, begin=self.tokenizer.begin, **lengths)
 
+    def training_samples(self, records: Any) -> Any:
+        """Returns the samples as they are trained on: packed, or in an order by length, if the arguments say so."""
+        samples, chosen = self.samples(records), self.arguments
+        if chosen.packing:
+            if self.source.shape != "decoder" or self.task not in ("chat", "text2text-generation") or self.blanks:
+                raise ValueError(f"packing is for conversations and pairs of decoders, not for {self.task}")
+            window = self.source.values.get("sliding_window")
+            size = chosen.block_size or chosen.max_source_length + chosen.max_target_length
+            if not self.source.native or (window is not None and window < size):
+                raise ValueError("packing needs a model of the zoo (native=True), and rows within its sliding_window")
+            samples = PackedDataset(samples, size)
+        return ByLength(samples) if chosen.group_by_length else samples
+
     def _labeled_samples(self, records: Any) -> Any:
         encoder = Encoder(self.tokenizer.backend, self.arguments.max_source_length, segments=self.segments)
         if self.task == "question-answering":
@@ -303,6 +318,23 @@ class SourcesChanged(Sequence[tuple[str, str]]):
         return self.change(source), target
 
 
+class ByLength:
+    """Samples whose order gives a batch similar lengths; see `LengthBuckets`."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]
+
+    def make_order(self, seed: int, global_batch: int) -> LengthBuckets:
+        lengths = [self.samples[number]["input_ids"].shape[-1] for number in range(len(self.samples))]
+        return LengthBuckets(lengths, global_batch, seed=seed)
+
+
 @dataclass(frozen=True)
 class HeldOutSplit:
     train: Sequence[Any]
@@ -342,6 +374,8 @@ class Collate:
 
     def __call__(self, samples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         batch = self._pad(samples)
+        if "segment_ids" in batch:
+            batch["attention_mask"] = segment_mask(batch.pop("segment_ids"))
         if self.prefixes:
             lengths = [len(sample["input_ids"]) for sample in samples]
             batch["attention_mask"] = prefix_mask(batch["attention_mask"], lengths, batch["input_ids"].shape[1])
@@ -363,3 +397,9 @@ def prefix_mask(prefixes: Tensor, lengths: Sequence[int], size: int | None = Non
     inside = places < torch.tensor(lengths)[:, None]  # [B, S]
     seen = (places < prefixes[:, None])[:, None] | (places <= places[:, None])  # [B, S, S]
     return (seen & inside[:, None])[:, None]
+
+
+def segment_mask(segments: Tensor) -> Tensor:
+    """Returns bool [B, 1, S, S], True where a query attends to a key: causally, within its segment of int64 [B, S]."""
+    same = segments[:, None] == segments[:, :, None]
+    return same.tril()[:, None]

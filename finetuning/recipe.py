@@ -211,7 +211,7 @@ class Finetuning:
         try:
             return trainer.train(
                 self.model,
-                train_dataset=self._data.samples(self._data.train(valid)),
+                train_dataset=self._data.training_samples(self._data.train(valid)),
                 valid_dataset=self._samples,
                 metric_methods=self._metrics(),
                 collate_fn=collate,

@@ -426,6 +426,46 @@ def test_intervals_of_epochs_and_a_stop_when_nothing_improves(tmp_path):
     assert again.train()["step"] == 6
 
 
+@pytest.mark.parametrize(("kind", "architecture"), [("chats", "GPT2LMHeadModel"), ("texts", "LlamaForCausalLM")])
+def test_packed_samples_do_not_see_one_another(kind, architecture, tmp_path):
+    """The sum of the losses of all samples is that of the packed rows, forward and backward."""
+    folder = save_model(tmp_path / "m", architecture, "gpt2", seed=3)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    train = write(tmp_path / "x.json", map(RECORDS[kind], range(9)))
+    trainer = t2t.Trainer(
+        model_name_or_path=str(folder),
+        train_file=train,
+        packing=True,
+        block_size=60,
+        **{**SHORT, "max_target_length": 30},
+    )
+    data, collate = trainer.recipe._data, trainer.recipe._collate()
+    plain, packed = data.samples(data.train(False)), data.training_samples(data.train(False))
+    assert len(packed) < len(plain)
+    found = []
+    for samples in (plain, packed):
+        trainer.model.zero_grad()
+        loss = trainer.model(**collate([samples[n] for n in range(len(samples))]), num_items_in_batch=1).loss
+        loss.backward()
+        found.append([loss.item(), *(p.grad.abs().sum().item() for p in trainer.model.parameters())])
+    assert found[1] == pytest.approx(found[0], rel=2e-4, abs=1e-4)
+    assert trainer.train(valid=False, batch_size=1, dev_mode=True)["step"] == 10
+
+
+def test_batches_of_similar_lengths(tmp_path):
+    folder = save_model(tmp_path / "m", "T5ForConditionalGeneration", "t5")
+    train = write(tmp_path / "x.json", [{"s": text(n, 2 + 5 * (n % 2)), "t": text(n, 2)} for n in range(32)])
+    trainer = t2t.Trainer(model_name_or_path=str(folder), train_file=train, group_by_length=True, **SHORT)
+    data = trainer.recipe._data
+    samples = data.training_samples(data.train(False))
+    order = samples.make_order(1, 4)
+    lengths = [len(samples[order(place)]["input_ids"]) for place in range(32)]
+    spreads = [max(lengths[n : n + 4]) - min(lengths[n : n + 4]) for n in range(0, 32, 4)]
+    assert sum(spreads) < 32 / 4 * (max(lengths) - min(lengths)) / 3
+    assert sorted(order(place) for place in range(32)) == list(range(32))
+    assert trainer.train(valid=False)["step"] == 5
+
+
 @pytest.mark.parametrize("native", [True, False])
 def test_dropout_rate_replaces_the_configurations(tmp_path, native):
     folder = save_model(tmp_path / "m", "T5ForConditionalGeneration", "t5")

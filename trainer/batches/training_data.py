@@ -36,7 +36,8 @@ def make_training_data(
 ) -> TrainingData:
     """Returns the batches of a map-style dataset, an iterable of samples, or a resumable loader or stream of batches.
 
-    A dataset of known length is shuffled in each epoch. A dataset without a length is read in order, endlessly.
+    A dataset of known length is shuffled in each epoch, or ordered by its `make_order(seed, global_batch)`. A dataset
+    without a length is read in order, endlessly.
 
     Raises ValueError if the dataset is of another kind, is empty, differs between processes, or has fewer samples than
     a global batch, or if `epochs` is set for a dataset without a length.
@@ -65,7 +66,8 @@ def make_training_data(
             f"train_dataset is a {type(dataset).__name__} without a length, so the end of epochs={epochs} is unknown; "
             "set train_steps, or give it a __len__"
         )
-    order = None if size is None else EpochShuffle(size, seed)
+    make_order = getattr(dataset, "make_order", lambda seed, global_batch: EpochShuffle(size or 0, seed))
+    order = None if size is None else make_order(seed, global_batch)
     loader = ResumableLoader(dataset, share, total=total, order=order, collate=collate, num_workers=workers, seed=seed)
     return TrainingData(loader, steps)
 
