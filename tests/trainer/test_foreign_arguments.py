@@ -108,7 +108,7 @@ HINTS = {
     "gradientcheckpointing": "gradient_checkpointing", "save_total_limits": "save_total_limit",
     "weightdecay": "weight_decay", "lr_scheduler": "lr_schedule", "model_name_or_pth": "model_name_or_path",
     # Nothing resembles these closely enough for a guess.
-    "mode": "", "beta3": "", "fp32": "", "fp8": "", "world_size": "", "dropout": "", "eval_freq": "",
+    "beta3": "", "fp32": "", "fp8": "", "world_size": "", "dropout": "", "eval_freq": "",
     "num_layers": "", "hidden_size": "", "max_length": "", "min_lr": "", "master": "",
     "zero": "", "num_beams": "", "train": "", "tokenizer": "", "model_name": "", "cpu": "", "log": "", "seeds_dir": "",
 }  # fmt: skip
@@ -118,3 +118,49 @@ HINTS = {
 def test_a_hint_is_right_or_there_is_none(name, meant):
     known = [field.name for field in fields(FinetuningArguments)]
     assert hint(name, [*known, *argument_aliases(known)]) == (f"; did you mean {meant}?" if meant else "")
+
+
+ALL_TAKEN = (
+    "env_type epochs batch_size eval_interval log_interval experiment_name pytorch_device load_dir lr fp16 "
+    "checkpoint_activations master_ip master_port num_nodes num_gpus hostfile training_script deepspeed_config "
+    "save_dir save_interval gradient_accumulation_steps weight_decay warm_up seed optimizer_type save_epoch "
+    "tensorboard_dir clip_grad load_type save_optim save_rng load_optim load_rng save_best model_parallel_size "
+    "model_name_or_path train_file validation_file test_file validation_split source_id target_id prefix "
+    "max_source_length max_target_length block_size gradient_checkpointing ignore_pad_token_for_loss metric "
+    "predict_with_generate generation_num_beams cache_dir output_dir overwrite_output_dir num_train_epochs "
+    "per_device_train_batch_size per_device_eval_batch_size evaluation_strategy logging_strategy save_strategy "
+    "learning_rate model_parallel_gpus dropout_rate tf32 lr_scheduler_type warmup_ratio save_total_limit adafactor "
+    "resume_from_checkpoint deepspeed bf16 train.train_iter train.train_epoch train.train_micro_batch_size "
+    "train.log_period train.warmup_ratio train.output_dir train.num_accumulation_steps train.amp.enabled "
+    "train.checkpointer.period train.checkpointer.max_to_keep train.evaluation.eval_period "
+    "train.dist.tensor_parallel_size train.dist.pipeline_parallel_size relative_step num_workers save_steps "
+    "scale_parameter"
+)
+UNKNOWN = (
+    "embedding_on_cpu dataset_name dataset_config_name preprocessing_num_workers overwrite_cache dataset_cache "
+    "pad_to_max_length clip_threshold decay_rate warmup_init max_length model_path hidden_layers "
+    "pipeline_num_layers input_placement_device scheduler vocab_file data_prefix"
+)
+# Of the documents and examples of FlagAI, t2t-tuner, LiBai and the T5x diacritics: 0 if taken; else a part of the
+# answer, or None for no hint at all.
+DOCUMENTED: dict[str, Any] = {
+    **dict.fromkeys(ALL_TAKEN.split(), 0),
+    **dict.fromkeys(UNKNOWN.split()),
+    "model_paralle_size": "model_parallel_size", "train.dist.data_parallel_size": "it follows from the number of",
+    "torch_ort": "torch_compile", "mode": "task", "load_best_model_at_end": "save_best",
+}  # fmt: skip
+
+
+def test_the_ancestors_documented_arguments_are_taken_or_answered_rightly():
+    assert len(DOCUMENTED) > 60
+    known = [field.name for field in fields(FinetuningArguments)]
+    taken = {*known, *argument_aliases(known)}
+    for name, expected in DOCUMENTED.items():
+        answer = hint(name, taken)
+        if expected == 0:
+            assert name in taken, name
+        elif expected is None:
+            assert name not in taken, name
+            assert answer == "", (name, answer)
+        else:
+            assert expected in answer, (name, answer)

@@ -92,6 +92,10 @@ _BEST = "save_best names a validation value, and keeps the checkpoint where it w
 EXPLAINED = {
     **dict.fromkeys(("load_best_model_at_end", "greater_is_better"), _BEST),
     "report_to": _REPORTS,
+    "torch_ort": "ONNX Runtime's training has ended; use torch_compile",
+    "mode": "set task to text2text-generation for pairs, or to text-generation for plain text",
+    "do_train": "name a train_file to train",
+    "do_eval": "name a validation_file to evaluate",
     **dict.fromkeys(("dp", "dp_size", "data_parallel_size", "train.dist.data_parallel_size"), _DATA),
     **dict.fromkeys(("cp", "context_parallel_size", "sequence_parallel_size"), _CONTEXT),
     **dict.fromkeys(("ep", "expert_parallel_size", "expert_model_parallel_size"), _EXPERT),
