@@ -14,6 +14,7 @@ from .arguments import WITH_LABELS, FinetuningArguments, ProblemType, Task
 from .loading import ModelSource
 
 PAIR_SUFFIXES = (".source", ".target")
+WORD_SUFFIXES = (".conll", ".bio", ".iob")
 WITHOUT_TEXTS = (*WITH_LABELS, "question-answering", "multiple-choice")  # their models generate nothing
 _OF_ANY = ("text-classification", "token-classification", "question-answering")
 TRANSFORMERS_TASKS: dict[str, tuple[str, ...]] = {
@@ -46,7 +47,7 @@ def _implied_task(arguments: FinetuningArguments, source: ModelSource, fitting: 
     for key, task in ((arguments.messages_id, "chat"), (arguments.choices_id, "multiple-choice")):
         if isinstance(record.get(key), list):
             return task
-    if isinstance(record.get(arguments.source_id), list):
+    if isinstance(record.get(arguments.source_id), list) or path.suffix in WORD_SUFFIXES:
         return "token-classification"
     if "text-generation" not in fitting:
         return fitting[0]

@@ -17,6 +17,7 @@ import pytest
 from commands import user_environment
 from tiny_models import save_glm, save_model, text
 
+from shardzoo.cli.pretrain import read_arguments
 from shardzoo.data import train_tokenizer
 
 CHANGED = "  # changed"
@@ -298,3 +299,25 @@ def test_few_lines_of_the_scripts_had_to_change():
     counts = {name: changed_lines(script) for name, script in SCRIPTS.items()}
     assert statistics.median(counts.values()) <= 2
     assert max(counts.values()) <= 3
+
+
+# LiBai's configuration for mT5 as overrides of pretrain.py. The last ones, which had to change, are the model's sizes,
+# vocabulary and data, its precision (the recipe's is bf16), and what follows from the number of processes or does not
+# exist here (scheduler, evaluator, graph, placement of inputs, number of pipeline layers).
+LIBAI = (
+    "train.output_dir=out train.train_micro_batch_size=16 train.train_epoch=1 train.train_iter=24000 "
+    "train.log_period=10 train.amp.enabled=False train.warmup_ratio=0.0417 train.checkpointer.period=10 "
+    "train.checkpointer.max_to_keep=20 train.dist.tensor_parallel_size=1 "
+    "train.dist.pipeline_parallel_size=1 train.evaluation.eval_period=5000"
+)
+LIBAI_CHANGED = "model=mt5-base hidden_size=768 tokenizer=vocab data=corpus zero_stage=0 precision=fp32"
+LIBAI_DROPPED = 6
+
+
+def test_libais_names_for_mt5_are_taken_as_overrides():
+    made = read_arguments([*LIBAI.split(), *LIBAI_CHANGED.split(), "warmup_steps=None"], quiet=True)
+    assert (made.train_steps, made.micro_batch_size, made.log_interval, made.eval_interval) == (24000, 16, 10, 5000)
+    assert (made.save_interval, made.save_total_limit, made.output_dir, made.warmup_ratio) == (10, 20, "out", 0.0417)
+    assert (made.model_parallel_size, made.precision, made.hidden_size, made.data) == (1, "fp32", 768, ("corpus",))
+    counts = [*map(changed_lines, SCRIPTS.values()), len(LIBAI_CHANGED.split()) + LIBAI_DROPPED]
+    assert statistics.median(counts) <= 2

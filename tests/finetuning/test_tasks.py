@@ -1,8 +1,12 @@
-"""Every task: what its samples are, the same curve as transformers' model under tensor parallelism, and its metrics."""
+"""Every task: what its samples are, the same curve as transformers' model under tensor parallelism, and its metrics.
+
+SHARDZOO_SEEDS=3 compares every task with transformers' own Trainer, with three seeds, and prints a table (pytest -s).
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import random
 from functools import partial
 
@@ -10,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tiny_models import save_glm, save_model, text, tokenizer_like
+from tiny_models import hf_model, save_glm, save_model, text, tokenizer_like
 
 from shardzoo import finetuning as t2t
 from shardzoo.data import (
@@ -20,6 +24,7 @@ from shardzoo.data import (
     ChatDataset,
     ClassifiedWords,
     Encoder,
+    EpochShuffle,
     PrefixMaskedDataset,
     load_labeled_words,
     train_tokenizer,
@@ -490,3 +495,70 @@ def test_bad_records_are_named(kind, record, message, tmp_path):
     train = write(tmp_path / "x.json", [record])
     with pytest.raises(ValueError, match=message):
         t2t.Trainer(model_name_or_path=str(folder), train_file=train, **SHORT).train()
+
+
+SEEDS = int(os.environ.get("SHARDZOO_SEEDS", "0"))
+STEPS, BATCH, LR = 40, 4, 3e-3
+ALL = [*CASES, ("T5ForConditionalGeneration", "texts", {}, {}, "perplexity")]
+COMPARED = ALL if SEEDS else CASES[:1]
+
+
+class InOrder(transformers.Trainer):
+    def _get_train_sampler(self, *_):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+@pytest.mark.parametrize("seed", range(max(1, SEEDS)))
+@pytest.mark.parametrize(("architecture", "kind", "changes", "arguments", "names"), COMPARED)
+def test_a_task_reaches_what_transformers_trainer_does(
+    architecture, kind, changes, arguments, names, seed, tmp_path, run_mesh
+):
+    tokenizer = tokenizer_like({"G": "gpt2", "T": "t5"}.get(architecture[0], "bert"))
+    if kind == "chats":
+        tokenizer.chat_template = TEMPLATE
+    model, folder = hf_model(architecture, 0.0, vocab_size=len(tokenizer), **changes), tmp_path / "model"
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model.init_weights()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    train = write(tmp_path / "train.json", map(RECORDS[kind], range(64)))
+    valid = write(tmp_path / "valid.json", map(RECORDS[kind], range(100, 132)))
+    settings = {
+        **SHORT, **arguments, "train_file": train, "validation_file": valid, "lr": LR, "train_steps": STEPS,
+        "seed": seed, "predict_with_generate": False,
+    }  # fmt: skip
+
+    def split(mesh):
+        path = str(tmp_path / "ours")
+        return t2t.Trainer(
+            model_name_or_path=str(folder), mesh=mesh, model_parallel_size=2, output_dir=path, **settings
+        ).train()
+
+    ours = run_mesh(2, split)[0]
+    reference = t2t.Trainer(model_name_or_path=str(folder), native=False, **settings).recipe
+    samples = reference._data.samples(reference._data.train(True))
+    order = EpochShuffle(len(samples), seed)
+    trainer = InOrder(
+        model=getattr(transformers, architecture).from_pretrained(folder),
+        args=transformers.TrainingArguments(
+            output_dir=str(tmp_path / "theirs"), max_steps=STEPS, per_device_train_batch_size=BATCH, learning_rate=LR,
+            logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, remove_unused_columns=False,
+        ),
+        train_dataset=[samples[order(place)] for place in range(STEPS * BATCH)],
+        data_collator=partial(reference._collate()),
+    )  # fmt: skip
+    trainer.train()
+    trainer.save_model(str(tmp_path / "trained"))
+    tokenizer.save_pretrained(tmp_path / "trained")
+    theirs = t2t.Trainer(
+        **{**settings, "train_file": None}, model_name_or_path=str(tmp_path / "trained"), native=False,
+        task=reference.task,
+    ).evaluate()  # fmt: skip
+    curve = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    row = "  ".join(f"{name} {ours[name]:.4f} {theirs[name]:.4f}" for name in theirs)
+    print(f"\n| {architecture} | {kind} | {seed} | {row} |")
+    assert losses(tmp_path / "ours")[:5] == pytest.approx(curve[:5], rel=2e-3)
+    for name, value in theirs.items():
+        scale = 100 if name == "exact_match" or (kind == "answers" and name == "f1") else 1
+        assert ours[name] == pytest.approx(value, rel=0.05, abs=0.05 * scale), name
