@@ -67,9 +67,10 @@ def test_commands(command, workplace, monkeypatch, capsys):
 
 def test_the_code_of_the_document(workplace, monkeypatch):
     monkeypatch.chdir(workplace)
-    [block] = blocks(PAGE, "python")
+    first, second = blocks(PAGE, "python")
     names: dict = {}
-    exec(block.text, names)
+    exec(first.text, names)
+    exec(second.text, {})
     assert isinstance(names["trainer"].generate_single("one two three", max_new_tokens=4), str)
 
 
