@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from ..data.files import checked_file, maps_to_text, read_folder_json, read_json_object
-from .folder_files import CONFIG, stage_files
+from .folder_files import CONFIG, check_companions, stage_files
 from .formats.dcp import is_dcp, open_dcp
 from .formats.megatron import TRACKER, SavedRun, reader_of
 from .manifest import MANIFEST, Manifest
@@ -82,11 +82,13 @@ class Checkpoint:
 def open_checkpoint(folder: Path, config_file: Path | None = None) -> Checkpoint:
     """Detects the format of a checkpoint folder and reads the headers of its files.
 
-    Raises ValueError, naming file and tensor, if a file is missing, damaged or inconsistent. `config_file` is a
+    Raises ValueError, naming file and tensor, if a file is missing, damaged or inconsistent; of a training checkpoint
+    also if its configuration, manifest or tokenizer has changed since it was written. `config_file` is a
     `config.json`, or its folder, to use instead of the one in `folder`.
     """
     if not folder.is_dir():
         raise ValueError(f"the folder {folder} does not exist")
+    check_companions(folder, () if config_file is None else (CONFIG,))
     if (folder / MANIFEST).is_symlink() or (folder / MANIFEST).exists():
         return _open_shards(folder, config_file)
     if any((folder / name).exists() for name in WEIGHT_FILES):

@@ -1,17 +1,26 @@
-"""Lists the small files of a checkpoint folder that are copied together with its weights."""
+"""Lists the files of a checkpoint folder besides its weights, and compares files with their recorded digests."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from ..data.files import checked_file
+from ..data.files import checked_file, is_object, read_folder_json
+from ..data.tokenizers.files import TOKENIZER_FILES
+from .json_digest import remove_digest
 
 CONFIG = "config.json"
+STATE = "trainer_state.json"  # of a training checkpoint; it records the digests of all other files
 WEIGHT_SUFFIXES = frozenset(
     (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".ot", ".gguf", ".ckpt", ".npz", ".partial")
 )
-OWN_FILES = frozenset(("manifest.json", "trainer_state.json", "latest", "latest_checkpointed_iteration.txt"))
+OWN_FILES = frozenset(("manifest.json", STATE, "latest", "latest_checkpointed_iteration.txt"))
 LARGEST_COMPANION = 1 << 30  # bytes
+EVERY_FILE = 2  # the version of the state whose digests are those of every file; before, of the tensors' files alone
+
+Ranges = list[tuple[int, int]]  # [first byte, end)
 
 
 def holds_weights(name: str) -> bool:
@@ -41,3 +50,91 @@ def companion_files(folder: Path) -> list[Path]:
         if path.stat().st_size <= LARGEST_COMPANION:
             files.append(path)
     return files
+
+
+def read_state_file(folder: Path) -> dict[str, Any]:
+    """Returns the contents of a training checkpoint's state. Raises ValueError if it is missing or damaged."""
+    content = read_folder_json(folder, STATE, finite=False)  # the best loss may be infinite
+    if content is None:
+        raise ValueError(f"{STATE} is missing")
+    remove_digest(content, folder / STATE)
+    if not is_object(content.get("files")):
+        raise ValueError(f"{STATE} lists no files")
+    return content
+
+
+def changed_files(folder: Path, share: int = 0, shares: int = 1) -> Iterator[str]:
+    """Yields a problem for each file of a training checkpoint that is not as it was written.
+
+    With `shares`, the work is divided: share 0 compares the first part of the digests, and so on.
+
+    Raises ValueError if the state is missing or damaged, or names something other than a file of the folder.
+    """
+    state = read_state_file(folder)
+    digests: dict[str, Any] = state["files"]
+    work = [(name, part) for name, digest in sorted(digests.items()) for part in _parts(folder, name, digest)]
+    for name, (ranges, digest) in work[share::shares]:
+        yield from _changed(folder, name, ranges, digest)
+    if share == 0 and state.get("version") == EVERY_FILE:
+        for entry in sorted(folder.iterdir()):
+            if entry.name not in digests and (is_read(entry.name) and entry.name != STATE):
+                yield f"{entry.name} does not belong to it"
+
+
+def is_read(name: str) -> bool:
+    """Returns whether a checkpoint's readers would open a file of this name."""
+    return holds_weights(name) or name == CONFIG or name in TOKENIZER_FILES
+
+
+def check_companions(folder: Path, without: Collection[str] = ()) -> None:
+    """Raises ValueError if a training checkpoint's configuration, manifest or tokenizer has changed.
+
+    Does nothing for other folders, and for checkpoints that were written before those had digests.
+    """
+    if not (folder / STATE).exists() and not (folder / STATE).is_symlink():
+        return
+    digests: Mapping[str, Any] = read_state_file(folder)["files"]
+    for name, digest in sorted(digests.items()):
+        if Path(name).suffix != ".safetensors" and name not in without:
+            for part in _parts(folder, name, digest):
+                for problem in _changed(folder, name, *part):
+                    raise ValueError(f"the checkpoint {folder} is damaged: {problem}")
+
+
+def _parts(folder: Path, name: str, digest: Any) -> list[tuple[Ranges | None, str]]:
+    """Returns the byte ranges and the sha256 of each part of a file; several ranks may have written it."""
+    if isinstance(digest, str):
+        return [(None, digest)]
+    try:
+        parts = [([(int(a), int(b)) for a, b in part["ranges"]], str(part["sha256"])) for part in digest]
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{STATE} has no digest of {name!r} but {digest!r:.100}") from None
+    end = 0
+    for first, stop in sorted(span for ranges, _ in parts for span in ranges):
+        if first != end or stop < first:
+            raise ValueError(f"the digests of {name!r} in {STATE} leave out or repeat bytes at {end:,}")
+        end = stop
+    path = folder / name
+    if path.is_file() and path.stat().st_size != end:
+        raise ValueError(f"{name!r} has {path.stat().st_size:,} bytes instead of {end:,}")
+    return list(parts)
+
+
+def _changed(folder: Path, name: str, ranges: Ranges | None, digest: str) -> Iterator[str]:
+    """Yields what is wrong with a part of a file, if anything."""
+    if "/" not in name and "\0" not in name and not (folder / name).exists():
+        yield f"{name} is missing"
+    elif file_digest(checked_file(folder, name), ranges) != digest:
+        yield f"{name} has changed since it was written"
+
+
+def file_digest(path: Path, ranges: Ranges | None = None) -> str:
+    """Returns the sha256 of a file, or of ranges of its bytes one after another."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for first, end in ranges or [(0, path.stat().st_size)]:
+            file.seek(first)
+            while first < end and (block := file.read(min(1 << 20, end - first))):
+                digest.update(block)
+                first += len(block)
+    return digest.hexdigest()

@@ -16,6 +16,7 @@ from ..data.files import maps_to_text, read_folder_json
 from ..data.tokenizers.files import has_tokenizer
 from ..data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from ..data.tokenizers.vocabulary import Vocabulary
+from .folder_files import check_companions
 from .json_digest import add_digest, remove_digest, write_durably
 
 FORMAT_VERSION = 1
@@ -147,6 +148,7 @@ def checked_tokenizer(folder: Path, text_folder: Path) -> Tokenizer:
         raise ValueError(
             f"{text_folder} is a run's folder; name a model in it: {text_folder}/hf, or one of its checkpoints"
         )
+    check_companions(text_folder)
     tokenizer = load_tokenizer(text_folder)
     trained_with = Manifest.read(folder).vocabulary if (folder / MANIFEST).exists() else None
     if trained_with is not None and not trained_with.begins(tokenizer):

@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import IO
 
 import torch
 from torch import Tensor
@@ -22,32 +23,111 @@ from .safetensors_header import make_header, read_header
 from .stored_tensor import StoredTensor, index_by_name
 from .tensor_reader import TensorReader, tensor_bytes, torch_dtype
 
+CUT_ALIGNMENT = 64  # bytes; at least the largest element
+
 
 def rank_file(folder: Path, stem: str, rank: int, stage: int = 0) -> Path:
     return folder / (f"{stem}_{rank:02d}" + (f"_stage_{stage:02d}" if stage else "") + ".safetensors")
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Writes a safetensors file of CPU tensors durably and returns its sha256.
+@dataclass(frozen=True)
+class TensorPart:
+    """The part of a tensor that one data-parallel rank holds: consecutive elements of the flattened tensor.
 
-    The bytes do not depend on the order of the tensors. Hashing and writing release the GIL, so other threads run.
+    Attributes:
+        shape: The shape of the whole tensor.
+        start: The first element.
+        values: The elements, in any shape; there may be none.
     """
-    layout = {name: (from_torch_name(str(tensors[name].dtype)), tuple(tensors[name].shape)) for name in sorted(tensors)}
-    header, offsets = make_header(layout, {"format": "pt"})
-    digest = hashlib.sha256(header)
-    with path.open("wb", buffering=0) as file:
-        _write_all(file, memoryview(header))
-        for name in sorted(tensors, key=offsets.__getitem__):
-            data = tensor_bytes(tensors[name])
+
+    shape: tuple[int, ...]
+    start: int
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class FileShare:
+    """What one of several ranks writes of a safetensors file, at its place in the file.
+
+    The file is the same for any number of ranks. Each writes its own bytes, so none needs the whole tensors.
+
+    Attributes:
+        header: The first bytes of the file; only for the first rank.
+        offsets: The first byte of each piece in the file.
+        pieces: Flat parts of the tensors, by name.
+        whole: The names of the pieces that are whole tensors.
+        cut: The bytes of the tensors that no rank has whole: name -> first byte and length.
+    """
+
+    header: bytes
+    offsets: dict[str, int]
+    pieces: dict[str, Tensor]
+    whole: set[str]
+    cut: dict[str, tuple[int, int]]
+
+
+def share_of_file(tensors: Mapping[str, Tensor | TensorPart], share: int = 0, shares: int = 1) -> FileShare:
+    """Returns what rank `share` of `shares` writes of the file with these tensors.
+
+    Every rank names the same tensors. Of those that all ranks hold, each rank writes equally many bytes; a
+    `TensorPart` is written by the rank that has it. The bytes do not depend on the order of the tensors.
+    """
+    header, starts = make_header({name: _stored_as(tensors[name]) for name in sorted(tensors)}, {"format": "pt"})
+    held = len(header) + sum(tensor.nbytes for tensor in tensors.values() if isinstance(tensor, Tensor))
+    edges = [min(held, -(-held * number // shares // CUT_ALIGNMENT) * CUT_ALIGNMENT) for number in range(shares + 1)]
+    found, before = FileShare(header if share == 0 else b"", {}, {}, set(), {}), len(header)
+    for name in sorted(tensors, key=starts.__getitem__):
+        tensor, at = tensors[name], starts[name]
+        if isinstance(tensor, TensorPart):
+            size, start, piece = tensor.values.element_size(), tensor.start, tensor.values.reshape(-1)
+            found.cut[name] = at, prod(tensor.shape) * size
+        else:
+            # Larger elements come first, so `before` and the edges are multiples of this element's size.
+            size, end = tensor.element_size(), before + tensor.nbytes
+            start, stop = (min(max(edge, before), end) - before for edge in edges[share : share + 2])
+            start, piece = start // size, tensor.detach().reshape(-1)[start // size : stop // size]
+            if any(before < edge < end for edge in edges):
+                found.cut[name] = at, tensor.nbytes
+            before = end
+        if piece.numel() or (share == 0 and not prod(tensor.shape)):
+            found.offsets[name], found.pieces[name] = at + start * size, piece
+            if name not in found.cut:
+                found.whole.add(name)
+    return found
+
+
+def _stored_as(tensor: Tensor | TensorPart) -> tuple[str, tuple[int, ...]]:
+    dtype = tensor.values.dtype if isinstance(tensor, TensorPart) else tensor.dtype
+    return from_torch_name(str(dtype)), tuple(tensor.shape)
+
+
+def write_share(path: Path, share: FileShare) -> tuple[list[tuple[int, int]], str]:
+    """Writes a rank's bytes of a file durably. Returns their ranges in the file, and their sha256 one after another.
+
+    Ranks may write at the same time. Hashing and writing release the GIL, so other threads run.
+    """
+    digest, ranges = hashlib.sha256(), list[tuple[int, int]]()
+    content = [(share.offsets[name], tensor_bytes(piece)) for name, piece in share.pieces.items()]
+    content = sorted([(0, memoryview(share.header)), *content], key=lambda entry: entry[0])
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        for start, data in content:
+            if not len(data):
+                continue
             digest.update(data)
-            _write_all(file, data)
-        os.fsync(file.fileno())
-    return digest.hexdigest()
+            _write_all(descriptor, data, start)
+            first = ranges.pop()[0] if ranges and ranges[-1][1] == start else start
+            ranges.append((first, start + len(data)))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return ranges, digest.hexdigest()
 
 
-def _write_all(file: IO[bytes], data: memoryview) -> None:
+def _write_all(descriptor: int, data: memoryview, start: int) -> None:
     while len(data):
-        data = data[file.write(data) :]
+        count = os.pwrite(descriptor, data, start)
+        data, start = data[count:], start + count
 
 
 def open_rank_files(folder: Path, stem: str) -> list[dict[str, StoredTensor]]:

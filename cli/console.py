@@ -6,28 +6,34 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from ..data.files import printable
+
 USAGE_ERROR = 2
 
 
 def exit_code_of(work: Callable[[], int], *, quiet: bool = False) -> int:
-    """Runs `work`. A user's error (`ValueError`) becomes one message on stderr and exit code 2."""
+    """Runs `work`. A user's error (`ValueError`, or `OSError` of a disk) becomes one line on stderr and exit code 2."""
     try:
         return work()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         if not quiet:
             print_error(error)
         return USAGE_ERROR
 
 
-def print_error(error: ValueError) -> None:
+def print_error(error: ValueError | OSError) -> None:
+    """Prints one line, in which names from files cannot control the terminal."""
     from rich.console import Console
     from rich.text import Text
 
-    Console(stderr=True, soft_wrap=True).print(Text("error: ", style="bold red") + Text(str(error)))
+    message = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+    line = Text(printable(" ".join(message.split())))
+    Console(stderr=True, soft_wrap=True).print(Text("error: ", style="bold red") + line)
 
 
 def columns(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Returns a plain table, whose last column is aligned to the right."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
     lines = []
     for row in (titles, *rows):
@@ -39,7 +45,9 @@ def columns(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def facts(values: Mapping[str, object]) -> str:
     """Returns a line for each name and value."""
     width = max(map(len, values))
-    return "\n" + "\n".join(f"{name.replace('_', ' '):<{width}}  {value}" for name, value in values.items())
+    return "\n" + "\n".join(
+        f"{name.replace('_', ' '):<{width}}  {printable(str(value))}" for name, value in values.items()
+    )
 
 
 def gigabytes(count: int) -> str:

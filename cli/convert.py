@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 import tyro
 from tyro.conf import Positional
 
+from ..data.files import printable
 from .console import columns, exit_code_of, facts, gigabytes, transfer_progress
 
 if TYPE_CHECKING:
@@ -267,7 +268,7 @@ def run_diff(command: DiffCheckpoints) -> int:
         for entry in found.differences[:MOST_DIFFERENCES]:
             count = f" in {entry.elements:,} elements" if entry.elements else ""
             largest = f", by up to {entry.largest:.3g}" if entry.largest is not None else ""
-            print(f"{entry.name}: {entry.what}{count}{largest}")
+            print(printable(f"{entry.name}: {entry.what}{count}{largest}"))
         if len(found.differences) > MOST_DIFFERENCES:
             print(f"… and {len(found.differences) - MOST_DIFFERENCES} more")
         print(f"{len(found.differences):,} of {found.tensors:,} tensors differ")
@@ -313,7 +314,7 @@ def _print_verdict(as_json: bool, verdict: Verdict, done: str) -> int:
         print(json.dumps(asdict(verdict)))
     else:
         for difference in verdict.differences[:MOST_DIFFERENCES]:
-            print(difference)
+            print(printable(difference))
         state = f"{len(verdict.differences):,} differences" if verdict.differences else "all equal"
         print(f"{done} {verdict.tensors:,} tensors, {gigabytes(verdict.nbytes)}: {state}")
     return DIFFERENT if verdict.differences else 0

@@ -15,6 +15,7 @@ COMMANDS = {
     "pretrain": ("shardzoo.cli.pretrain", "pretrain a model on text"),
     "finetune": ("shardzoo.cli.finetune", "fine-tune a model on pairs, labelled texts or plain text"),
     "convert": ("shardzoo.cli.convert", "split, merge, reshard and verify checkpoints"),
+    "checkpoint": ("shardzoo.cli.checkpoint", "verify the checkpoints of a run"),
     "generate": ("shardzoo.cli.generate", "continue, answer or fill in texts with a model"),
     "models": ("shardzoo.cli.models", "list families, presets and their sizes"),
     "estimate": ("shardzoo.cli.estimate", "estimate whether a training run fits a device's memory"),

@@ -6,13 +6,13 @@ files get their final names, the manifest is written last, and the folder is ren
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ..checkpoint.json_digest import sync
 from ..checkpoint.manifest import MANIFEST, Manifest
 from ..checkpoint.new_file import NewFile
 from .journal import JOURNAL, Journal, check_unused
@@ -99,24 +99,24 @@ class Destination:
         try:
             for file in files:
                 file.complete(self.partial(file.name))
-                _sync(self.partial(file.name))
+                sync(self.partial(file.name))
             for file in files:
                 self.partial(file.name).rename(self.work / file.name)
-                _sync((self.work / file.name).parent)
+                sync((self.work / file.name).parent)
             for name, content in sorted(texts.items(), key=lambda item: item[0] == "config.json"):
                 if isinstance(content, Path):
                     shutil.copyfile(content, self.work / name)
                 else:
                     (self.work / name).write_bytes(content)
-                _sync(self.work / name)
+                sync(self.work / name)
             if manifest is not None:
                 manifest.write(self.work)
-            _sync(self.work)
+            sync(self.work)
             shutil.rmtree(self._replaced, ignore_errors=True)
             if self.folder.exists():
                 self.folder.rename(self._replaced)
             self.work.rename(self.folder)
-            _sync(self.folder.parent)
+            sync(self.folder.parent)
         except OSError as error:
             raise ValueError(_disk_message(error, self.folder)) from None
         self.tidy()
@@ -152,10 +152,3 @@ def _disk_message(error: OSError, folder: Path) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return f"the disk of {folder} is too full: {error.strerror}"
     return f"cannot write {error.filename or folder}: {error.strerror}"
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    with contextlib.ExitStack() as stack:
-        stack.callback(os.close, descriptor)
-        os.fsync(descriptor)

@@ -78,10 +78,15 @@ def checked_file(folder: Path, name: str) -> Path:
     return path
 
 
-def read_folder_json(folder: Path, name: str) -> dict[str, Any] | None:
+def read_folder_json(folder: Path, name: str, *, finite: bool = True) -> dict[str, Any] | None:
     """Returns the JSON object of a folder's file, or None if the file does not exist. ValueError if it is damaged."""
     path = folder / name
-    return read_json_object(checked_file(folder, name)) if path.exists() or path.is_symlink() else None
+    return read_json_object(checked_file(folder, name), finite=finite) if path.exists() or path.is_symlink() else None
+
+
+def printable(text: str) -> str:
+    """Returns a text with the characters that could control a terminal, or reorder a line, as `\\x1b`."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -10,10 +10,11 @@ from typing import Any
 
 import yaml
 
+from ..checkpoint.folder_files import STATE
 from ..convert import Options, merge
 from ..models.lora import save_adapter
 from ..trainer.checkpointing.extra_files import ExtraFiles, read_folder
-from ..trainer.checkpointing.snapshot import STATE, write_model
+from ..trainer.checkpointing.snapshot import write_model
 from ..trainer.launch.ranks import Ranks, on_first_rank
 from ..trainer.run_folder import RunFolder, make_run_folder
 from ..trainer.run_lock import return_folder, take_folder

@@ -56,18 +56,18 @@ def train_and_note_files(mesh, folder: Path, **settings):
     """The final weights, whether each is split, and the files that this rank wrote."""
     import shardzoo.trainer.checkpointing.snapshot as snapshot
 
-    written, write = [], snapshot.write_tensors
+    written, write = [], snapshot.write_share
 
     def noting(path, tensors):
         written.append(f"{path.parent.name}/{path.name}")
         return write(path, tensors)
 
-    snapshot.write_tensors = noting
+    snapshot.write_share = noting
     try:
         model = settings.pop("build")(mesh)
         _, weights = run_training(mesh, folder, model=model, **settings)
     finally:
-        snapshot.write_tensors = write
+        snapshot.write_share = write
     split = {name: getattr(parameter, "shard", None) is not None for name, parameter in model.named_parameters()}
     return weights, split, written
 

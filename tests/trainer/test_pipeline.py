@@ -457,7 +457,7 @@ def counted(mesh, folder: Path, precision: str) -> tuple[int, int, int]:
     class Counting(pipeline_engine.PipelineEngine):
         def step(self):
             tensors = self.optimizer_tensors()
-            states = sum(value.nbytes for name, value in tensors.items() if value.dim())
+            states = sum(getattr(value, "values", value).nbytes for value in tensors.values() if value.shape)
             parameters = sum(value.nbytes for value in self.module.parameters())
             seen.update(parameters=parameters, states=states, buffers=self._engine.num_pipe_buffers)
             return super().step()

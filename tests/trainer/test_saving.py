@@ -66,7 +66,7 @@ def test_checkpoints_are_of_their_steps_while_training_goes_on(tmp_path, monkeyp
         save = BackgroundSaver.save
         patch.setattr(BackgroundSaver, "save", lambda self, taken: (save(self, taken), self.wait())[0])
         train(tmp_path / "in turn")
-    owner, name = (StagingBuffers, "copy") if late == "copying" else (snapshot, "write_tensors")
+    owner, name = (StagingBuffers, "copy") if late == "copying" else (snapshot, "write_share")
     monkeypatch.setattr(owner, name, slowly(getattr(owner, name)))
     states = train(tmp_path / "meanwhile")
     assert not torch.equal(states[1]["norm.running_mean"], states[2]["norm.running_mean"])
@@ -111,13 +111,13 @@ def test_a_step_is_not_held_up_by_writing(tmp_path, monkeypatch):
     """Updates go on while a file is not written yet."""
     import shardzoo.trainer.checkpointing.snapshot as snapshot
 
-    write, updated, seen = snapshot.write_tensors, threading.Event(), []
+    write, updated, seen = snapshot.write_share, threading.Event(), []
 
-    def waiting(path, tensors):
+    def waiting(path, share):
         seen.append(updated.wait(30))
-        return write(path, tensors)
+        return write(path, share)
 
-    monkeypatch.setattr(snapshot, "write_tensors", waiting)
+    monkeypatch.setattr(snapshot, "write_share", waiting)
 
     def on_step(step: int, loss: float) -> None:
         if step == 2:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...checkpoint.checkpoint import open_checkpoint
 from ...checkpoint.manifest import Manifest, TensorRecord
-from ...checkpoint.rank_files import ShardedReader, open_rank_files, rank_file
+from ...checkpoint.rank_files import ShardedReader, TensorPart, open_rank_files, rank_file
 from ...checkpoint.safetensors_header import read_header
 from ...checkpoint.stored_tensor import index_by_name
 from ...checkpoint.tensor_reader import TensorReader
@@ -39,16 +39,17 @@ MODEL_FILE = "model.safetensors"
 BASE_FILE = "adapter_base.json"  # the digest of the model that the LoRA weights in a checkpoint belong to
 
 Hashes = Mapping[str, str]
+Tensors = Mapping[str, Tensor | TensorPart]
 
 
 class ModelFiles(Protocol):
     """Stores one kind of model."""
 
     def weights_file(self, ranks: Ranks) -> str | None:
-        """Returns the name of this rank's file, if it has one. Of the data-parallel ranks the first writes it."""
+        """Returns the name of this rank's file, if it has one. The data-parallel ranks write it together."""
         ...
 
-    def stored(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def stored(self, tensors: Tensors) -> Tensors:
         """Returns the contents of this rank's file, from all tensors of the model on this rank. Collective."""
         ...
 
@@ -80,7 +81,7 @@ class ShardedFiles:
     def weights_file(self, ranks: Ranks) -> str | None:
         return rank_file(Path(), WEIGHTS, ranks.tp_rank, ranks.pp_rank).name
 
-    def stored(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def stored(self, tensors: Tensors) -> Tensors:
         return tensors
 
     def describe(self, hashes: Sequence[Hashes], vocabulary: Vocabulary | None) -> Callable[[Path], None]:
@@ -130,7 +131,7 @@ class AdapterFiles:
     def weights_file(self, ranks: Ranks) -> str | None:
         return WEIGHTS_FILE if ranks.tp_rank == ranks.pp_rank == 0 else None
 
-    def stored(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def stored(self, tensors: Tensors) -> Tensors:
         return whole_weights(self.model)
 
     def describe(self, hashes: Sequence[Hashes], vocabulary: Vocabulary | None) -> Callable[[Path], None]:
@@ -165,7 +166,7 @@ class WholeFiles:
     def weights_file(self, ranks: Ranks) -> str | None:
         return MODEL_FILE
 
-    def stored(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def stored(self, tensors: Tensors) -> Tensors:
         return tensors
 
     def describe(self, hashes: Sequence[Hashes], vocabulary: Vocabulary | None) -> Callable[[Path], None]:
@@ -207,7 +208,7 @@ def make_manifest(model: nn.Module, config: ModelConfig, hashes_by_rank: Sequenc
         if shard is not None and shard.pad_multiple and shard.shape[shard.dim] == config.vocab_size:
             padded_vocab_size = len(hashes_by_rank) * shard.local_shape(0, len(hashes_by_rank))[shard.dim]
         records[name] = TensorRecord(
-            shape=tuple(shard.shape if shard else parameter.shape),
+            shape=tuple(shard.shape if shard else getattr(parameter, "ds_shape", parameter.shape)),  # ZeRO 3 empties it
             dtype=dtype if parameter.is_meta else str(parameter.dtype).removeprefix("torch."),
             shard=asdict(shard) if shard else None,
             sha256=tuple(hashes[name] for hashes in hashes_by_rank),

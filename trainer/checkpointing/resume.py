@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
-from ...checkpoint.json_digest import remove_digest
+from ...checkpoint.folder_files import STATE, changed_files, read_state_file
 from ...checkpoint.rank_files import rank_file
 from ...checkpoint.tensor_reader import read_tensors
-from ...data.files import checked_file, read_json_object
+from ...data.files import checked_file, printable
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.ranks import Ranks, on_first_rank
 from ..run_folder import RunFolder
 from ..run_lock import return_folder, take_folder
 from .random_state import restore_random_state, seed_everything
-from .snapshot import RANDOM, STATE, TrainerState
+from .snapshot import RANDOM, TrainerState
 
 
 @dataclass(frozen=True)
@@ -156,32 +154,20 @@ def find_checkpoint(
     return None
 
 
-def verify_checkpoint(folder: Path, share: int, shares: int) -> str:
+def verify_checkpoint(folder: Path, share: int = 0, shares: int = 1) -> str:
     """Compares a share (from 0) of a checkpoint's files with their digests. Returns the first problem, or ""."""
     try:
-        digests = _read(folder)["files"]
-        for name in sorted(digests)[share::shares]:
-            if not (folder / name).exists():
-                return f"the checkpoint {folder} is damaged: {name} is missing"
-            with checked_file(folder, name).open("rb") as file:
-                digest = _sha256(file)
-            if digest != digests[name]:
-                return f"the checkpoint {folder} is damaged: {name} has changed since it was written"
-    except (OSError, ValueError) as error:
-        return f"the checkpoint {folder} is damaged: {error}"
-    return ""
-
-
-def _sha256(file: Any) -> str:
-    digest = hashlib.sha256()
-    while block := file.read(1 << 20):
-        digest.update(block)
-    return digest.hexdigest()
+        problem = next(changed_files(folder, share, shares), "")
+    except OSError as error:
+        problem = f"{error.filename}: {error.strerror}"
+    except ValueError as error:
+        problem = str(error)
+    return problem and printable(f"the checkpoint {folder} is damaged: {problem}")
 
 
 def read_state(folder: Path) -> TrainerState:
     """Returns the state of the run in a checkpoint. Raises ValueError if it is damaged."""
-    content = _read(folder)
+    content = read_state_file(folder)
     known = [field.name for field in fields(TrainerState)]
     return TrainerState(**{name: content[name] for name in known if name in content})  # older states have fewer fields
 
@@ -190,17 +176,7 @@ def restore_random(folder: Path, state: TrainerState, ranks: Ranks, seed: int) -
     """Restores this rank's random generators. Seeds them again and returns False if the layout has changed."""
     path = rank_file(folder, RANDOM, ranks.rank)
     if state.world_size == ranks.world_size and path.exists():
-        restore_random_state(read_tensors(path))
+        restore_random_state(read_tensors(checked_file(folder, path.name)))
         return True
     seed_everything(seed + 7919 * state.step + ranks.dp_rank)
     return False
-
-
-def _read(folder: Path) -> dict[str, Any]:
-    if not (folder / STATE).exists():
-        raise ValueError(f"{STATE} is missing")
-    content = read_json_object(checked_file(folder, STATE), finite=False)  # the best loss may be infinite
-    remove_digest(content, folder / STATE)
-    if not isinstance(content.get("files"), dict):
-        raise ValueError(f"{STATE} lists no files")
-    return content

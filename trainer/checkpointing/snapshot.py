@@ -6,26 +6,25 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...checkpoint.json_digest import add_digest, sync_folder, write_durably
-from ...checkpoint.rank_files import rank_file, write_tensors
+from ...checkpoint.folder_files import EVERY_FILE, STATE, file_digest, read_state_file
+from ...checkpoint.json_digest import add_digest, sync, write_durably
+from ...checkpoint.rank_files import FileShare, TensorPart, rank_file, share_of_file, write_share
 from ...checkpoint.tensor_reader import tensor_bytes
-from ...data.files import read_json_object
 from ..engines.engine import Engine
-from ..engines.state import model_tensors
+from ..engines.state import model_tensors, persistent_buffers
 from ..launch.ranks import Ranks
 from .extra_files import ExtraFiles
 from .model_files import OPTIMIZER, ModelFiles, model_files
 from .random_state import random_state_tensors
 from .staging_buffers import StagingBuffers
 
-STATE = "trainer_state.json"
 RANDOM = "random"
 
 
@@ -59,16 +58,16 @@ class TrainerState:
 
 @dataclass
 class Snapshot:
-    """The files of a checkpoint that this rank writes.
+    """What this rank writes of a checkpoint.
 
     Attributes:
-        files: The tensors of each file. Before `copy` they are the model's and the optimizer's own tensors.
-        weights: The name of the file with the model's parameters; None on ranks that do not write it.
+        files: The rank's share of each file. Before `copy` they are the model's and the optimizer's own tensors.
+        weights: The name of the file with the model's parameters, if this rank has one.
         extra_files: Further files, such as the tokenizer's.
     """
 
     state: TrainerState
-    files: dict[str, dict[str, Tensor]]
+    files: dict[str, FileShare]
     weights: str | None
     model_files: ModelFiles
     extra_files: ExtraFiles
@@ -78,7 +77,7 @@ class Snapshot:
 
         The previous snapshot must have been written, because it used the same buffers.
         """
-        self.files = {name: buffers.copy(name, tensors) for name, tensors in self.files.items()}
+        self.files = {name: replace(own, pieces=buffers.copy(name, own.pieces)) for name, own in self.files.items()}
 
 
 def take_snapshot(
@@ -91,22 +90,30 @@ def take_snapshot(
     random: bool,
     extra_files: ExtraFiles,
 ) -> Snapshot:
-    """Returns all data of a checkpoint of the current step. `copy` must run before the next update. Collective.
+    """Returns this rank's data of a checkpoint of the current step. `copy` must run before the next update.
 
-    `optimizer` and `random` say whether to include the states of the optimizer and of the random generators.
+    The data-parallel ranks divide weights and optimizer between them, so no rank gathers a state. `optimizer` and
+    `random` say whether to include the states of the optimizer and of the random generators.
     """
-    weights = files.stored(engine.model_tensors())
-    moments = engine.optimizer_tensors() if optimizer else {}
-    name = files.weights_file(ranks) if ranks.dp_rank == 0 else None
-    mine: dict[str, dict[str, Tensor]] = {}
-    if ranks.dp_rank == 0:
-        if name is not None:
-            mine[name] = weights
-        if optimizer:
-            mine[rank_file(Path(), OPTIMIZER, ranks.tp_rank, ranks.pp_rank).name] = moments
+    weights, tensors = files.weights_file(ranks), files.stored(engine.model_tensors())
+    mine = {} if weights is None else {weights: share_of_weights(engine.module, tensors, ranks)}
+    if optimizer:
+        name = rank_file(Path(), OPTIMIZER, ranks.tp_rank, ranks.pp_rank).name
+        mine[name] = share_of_file(engine.optimizer_tensors(), ranks.dp_rank, ranks.dp_size)
     if random:
-        mine[rank_file(Path(), RANDOM, ranks.rank).name] = random_state_tensors()
-    return Snapshot(state, mine, name, files, extra_files)
+        mine[rank_file(Path(), RANDOM, ranks.rank).name] = share_of_file(random_state_tensors())
+    return Snapshot(state, mine, weights, files, extra_files)
+
+
+def share_of_weights(module: nn.Module, tensors: Mapping[str, Tensor | TensorPart], ranks: Ranks) -> FileShare:
+    """Returns what this rank writes of a model's tensors. The first replica's buffers count, as in training."""
+    buffers = persistent_buffers(module) if ranks.dp_size > 1 else {}
+    parts = {
+        name: TensorPart(tuple(value.shape), 0, (value.clone() if ranks.dp_rank == 0 else value.new_empty(0)))
+        for name, value in buffers.items()
+        if name in tensors
+    }
+    return share_of_file({**tensors, **parts}, ranks.dp_rank, ranks.dp_size)
 
 
 def write_snapshot(snapshot: Snapshot, folder: Path, ranks: Ranks, group: dist.ProcessGroup | None) -> None:
@@ -117,14 +124,15 @@ def write_snapshot(snapshot: Snapshot, folder: Path, ranks: Ranks, group: dist.P
     partial = folder.with_name(f".{folder.name}.partial")
     _agree(ranks, group, lambda: _make_empty(partial) if ranks.rank == 0 else None)
     written = _agree(ranks, group, lambda: _write_files(snapshot, partial), undo=partial)
-    digests = {name: digest for files, _ in written for name, digest in files.items()}
-    hashes: list[dict[str, str]] = [{} for _ in range(ranks.tp_size)]  # each the union of a rank's pipeline stages
-    for number, tensors in enumerate(tensors for _, tensors in written if tensors is not None):
-        hashes[number % ranks.tp_size].update(tensors)
+    # Of tensors that several ranks have written, nobody has the bytes in memory.
+    cut = _agree(ranks, group, lambda: _hash_cut_tensors(snapshot, partial, ranks), undo=partial)
+    hashes: list[dict[str, str]] = [{} for _ in range(ranks.tp_size)]  # each the union of its ranks
+    for number, found in enumerate(zip(written, cut, strict=True)):
+        hashes[number % ranks.tp_size].update(found[0]["tensors"] | found[1])
 
     def complete() -> None:
         if ranks.rank == 0:
-            _complete(snapshot, partial, folder, digests, hashes)
+            _complete(snapshot, partial, folder, _digests(written), hashes)
 
     _agree(ranks, group, complete, undo=partial)
 
@@ -155,45 +163,66 @@ def _make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def _write_files(snapshot: Snapshot, folder: Path) -> tuple[dict[str, str], dict[str, str] | None]:
-    """Writes this rank's files. Returns the sha256 of each file, and of each tensor of the weights."""
-    digests = {name: write_tensors(folder / name, tensors) for name, tensors in snapshot.files.items()}
+def _write_files(snapshot: Snapshot, folder: Path) -> dict[str, Any]:
+    """Writes this rank's bytes. Returns what it wrote of each file, and the sha256 of its whole tensors."""
+    files = {}
+    for name, share in snapshot.files.items():
+        ranges, digest = write_share(folder / name, share)
+        files[name] = {"ranges": ranges, "sha256": digest}
+    own = snapshot.files[snapshot.weights] if snapshot.weights else share_of_file({})
+    tensors = {name: hashlib.sha256(tensor_bytes(own.pieces[name])).hexdigest() for name in own.whole}
+    return {"files": files, "tensors": tensors}
+
+
+def _hash_cut_tensors(snapshot: Snapshot, folder: Path, ranks: Ranks) -> dict[str, str]:
     if snapshot.weights is None:
-        return digests, None
-    tensors = snapshot.files[snapshot.weights]
-    return digests, {name: hashlib.sha256(tensor_bytes(tensor)).hexdigest() for name, tensor in tensors.items()}
+        return {}
+    cut = sorted(snapshot.files[snapshot.weights].cut.items())[ranks.dp_rank :: ranks.dp_size]
+    return {name: file_digest(folder / snapshot.weights, [(at, at + size)]) for name, (at, size) in cut}
+
+
+def _digests(written: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the digest of each file: its sha256, or, for a file of several ranks, that of each rank's bytes."""
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for own in written:
+        for name, part in own["files"].items():
+            if part["ranges"]:
+                parts.setdefault(name, []).append(part)
+    return {name: found[0]["sha256"] if len(found) == 1 else found for name, found in parts.items()}
 
 
 def _complete(
-    snapshot: Snapshot, partial: Path, folder: Path, digests: dict[str, str], hashes: list[dict[str, str]]
+    snapshot: Snapshot, partial: Path, folder: Path, digests: dict[str, Any], hashes: list[dict[str, str]]
 ) -> None:
     snapshot.model_files.describe(hashes, snapshot.extra_files.vocabulary)(partial)
     for name, content in snapshot.extra_files.contents.items():
         (partial / name).write_bytes(content)
+    for entry in partial.iterdir():
+        if entry.name not in digests:
+            sync(entry)
+            digests[entry.name] = file_digest(entry)
     write_state(partial / STATE, snapshot.state, digests)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
-    sync_folder(folder.parent)
+    sync(folder.parent)
 
 
 def write_model(model: nn.Module, folder: Path, ranks: Ranks, extra_files: ExtraFiles) -> None:
     """Writes a folder with a model's weights and the extra files, as in a checkpoint. Collective."""
-    files = model_files(model)
-    name = files.weights_file(ranks) if ranks.dp_rank == 0 else None
-    mine = {} if name is None else {name: model_tensors(model)}
+    files, tensors = model_files(model), model_tensors(model)
+    name = files.weights_file(ranks)
+    mine = {} if name is None else {name: share_of_weights(model, tensors, ranks)}
     state = TrainerState(step=0, consumed_samples=0)
     write_snapshot(Snapshot(state, mine, name, files, extra_files), folder, ranks, None)
 
 
-def write_state(path: Path, state: TrainerState, digests: Mapping[str, str]) -> None:
-    _write_content(path, {**asdict(state), "files": dict(sorted(digests.items()))})
+def write_state(path: Path, state: TrainerState, digests: Mapping[str, Any]) -> None:
+    _write_content(path, {**asdict(state), "version": EVERY_FILE, "files": dict(sorted(digests.items()))})
 
 
 def amend_state(folder: Path, **values: Any) -> None:
     """Changes the given fields of the `TrainerState` in a complete checkpoint. If it fails, none has changed."""
-    content = read_json_object(folder / STATE, finite=False)
-    del content["sha256"]
-    _write_content(folder / STATE, {**content, **values})
+    _write_content(folder / STATE, {**read_state_file(folder), **values})
 
 
 def _write_content(path: Path, values: Mapping[str, Any]) -> None:

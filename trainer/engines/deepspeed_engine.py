@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +11,8 @@ import torch.distributed as dist
 from deepspeed.runtime import compiler
 from deepspeed.utils import (
     groups,
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
     safe_set_local_fp32_param,
@@ -22,6 +21,7 @@ from deepspeed.utils import (
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...checkpoint.rank_files import TensorPart
 from ...models.common.language_model import ModelOutput
 from ...mpu import grad_norm
 from ..arguments.training_arguments import TrainingArguments
@@ -36,8 +36,8 @@ from .whole_matrix import WholeMatrixOptimizer
 class DeepSpeedEngine:
     """An `Engine` that uses DeepSpeed, with any ZeRO stage.
 
-    ZeRO's partitions are flat. This class gathers those of stages 1 and 2. DeepSpeed's own functions gather those of
-    stage 3, and load the states of all three stages.
+    ZeRO's partitions are flat. Each rank saves its own; DeepSpeed's functions read those of stage 3, and load the
+    states of all three stages.
     """
 
     def __init__(
@@ -123,29 +123,34 @@ class DeepSpeedEngine:
         norm = self._engine.get_global_grad_norm() if norm is None else norm
         return StepOutcome(float(norm) if norm is not None else None, applied)
 
-    def model_tensors(self) -> dict[str, Tensor]:
-        with self._whole_parameters():
-            tensors = model_tensors(self.module)
-            return {name: tensor.clone() for name, tensor in tensors.items()} if self._zero == 3 else tensors
+    def model_tensors(self) -> dict[str, Tensor | TensorPart]:
+        tensors: dict[str, Tensor | TensorPart] = dict(model_tensors(self.module))
+        if self._zero == 3:
+            parameters: Any = dict(self.module.named_parameters())
+            tensors |= {name: self._part(whole, whole.ds_tensor.detach()) for name, whole in parameters.items()}
+        return tensors
 
-    def optimizer_tensors(self) -> dict[str, Tensor]:
+    def optimizer_tensors(self) -> dict[str, Tensor | TensorPart]:
         if not self._zero:
-            return state_tensors(self.optimizer, self._names)
+            return dict(state_tensors(self.optimizer, self._names))
         if self._zero == 3:
             return self._tensors_split_by_parameter()
-        tensors = {} if self._states else state_tensors(self.optimizer, self._names)
+        # What is kept of whole matrices, such as Adafactor's statistics of rows, is the same on all ranks.
+        tensors: dict[str, Tensor | TensorPart] = {}
+        tensors |= {} if self._states else state_tensors(self.optimizer, self._names)
         for own, parameters, ranks in self._partitions():
             parts = {state: self.optimizer.state[own][state] for state in self._states}
             if self._keeps_master_weights:
                 parts[MASTER_WEIGHT] = own.detach()
-            for state, part in parts.items():
-                whole = _gathered(part, parameters[0].device, ranks)
-                if whole is None:
-                    continue
-                for parameter in parameters:
-                    # DeepSpeed has made the parameters views of one tensor with the same layout.
-                    value = whole.narrow(0, parameter.storage_offset(), parameter.numel()).view(parameter.shape)
-                    tensors[f"{state}/{self._owners[parameter]}"] = value
+            share = ranks.rank() * own.numel()
+            for parameter in parameters:
+                # DeepSpeed has made the parameters views of one tensor with the same layout.
+                start = max(0, share - parameter.storage_offset())
+                place = max(0, parameter.storage_offset() - share)
+                count = max(0, min(parameter.numel() - start, own.numel() - place))
+                for state, part in parts.items():
+                    values = part.narrow(0, min(place, own.numel()), count)
+                    tensors[f"{state}/{self._owners[parameter]}"] = TensorPart(tuple(parameter.shape), start, values)
         return tensors
 
     def _partitions(self) -> Iterator[tuple[Any, list[Any], dist.ProcessGroup]]:
@@ -158,14 +163,22 @@ class DeepSpeedEngine:
             [own] = group["params"]
             yield own, parameters, ranks
 
-    def _tensors_split_by_parameter(self) -> dict[str, Tensor]:
-        tensors = {}
+    def _tensors_split_by_parameter(self) -> dict[str, Tensor | TensorPart]:
+        tensors: dict[str, Tensor | TensorPart] = {}
         for parameter, name in self._owners.items():
             for state in self._states:
-                tensors[f"{state}/{name}"] = _not_none(safe_get_full_optimizer_state(parameter, state))
+                part = _not_none(safe_get_local_optimizer_state(parameter, state))
+                tensors[f"{state}/{name}"] = self._part(parameter, part)
             if self._keeps_master_weights:
-                tensors[f"{MASTER_WEIGHT}/{name}"] = _not_none(safe_get_full_fp32_param(parameter))
+                part = _not_none(safe_get_local_fp32_param(parameter))
+                tensors[f"{MASTER_WEIGHT}/{name}"] = self._part(parameter, part)
         return tensors
+
+    def _part(self, parameter: Any, partition: Tensor) -> TensorPart:
+        """Returns this rank's partition of a parameter that ZeRO 3 has split, without its padding."""
+        start = self._rank * partition.numel()
+        count = min(max(0, parameter.ds_numel - start), partition.numel())
+        return TensorPart(tuple(parameter.ds_shape), start, partition.reshape(-1)[:count])
 
     def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
         if not self._zero or not self._states:
@@ -198,7 +211,7 @@ class DeepSpeedEngine:
     def close(self, *, whole: bool) -> None:
         parameters: dict[str, Tensor] = {}
         if whole and self._zero == 3:
-            with self._whole_parameters():
+            with deepspeed.zero.GatheredParameters(list(self.module.parameters())):
                 parameters = {name: value.detach().clone() for name, value in self.module.named_parameters()}
         self._engine.destroy()
         for hook in self._hooks:
@@ -206,11 +219,6 @@ class DeepSpeedEngine:
         functional.linear, groups.mpu = self._linear, None  # for the next engine of this process
         for name, value in parameters.items():
             self.module.get_parameter(name).data = value
-
-    def _whole_parameters(self) -> contextlib.AbstractContextManager[Any]:
-        if self._zero < 3:
-            return contextlib.nullcontext()
-        return deepspeed.zero.GatheredParameters(list(self.module.parameters()))
 
     def _set(self, parameter: Any, value: Tensor, state: str | None = None) -> None:
         """Sets a state of a parameter, or its fp32 value if `state` is None."""
@@ -312,20 +320,6 @@ def _import_muon() -> None:
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
     finally:
         compiler.compile = original
-
-
-def _gathered(part: Tensor, device: torch.device, group: dist.ProcessGroup) -> Tensor | None:
-    """Gathers the equal flat parts of a group's ranks. Returns one tensor on the first rank, None on the others.
-
-    DeepSpeed's own function would sum each parameter on all ranks. The group communicates on `device`; `part` may be on
-    another one.
-    """
-    if group.size() == 1:
-        return part
-    sent = part.to(device)
-    whole = sent.new_empty(group.size(), part.numel()) if group.rank() == 0 else None
-    dist.gather(sent, None if whole is None else list(whole), group=group, group_dst=0)
-    return None if whole is None else whole.view(-1).to(part.device)
 
 
 def _not_none(value: Tensor | None) -> Tensor:

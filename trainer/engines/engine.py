@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from ...checkpoint.rank_files import TensorPart
 
 # (batch, the object that runs the forward pass, GLM's memory) -> a dict or ModelOutput with `loss`.
 ForwardStep = Callable[[dict[str, Any], Any, Any], Any]
@@ -58,14 +60,15 @@ class Engine(Protocol):
         """Clips the gradients, updates the parameters, and clears the gradients."""
         ...
 
-    def model_tensors(self) -> dict[str, Tensor]:
-        """Returns this rank's parameters and persistent buffers, valid until the next step. Collective."""
+    def model_tensors(self) -> Mapping[str, Tensor | TensorPart]:
+        """Returns this rank's parameters and persistent buffers, valid until the next step; see `optimizer_tensors`."""
         ...
 
-    def optimizer_tensors(self) -> dict[str, Tensor]:
+    def optimizer_tensors(self) -> Mapping[str, Tensor | TensorPart]:
         """Returns `<state>/<parameter>` -> tensor, valid until the next step.
 
-        Collective over data-parallel ranks. Only the first of them is sure to get all tensors.
+        All data-parallel ranks name the same tensors. A `Tensor` is the same on all of them. A `TensorPart` is what
+        this rank alone has; together the ranks have the whole.
         """
         ...
 
