@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from .. import __version__
 from .console import USAGE_ERROR
 
+INTERRUPTED = 130  # as a shell reports a SIGINT
+
 # command -> (module with `main(argv) -> exit code`, help text)
 COMMANDS = {
     "pretrain": ("shardzoo.cli.pretrain", "pretrain a model on text"),
@@ -26,7 +28,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns its exit code, or 2 for an unknown command."""
+    """Runs a command; returns its exit code, 2 for an unknown command, or 130 after Ctrl-C."""
     command, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
     if command in ("-h", "--help"):
         print(usage())
@@ -39,7 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(COMMANDS)}"
         print(f"error: there is no command {command!r}; {hint}", file=sys.stderr)
         return USAGE_ERROR
-    return importlib.import_module(COMMANDS[command][0]).main(rest)
+    try:
+        return importlib.import_module(COMMANDS[command][0]).main(rest)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def usage() -> str:

@@ -15,13 +15,13 @@ REPORT_TIMEOUT = timedelta(seconds=5)  # time in which all ranks with the same e
 
 
 def exit_code_of_rank(work: Callable[[], int], launch: RankInfo) -> int:
-    """Runs `work` on this rank. A user's error (`ValueError`) becomes exit code 2 and a message on stderr.
+    """Runs `work` on this rank. A user's error (`ValueError`, `OSError`) becomes exit code 2 and a message on stderr.
 
     The first rank reports an error that all ranks raise. An error that only other ranks raise is reported by them.
     """
     try:
         return work()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         if launch.world_size == 1:
             _report(error)
         else:
@@ -29,7 +29,7 @@ def exit_code_of_rank(work: Callable[[], int], launch: RankInfo) -> int:
         return USAGE_ERROR
 
 
-def _report_once(error: ValueError, launch: RankInfo) -> None:
+def _report_once(error: ValueError | OSError, launch: RankInfo) -> None:
     import torch.distributed as dist  # importing torch takes seconds
 
     if not dist.is_initialized():
@@ -53,9 +53,11 @@ def _report_once(error: ValueError, launch: RankInfo) -> None:
             _report(error)
 
 
-def _report(error: ValueError) -> None:
-    """Prints the message, and the traceback if the error was raised outside this package."""
+def _report(error: ValueError | OSError) -> None:
+    """Prints the message, and the traceback if a ValueError was raised outside this package."""
     print_error(error)
+    if isinstance(error, OSError):  # of the user's disk
+        return
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     if frame.f_globals["__name__"].partition(".")[0] != PACKAGE:
         traceback.print_exception(error)

@@ -13,6 +13,7 @@ import shutil
 import struct
 import zipfile
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,9 @@ from safetensors.torch import load_file, save_file
 from stored_models import Zoo, header_of, rewrite_header
 
 from shardzoo import convert
+from shardzoo.checkpoint.json_digest import add_digest
 from shardzoo.checkpoint.manifest import Manifest
-from shardzoo.trainer.checkpointing.snapshot import STATE, TrainerState, write_state
+from shardzoo.trainer.checkpointing.snapshot import STATE, TrainerState
 
 LOADING = ("from_pretrained", "merge", "split", "verify", "command")
 TEXT = (*LOADING, "generate", "finetune")  # of folders with a tokenizer
@@ -76,7 +78,8 @@ def _make_resumable(folder: Path) -> None:
 
     names = ("rank_00.safetensors", "rank_01.safetensors")
     digests = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
-    write_state(folder / STATE, TrainerState(step=1, consumed_samples=1), digests)
+    state = {**asdict(TrainerState(step=1, consumed_samples=1)), "files": digests}  # as before there were versions
+    (folder / STATE).write_text(json.dumps(add_digest(state)))
 
 
 def _with_extra(source: Path, target: Path) -> Path:
