@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 PRELOADED = [
     "shardzoo.trainer.engines.deepspeed_engine", "shardzoo.trainer.engines.pipeline_engine",
@@ -97,7 +97,7 @@ def quietly(log: Path, work: Callable[[], int], spec: dict[str, Any]) -> None:
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
     except BaseException:
-        sys.excepthook(*sys.exc_info())
+        sys.excepthook(*cast(Any, sys.exc_info()))
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
