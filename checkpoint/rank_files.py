@@ -124,6 +124,12 @@ def write_share(path: Path, share: FileShare) -> tuple[list[tuple[int, int]], st
     return ranges, digest.hexdigest()
 
 
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Writes a safetensors file of CPU tensors durably, in the place of any file before it."""
+    path.unlink(missing_ok=True)
+    write_share(path, share_of_file(tensors))
+
+
 def _write_all(descriptor: int, data: memoryview, start: int) -> None:
     while len(data):
         count = os.pwrite(descriptor, data, start)

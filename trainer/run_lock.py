@@ -20,8 +20,8 @@ _taken: dict[Path, SoftFileLease] = {}  # by this process
 def take_folder(folder: Path, notify: Callable[[str], None] = print) -> None:
     """Reserves a folder for this process, and creates it. A process may take a folder again.
 
-    The lock of a process that no longer runs is replaced: at once on the same host, else after a minute without a sign
-    of life, which this call waits for and announces through `notify`.
+    The lock of a process that no longer runs is replaced: at once on the same host, else (and if the process table
+    still has it) after a minute without a sign of life, which this call waits for and announces through `notify`.
 
     Raises ValueError if another process uses the folder, or the folder cannot be created.
     """
@@ -34,7 +34,8 @@ def take_folder(folder: Path, notify: Callable[[str], None] = print) -> None:
         try:
             lease.acquire()
         except Timeout:
-            if lease.owner is None or lease.owner.hostname == socket.gethostname():
+            here = lease.owner is not None and lease.owner.hostname == socket.gethostname()
+            if lease.owner is None or (here and not _has_ended(lease.owner.pid)):
                 raise
             notify(f"{folder}: waiting to see whether {_owner(lease)} still runs …")
             lease.acquire(timeout=SECONDS_WITHOUT_REFRESH + 10)
@@ -66,6 +67,14 @@ def check_taken(folder: Path) -> None:
     lease = _taken.get(folder.resolve())
     if lease is not None and lease.compromise is not None:
         raise ValueError(f"{folder} is no longer this run's ({lease.compromise.reason}); another run may have taken it")
+
+
+def _has_ended(pid: int) -> bool:
+    """Returns whether a process is only left in the process table, as where a container's first process reaps none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return False
 
 
 def _owner(lease: SoftFileLease) -> str:

@@ -71,6 +71,18 @@ def test_the_folder_of_a_killed_process_is_free_at_once(tmp_path, other_process)
     return_folder(tmp_path / "run")
 
 
+def test_the_folder_of_a_process_that_nobody_reaps_gets_free(tmp_path, other_process, monkeypatch):
+    """Killed, it stays in the process table: the first process of a container may never ask for its end."""
+    monkeypatch.setattr(run_lock, "SECONDS_WITHOUT_REFRESH", 2.0)
+    process = other_process(tmp_path / "run", socket.gethostname(), "2")
+    process.kill()
+    said: list[str] = []
+    take_folder(tmp_path / "run", said.append)
+    assert process.returncode is None
+    assert len(said) == 1
+    return_folder(tmp_path / "run")
+
+
 def test_a_process_may_take_a_folder_again_and_others_once_it_has_returned_it(tmp_path, other_process):
     folder = tmp_path / "run"
     take_folder(folder)

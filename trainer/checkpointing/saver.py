@@ -32,6 +32,8 @@ class BackgroundSaver:
     def __init__(self, run_folder: RunFolder, ranks: Ranks, keep: int | None) -> None:
         self.run_folder, self._ranks, self._keep = run_folder, ranks, keep
         self._group: Any = dist.new_group(backend="gloo", timeout=WRITING_TIMEOUT) if ranks.world_size > 1 else None
+        if self._group is not None:
+            dist.barrier(self._group)  # a rank with nothing to do would close it while others still connect to it
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._buffers = StagingBuffers()
