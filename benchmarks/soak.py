@@ -26,7 +26,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -436,12 +436,14 @@ def make_model(folder: Path) -> None:
     GPT2LMHeadModel(config).save_pretrained(folder)
 
 
-def soak(goals: dict[str, int], seconds: float, seed: int, folder: Path, report: Path | None) -> Soak:
-    """Injects faults until each group has its goal, or the time is over."""
+def soak(
+    goals: dict[str, int], seconds: float, seed: int, folder: Path, report: Path | None, names: Sequence[str]
+) -> Soak:
+    """Injects faults until each group has its goal, or the time is over. `names` are those of jobs; none is all."""
     found, started = Soak(folder, random.Random(seed)), time.monotonic()
     by_group: dict[str, list[Job]] = {}
     for job in jobs(folder):
-        if goals.get(job.group):
+        if goals.get(job.group) and (not names or job.name in names):
             found.undisturbed(job)
             by_group.setdefault(job.group, []).append(job)
             print(f"{job.group}, {job.name}: {job.seconds:.2f} s undisturbed", flush=True)
@@ -486,10 +488,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="where to work; by default a temporary folder")
     parser.add_argument("--report", type=Path, help="a JSON file for the table")
+    parser.add_argument("--jobs", nargs="*", default=[], help=f"of {', '.join((*TRAINING, *CONVERSION, *PREPARATION))}")
     given = parser.parse_args()
     goals = {group: getattr(given, group) for group in ("training", "conversion", "preparation")}
     with tempfile.TemporaryDirectory(prefix="shardzoo-soak-", dir=given.folder) as folder:
-        found = soak(goals, given.seconds, given.seed, Path(folder), given.report)
+        found = soak(goals, given.seconds, given.seed, Path(folder), given.report, given.jobs)
     print(table(found))
     for problem in found.problems:
         print(problem.splitlines()[0])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import stat
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -28,11 +31,27 @@ from ..trainer.arguments.aliases import (
 Arguments = TypeVar("Arguments")
 
 OVERRIDE = re.compile(r"([a-z]\w*(?:\.[a-z]\w*)*)=(.*)", re.DOTALL)
+LARGEST_YAML = 1 << 20  # bytes
 YAML_NAMES = {"true": "True", "false": "False", "null": "None"}
 
 
 class ConfigLoader(yaml.SafeLoader):
-    """Reads floating-point numbers as in YAML 1.2: 1e-4 is a number. In YAML 1.1, PyYAML's version, it is a string."""
+    """Reads floating-point numbers as in YAML 1.2: 1e-4 is a number. In YAML 1.1, PyYAML's version, it is a string.
+
+    A few lines of aliases of aliases would stand for billions of values, and arguments need none: they are refused. So
+    is what PyYAML itself lets pass with an error of another type, such as the date 2020-13-45.
+    """
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("arguments have no aliases (*name); write the value again")
+        return super().compose_node(parent, index)
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            raise yaml.YAMLError(f"{node.value!r:.100} is not a value of {node.tag!r:.100}: {error}") from None
 
 
 ConfigLoader.add_implicit_resolver(
@@ -80,15 +99,30 @@ def given_value(argv: Sequence[str], name: str) -> str | None:
 
 def read_yaml(kind: type, path: Path) -> dict[str, Any]:
     """Returns a YAML file's values, by `kind`'s fields or their aliases. A dataclass is written as a nested mapping."""
+    if "\0" in str(path):
+        raise ValueError(f"--config: {str(path)!r} is not the name of a file")
     try:
-        values = yaml.load(path.read_text(), ConfigLoader) or {}  # a SafeLoader
+        with open(path, "rb", opener=_open_file) as file:
+            text = file.read(LARGEST_YAML + 1)
+        if len(text) > LARGEST_YAML:
+            raise ValueError(f"--config: {path} has more than {LARGEST_YAML:,} bytes; name a file of arguments")
+        values = yaml.load(text, ConfigLoader) or {}  # a SafeLoader
     except FileNotFoundError:
         raise ValueError(f"--config: there is no file {path}") from None
     except OSError as error:
         raise ValueError(f"--config: {path} cannot be read ({error.strerror}); name a YAML file") from None
+    except RecursionError:
+        raise ValueError(f"--config: {path} is not YAML that can be read: it is nested too deeply") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--config: {path} is not YAML: {error}") from None
     return _checked(kind, values, path, "")
+
+
+def _open_file(path: str, flags: int) -> int:
+    """Opens a regular file; a pipe would wait for a writer, and a device may have no end."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return os.open(path, flags)
 
 
 def _checked(kind: type, values: Any, path: Path, part: str) -> dict[str, Any]:

@@ -26,9 +26,17 @@ def print_error(error: ValueError | OSError) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    message = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
-    line = Text(printable(" ".join(message.split())))
+    line = Text(printable(" ".join(message_of(error).split())))
     Console(stderr=True, soft_wrap=True).print(Text("error: ", style="bold red") + line)
+
+
+def message_of(error: Exception) -> str:
+    """Returns the text of an error; of the operating system's, what it was about."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    if error.filename is None:
+        return f"cannot write: {error.strerror}; the disk of the output or of the temporary files may be full"
+    return f"cannot read or write {error.filename}: {error.strerror}"
 
 
 def columns(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

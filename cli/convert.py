@@ -14,7 +14,7 @@ import tyro
 from tyro.conf import Positional
 
 from ..data.files import printable
-from .console import columns, exit_code_of, facts, gigabytes, transfer_progress
+from .console import columns, exit_code_of, facts, gigabytes, message_of, transfer_progress
 
 if TYPE_CHECKING:
     from ..convert.operations import Options, Outcome
@@ -159,7 +159,7 @@ def run(command: Common) -> int:
     try:
         return COMMANDS[type(command)](command)
     except OSError as error:
-        raise ValueError(str(error)) from None
+        raise ValueError(message_of(error)) from None
 
 
 def run_conversion(command: SplitCheckpoint | MergeShards | ReshardCheckpoint) -> int:

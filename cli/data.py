@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ..data.files import printable
 from ..data.indexed.dataset import IndexedDataset
 from ..data.indexed.merge import merge_datasets, split_dataset
 from ..data.text.corpus import check_vocabulary
@@ -23,6 +24,7 @@ from ..data.text.entropy import token_counts
 from ..data.text.prepare import PrepareOptions, PrepareProgress, PrepareReport, prepare_dataset
 from ..data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from ..data.tokenizers.training import TokenizerKind, train_tokenizer
+from .console import message_of
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ def main(argv: list[str]) -> int:
     try:
         command.run(Console())
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"shardzoo data: {error}", file=sys.stderr)
+        print(printable(f"shardzoo data: {' '.join(message_of(error).split())}"), file=sys.stderr)
         return 2
     return 0
 

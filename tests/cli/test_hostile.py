@@ -1,0 +1,98 @@
+"""Hostile and damaged inputs at the commands: each ends in one line on stderr and exit code 2, quickly.
+
+`SHARDZOO_HOSTILE=1` visits all commands with all files; every day a part of them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from shardzoo.cli.main import main
+
+DEEP = 5000
+ALIASES = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
+)
+FILES = {
+    "nul": b"lr: 1\0\n",
+    "nested": b"a: " + b"[" * DEEP + b"]" * DEEP,
+    "nested maps": b"{a: " * DEEP + b"1" + b"}" * DEEP,
+    "nested known": b"lr: " + b"[" * DEEP + b"]" * DEEP,
+    "nested block": "".join(" " * i + "a:\n" for i in range(1500)).encode(),
+    "bomb": ALIASES.encode(),
+    "bomb in lr": ALIASES.replace("a11:", "lr:").encode(),
+    "recursive": b"lr: &a [*a]\n",
+    "recursive map": b"&a lr: {b: *a}\n",
+    "tag": b"lr: !!python/object/apply:os.system ['touch owned']\n",
+    "utf8": b"lr: \xff\xfe\xfd\n",
+    "tab": b"lr:\n\t- 1\n",
+    "list": b"- 1\n- 2\n",
+    "number": b"7\n",
+    "text": b"hello\n",
+    "dup": b"lr: 1\nlr: 2\n",
+    "date": b"lr: 2020-01-01\n",
+    "inf": b"lr: .inf\n",
+    "nan": b"lr: .nan\n",
+    "hugeint": b"seed: " + b"9" * 5000 + b"\n",
+    "unhashable": b"? [1, 2]\n: 3\n",
+    "mapkey": b"? {a: b}\n: 3\n",
+    "multi": b"lr: 1\n---\nlr: 2\n",
+    "control": b"lr: \x01\x1b[2J\n",
+    "escaped": b'"\\e[2Jlr": 3\n',
+    "escaped value": b'lr: "\\e[31mred"\n',
+    "nullkey": b"~: 3\n",
+    "intkey": b"3: 3\n",
+    "bom16": "lr: 1\nx: 2".encode("utf-16"),
+    "unclosed": b"lr: [1, 2\n",
+    "alias": b"lr: *nope\n",
+}
+
+COMMANDS = {
+    "pretrain": ["pretrain", "--output-dir", "out", "--train-steps", "1"],
+    "finetune": ["finetune", "--model-name-or-path", "none"],
+    "generate": ["generate", "--model", "none", "--prompt", "x"],
+}
+EVERY_DAY = {"pretrain": FILES, "finetune": list(FILES)[::7], "generate": list(FILES)[3::7]}
+CASES = [(c, name) for c in COMMANDS for name in (FILES if os.environ.get("SHARDZOO_HOSTILE") else EVERY_DAY[c])]
+
+
+def refused(capsys, *words: str) -> str:
+    """The one line with which a command ends."""
+    started = time.monotonic()
+    try:
+        code = main(list(words))
+    except SystemExit as end:
+        code = end.code
+    shown = capsys.readouterr()
+    assert code == 2, shown.err
+    lines = [line for line in shown.err.splitlines() if line.strip()]
+    assert len(lines) == 1, shown.err
+    assert len(lines[0]) < 1500
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f\u202e]|Traceback", shown.err + shown.out)
+    assert time.monotonic() - started < 20
+    return lines[0]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("command", "name"), CASES)
+def test_a_hostile_file_of_arguments(tmp_path, monkeypatch, capsys, command, name):
+    monkeypatch.chdir(tmp_path)
+    Path("arguments.yaml").write_bytes(FILES[name])
+    before = sorted(tmp_path.rglob("*"))
+    refused(capsys, *COMMANDS[command], "--config", "arguments.yaml")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_arguments_are_read_from_regular_files_alone(tmp_path, monkeypatch, capsys, command):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    Path("loop").symlink_to("loop")
+    for name in ("pipe", "/dev/zero", "/dev/null", "loop", ".", "missing", "a\0b", "x" * 300):
+        assert "--config" in refused(capsys, *COMMANDS[command], "--config", name)
