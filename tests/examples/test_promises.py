@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -53,14 +54,15 @@ def test_adafactor_is_the_reference_update_with_the_given_parameters(tmp_path):
 
 
 def train_and_note_files(mesh, folder: Path, **settings):
-    """The final weights, whether each is split, and the files that this rank wrote."""
+    """The final weights, whether each is split, and the ranges of bytes that this rank wrote of each file."""
     import shardzoo.trainer.checkpointing.snapshot as snapshot
 
     written, write = [], snapshot.write_share
 
-    def noting(path, tensors):
-        written.append(f"{path.parent.name}/{path.name}")
-        return write(path, tensors)
+    def noting(path, share):
+        ranges, digest = write(path, share)
+        written.extend((f"{path.parent.name}/{path.name}", *span) for span in ranges)
+        return ranges, digest
 
     snapshot.write_share = noting
     try:
@@ -79,7 +81,7 @@ REPLICATED = {
 
 
 @pytest.mark.parametrize("name", REPLICATED)
-def test_replicas_stay_identical_and_each_file_has_one_writer(run_mesh, tmp_path, name):
+def test_replicas_stay_identical_and_each_byte_has_one_writer(run_mesh, tmp_path, name):
     tp, settings = REPLICATED[name]
     training = partial(train_and_note_files, folder=tmp_path, train_steps=20, save_interval=10, **settings)
     ranks = run_mesh(tp, training, data=2)
@@ -88,8 +90,10 @@ def test_replicas_stay_identical_and_each_file_has_one_writer(run_mesh, tmp_path
             same = ranks[rank % tp if split[key] else 0][0][key]
             assert torch.equal(value, same), (rank, key)
     assert name == "DDP" or 0 < sum(ranks[0][1].values()) < len(ranks[0][1])
-    written = [file for *_, files in ranks for file in files]
-    assert len(written) == len(set(written)) > 2
+    written = sorted(span for *_, spans in ranks for span in spans)
+    assert len({file for file, *_ in written}) > 2
+    for (file, _, end), (following, start, _) in pairwise(written):
+        assert start == (end if following == file else 0)
 
 
 def hf_mt5():
