@@ -47,6 +47,12 @@ class ConfigLoader(yaml.SafeLoader):
             raise yaml.YAMLError("arguments have no aliases (*name); write the value again")
         return super().compose_node(parent, index)
 
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        found = super().construct_mapping(node, deep)
+        if len(found) < len(node.value):
+            raise yaml.YAMLError("a name appears twice in one place; keep one of its values")
+        return found
+
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)

@@ -50,6 +50,31 @@ FILES = {
     "bom16": "lr: 1\nx: 2".encode("utf-16"),
     "unclosed": b"lr: [1, 2\n",
     "alias": b"lr: *nope\n",
+    "neg": b"micro_batch_size: -1\n",
+    "float batch": b"micro_batch_size: 1.5\n",
+    "boolstr": b"resume: maybe\n",
+    "merge": b"<<: 3\n",
+    "bigline": b"lr: " + b"x" * 20_000_000,
+    "set": b"lr: !!set {a, b}\n",
+    "binary": b"lr: !!binary aGVsbG8=\n",
+    "omap": b"lr: !!omap [a: 1]\n",
+    "octal": b"seed: 0o8\n",
+    "wrong date": b"lr: 2020-13-45\n",
+    "float overflow": b"lr: 1e999\n",
+    "surrogate": b'lr: "\\ud800"\n',
+    "newline in key": b'"lr\\nx": 1\n',
+    "percent": b"%YAML 9.9\n---\nlr: 1\n",
+    "directive": b"%FOO\n",
+    "question": b"?",
+    "colon": b":",
+    "dash": b"-",
+    "backtick": b"lr: `x`\n",
+    "at": b"lr: @x\n",
+    "value tag": b"lr: !foo 3\n",
+    "float tag": b"lr: !!float x\n",
+    "int tag": b"seed: !!int ''\n",
+    "bool tag": b"resume: !!bool x\n",
+    "timestamp tag": b"lr: !!timestamp x\n",
 }
 
 COMMANDS = {
@@ -78,12 +103,17 @@ def refused(capsys, *words: str) -> str:
     return lines[0]
 
 
+def accepted(*arguments: object) -> None:
+    raise AssertionError("the arguments are accepted")
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("command", "name"), CASES)
 def test_a_hostile_file_of_arguments(tmp_path, monkeypatch, capsys, command, name):
     monkeypatch.chdir(tmp_path)
     Path("arguments.yaml").write_bytes(FILES[name])
     before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr("shardzoo.cli.pretrain.choose_inputs", accepted)
     refused(capsys, *COMMANDS[command], "--config", "arguments.yaml")
     assert sorted(tmp_path.rglob("*")) == before
 
