@@ -27,6 +27,7 @@ from ..trainer.arguments.training_arguments import checked_value
 from ..trainer.launch.environment import end_process
 from ..trainer.launch.launch import ensure_processes_of
 from ..trainer.launch.rank_info import RankInfo
+from ..trainer.launch.rank_process import is_restarted
 from ..trainer.run_folder import RunFolder
 from .arguments import given_value, overrides_as_options, parse, read_yaml
 from .rank_errors import exit_code_of_rank
@@ -90,6 +91,7 @@ def read_arguments(argv: Sequence[str], *, quiet: bool) -> PretrainCommand:
     config = given_value(argv, "config")
     path = Path(config) if config else _recipe(argv)
     values: dict[str, Any] = {**read_yaml(PretrainCommand, path), "config": path} if path else {}
+    argv = _of_restart(argv, values)
     saved = _saved_values(argv, values)
     if saved is not None:
         values = _merged(saved, values if config else {})
@@ -102,6 +104,18 @@ def read_arguments(argv: Sequence[str], *, quiet: bool) -> PretrainCommand:
     if arguments.fast_dev_run:
         arguments = replace(arguments, train_steps=20, eval_interval=10)
     return arguments
+
+
+def _of_restart(argv: list[str], values: Mapping[str, Any]) -> list[str]:
+    """Returns the command line of a job that is started again: it resumes its run, or begins it again if none is saved.
+
+    The job has begun the run in its output folder before.
+    """
+    folder = given_value(argv, "output_dir") or values.get("output_dir")
+    if folder is None or not is_restarted():
+        return argv
+    saved = RunFolder(Path(folder)).latest_step() is not None
+    return [*argv, *(("--resume", "--no-overwrite") if saved else ("--overwrite",))]
 
 
 def _recipe(argv: Sequence[str]) -> Path | None:

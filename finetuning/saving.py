@@ -15,6 +15,7 @@ from ..convert import Options, merge
 from ..models.lora import save_adapter
 from ..trainer.checkpointing.extra_files import ExtraFiles, read_folder
 from ..trainer.checkpointing.snapshot import write_model
+from ..trainer.launch.rank_process import mark_run_as_begun
 from ..trainer.launch.ranks import Ranks, on_first_rank
 from ..trainer.run_folder import RunFolder, make_run_folder
 from ..trainer.run_lock import return_folder, take_folder
@@ -59,6 +60,7 @@ def open_run(arguments: FinetuningArguments, write_companions: Callable[[Path], 
     except BaseException:
         return_folder(folder.path)
         raise
+    mark_run_as_begun()
     return folder
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -106,6 +108,10 @@ class ParallelMesh:
         """The ranks that together hold one replica of the model: tensor × pipeline, ordered by stage."""
         return self._group("model")
 
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        return list(self._groups.values())
+
     def _group(self, axis: str) -> dist.ProcessGroup:
         if axis not in self._groups:
             raise RuntimeError("this mesh is a single process without torch.distributed, so it has no process groups")
@@ -206,9 +212,28 @@ def join_process_group() -> bool:
     if torch.cuda.is_available():
         local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
         torch.cuda.set_device(local_rank % torch.cuda.device_count())  # a launcher may show each process one GPU
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    init_process_group()
     atexit.register(_leave_process_group)
     return True
+
+
+def init_process_group(timeout: timedelta | None = None) -> None:
+    """Creates the default process group from the launcher's variables: NCCL with GPUs, else gloo.
+
+    If MASTER_ADDR is this machine's loopback address, the rendezvous is open to this machine alone; torch's own
+    listens on all addresses.
+    """
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent has opened a rendezvous
+    if os.environ["MASTER_ADDR"] in ("localhost", "127.0.0.1") and not has_agent:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        address = ("127.0.0.1", int(os.environ["MASTER_PORT"]))
+        descriptor = socket.create_server(address, backlog=world_size + 16).detach() if rank == 0 else None
+        wait = timeout or timedelta(minutes=30)  # torch's default
+        store = cast(Any, dist).TCPStore(*address, world_size, rank == 0, wait, master_listen_fd=descriptor)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        return
+    dist.init_process_group(backend, timeout=timeout)
 
 
 def _leave_process_group() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -27,6 +28,7 @@ from ..trainer.checkpointing.snapshot import write_model
 from ..trainer.estimate import Job, estimate_stages
 from ..trainer.estimate.tables import stage_table
 from ..trainer.launch.rank_info import RankInfo
+from ..trainer.launch.rank_process import mark_run_as_begun
 from ..trainer.launch.ranks import on_first_rank
 from ..trainer.logging.provenance import command_line
 from ..trainer.logging.report import plot_loss
@@ -66,7 +68,8 @@ class Pretraining:
         self.trainer = Trainer(arguments)
         if dist.is_initialized():
             dist.barrier()  # every process has checked the folder that the first rank changes next
-        self.run_folder, self.first_step = on_first_rank(self._prepare_folder)
+        path, self.first_step = on_first_rank(self._prepare_folder)
+        self.run_folder = RunFolder(path)
         self.trainer.run_folder = self.run_folder
         tokenizer = load_tokenizer(self.run_folder.data / TOKENIZER)
         self.config = inputs.config if inputs.tokenizer else with_vocabulary(inputs.config, tokenizer, inputs.objective)
@@ -135,12 +138,12 @@ class Pretraining:
         if not self.inputs.continues:
             on_first_rank(lambda: shutil.rmtree(self.run_folder.path))  # it held the corpus
 
-    def _prepare_folder(self) -> tuple[RunFolder, int]:
-        """Returns the run's folder and its first step. An error leaves the folder's contents unchanged."""
+    def _prepare_folder(self) -> tuple[Path, int]:
+        """Returns the path of the run's folder and its first step. An error leaves the folder's contents unchanged."""
         arguments = self.arguments
         folder = RunFolder(Path(arguments.output_dir)) if arguments.output_dir else None
         if folder and self.inputs.continues and arguments.eval_only:
-            return folder, 0
+            return folder.path, 0
         if arguments.eval_only:
             folder = RunFolder(Path(mkdtemp(prefix="shardzoo-")))
             try:
@@ -148,11 +151,11 @@ class Pretraining:
             except BaseException:
                 shutil.rmtree(folder.path)
                 raise
-            return folder, 0
+            return folder.path, 0
         folder = folder or RunFolder(make_run_folder(arguments.model_name))
         take_folder(folder.path, self.console.print)
         try:
-            return folder, self._fill_folder(folder)
+            return folder.path, self._fill_folder(folder)
         except BaseException:
             return_folder(folder.path)
             raise
@@ -162,17 +165,20 @@ class Pretraining:
         first_step = folder.first_step(resume=arguments.resume, overwrite=arguments.overwrite)
         if first_step:
             folder.record_arguments(arguments.of_the_run())
+            mark_run_as_begun()
             return first_step
         with folder.new_data() as prepared:
             prepare_data(arguments, self.inputs, prepared, self.console)
             folder.begin(arguments.of_the_run(), prepared)
+            mark_run_as_begun()
         return 0
 
     def _plan_stages(self) -> Job:
         """Returns the job of a rank, with the blocks of each pipeline stage. The first rank may measure them."""
         arguments = self.arguments
         _, job = estimated_job(arguments, self.inputs, self.trainer.ranks.dp_size)
-        return on_first_rank(lambda: with_stages(arguments, self.config, job))
+        blocks = on_first_rank(lambda: with_stages(arguments, self.config, job).pipeline_blocks)
+        return replace(job, pipeline_blocks=blocks)
 
     def _build_model(self) -> nn.Module:
         arguments, weights = self.arguments, self.inputs.weights

@@ -133,7 +133,7 @@ class TrainingLoop:
         """
         arguments, reporter, profiler = self.arguments, self.reporter, self.profiler
         self._iterator, self._position = iter(self.batches), self.batches.state_dict()
-        with StopSignal() as signalled, profiler or contextlib.nullcontext():
+        with StopSignal(arguments.grace_period) as signalled, profiler or contextlib.nullcontext():
             if 0 < self.step != self.total_steps and self.step % arguments.eval_interval == 0:
                 self._catch_up_on_evaluation()
             while self.total_steps is None or self.step < self.total_steps:

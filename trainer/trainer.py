@@ -34,8 +34,9 @@ from .engines.optimizers import check_optimizer, check_stages, make_optimizer
 from .engines.precision import prepare_model
 from .engines.schedule import make_schedule
 from .evaluation import Metric, check_samples, evaluate, metric_functions
-from .launch.environment import initialize_distributed, keep_freed_memory, single_device
+from .launch.environment import initialize_distributed, keep_freed_memory, set_collective_timeout, single_device
 from .launch.launch import ensure_processes_of
+from .launch.rank_process import is_restarted
 from .launch.ranks import Ranks, on_first_rank
 from .logging.diagnostics import StepProfiler
 from .logging.provenance import command_line, git_commit, hardware, versions
@@ -115,6 +116,8 @@ class Trainer:
                 f"{type(arguments).__name__}"
             )
         self.arguments = (arguments or arguments_kind(keywords)(**keywords)).resolved()
+        if is_restarted():
+            self.arguments = _of_restart(self.arguments)
         if self.arguments.env_type.startswith("deepspeed"):
             zero_stage(self.arguments)
         self.mesh, self.device = self._join(mesh)
@@ -224,7 +227,9 @@ class Trainer:
             normalizer=LossNormalizer(model, mean_losses=type(self).forward_step is not Trainer.forward_step),
             evaluate=validate if valid_dataset is not None else None,
             model_files=files,
-            saver=BackgroundSaver(self.run_folder, ranks, arguments.save_total_limit),
+            saver=BackgroundSaver(
+                self.run_folder, ranks, arguments.save_total_limit, seconds=2 * arguments.collective_timeout
+            ),
             reporter=reporter or self.make_reporter(point.step if point else 0, total_steps),
             profiler=self._make_profiler(),
             total_steps=total_steps,
@@ -327,8 +332,11 @@ class Trainer:
                     "'deepspeed' or 'deepspeed+mpu'"
                 )
             return None, single_device(arguments.pytorch_device)
-        device = initialize_distributed(launch)
-        return mesh or ParallelMesh(arguments.model_parallel_size, arguments.pipeline_parallel_size), device
+        wait, stall = arguments.collective_timeout, arguments.stall_timeout
+        device = initialize_distributed(launch, collective_timeout=wait, stall_timeout=stall)
+        mesh = mesh or ParallelMesh(arguments.model_parallel_size, arguments.pipeline_parallel_size)
+        set_collective_timeout(mesh, wait)
+        return mesh, device
 
     def _run(
         self, loop: TrainingLoop, point: ResumePoint | None, reporting: contextlib.AbstractContextManager[Any]
@@ -391,6 +399,14 @@ class Trainer:
         if arguments.wandb:
             sinks.append(WeightsAndBiases(arguments.experiment_name, asdict(arguments), folder.path))
         return RunReporter(self.console, sinks, first_step=first_step, total_steps=total_steps)
+
+
+def _of_restart(arguments: TrainingArguments) -> TrainingArguments:
+    """Returns the arguments of a job that is started again: it resumes its run, or begins it again if none is saved."""
+    folder = getattr(arguments, "output_dir", None) or Path(arguments.save_dir, arguments.experiment_name or "")
+    saved = RunFolder(Path(folder)).latest_step() is not None
+    again = {"overwrite": not saved} if hasattr(arguments, "overwrite") else {}
+    return replace(arguments, resume=saved, **again)
 
 
 def _pad_token_id(model: nn.Module) -> int:

@@ -33,6 +33,18 @@ if case == "barrier":
     if launch.rank == 1:
         the_end_of_rank(1)
     dist.barrier()
+elif case == "listen":
+    from shardzoo.trainer.launch.environment import initialize_distributed
+    import torch.distributed as dist
+    initialize_distributed(launch)
+    if launch.rank == 0:
+        port = "%04X" % int(os.environ["MASTER_PORT"])
+        for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+            for words in map(str.split, open(table)):
+                address, _, number = words[1].partition(":")
+                if number == port and words[3] == "0A":
+                    say("listens", address)
+    dist.barrier()
 elif case == "kill":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as a rank that saves would, and is stuck
     if launch.rank == 2:
@@ -122,6 +134,34 @@ def test_ranks_may_save_when_the_job_is_stopped(start):
     code, output, _ = finish(process)
     assert code == 128 + signal.SIGTERM
     assert sorted(line for line in output if line.startswith("saved")) == ["saved 0", "saved 1", "saved 2"]
+
+
+def test_the_rendezvous_of_one_machine_is_closed_to_others(start):
+    code, output, messages = finish(start("listen"))
+    assert code == 0, messages
+    assert [line for line in output if line.startswith("listens")] == ["listens 0100007F"]  # 127.0.0.1, and no [::]
+
+
+def test_the_next_start_deletes_the_folder_of_a_killed_launcher(start, tmp_path, monkeypatch):
+    """It leaves alone a running launcher's folder, and folders that no launcher has made."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    (tmp_path / "shardzoo-ranks-mine").mkdir()
+    living, killed = start("wait"), start("wait")
+    try:
+        ranks_of(living)
+        ranks_of(killed)
+        assert len(list(tmp_path.glob("shardzoo-ranks-*"))) == 3
+        killed.kill()
+        killed.wait()
+        assert finish(start("exit"))[0] == 7
+        left = list(tmp_path.glob("shardzoo-ranks-*"))
+        assert len(left) == 2
+        assert tmp_path / "shardzoo-ranks-mine" in left
+    finally:
+        living.terminate()
+        finish(living)
+        finish(killed)
+    assert list(tmp_path.glob("shardzoo-ranks-*")) == [tmp_path / "shardzoo-ranks-mine"]
 
 
 def test_ranks_do_not_outlive_their_launcher(start):

@@ -58,11 +58,36 @@ def test_a_hostfile(hosts):
     assert read_hostfile(hosts) == {"worker-a": 2, "worker-b": 1} == dict(fetch_hostfile(str(hosts)))
 
 
-def test_a_missing_hostfile_is_this_machine_alone(tmp_path):
-    assert read_hostfile(tmp_path / "none") is None
-    assert Nodes(hostfile=str(tmp_path / "none")).slots() == {}
-    assert Nodes(hostfile=str(tmp_path / "none"), num_nodes=1).slots() == {}
+@pytest.mark.parametrize("environment", ["pytorch", "pytorchDDP", "deepspeed"])
+def test_a_missing_hostfile_is_refused(tmp_path, environment):
     assert Nodes().slots() == {}
+    for options in ({}, {"num_nodes": 1}):
+        with pytest.raises(ValueError, match=r"there is no hostfile .*none; write one with a line"):
+            Nodes(hostfile=str(tmp_path / "none"), **options).slots()
+    with pytest.raises(ValueError, match="there is no hostfile"):
+        ensure_processes_of(TrainingArguments(env_type=environment, hostfile=str(tmp_path / "none"), dry_run=True))
+
+
+HOSTILE = (
+    "-oProxyCommand=touch${IFS}seen", "a@-oProxyCommand=x", "a;reboot", "$(reboot)", "`reboot`", "exec:a", "^list",
+    "a,b", "a|b", "[1-9]", "..", "a/../b", "a'b", "a\x1b[31m", "@a", "::x", "%h",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_host_that_ssh_would_not_take_as_a_name(tmp_path, name):
+    (tmp_path / "hosts").write_text(f"worker-a slots=1\n{name} slots=1\n")
+    with pytest.raises(ValueError, match=r"line 2: .* is not a host name") as refused:
+        Nodes(hostfile=str(tmp_path / "hosts")).slots()
+    assert "\x1b" not in str(refused.value)
+    with pytest.raises(ValueError, match=r"master_ip=.* is not a host name or an address"):
+        ensure_processes_of(TrainingArguments(env_type="pytorchDDP", master_ip=name, dry_run=True))
+
+
+def test_usual_hosts(tmp_path):
+    names = ["node-1", "user@rack2.example.org", "10.0.0.1", "fe80::1", "my_alias", "2001:db8::7"]
+    (tmp_path / "hosts").write_text("".join(f"{name} slots=1\n" for name in names))
+    assert list(read_hostfile(tmp_path / "hosts")) == names
 
 
 @pytest.mark.parametrize(
@@ -87,7 +112,6 @@ def test_a_hostfile_with_a_mistake(tmp_path, text, message):
         ({"num_nodes": 3}, "num_nodes=3, but .*hosts names 2: worker-a, worker-b"),
         ({"num_gpus": 2}, "num_gpus=2, but in .*hosts worker-b has 1 slots"),
         ({"hostfile": None, "num_nodes": 2}, "num_nodes=2, but no hostfile is given"),
-        ({"hostfile": "nowhere", "num_nodes": 2}, "num_nodes=2, but there is no hostfile nowhere"),
     ],
 )
 def test_more_is_asked_for_than_there_is(hosts, options, message):

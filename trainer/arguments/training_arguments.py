@@ -63,6 +63,15 @@ class TrainingArguments:
     """Script that the processes run; by default the current command."""
     dry_run: bool = False
     """Print the commands that would start the processes, and start none."""
+    stall_timeout: float = 300.0
+    """Seconds after which a job that stands still is ended, with the rank's stack and exit code 75; 0 for never.
+    Saving, and work before and after training, may take longer."""
+    collective_timeout: float = 1800.0
+    """Seconds that a rank waits for the others in a collective. For rank 0's preparations they wait without limit."""
+    grace_period: float = 300.0
+    """Seconds after SIGTERM or SIGINT in which a run may save and end before it is killed."""
+    max_restarts: int = 0
+    """How often a job whose rank has died or stood still is started again from its last checkpoint, on one machine."""
 
     epochs: int = 0
     """Passes over the training data; ignored if `train_steps` is set."""
@@ -213,10 +222,16 @@ class TrainingArguments:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
-        for name in ("epochs", "num_workers", "weight_decay", "clip_grad", "profile_steps", "warmup_steps", "adam_eps"):
+        for name in ("epochs", "num_workers", "weight_decay", "clip_grad", "profile_steps", "warmup_steps", "adam_eps",
+                     "stall_timeout", "grace_period", "max_restarts"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name} must not be negative, but is {value}")
+        if not self.collective_timeout > 0:
+            raise ValueError(f"collective_timeout must be above 0, not {self.collective_timeout}")
+        if self.max_restarts and (self.num_nodes > 1 or getattr(self, "output_dir", "") is None):
+            need = "one machine; on several use torchrun's" if self.num_nodes > 1 else "output_dir, to resume from"
+            raise ValueError(f"max_restarts={self.max_restarts} needs {need}")
         if not self.lr > 0:
             raise ValueError(f"lr must be above 0, not {self.lr}")
         for name in ("beta1", "beta2"):

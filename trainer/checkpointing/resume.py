@@ -11,6 +11,7 @@ from ...checkpoint.rank_files import rank_file
 from ...checkpoint.tensor_reader import read_tensors
 from ...data.files import checked_file, printable
 from ..arguments.training_arguments import TrainingArguments
+from ..launch.rank_process import mark_run_as_begun
 from ..launch.ranks import Ranks, on_first_rank
 from ..run_folder import RunFolder
 from ..run_lock import return_folder, take_folder
@@ -86,6 +87,7 @@ def _open_folder(folder: RunFolder, point: ResumePoint | None, arguments: Traini
     except BaseException:
         return_folder(folder.path)
         raise
+    mark_run_as_begun()
 
 
 def _prepare_folder(folder: RunFolder, point: ResumePoint | None, arguments: TrainingArguments) -> None:

@@ -17,8 +17,6 @@ from ..run_lock import check_taken
 from .snapshot import Snapshot, amend_state, write_snapshot
 from .staging_buffers import StagingBuffers
 
-WRITING_TIMEOUT = timedelta(hours=1)  # one rank's disk may be much slower than the others'
-
 
 class BackgroundSaver:
     """Copies and writes snapshots in a thread, one at a time. All ranks save the same steps.
@@ -26,12 +24,15 @@ class BackgroundSaver:
     The thread copies while the next forward and backward passes run, which change neither parameters nor the
     optimizer's state. An update must wait for the copy. The threads of the ranks use a separate process group, so that
     their collectives never interleave with those of training. An error in the thread is raised by the next call.
-    `keep` is the number of checkpoints to keep; None keeps all.
+    `keep` is the number of checkpoints to keep; None keeps all. `seconds` is how long a rank waits for the others,
+    whose disks may be much slower.
     """
 
-    def __init__(self, run_folder: RunFolder, ranks: Ranks, keep: int | None) -> None:
+    def __init__(self, run_folder: RunFolder, ranks: Ranks, keep: int | None, seconds: float = 3600.0) -> None:
         self.run_folder, self._ranks, self._keep = run_folder, ranks, keep
-        self._group: Any = dist.new_group(backend="gloo", timeout=WRITING_TIMEOUT) if ranks.world_size > 1 else None
+        self._group: Any = (
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds)) if ranks.world_size > 1 else None
+        )
         if self._group is not None:
             dist.barrier(self._group)  # a rank with nothing to do would close it while others still connect to it
         self._thread: threading.Thread | None = None

@@ -7,23 +7,31 @@ import ctypes
 import os
 import sys
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 
+from ...mpu.mesh import ParallelMesh, init_process_group
+from .heartbeat import watch_peers
 from .rank_info import RankInfo, cpu_environment, free_port
-from .rank_process import join_job
+from .rank_process import LAUNCHER_PID, join_job
 
 if not torch.accelerator.is_available():
     # DeepSpeed reads it at import. Without it, every rank would warn that there is no other accelerator.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-PROCESS_GROUP_TIMEOUT = timedelta(minutes=30)  # preparing a corpus on the first rank may take a while
 
+def initialize_distributed(
+    launch: RankInfo, *, collective_timeout: float = 1800.0, stall_timeout: float = 300.0
+) -> torch.device:
+    """Joins the process group (NCCL with GPUs, else gloo) and returns this process's device.
 
-def initialize_distributed(launch: RankInfo) -> torch.device:
-    """Joins the process group (NCCL with GPUs, else gloo) and returns this process's device."""
+    Args:
+        collective_timeout: Seconds that a collective waits for the other ranks.
+        stall_timeout: Seconds after which a job that stands still is ended, if no launcher of ours watches it; 0 for
+            never.
+    """
     launch.export()
     join_job()
     if not dist.is_initialized():
@@ -33,15 +41,30 @@ def initialize_distributed(launch: RankInfo) -> torch.device:
             os.environ.setdefault("RANK", "0")
             os.environ.setdefault("WORLD_SIZE", "1")
             os.environ.setdefault("LOCAL_RANK", "0")
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, timeout=PROCESS_GROUP_TIMEOUT)
+        init_process_group(timedelta(seconds=collective_timeout))
         atexit.register(leave_distributed)
+        if launch.world_size > 1 and stall_timeout and LAUNCHER_PID not in os.environ:
+            watch_peers(launch.rank, launch.world_size, launch.local_rank, stall_timeout, _connect)
     if torch.cuda.is_available():
         index = launch.local_rank % torch.cuda.device_count()  # under srun a task may see only its own GPU
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
     torch.set_num_threads(int(cpu_environment(launch.local_world_size)["OMP_NUM_THREADS"]))
     return torch.device("cpu")
+
+
+def _connect() -> Any:
+    """Returns a connection to the rendezvous of its own, because a collective's may be blocked."""
+    port, wait = int(os.environ["MASTER_PORT"]), timedelta(seconds=10)
+    return cast(Any, dist).TCPStore(
+        os.environ["MASTER_ADDR"], port, is_master=False, timeout=wait, wait_for_workers=False
+    )
+
+
+def set_collective_timeout(mesh: ParallelMesh, seconds: float) -> None:
+    """Sets the timeout of the mesh's groups, which torch creates with a constant one."""
+    for group in mesh.groups:
+        cast(Any, dist).distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def single_device(name: str) -> torch.device:

@@ -7,21 +7,28 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..arguments.training_arguments import TrainingArguments
-from .local import run_ranks
-from .nodes import LOCAL_NAMES, Nodes, check_launcher, deepspeed_command, launcher_command, rank_commands
+from .local import POLL_SECONDS, Faults, run_ranks
+from .nodes import LOCAL_NAMES, Nodes, check_launcher, deepspeed_command, launcher_command, rank_commands, read_hostfile
 from .rank_info import RankInfo
-from .rank_process import join_job
+from .rank_process import LAUNCHER_PID, join_job
 
 THIS_MACHINE = Nodes()
+DEFAULT_FAULTS = Faults()
 GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
 
 
 def ensure_processes(
-    world_size: int, nodes: Nodes = THIS_MACHINE, *, script: str | None = None, dry_run: bool = False
+    world_size: int,
+    nodes: Nodes = THIS_MACHINE,
+    *,
+    script: str | None = None,
+    dry_run: bool = False,
+    faults: Faults = DEFAULT_FAULTS,
 ) -> RankInfo:
     """Returns the rank of this process, after starting the processes of the run if no launcher has.
 
@@ -33,22 +40,24 @@ def ensure_processes(
     Args:
         script: A file to run with the arguments of this process; by default the script of this process.
         dry_run: Print the commands of the job, start nothing, and raise `SystemExit(0)`.
+        faults: What to do about ranks that die or stand still.
 
     Raises ValueError if there are fewer machines or GPUs than asked for, or the script cannot be run again.
     """
     launch = RankInfo.from_environment()
-    if launch.world_size > 1:
+    started_here = os.environ.get(LAUNCHER_PID) == str(os.getppid())
+    if launch.world_size > 1 or started_here:
         if dry_run:
             raise SystemExit(0)
         launch.export()
         join_job()
         return launch
-    if world_size == 1 and not nodes.slots():
+    if world_size == 1 and not nodes.slots() and not (faults.max_restarts and not dry_run):
         if dry_run:
             print(shlex.join([sys.executable, *own_command(script)]))
             raise SystemExit(0)
         return launch
-    raise SystemExit(start_processes(world_size, nodes, script=script, dry_run=dry_run))
+    raise SystemExit(start_processes(world_size, nodes, script=script, dry_run=dry_run, faults=faults))
 
 
 def ensure_processes_of(arguments: TrainingArguments) -> RankInfo:
@@ -62,9 +71,12 @@ def ensure_processes_of(arguments: TrainingArguments) -> RankInfo:
         master_port=arguments.master_port,
     )
     if arguments.env_type == "pytorch":
+        if arguments.hostfile:
+            read_hostfile(Path(arguments.hostfile))
         nodes = THIS_MACHINE
     script, dry_run = arguments.training_script, arguments.dry_run
-    return ensure_processes(processes_of(arguments), nodes, script=script, dry_run=dry_run)
+    faults = Faults(arguments.stall_timeout, arguments.grace_period, arguments.max_restarts)
+    return ensure_processes(processes_of(arguments), nodes, script=script, dry_run=dry_run, faults=faults)
 
 
 def processes_of(arguments: TrainingArguments) -> int:
@@ -76,7 +88,12 @@ def processes_of(arguments: TrainingArguments) -> int:
 
 
 def start_processes(
-    world_size: int, nodes: Nodes = THIS_MACHINE, *, script: str | None = None, dry_run: bool = False
+    world_size: int,
+    nodes: Nodes = THIS_MACHINE,
+    *,
+    script: str | None = None,
+    dry_run: bool = False,
+    faults: Faults = DEFAULT_FAULTS,
 ) -> int:
     """Runs this process's command line as a job of several processes; returns its exit code. See `ensure_processes`."""
     slots = nodes.slots()
@@ -84,7 +101,7 @@ def start_processes(
         _check_gpus(world_size)
         command = [sys.executable, *own_command(script)]
         if not dry_run:
-            return run_ranks(command, world_size)
+            return run_ranks(command, world_size, faults)
         for rank in range(world_size):
             print(f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE={world_size} {shlex.join(command)}")
         return 0
@@ -94,7 +111,7 @@ def start_processes(
         print("\n".join(_describe(nodes, command, words)))
         return 0
     check_launcher(nodes.launcher)
-    return _run(command)
+    return _run(command, faults.grace_period)
 
 
 def own_command(script: str | None = None) -> list[str]:
@@ -142,14 +159,26 @@ def _describe(nodes: Nodes, command: Sequence[str], script: Sequence[str]) -> li
     return lines
 
 
-def _run(command: Sequence[str]) -> int:
-    """Runs DeepSpeed's launcher, which forwards SIGTERM and SIGINT to the machines. Returns its exit code."""
-    process = subprocess.Popen(command, env=dict(os.environ))
+def _run(command: Sequence[str], grace_period: float) -> int:
+    """Runs DeepSpeed's launcher, which forwards SIGTERM and SIGINT to the machines. Returns its exit code.
+
+    The launcher is killed if it does not end within `grace_period` seconds of a signal.
+    """
+    process, deadlines = subprocess.Popen(command, env=dict(os.environ)), list[float]()
+
+    def forward(number: int, frame: object) -> None:
+        deadlines.append(time.monotonic() + grace_period)
+        process.send_signal(number)
+
     numbers = (signal.SIGTERM, signal.SIGINT)
-    before = {number: signal.signal(number, lambda got, _: process.send_signal(got)) for number in numbers}
+    before = {number: signal.signal(number, forward) for number in numbers}
     try:
-        code = process.wait()
+        while process.poll() is None:
+            if deadlines and time.monotonic() > deadlines[0]:
+                process.kill()
+            time.sleep(POLL_SECONDS)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    code = process.returncode
     return code if code >= 0 else 128 - code

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from .heartbeat import PULSE, STALLED, Watchdog, process_state, read_sample, sample_of_stack, stack_of
 from .rank_info import cpu_environment, free_port
-from .rank_process import ERROR_FILE, LAUNCHER_PID, LAUNCHER_SHOWS_ERRORS, RankError, read
+from .rank_process import BEGUN, ERROR_FILE, LAUNCHER_PID, LAUNCHER_SHOWS_ERRORS, RESTARTED, RankError, read
 
+SCRATCH, LOCK = "shardzoo-ranks-", "launcher.lock"
 USAGE_ERROR = 2  # the exit code of a rank that has printed a message about the user's error itself
 POLL_SECONDS = 0.05
 SETTLE_SECONDS = 1.0  # time for other ranks to fail from the same cause, so that the first failure can be found
@@ -67,11 +72,17 @@ class Failure:
 class RankProcess:
     """One process of the job, in a new session."""
 
-    def __init__(self, number: int, command: Sequence[str], environment: dict[str, str], error_file: Path) -> None:
-        self.number, self.error_file = number, error_file
+    def __init__(
+        self, number: int, command: Sequence[str], environment: dict[str, str], folder: Path, interval: float
+    ) -> None:
+        self.number = number
+        self.error_file, self.pulse_file = folder / f"rank_{number}.json", folder / f"rank_{number}.pulse"
+        for file in (self.error_file, self.pulse_file):  # of the job's start before
+            file.unlink(missing_ok=True)
+        own = {"RANK": str(number), "LOCAL_RANK": str(number), ERROR_FILE: str(self.error_file)}
         self.process = subprocess.Popen(
             command,
-            env=environment | {"RANK": str(number), "LOCAL_RANK": str(number), ERROR_FILE: str(error_file)},
+            env=environment | own | {PULSE: f"{self.pulse_file}:{interval}"},
             stdin=None if number == 0 else subprocess.DEVNULL,
             start_new_session=True,  # a terminal's Ctrl-C then reaches only the launcher, which passes it on once
         )
@@ -80,6 +91,11 @@ class RankProcess:
     @property
     def is_running(self) -> bool:
         return self.process.poll() is None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped it."""
+        return process_state(self.process.pid) == "T"
 
     def find_failure(self) -> Failure | None:
         """Returns the rank's failure, or None. A recorded exception counts at once, because its process may hang."""
@@ -94,41 +110,160 @@ class RankProcess:
         if self.is_running:
             os.killpg(self.process.pid, number)
 
+    def end(self) -> None:
+        """Kills the rank and the processes it has started, also those that have outlived it."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
-def run_ranks(command: Sequence[str], world_size: int) -> int:
+
+@dataclass(frozen=True)
+class Faults:
+    """What to do about ranks that die or stand still. See `TrainingArguments` for the fields."""
+
+    stall_timeout: float = 300.0
+    grace_period: float = 300.0
+    max_restarts: int = 0
+
+
+class Job:
+    """A job of several ranks on this machine, which may be started again."""
+
+    def __init__(self, command: Sequence[str], world_size: int, faults: Faults, folder: Path) -> None:
+        self.command, self.world_size, self.faults, self.folder = command, world_size, faults, folder
+        self.ranks: list[RankProcess] = []
+        self.stops: list[int] = []
+        self._stopped_at = 0.0
+        self._watchdog = Watchdog(faults.stall_timeout)
+        self._next_look = 0.0
+
+    def stop(self, number: int, frame: object) -> None:
+        """Passes a signal on to the ranks. A second SIGINT kills them; launchers repeat signals while the ranks end."""
+        self.stops.append(number)
+        self._stopped_at = self._stopped_at or time.monotonic()
+        again = self.stops.count(signal.SIGINT) > 1
+        if len(self.stops) == 1 or again:
+            for rank in self.ranks:
+                rank.send(signal.SIGKILL if again else number)
+
+    def run(self) -> int:
+        """Runs the ranks once; returns the job's exit code. No rank is left."""
+        environment = _environment(self.world_size) | {BEGUN: str(self.folder / BEGUN)}
+        environment |= {RESTARTED: "1"} if (self.folder / BEGUN).exists() else {}
+        self._watchdog = Watchdog(self.faults.stall_timeout)
+        failures: list[Failure] = []
+        try:
+            for number in range(self.world_size):
+                self.ranks.append(RankProcess(number, self.command, environment, self.folder, self._interval))
+            stalled, failures = self._watch()
+        finally:
+            for rank in self.ranks:
+                rank.end()
+            self.ranks.clear()
+        if self.stops:
+            return 128 + self.stops[0]
+        if stalled:
+            return STALLED
+        _report(failures)
+        return failures[0].exit_code if failures else 0
+
+    @property
+    def _interval(self) -> float:
+        """Seconds between two samples of a rank."""
+        return max(0.05, min(1.0, self.faults.stall_timeout / 10))
+
+    def _watch(self) -> tuple[bool, list[Failure]]:
+        """Waits for all ranks, and ends the others when one fails or stands still.
+
+        Returns whether one stands still, and the failures, the cause first.
+        """
+        ranks = self.ranks
+        while any(rank.is_running for rank in ranks):
+            if [rank for rank in ranks if rank.find_failure()] and not self.stops:  # a list: `any` would skip ranks
+                _wait(ranks, SETTLE_SECONDS)
+                break
+            if self._stands_still():
+                return True, []
+            if self.stops and self._cannot_stop():
+                return False, []
+            time.sleep(POLL_SECONDS)
+        failures = [failure for rank in ranks if (failure := rank.find_failure())]
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for rank in ranks:
+                rank.send(number)
+            _wait(ranks, TERMINATE_SECONDS)
+        return False, sorted(failures, key=Failure.precedence)
+
+    def _stands_still(self) -> bool:
+        """Returns whether the job stands still, after printing which rank is the cause, and its stack."""
+        if time.monotonic() < self._next_look:
+            return False
+        self._next_look = time.monotonic() + self._interval
+        running = {rank.number: rank for rank in self.ranks if rank.is_running}
+        samples = {number: read_sample(rank.pulse_file) for number, rank in running.items()}
+        stalls = self._watchdog.look(samples, lambda number: running[number].is_stopped)
+        for stall in stalls:
+            pulse = running[stall.rank].pulse_file
+            stack = stack_of(running[stall.rank].process.pid, pulse.with_suffix(".stack")) if stall.sample else ""
+            found = replace(stall, sample=sample_of_stack(stall.sample, stack)) if stall.sample else stall
+            print(f"{found.describe()}\n{stack}", file=sys.stderr, flush=True)
+        if stalls:
+            limit = f"--stall-timeout {self.faults.stall_timeout:g} s"
+            print(f"the job is ended with exit code {STALLED}, because of {limit}", file=sys.stderr, flush=True)
+        return bool(stalls)
+
+    def _cannot_stop(self) -> bool:
+        """Returns whether the ranks will not end by themselves after a signal, after printing why."""
+        name, waited = signal.Signals(self.stops[0]).name, time.monotonic() - self._stopped_at
+        frozen = [rank.number for rank in self.ranks if rank.is_stopped] if waited > TERMINATE_SECONDS else []
+        if frozen:
+            print(f"rank {frozen[0]} is stopped by a signal, so the job cannot save: it is ended", file=sys.stderr)
+        elif waited > self.faults.grace_period:
+            limit = f"--grace-period {self.faults.grace_period:g} s"
+            print(f"the ranks did not end within {limit} of {name}: they are killed", file=sys.stderr)
+        return bool(frozen) or waited > self.faults.grace_period
+
+
+def run_ranks(command: Sequence[str], world_size: int, faults: Faults) -> int:
     """Runs `command` as `world_size` ranks of one job; returns its exit code.
 
     When a rank fails, the others are ended within seconds. The traceback of the first failure is printed, and its exit
-    code is the job's: for a signal 128 + its number, as in a shell. SIGTERM and SIGINT are passed on to the ranks,
-    which have as much time as they need to save. A second SIGINT kills them. The ranks do not outlive this process.
+    code is the job's: for a signal 128 + its number, as in a shell. If the job stands still, it is ended with exit code
+    75. SIGTERM and SIGINT are passed on to the ranks, which have the grace period to save. A second SIGINT kills them.
+    The ranks do not outlive this process. A job that fails is started again as often as `faults` allows, unless a rank
+    has reported a user's error.
     """
-    ranks: list[RankProcess] = []
-    stops: list[int] = []
-
-    def stop(number: int, frame: object) -> None:
-        stops.append(number)
-        again = stops.count(signal.SIGINT) > 1
-        if len(stops) == 1 or again:  # launchers repeat signals while the ranks end
-            for rank in ranks:
-                rank.send(signal.SIGKILL if again else number)
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    with tempfile.TemporaryDirectory(prefix="shardzoo-ranks-") as folder:
+    with _scratch_folder() as folder:
+        job, code = Job(command, world_size, faults, folder), 0
+        before = {number: signal.signal(number, job.stop) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
-            environment = _environment(world_size)
-            for number in range(world_size):
-                ranks.append(RankProcess(number, command, environment, Path(folder) / f"rank_{number}.json"))
-            failures = _watch(ranks, stops)
+            for attempt in range(faults.max_restarts + 1):
+                code = job.run()
+                if code in (0, USAGE_ERROR) or job.stops or attempt == faults.max_restarts:
+                    break
+                print(f"restart {attempt + 1} of {faults.max_restarts} (exit code {code})", file=sys.stderr, flush=True)
         finally:
-            for rank in ranks:
-                rank.send(signal.SIGKILL)
-                rank.process.wait()
             for number, handler in before.items():
                 signal.signal(number, handler)
-    if stops:
-        return 128 + stops[0]
-    _report(failures)
-    return failures[0].exit_code if failures else 0
+    return code
+
+
+@contextmanager
+def _scratch_folder() -> Generator[Path]:
+    """Yields a temporary folder, after deleting those of launchers of this user that were killed.
+
+    Each launcher holds a lock in its folder, which the system releases when the launcher ends.
+    """
+    for lock in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*/{LOCK}"):
+        with suppress(OSError):  # locked by a launcher that runs, or deleted by another one
+            if lock.parent.is_symlink() or lock.parent.stat().st_uid != os.getuid():
+                continue
+            with lock.open() as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent)
+    with tempfile.TemporaryDirectory(prefix=SCRATCH) as name, open(Path(name, LOCK), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield Path(name)
 
 
 def _environment(world_size: int) -> dict[str, str]:
@@ -146,21 +281,6 @@ def _environment(world_size: int) -> dict[str, str]:
         LAUNCHER_SHOWS_ERRORS: "1",
         LAUNCHER_PID: str(os.getpid()),
     }
-
-
-def _watch(ranks: Sequence[RankProcess], stops: Sequence[int]) -> list[Failure]:
-    """Waits for all ranks, and ends the others when one fails. Returns the failures, the cause first."""
-    while any(rank.is_running for rank in ranks):
-        if [rank for rank in ranks if rank.find_failure()] and not stops:  # a list, because `any` would skip ranks
-            _wait(ranks, SETTLE_SECONDS)
-            break
-        time.sleep(POLL_SECONDS)
-    failures = [failure for rank in ranks if (failure := rank.find_failure())]
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for rank in ranks:
-            rank.send(number)
-        _wait(ranks, TERMINATE_SECONDS)
-    return sorted(failures, key=Failure.precedence)
 
 
 def _wait(ranks: Sequence[RankProcess], seconds: float) -> None:

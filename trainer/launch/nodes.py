@@ -10,8 +10,11 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 
+# A host name or ssh alias. One that begins with "-" would be an option of ssh, and pdsh gives others a meaning too.
+HOST = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -21,7 +24,6 @@ class Nodes:
 
     Attributes:
         hostfile: File with a line `name slots=N` for each machine. The name is one that ssh knows, such as an alias.
-            If the file does not exist, this machine alone is used, as in DeepSpeed.
         num_nodes: How many of the hostfile's machines to use, from the top; 0 for all.
         num_gpus: Processes on each machine; 0 for as many as it has slots.
         master_addr: Address at which the others reach the first machine; by default DeepSpeed asks it by ssh.
@@ -35,6 +37,10 @@ class Nodes:
     master_port: int = 29500
     launcher: str = "pdsh"
 
+    def __post_init__(self) -> None:
+        if self.master_addr is not None and not is_host(self.master_addr):
+            raise ValueError(f"master_ip={self.master_addr!r} is not a host name or an address")
+
     def slots(self) -> dict[str, int]:
         """Returns the number of processes on each machine; empty for this machine alone.
 
@@ -43,10 +49,9 @@ class Nodes:
         hosts = read_hostfile(Path(self.hostfile)) if self.hostfile else None
         if hosts is None:
             if self.num_nodes > 1:
-                missing = f"there is no hostfile {self.hostfile}" if self.hostfile else "no hostfile is given"
                 raise ValueError(
-                    f"num_nodes={self.num_nodes}, but {missing}; write one with a line `name slots=N` for each node, "
-                    "or start the script on every node with torchrun or srun"
+                    f"num_nodes={self.num_nodes}, but no hostfile is given; write one with a line `name slots=N` for "
+                    "each node, or start the script on every node with torchrun or srun"
                 )
             return {}
         if self.num_nodes > len(hosts):
@@ -60,18 +65,32 @@ class Nodes:
         return {name: self.num_gpus or slots for name, slots in chosen.items()}
 
 
-def read_hostfile(path: Path) -> dict[str, int] | None:
-    """Returns name -> slots in the file's order, or None without a file. Raises ValueError that names a wrong line."""
+def is_host(name: str) -> bool:
+    """Returns whether `name` can be given to ssh or pdsh as a host."""
+    try:
+        return bool(HOST.fullmatch(name) or ip_address(name))
+    except ValueError:
+        return False
+
+
+def read_hostfile(path: Path) -> dict[str, int]:
+    """Returns name -> slots in the file's order. Raises ValueError that names a missing file or a wrong line."""
     if not path.is_file():
-        return None
+        raise ValueError(f"there is no hostfile {path}; write one with a line `name slots=N` for each node")
+    try:
+        text = path.read_text(errors="replace")
+    except OSError as error:
+        raise ValueError(f"the hostfile {path} cannot be read: {error.strerror}") from None
     hosts: dict[str, int] = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         line = line.partition("#")[0].strip()
         if not line:
             continue
-        found = re.fullmatch(r"(\S+)\s+slots=(\d+)", line)
+        found = re.fullmatch(r"(\S+)\s+slots=([0-9]{1,9})", line)
         if not found or not int(found[2]):
             raise ValueError(f"{path}, line {number}: {line!r} is not `name slots=N` with N at least 1")
+        if not is_host(found[1]):
+            raise ValueError(f"{path}, line {number}: {found[1]!r} is not a host name, an ssh alias or an address")
         if found[1] in hosts:
             raise ValueError(f"{path}, line {number}: {found[1]} occurs twice; give all its slots in one line")
         hosts[found[1]] = int(found[2])
@@ -148,14 +167,14 @@ def rank_commands(nodes: Nodes, script: Sequence[str]) -> dict[str, list[str]]:
         for local_rank in range(count):
             variables = {"RANK": rank, "LOCAL_RANK": local_rank, "LOCAL_SIZE": count, **shared}
             words = [f"{key}={value}" for key, value in variables.items()]
-            commands[name].append(" ".join([*words, sys.executable, "-u", shlex.join(script)]))
+            commands[name].append(" ".join([*words, shlex.join([sys.executable, "-u", *script])]))
             rank += 1
     return commands
 
 
 def _address(nodes: Nodes) -> str:
     """Returns the address at which the ranks connect, or the command with which DeepSpeed would ask for it."""
-    return nodes.master_addr or f"$(ssh {next(iter(nodes.slots()))} hostname -I | cut -d' ' -f1)"
+    return nodes.master_addr or f"$(ssh {shlex.quote(next(iter(nodes.slots())))} hostname -I | cut -d' ' -f1)"
 
 
 def _module_flag(script: Sequence[str]) -> list[str]:

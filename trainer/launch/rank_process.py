@@ -20,8 +20,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from .heartbeat import sample_for_launcher
+
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 LAUNCHER_PID = "SHARDZOO_LAUNCHER_PID"  # process id of our launcher
+BEGUN = "SHARDZOO_BEGUN"  # a file that exists once the job has begun a run, which the job resumes if it is restarted
+RESTARTED = "SHARDZOO_RESTARTED"  # set if the job has begun a run and was then started again
 LAUNCHER_SHOWS_ERRORS = "SHARDZOO_LAUNCHER_SHOWS_ERRORS"
 # Parts of gloo's and NCCL's messages about a lost peer, which is the consequence of another rank's failure.
 LOST_PEER = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL", "recvValue failed")
@@ -49,6 +53,18 @@ def join_job() -> None:
     """Sets up this process as a rank of a job, if it is one."""
     record_uncaught_exceptions()
     end_with_launcher()
+    sample_for_launcher()
+
+
+def mark_run_as_begun() -> None:
+    """Lets our launcher, if there is one, resume this job's run when it restarts the job."""
+    if BEGUN in os.environ:
+        Path(os.environ[BEGUN]).touch()
+
+
+def is_restarted() -> bool:
+    """Returns whether our launcher has started this job again after it had begun a run, which it then resumes."""
+    return RESTARTED in os.environ
 
 
 def record_uncaught_exceptions() -> None:
@@ -117,11 +133,16 @@ def read(path: Path) -> RankError | None:
 
 
 class StopSignal:
-    """A context in which SIGTERM only sets `is_set`. The training loop then ends after its step."""
+    """A context in which SIGTERM only sets `is_set`. The training loop then ends after its step.
 
-    def __init__(self) -> None:
-        self.is_set = False
+    If the context does not end within `grace_period` seconds, such as because a step never ends, the process does, with
+    exit code 143.
+    """
+
+    def __init__(self, grace_period: float) -> None:
+        self.is_set, self._grace_period = False, grace_period
         self._previous: Any = None
+        self._deadline: threading.Timer | None = None
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():  # Python allows signal handlers only there
@@ -131,6 +152,17 @@ class StopSignal:
     def __exit__(self, *exception: object) -> None:
         if self._previous is not None:
             signal.signal(signal.SIGTERM, self._previous)
+        if self._deadline is not None:
+            self._deadline.cancel()
 
     def _set(self, number: int, frame: object) -> None:
+        if not self.is_set:
+            self._deadline = threading.Timer(self._grace_period, self._end)
+            self._deadline.daemon = True
+            self._deadline.start()
         self.is_set = True
+
+    def _end(self) -> None:
+        print(f"the step was not saved within --grace-period {self._grace_period:g} s of SIGTERM", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(128 + signal.SIGTERM)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ...mpu import ParallelMesh
+
+PATIENCE = timedelta(days=365)  # rank 0 may prepare a corpus or build kernels for as long as it takes
 
 
 class Ranks:
@@ -37,12 +42,17 @@ class Ranks:
         return total.tolist()
 
     def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-        """Returns the values of all processes, by rank. They are pickled between the processes of this run."""
+        """Returns the values of all processes, by rank. See `to_json` for the possible values."""
         if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=group)
-        return values
+        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+        own = torch.tensor(bytearray(to_json(value)), dtype=torch.uint8, device=device)
+        sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([len(own)], device=device), group=group)
+        longest = max(int(size) for size in sizes)
+        texts = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in sizes]
+        dist.all_gather(texts, torch.nn.functional.pad(own, (0, longest - len(own))), group=group)
+        return [from_json(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
 
 
 Result = TypeVar("Result")
@@ -55,17 +65,88 @@ def is_first_rank() -> bool:
 def on_first_rank(work: Callable[[], Result]) -> Result:
     """Runs `work` on rank 0; returns its result, or raises its `ValueError` or `OSError`, on every rank.
 
-    The result is pickled between the processes of this run.
+    The other ranks wait for as long as `work` takes. See `to_json` for the possible results.
     """
-    if not dist.is_initialized():
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return work()
-    outcome: list = [None, None]
+    outcome: list[Any] = [None, None]
+    group = _patient_group()
     if dist.get_rank() == 0:
         try:
             outcome[0] = work()
         except (ValueError, OSError) as error:
-            outcome[1] = error
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
+            _broadcast([None, error], group)
+            raise
+    value, error = _broadcast(outcome, group)
+    if error is not None:
+        raise error
+    return value
+
+
+_patient: list[tuple[Any, Any]] = []  # the default process group, and a group of the same ranks that waits for long
+
+
+def _patient_group() -> Any:
+    """Returns a group of all ranks whose collectives wait for rank 0's work. It still fails as soon as a rank ends."""
+    world = dist.group.WORLD
+    if not _patient or _patient[0][0] is not world:
+        _patient[:] = [(world, dist.new_group(backend="gloo", timeout=PATIENCE))]
+    return _patient[0][1]
+
+
+def _broadcast(value: Any, group: Any) -> Any:
+    """Returns rank 0's value on every rank."""
+    text = to_json(value) if dist.get_rank() == 0 else b""
+    size = torch.tensor([len(text)])
+    dist.broadcast(size, src=0, group=group)
+    content = torch.tensor(bytearray(text), dtype=torch.uint8) if text else torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(content, src=0, group=group)
+    return value if text else from_json(bytes(content.tolist()))
+
+
+def to_json(value: Any) -> bytes:
+    """Returns JSON of None, truth values, numbers, texts, paths, and lists, tuples, dicts and errors of such values.
+
+    Raises TypeError for another value.
+    """
+    return json.dumps(_plain(value)).encode()
+
+
+def from_json(text: bytes) -> Any:
+    return _restored(json.loads(text))
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, tuple):
+        return {"tuple": [_plain(entry) for entry in value]}
+    if isinstance(value, dict):
+        return {"dict": [[_plain(key), _plain(entry)] for key, entry in value.items()]}
+    if isinstance(value, PurePath):
+        return {"path": [str(value)]}
+    if isinstance(value, OSError) and value.errno is not None:
+        return {"OSError": [value.errno, value.strerror, value.filename and str(value.filename)]}
+    if isinstance(value, OSError | ValueError):
+        return {"OSError" if isinstance(value, OSError) else "ValueError": [str(value)]}
+    raise TypeError(f"a {type(value).__name__} cannot be sent between ranks")
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_restored(entry) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    return RESTORE[kind](content)
+
+
+RESTORE: dict[str, Callable[[list[Any]], Any]] = {
+    "tuple": lambda entries: tuple(map(_restored, entries)),
+    "dict": lambda pairs: {_restored(key): _restored(entry) for key, entry in pairs},
+    "path": lambda parts: Path(*parts),
+    "OSError": lambda parts: OSError(*parts),
+    "ValueError": lambda parts: ValueError(*parts),
+}

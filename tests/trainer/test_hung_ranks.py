@@ -1,0 +1,237 @@
+"""Ranks that stand still are named and end the job; a slow or long-preparing job is left alone."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from commands import user_environment
+
+from shardzoo.trainer import TrainingArguments
+from shardzoo.trainer.launch import heartbeat
+from shardzoo.trainer.launch.heartbeat import OUTSIDE, STALLED, Sample, Sampler, Stall, Watchdog, sample_of_stack
+from shardzoo.trainer.launch.ranks import Ranks, from_json, on_first_rank, to_json
+
+SCRIPT = Path(heartbeat.__file__).parents[2] / "benchmarks" / "hung_ranks.py"
+
+
+class Clock:
+    """A stand-in clock that only `sleep` moves."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Job:
+    """Samples of ranks on a stand-in clock: each entry of `run` is what the ranks do for some seconds."""
+
+    def __init__(self, timeout: float = 300.0) -> None:
+        self.clock = Clock()
+        self.watchdog = Watchdog(timeout, self.clock)
+        self.number = 0
+        self.samples: dict[int, Sample | None] = {}
+
+    def run(
+        self, seconds: float, *ranks: dict | None, stopped: tuple[int, ...] = (), busy: bool = False
+    ) -> list[Stall]:
+        """`ranks`: the fields of each rank's samples, None for a rank that takes none; busy: calls stay short."""
+        for second in range(seconds):
+            self.clock.now += 1.0
+            self.number += 1
+            for rank, fields in enumerate(ranks):
+                if fields is not None and rank not in stopped:
+                    idle = 0.1 if fields.get("busy", busy) else float(second)
+                    kept = {name: value for name, value in fields.items() if name != "busy"}
+                    self.samples[rank] = Sample(number=self.number, idle=idle, **kept)
+                self.samples.setdefault(rank, None)
+            stalls = self.watchdog.look(self.samples, lambda rank: rank in stopped)
+            if stalls:
+                return stalls
+        return []
+
+
+FORWARD, WAITS = {"phase": "forward"}, {"phase": "training step", "collective": "all_reduce"}
+
+
+@pytest.mark.parametrize("phase", ["forward", "save", "evaluation", OUTSIDE, "work of rank 0"])
+def test_a_stopped_rank_is_named_in_every_phase(phase):
+    job = Job()
+    assert not job.run(10, {"phase": phase}, {"phase": phase}, busy=True)
+    stalls = job.run(400, WAITS, {"phase": phase}, stopped=(1,))
+    assert [stall.rank for stall in stalls] == [1]
+    assert 300 < stalls[0].seconds <= 302
+    assert stalls[0].describe().startswith(f"rank 1 is stopped by a signal (SIGSTOP) in phase {phase!r}")
+
+
+def test_a_rank_that_is_stopped_before_it_reports():
+    (stall,) = Job().run(400, {"phase": OUTSIDE}, None, stopped=(1,))
+    assert stall.describe().startswith("rank 1 is stopped by a signal (SIGSTOP) before it reported anything")
+
+
+def test_the_rank_that_does_not_wait_is_the_cause():
+    stalls = Job().run(400, WAITS, FORWARD, WAITS)
+    assert [stall.rank for stall in stalls] == [1]
+    assert "rank 1 stands still in phase 'forward'" in stalls[0].describe()
+
+
+def test_collectives_that_do_not_match_name_all_ranks():
+    stalls = Job().run(400, WAITS, {**WAITS, "collective": "broadcast"})
+    assert [stall.sample.collective for stall in stalls] == ["all_reduce", "broadcast"]
+
+
+def test_a_stopped_data_worker_is_named():
+    stalls = Job().run(400, WAITS, {"phase": "data", "stopped": [4321]})
+    assert [stall.rank for stall in stalls] == [1]
+    assert "waits for its process 4321, which a signal has stopped" in stalls[0].describe()
+
+
+def test_slow_steps_and_long_preparations_are_no_stall():
+    job = Job()
+    assert not job.run(600, {"phase": "work of rank 0"}, {"phase": "work of rank 0", "collective": "broadcast"})
+    assert not job.run(3600, {"phase": OUTSIDE}, WAITS)  # rank 0 builds kernels while rank 1 waits in its first step
+    for _ in range(40):  # steps of nearly five minutes, each in one call
+        assert not job.run(290, FORWARD, WAITS)
+        assert not job.run(5, FORWARD, FORWARD, busy=True)
+    assert not job.run(1200, {"phase": "save"}, {"phase": "save"})
+    assert not job.run(3600, {**FORWARD, "busy": True}, {**WAITS, "busy": False})  # rank 0 works on in short calls
+    assert not Job(timeout=0).run(10_000, WAITS, FORWARD)
+
+
+def test_a_job_that_was_suspended_as_a_whole_is_no_stall():
+    job = Job()
+    assert not job.run(10, FORWARD, WAITS, busy=True)
+    job.clock.now += 3600
+    assert not job.run(200, FORWARD, WAITS)
+
+
+def test_a_sampler_sees_each_new_call():
+    """A loop whose calls take all of the time, at the same line: progress although every sample looks alike."""
+    clock = Clock()
+    sampler, samples = Sampler(clock), []
+
+    def call() -> None:
+        clock.now += 10
+        samples.append(sampler.sample())
+
+    for _ in range(5):
+        call()
+    assert [sample.idle for sample in samples] == [0.0] * 5
+    assert samples[0].phase == OUTSIDE
+    assert "sample" in samples[0].call
+
+
+def test_the_stack_of_a_stopped_rank_says_where_it_is():
+    stack = """Thread 0x1 (most recent call first):
+  File "/a/shardzoo/trainer/checkpointing/snapshot.py", line 3 in write_snapshot
+
+Thread 0x2 (most recent call first):
+  File "/v/torch/distributed/distributed_c10d.py", line 3 in all_reduce
+  File "/v/torch/distributed/c10d_logger.py", line 3 in wrapper
+  File "/a/shardzoo/trainer/launch/ranks.py", line 30 in sum
+  File "/a/shardzoo/trainer/evaluation.py", line 90 in evaluate
+  File "/a/shardzoo/trainer/loop.py", line 9 in run
+"""
+    found = sample_of_stack(Sample(phase="forward"), stack)
+    assert found.phase == "evaluation, during a save"
+    assert found.collective == "all_reduce"
+    assert found.call == "sum (/a/shardzoo/trainer/launch/ranks.py:30)"
+
+
+def run(stage: str, folder: Path, *launcher: str, **arguments) -> tuple[int, str]:
+    folder.mkdir()
+    command = [*(launcher or (sys.executable,)), str(SCRIPT), "--train", stage, str(folder), json.dumps(arguments)]
+    done = subprocess.run(command, env=user_environment(), capture_output=True, text=True, timeout=200)
+    return done.returncode, done.stderr
+
+
+def test_a_restarted_job_equals_an_undisturbed_one(tmp_path):
+    code, messages = run("collective", tmp_path / "stopped", stall_timeout=2, max_restarts=1)
+    assert code == 0, messages
+    assert "rank 1 is stopped by a signal (SIGSTOP) in phase" in messages
+    assert "in the collective all_reduce" in messages
+    assert 'ranks.py", line' in messages  # its stack
+    assert f"restart 1 of 1 (exit code {STALLED})" in messages
+    assert run("none", tmp_path / "whole")[0] == 0
+    last = [tmp_path / name / "run" / "checkpoints" / "step-000006" for name in ("stopped", "whole")]
+    files = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in last]
+    assert files[0] == files[1]
+
+
+def test_ranks_of_another_launcher_notice_a_stopped_one(tmp_path):
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    code, messages = run("forward", tmp_path / "run", *launcher, stall_timeout=2)
+    assert code != 0
+    assert "rank 1 is stopped by a signal (SIGSTOP)" in messages
+    assert f"exitcode  : {STALLED}" in messages
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("cause", ["stopped", "stuck"])
+def test_a_signal_ends_a_job_that_cannot_save(tmp_path, number, cause):
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+import os, signal, time
+from shardzoo.trainer.launch.launch import ensure_processes
+from shardzoo.trainer.launch.local import Faults
+launch = ensure_processes(2, faults=Faults(grace_period={600 if cause == "stopped" else 1}))
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+open(f"ready{{launch.rank}}", "w")
+if launch.rank == 1 and {cause!r} == "stopped":
+    os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(600)
+""")
+    command = [sys.executable, "script.py"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=user_environment(), stderr=subprocess.PIPE, text=True)
+    try:
+        while not (tmp_path / "ready0").exists() or not (tmp_path / "ready1").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        started = time.monotonic()
+        process.send_signal(number)
+        _, messages = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number
+    assert time.monotonic() - started < 30
+    expected = (
+        "rank 1 is stopped by a signal, so the job cannot save" if cause == "stopped" else "within --grace-period 1 s"
+    )
+    assert expected in messages
+
+
+def test_messages_between_ranks_are_plain(run_mesh):
+    values = [None, True, 3, 0.1, float("inf"), "ä\x1b", [1, (2, "x")], {1: ("a", None), "b": []}, Path("/a/b"), ()]
+    for value in values:
+        assert from_json(to_json(value)) == value
+        assert type(from_json(to_json(value))) is type(value)
+    assert isinstance(from_json(to_json(FileNotFoundError(2, "No such file", "x"))), FileNotFoundError)
+    with pytest.raises(TypeError, match="a Stall cannot be sent between ranks"):
+        to_json(Stall(0, None, 0.0, is_stopped=True))
+
+    def exchange(mesh) -> tuple[list, object, str]:
+        ranks = Ranks(mesh)
+        gathered = ranks.gather(("x" * ranks.rank, {ranks.rank: None}))
+
+        def fail() -> None:
+            raise ValueError("of rank 0")
+
+        with pytest.raises(ValueError, match="of rank 0"):
+            on_first_rank(fail)
+        return gathered, on_first_rank(lambda: ("a", Path("b"))), str(on_first_rank(lambda: None))
+
+    expected = [("x" * rank, {rank: None}) for rank in range(3)]
+    assert run_mesh(1, exchange, data=3) == [(expected, ("a", Path("b")), "None")] * 3
+
+
+@pytest.mark.parametrize("name", ["stall_timeout", "collective_timeout", "grace_period", "max_restarts"])
+def test_times_are_checked(name):
+    with pytest.raises(ValueError, match=name):
+        TrainingArguments(**{name: -1})
