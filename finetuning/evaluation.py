@@ -96,7 +96,7 @@ def predictions_of(kind: str, output: Any, batch: Mapping[str, Tensor]) -> list[
     """Returns what the metrics of a `kind` need of each row: (prediction, label), for words lists of such pairs, and
     for answers the logits of the first and the last token."""
     if kind == "answers":
-        logits = (one.float().cpu().tolist() for one in (output.start_logits, output.end_logits))
+        logits = (output_field(output, f"{end}_logits").float().cpu().tolist() for end in ("start", "end"))
         return list(zip(*logits, strict=True))
     logits, labels = output_field(output, "logits").float().cpu(), batch["labels"].cpu()
     if kind == "numbers":
@@ -163,7 +163,7 @@ def _word_values(metrics: Sequence[str], found: Sequence[Any], names: Sequence[s
     return values
 
 
-def best_answers(spans: AnswerSpans, found: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[str]:
+def best_answers(spans: AnswerSpans, found: Sequence[Any]) -> list[str]:
     """Returns the answer to each question: of all its windows, the text with the largest sum of logits.
 
     If some question has no answer, the answer is empty where the sum for the [CLS] token is larger in every window.
@@ -174,7 +174,7 @@ def best_answers(spans: AnswerSpans, found: Sequence[tuple[Sequence[float], Sequ
     best: dict[int, tuple[float, str]] = {}
     absent: dict[int, float] = {}
     for (question, places, cls), logits in zip(spans.windows, found, strict=True):
-        start, end = map(np.asarray, logits)
+        start, end = map(np.array, logits)
         inside = [token for token, place in enumerate(places) if place is not None]
         scores = start[inside, None] + end[None, inside]  # [n, n]
         allowed = np.tril(np.triu(np.ones_like(scores)), LONGEST_ANSWER - 1)
