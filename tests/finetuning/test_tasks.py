@@ -552,8 +552,8 @@ def test_a_task_reaches_what_transformers_trainer_does(
     trainer.save_model(str(tmp_path / "trained"))
     tokenizer.save_pretrained(tmp_path / "trained")
     theirs = t2t.Trainer(
-        **{**settings, "train_file": None}, model_name_or_path=str(tmp_path / "trained"), native=False,
-        task=reference.task,
+        **{**settings, "train_file": None, "task": reference.task}, model_name_or_path=str(tmp_path / "trained"),
+        native=False,
     ).evaluate()  # fmt: skip
     curve = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     row = "  ".join(f"{name} {ours[name]:.4f} {theirs[name]:.4f}" for name in theirs)
