@@ -29,8 +29,8 @@ def find_folder(
 
     hub: Any = huggingface_hub
     try:
-        folder = None if cache is None else str(Path(cache).expanduser())
-        return Path(hub.snapshot_download(name, allow_patterns=list(patterns), cache_dir=folder))
+        place = {} if cache is None else {"cache_dir": str(Path(cache).expanduser())}
+        return Path(hub.snapshot_download(name, allow_patterns=list(patterns), **place))
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(

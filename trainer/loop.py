@@ -320,7 +320,8 @@ class TrainingLoop:
         if name.endswith(("loss", "perplexity")) or name in ("mse", "mae", "ter"):
             value, best = -value, -best
         if math.isnan(value) or value <= best:
-            self.best = {**self.best, "since": self.best.get("since", 0) + 1}
+            if self.arguments.early_stopping_patience is not None:
+                self.best = {**self.best, "since": self.best.get("since", 0) + 1}
             if self._is_stale():
                 since = f"{self.best['since']} evaluations without a better {name}"
                 self.reporter.notice(f"stopped early after step {self.step}: {since}")

@@ -308,7 +308,10 @@ class Trainer:
         self, model: nn.Module | None, train_dataset: Any, valid_dataset: Any, metrics: Mapping[str, Metric]
     ) -> nn.Module:
         if not isinstance(model, nn.Module):
-            raise ValueError(f"train needs a model, not {model!r}; a recipe's options are keywords: train(valid=False)")
+            raise ValueError(
+                f"model must be a torch.nn.Module, such as shardzoo.from_pretrained(path), not {model!r}; options of a "
+                "recipe are keywords: train(valid=False)"
+            )
         if train_dataset is None:
             raise ValueError("train needs a train_dataset")
         best = self.arguments.save_best

@@ -131,7 +131,7 @@ def test_a_trainer_without_a_recipe_has_no_model():
         trainer.freeze(encoder=True)
     with pytest.raises(AttributeError, match=r"has no attribute 'forward'$"):
         trainer.forward()
-    with pytest.raises(ValueError, match=r"train needs a model, not False; .*train\(valid=False\)"):
+    with pytest.raises(ValueError, match=r"model must be a torch.nn.Module, .* not False; .*train\(valid=False\)"):
         trainer.train(False)
     with pytest.raises(ValueError, match="evaluate needs a model and a dataset, not 'file'"):
         trainer.evaluate("file")
