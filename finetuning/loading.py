@@ -163,12 +163,15 @@ def _native(
     made["parallel_config"] = ParallelConfig(arguments.sequence_parallel, arguments.recompute, blocks)
     architecture = family(source.model_type).tasks[task]
     config = config_from_dict({**source.values, "architectures": [architecture]}).with_changes(**(head or {}))
-    new = missing_modules(source.folder, config)
     of_adapter = source.adapter is not None and (source.adapter / CONFIG).exists()
+    stored = architecture in (source.values.get("architectures") or [architecture])
+    new = [] if stored else missing_modules(source.folder, config)  # a damaged head is not replaced by random values
     if head is not None or of_adapter:
         new = [*new, *(name for name in label_modules(config) if name not in new)]
+    if not stored or new or head is not None or arguments.dropout_rate is not None:
+        made["config"] = config  # else the folder's own, which its weights must fit
     try:
-        return from_pretrained(source.folder, mesh, config=config, new=sorted(new), seed=arguments.seed, **made)
+        return from_pretrained(source.folder, mesh, new=sorted(new), seed=arguments.seed, **made)
     except ValueError as error:
         raise ValueError(f"{error}; native=False loads it with transformers") from None
 

@@ -32,7 +32,7 @@ RUNS = {
         1,
     ),
 }
-EVERY_DAY = [("pytorchDDP", "streamed", 2), ("deepspeed+mpu", "indexed", 1), ("pipeline", "indexed", 1)]
+EVERY_DAY = [("pytorchDDP", "streamed", 2), ("pipeline", "indexed", 1)]
 ALL = [(name, data, KILLS) for name in RUNS for data in ("indexed", "streamed")]
 
 

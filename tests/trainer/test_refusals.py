@@ -207,7 +207,9 @@ def test_devices_that_are_not_here_are_refused(device):
 def test_a_dict_is_no_arguments():
     from shardzoo.trainer import Trainer
 
-    with pytest.raises(ValueError, match=r"pass TrainingArguments or FinetuningArguments, or keywords as in .*, not a dict"):
+    with pytest.raises(
+        ValueError, match=r"pass TrainingArguments or FinetuningArguments, or keywords as in .*, not a dict"
+    ):
         Trainer({"lr": 1e-3})
 
 
