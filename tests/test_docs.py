@@ -21,6 +21,9 @@ from documents import PAGES, ROOT, Block, blocks, commands
 from tiny_models import save_glm, save_model, text, tokenizer_like
 from training import Pairs
 
+import shardzoo
+from shardzoo.trainer import Trainer
+
 QUICKSTART = "deepspeed pretrain.py --model-parallel-size 2"  # what `make pretrain` types
 LAUNCHERS = (QUICKSTART, "torchrun --nproc-per-node 2 pretrain.py --model-parallel-size 2")
 SHORT = """\
@@ -98,6 +101,8 @@ def models(tmp_path_factory) -> Path:
     untied = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
     save_model(folder / "t5-v1_1-base", "T5ForConditionalGeneration", "t5", **untied)
     save_model(folder / "mt5-small", "MT5ForConditionalGeneration", "t5")
+    trainer = Trainer(env_type="pytorch", train_steps=1, batch_size=2, save_dir=str(folder / "run"))
+    trainer.train(shardzoo.from_pretrained(folder / "t5-v1_1-base"), train_dataset=Pairs(2))
     tokenizer_like("bert").save_pretrained(folder / "glm-large")
     save_glm(folder / "glm-large", "bert")
     return folder.parent

@@ -211,6 +211,7 @@ class Adapter(nn.Module):
         self.split, self.outputs = split_of(layer), tuple(outputs)
         self.mesh: ParallelMesh | None = getattr(layer, "mesh", None)
         self.sequence_parallel = bool(getattr(layer, "sequence_parallel", False)) and tp_size(self.mesh) > 1
+        self.hook: Any = None  # of `attach`
         for name, pair in factors.items():
             self.add_module(name, pair)
 
@@ -260,15 +261,13 @@ def _add_features(output: Tensor, added: list[tuple[tuple[int, int], Tensor]]) -
 def attach(layer: nn.Module, adapter: Adapter) -> None:
     """Makes an adapter a part of a layer's forward pass, as its submodule `adapter`."""
     layer.add_module("adapter", adapter)
-    layer.register_forward_hook(_adapt)
+    adapter.hook = layer.register_forward_hook(_adapt)
 
 
 def detach(layer: Any) -> None:
     """Reverses `attach`."""
+    layer.adapter.hook.remove()
     del layer.adapter
-    for number, hook in list(layer._forward_hooks.items()):
-        if hook is _adapt:
-            del layer._forward_hooks[number]
 
 
 def _adapt(layer: Any, inputs: tuple[Any, ...], output: Any) -> Any:

@@ -13,14 +13,17 @@ import pickle
 import re
 import subprocess
 import sys
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 
 @contextmanager
@@ -386,6 +389,28 @@ def test_a_transformers_model_names_its_loss_function():
         assert model.loss_function.__name__ == "ForCausalLMLoss"
 
 
+def test_the_timeout_of_a_process_group_can_change(run_ranks):
+    def times_out(seconds: float) -> bool:
+        from torch.distributed import distributed_c10d
+
+        group = dist.new_group(backend="gloo", timeout=timedelta(minutes=5))
+        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+        started = time.monotonic()
+        if dist.get_rank() == 1:
+            time.sleep(3)
+            return True
+        with pytest.raises(RuntimeError):
+            dist.barrier(group)
+        return time.monotonic() - started < 3
+
+    with needed_by(
+        "trainer/launch/environment.py",
+        breaks="collective_timeout has no effect on process groups that a launcher or a user has made.",
+        remedy="Find how the timeout of a group that exists changes now.",
+    ):
+        assert run_ranks(2, times_out, 1.0, isolated=True) == [True, True]
+
+
 def test_every_private_name_has_a_canary():
     """A new use of another library's private name needs a test in this file."""
     import shardzoo
@@ -397,11 +422,12 @@ def test_every_private_name_has_a_canary():
         "_foreach_norm", "_torchdynamo_disable", "_worker_info", "_epoch", "_cdata", "_version", "_python_dispatch",
         "_utils", "_untyped_storage", "_checkpoint_offset", "_rebuild_tensor_v2", "_StorageInfo",
         "_MEM_FORMAT_ENCODING", "_get_layout",
+        "_set_pg_timeout",
         "_INSTRUCTION_MAP", "_exec_schedule", "_train_schedule", "_exec_optimizer_step", "_compute_loss", "_hp_grad",
     }  # fmt: skip
     # Of long standing and documented, or in a benchmark alone.
     accepted = {"_exit", "_parameters", "_buffers", "_modules", "_attn_implementation", "_sleep", "_ops", "_dynamo",
-                "_core", "_reconstruct", "_replace", "_asdict"}  # fmt: skip
+                "_core", "_reconstruct", "_replace", "_asdict", "_current_frames"}  # fmt: skip
     package, found = Path(shardzoo.__file__).parent, {}
     rooms = "trainer mpu ops models checkpoint convert data generation finetuning pretraining cli".split()  # noqa: SIM905
     foreign = re.compile(r"(?<!self)(?<!cls)(?<!\(\))(?<=[a-z_\])])\.(_[a-zA-Z]\w*)")
