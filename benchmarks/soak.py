@@ -151,7 +151,7 @@ def launch(job: Job, spec: dict[str, Any]) -> None:
     if ranks == 1:
         os.environ.pop("RANK", None)
         quietly(job.folder / "log", lambda: train(job, 1), spec)
-    quietly(job.folder / "log", lambda: local.run_ranks(command, ranks), {})
+    quietly(job.folder / "log", lambda: local.run_ranks(command, ranks, local.Faults()), {})
 
 
 class Samples:

@@ -126,7 +126,10 @@ def read_yaml(kind: type, path: Path) -> dict[str, Any]:
 
 def _open_file(path: str, flags: int) -> int:
     """Opens a regular file; a pipe would wait for a writer, and a device may have no end."""
-    if not stat.S_ISREG(os.stat(path).st_mode):
+    mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "it is not a regular file")
     return os.open(path, flags)
 

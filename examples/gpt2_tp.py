@@ -62,7 +62,11 @@ def main(
     continued = net.eval().generate(ids.to(trainer.device), **settings)
 
     hf = trainer.run_folder.hf
-    on_first_rank(lambda: merge(trainer.run_folder.checkpoint(int(values["step"])), hf, Options(overwrite=True)))
+
+    def export() -> None:
+        merge(trainer.run_folder.checkpoint(int(values["step"])), hf, Options(overwrite=True))
+
+    on_first_rank(export)
     whole = GPT2LMHeadModel.from_pretrained(hf).eval()
     batch = torch.tensor([sample["input_ids"].tolist() for sample in few])
     with torch.no_grad():

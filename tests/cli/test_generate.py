@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from tiny_models import PRETRAINED, hf_model, save_glm, save_model, tokenizer_like
+from training import without_digests
 
 from shardzoo.cli import main as cli
 from shardzoo.generation import TextGenerationPipeline
@@ -235,6 +236,9 @@ def test_a_tokenizer_that_does_not_belong_to_the_model_is_refused(folders, tmp_p
         assert message in shown.err.replace("\n", " ")
         assert shown.out == ""
     shutil.copy(folders["t5"] / "tokenizer.json", folder)
+    assert cli.main(["generate", "--model", str(folder), *prompt]) == 2
+    assert "tokenizer.json has changed since it was written" in capsys.readouterr().err.replace("\n", " ")
+    without_digests(folder)
     assert cli.main(["generate", "--model", str(folder), *prompt]) == 2
     assert "has another vocabulary" in capsys.readouterr().err.replace("\n", " ")
     with pytest.raises(ValueError, match="has another vocabulary"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,18 @@ def run_training(
     data = Pairs() if data is None else data
     trainer.train(model, *updates, data, valid, metrics, reporter=reporter)
     return reporter.steps, {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def without_digests(checkpoint: Path) -> Path:
+    """Makes a checkpoint one of an earlier version, whose state has no digests of the tokenizer's files."""
+    from shardzoo.checkpoint.folder_files import STATE, holds_weights, read_state_file
+    from shardzoo.checkpoint.json_digest import add_digest
+
+    state = read_state_file(checkpoint)
+    del state["version"]
+    state["files"] = {name: digest for name, digest in state["files"].items() if holds_weights(name)}
+    (checkpoint / STATE).write_text(json.dumps(add_digest(state)))
+    return checkpoint
 
 
 def losses(steps: list[dict[str, float]]) -> list[float]:

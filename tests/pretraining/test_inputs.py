@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from pretraining_runs import arguments_of, run_pretraining
 from tiny_models import hf_model, tiny
+from training import without_digests
 
 from shardzoo.convert import split
 from shardzoo.data import (
@@ -161,12 +162,16 @@ def test_the_combinations_have_both_outcomes():
 def test_a_checkpoint_with_another_tokenizer_is_refused(parts, tmp_path):
     folder = shutil.copytree(parts.weights["checkpoint"], tmp_path / "checkpoint")
     shutil.copytree(parts.tokenizers["other"], folder, dirs_exist_ok=True)
+    start = arguments_of(tmp_path / "run", init_from=str(folder), data=(parts.corpora["text"],))
+    with pytest.raises(ValueError, match=rf"{folder} is damaged: tokenizer.json has changed"):
+        choose_inputs(start, ONE)
+    without_digests(folder)
     with pytest.raises(ValueError, match=f"{folder} has another vocabulary"):
-        choose_inputs(arguments_of(tmp_path / "run", init_from=str(folder), data=(parts.corpora["text"],)), ONE)
+        choose_inputs(start, ONE)
 
 
 def test_a_checkpoint_without_its_tokenizer_wants_the_one_it_records(parts, tmp_path):
-    folder = shutil.copytree(parts.weights["checkpoint"], tmp_path / "checkpoint")
+    folder = without_digests(shutil.copytree(parts.weights["checkpoint"], tmp_path / "checkpoint"))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
     start = partial(arguments_of, tmp_path / "run", init_from=str(folder), data=(parts.corpora["text"],))

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -125,7 +125,8 @@ def _frames(frame: FrameType | None) -> list[tuple[str, int, str]]:
 
 def _place(frames: list[tuple[str, int, str]]) -> tuple[str, str, str]:
     """Returns the phase, the innermost call outside torch, and the collective or "" of a stack."""
-    name, line, called = next((frame for frame in frames if "/torch/" not in frame[0]), frames[0])
+    innermost = frames[0] if frames else ("an unknown file", 0, "an unknown call")  # the stack was cut off
+    name, line, called = next((frame for frame in frames if "/torch/" not in frame[0]), innermost)
     collective = next((inner[2] for inner in reversed(frames) if COLLECTIVES in inner[0]), "")
     return _phase(frames), f"{called} ({name}:{line})", collective
 
@@ -321,18 +322,19 @@ def watch_peers(rank: int, world_size: int, local_rank: int, timeout: float, con
         pids = {number: found.pid for number, found in samples.items() if found.host == here}
         stalls = watchdog.look(samples, lambda number: process_state(pids.get(number, 0)) == "T")
         if stalls:
-            for stall in stalls:
-                if stall.rank in pids and stall.rank != rank:
-                    with suppress(OSError):
-                        os.kill(pids[stall.rank], STACK_SIGNAL)
-                        os.kill(pids[stall.rank], signal.SIGCONT)
-            _end([stall.describe() for stall in stalls])
+            others = [pids[stall.rank] for stall in stalls if stall.rank in pids and stall.rank != rank]
+            _end([stall.describe() for stall in stalls], others)
 
     start_sampling(write, seconds, sys.__stderr__)
 
 
-def _end(lines: list[str]) -> NoReturn:
+def _end(lines: list[str], others: Sequence[int] = ()) -> NoReturn:
+    """Ends this process after printing the lines, its stack and those of the processes `others`."""
     print("\n".join([*lines, "the stack of this rank:"]), file=sys.stderr, flush=True)
     faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
-    time.sleep(1.0)  # for the stacks of the others
+    for pid in others:
+        with suppress(OSError):
+            os.kill(pid, STACK_SIGNAL)
+            os.kill(pid, signal.SIGCONT)
+    time.sleep(0.05)  # for their stacks; a stopped rank runs on, and the job must end before it trains to its end
     os._exit(STALLED)
