@@ -77,7 +77,7 @@ def changed_files(folder: Path, share: int = 0, shares: int = 1) -> Iterator[str
         yield from _changed(folder, name, ranges, digest)
     if share == 0 and state.get("version") == EVERY_FILE:
         for entry in sorted(folder.iterdir()):
-            if entry.name not in digests and (is_read(entry.name) and entry.name != STATE):
+            if entry.name not in digests and is_read(entry.name) and entry.name != STATE:
                 yield f"{entry.name} does not belong to it"
 
 

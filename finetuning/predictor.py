@@ -10,7 +10,7 @@ import torch
 
 from ..models import family
 from .auto_loader import FlagAITokenizer
-from .loading import ModelSource
+from .loading import ModelSource, positions_of
 from .text_generator import TextGenerator
 
 
@@ -84,7 +84,7 @@ class Predictor:
         generator = TextGenerator(
             source,
             self.tokenizer.words,
-            positions=None if kind == "encoder-decoder" else config.max_sequence_length,
+            positions=positions_of(self.model, source),
             max_source_length=longest_input,
             max_new_tokens=longest_output,
             num_beams=settings.pop("num_beams"),

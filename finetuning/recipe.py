@@ -384,7 +384,7 @@ class Finetuning:
             texts = generated_texts(self._generator, module, [source for source, _ in pairs], self.ranks)
             return {**values, **text_values(self.metrics, texts, [target for _, target in pairs])}
         own, self._predictions = self._predictions, {}
-        every = dict(pair for part in self.ranks.gather([[row, one] for row, one in own.items()]) for pair in part)
+        every = dict(pair for part in self.ranks.gather(own) for pair in part.items())
         found = [every[row] for row in range(len(self._samples))]
         if kind == "answers":
             answers = best_answers(self._samples, found)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..checkpoint.folder_files import WEIGHT_SUFFIXES
+from ..checkpoint.folder_files import WEIGHT_SUFFIXES, file_digest
 from ..checkpoint.layout import ParameterSpec
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.rank_files import write_tensors
@@ -392,11 +392,7 @@ def folder_digest(folder: Path) -> str:
     files = [manifest] if manifest.exists() else sorted(p for p in folder.iterdir() if p.suffix in WEIGHT_SUFFIXES)
     digest = hashlib.sha256()
     for path in files:
-        content = hashlib.sha256()
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                content.update(block)
-        digest.update(f"{path.name}\0{content.hexdigest()}\0".encode())
+        digest.update(f"{path.name}\0{file_digest(path)}\0".encode())
     return digest.hexdigest()
 
 

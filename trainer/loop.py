@@ -321,14 +321,18 @@ class TrainingLoop:
             value, best = -value, -best
         if math.isnan(value) or value <= best:
             if self.arguments.early_stopping_patience is not None:
-                self.best = {**self.best, "since": self.best.get("since", 0) + 1}
-            if self._is_stale():
-                since = f"{self.best['since']} evaluations without a better {name}"
-                self.reporter.notice(f"stopped early after step {self.step}: {since}")
-                self.total_steps = self.step
+                self._count_stale_evaluation(name)
             return False
         self.best = {"name": name, "value": values[name], "step": self.step}
         return True
+
+    def _count_stale_evaluation(self, name: str) -> None:
+        """Counts an evaluation that was not the best, and ends the run if there were as many as the patience."""
+        since = self.best.get("since", 0) + 1
+        self.best = {**self.best, "since": since}
+        if self._is_stale():
+            self.reporter.notice(f"stopped early after step {self.step}: {since} evaluations without a better {name}")
+            self.total_steps = self.step
 
     def _is_stale(self) -> bool:
         """Returns whether as many evaluations as the patience have brought nothing better."""

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from filelock import SoftFileLease, Timeout
 
+from .launch.heartbeat import process_state
+
 LOCK = ".run.lock"  # names the host and the process that use the folder; its time is refreshed while they live
 SECONDS_WITHOUT_REFRESH = 60.0  # after which a process on another host counts as dead
 
@@ -71,10 +73,7 @@ def check_taken(folder: Path) -> None:
 
 def _has_ended(pid: int) -> bool:
     """Returns whether a process is only left in the process table, as where a container's first process reaps none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return False
+    return process_state(pid) == "Z"
 
 
 def _owner(lease: SoftFileLease) -> str:

@@ -282,8 +282,7 @@ def read_sample(path: Path) -> Sample | None:
 def stack_of(pid: int, path: Path, seconds: float = 3.0) -> str:
     """Returns the Python stack of a rank that samples for our launcher; a stopped one runs on for it."""
     with suppress(OSError):
-        os.kill(pid, STACK_SIGNAL)  # a stopped process gets it first of all when it runs on
-        os.kill(pid, signal.SIGCONT)
+        _ask_for_stack(pid)
         deadline, size = time.monotonic() + seconds, -1
         while time.monotonic() < deadline and (not size or path.stat().st_size != size):
             size = path.stat().st_size
@@ -291,6 +290,12 @@ def stack_of(pid: int, path: Path, seconds: float = 3.0) -> str:
         threads = path.read_text().split("\n\n")
         return "\n\n".join(thread.strip() for thread in threads if "launch/heartbeat.py" not in thread)
     return ""
+
+
+def _ask_for_stack(pid: int) -> None:
+    """Makes a process that takes samples print its stack; a stopped one runs on, and gets this signal first of all."""
+    os.kill(pid, STACK_SIGNAL)
+    os.kill(pid, signal.SIGCONT)
 
 
 def watch_peers(rank: int, world_size: int, local_rank: int, timeout: float, connect: Callable[[], Any]) -> None:
@@ -334,7 +339,6 @@ def _end(lines: list[str], others: Sequence[int] = ()) -> NoReturn:
     faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
     for pid in others:
         with suppress(OSError):
-            os.kill(pid, STACK_SIGNAL)
-            os.kill(pid, signal.SIGCONT)
+            _ask_for_stack(pid)
     time.sleep(0.05)  # for their stacks; a stopped rank runs on, and the job must end before it trains to its end
     os._exit(STALLED)

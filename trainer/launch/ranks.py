@@ -69,15 +69,14 @@ def on_first_rank(work: Callable[[], Result]) -> Result:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return work()
-    outcome: list[Any] = [None, None]
-    group = _patient_group()
+    result, group = None, _patient_group()
     if dist.get_rank() == 0:
         try:
-            outcome[0] = work()
+            result = work()
         except (ValueError, OSError) as error:
             _broadcast([None, error], group)
             raise
-    value, error = _broadcast(outcome, group)
+    value, error = _broadcast([result, None], group)
     if error is not None:
         raise error
     return value
