@@ -28,11 +28,15 @@ def write_durably(path: Path, text: str) -> None:
     The text is written under another name and flushed to the disk before the file is renamed.
     """
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    partial.unlink(missing_ok=True)  # it might be a link
+    try:
+        with partial.open("x") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
     sync(path.parent)
 
 

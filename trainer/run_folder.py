@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import count
@@ -15,18 +16,23 @@ from typing import Any
 
 import yaml
 
+from ..checkpoint.json_digest import write_durably
 from .run_lock import LOCK
 
 BEST = "best"  # a file that names the best checkpoint
 STEP_FOLDER = re.compile(r"step-(\d{6,})")
 NEW_DATA = ".data.partial"
-BEFORE_RUN = (LOCK, NEW_DATA)  # a process killed while it prepared a run leaves these alone
+NEW_ARGUMENTS = ".arguments.yaml.partial"
+BEFORE_RUN = (LOCK, NEW_DATA, NEW_ARGUMENTS)  # a process killed while it prepared a run leaves these alone
 # What runs write into their folder, besides checkpoints.
 OWN = (
-    NEW_DATA, "arguments.yaml", "metrics.jsonl", "metrics.partial", "tensorboard", "wandb", "loss.png", "data",
-    "tokenizer", "hf", ".hf.shards", ".hf.partial", "report.html", "trace.json",
+    NEW_DATA, NEW_ARGUMENTS, "arguments.yaml", "metrics.jsonl", "metrics.partial", ".metrics.jsonl.partial",
+    "tensorboard", "wandb", "loss.png", "data", "tokenizer", "hf", ".hf.shards", ".hf.partial", "report.html",
+    "trace.json",
 )  # fmt: skip
-OWN_CHECKPOINT = re.compile(r"\.?step-\d{6,}(\.(partial|deleted|abandoned\d*))?|best|\.best\.partial")
+OWN_CHECKPOINT = re.compile(
+    r"\.?step-\d{6,}(\.(partial|deleted|abandoned\d*))?|\.(merged|\.merged\.partial|best\.partial)|best"
+)
 
 
 @dataclass(frozen=True)
@@ -106,9 +112,7 @@ class RunFolder:
         return folder if STEP_FOLDER.fullmatch(folder.name) and folder.is_dir() else None
 
     def name_best(self, folder: Path) -> None:
-        partial = self.checkpoints / f".{BEST}.partial"
-        partial.write_text(folder.name + "\n")
-        partial.rename(self.checkpoints / BEST)
+        write_durably(self.checkpoints / BEST, folder.name + "\n")
 
     def restore_best(self, best: dict[str, Any]) -> None:
         """Names the best checkpoint of a `TrainerState` again; the run may have been killed before it was named."""
@@ -167,18 +171,14 @@ class RunFolder:
         entries = [self.path / name for name in OWN]
         checkpoints = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
         entries += [entry for entry in checkpoints if OWN_CHECKPOINT.fullmatch(entry.name)]
-        return [entry for entry in entries if entry.exists()]
+        return [entry for entry in entries if os.path.lexists(entry)]
 
     def clear(self, keep: Path | None = None) -> None:
-        """Deletes `own_files`, except `keep`."""
-        for entry in self.own_files():
-            if entry == keep:
-                continue
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink()
-        if self.checkpoints.is_dir() and not any(self.checkpoints.iterdir()):
+        """Deletes `own_files`, except `keep`; last the arguments, without which the rest is no run's."""
+        for entry in sorted(self.own_files(), key=lambda entry: entry == self.arguments_file):
+            if entry != keep:
+                remove(entry)
+        if self.checkpoints.is_dir() and not self.checkpoints.is_symlink() and not any(self.checkpoints.iterdir()):
             self.checkpoints.rmdir()
 
     @contextmanager
@@ -194,12 +194,12 @@ class RunFolder:
     def begin(self, arguments: dict[str, object], data: Path) -> None:
         """Replaces the files of an earlier run with a new run's, and moves the prepared corpus `data` here."""
         self.clear(keep=data)
-        self.arguments_file.write_text(yaml.safe_dump(arguments, sort_keys=False))
+        self.record_arguments(arguments)
         data.rename(self.data)
 
     def record_arguments(self, arguments: dict[str, object]) -> None:
-        """Writes the arguments of a run that resumes."""
-        self.arguments_file.write_text(yaml.safe_dump(arguments, sort_keys=False))
+        """Writes the arguments of a run; a full disk leaves those of before."""
+        write_durably(self.arguments_file, yaml.safe_dump(arguments, sort_keys=False))
 
     def drop_after(self, step: int, *, evaluated: bool) -> None:
         """Removes the metrics after `step`, and renames later checkpoints, which are damaged or no longer in the run.
@@ -221,26 +221,33 @@ class RunFolder:
         kept = [record for record in records if record["step"] <= step]
         if not evaluated:
             kept = [r for r in kept if r["step"] < step or not any(name.startswith("valid/") for name in r)]
-        partial = self.metrics_file.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        partial.replace(self.metrics_file)
+        write_durably(self.metrics_file, "".join(json.dumps(record) + "\n" for record in kept))
 
     def delete_unfinished(self) -> None:
         """Deletes the remains of checkpoints that killed processes were writing or deleting."""
         for left in (*self.checkpoints.glob(".step-*.partial"), *self.checkpoints.glob(".step-*.deleted")):
-            shutil.rmtree(left, ignore_errors=True)
+            with suppress(OSError):
+                remove(left)
 
     def metrics(self) -> list[dict[str, float]]:
-        """Returns the logged values, one dict a step. Skips a line that a crash has truncated."""
+        """Returns the logged values, one dict a step. Skips a line that a crash has truncated or damaged."""
         if not self.metrics_file.exists():
             return []
         records = []
-        for line in self.metrics_file.read_text().splitlines():
-            try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
+        for line in self.metrics_file.read_text(errors="replace").splitlines():
+            with suppress(ValueError, RecursionError):
+                record = json.loads(line)
+                if isinstance(record, dict) and isinstance(record.get("step"), int):
+                    records.append(record)
         return records
+
+
+def remove(path: Path) -> None:
+    """Deletes a file or a folder; of a link, not what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def make_run_folder(model: str) -> Path:

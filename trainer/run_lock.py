@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from filelock import SoftFileLease, Timeout
 
@@ -14,6 +15,8 @@ from .launch.heartbeat import process_state
 
 LOCK = ".run.lock"  # names the host and the process that use the folder; its time is refreshed while they live
 SECONDS_WITHOUT_REFRESH = 60.0  # after which a process on another host counts as dead
+SECONDS_TO_DECIDE = 70.0  # for which another run watches for such a refresh
+NAMESPACE = "?pidns-"  # in the name that filelock records of a host, before the number of a container's processes
 
 
 _taken: dict[Path, SoftFileLease] = {}  # by this process
@@ -23,7 +26,8 @@ def take_folder(folder: Path, notify: Callable[[str], None] = print) -> None:
     """Reserves a folder for this process, and creates it. A process may take a folder again.
 
     The lock of a process that no longer runs is replaced: at once on the same host, else (and if the process table
-    still has it) after a minute without a sign of life, which this call waits for and announces through `notify`.
+    still has it, or the disk cannot exchange two files, as NFS) after a minute without a sign of life, which this call
+    waits for and announces through `notify`.
 
     Raises ValueError if another process uses the folder, or the folder cannot be created.
     """
@@ -36,11 +40,10 @@ def take_folder(folder: Path, notify: Callable[[str], None] = print) -> None:
         try:
             lease.acquire()
         except Timeout:
-            here = lease.owner is not None and lease.owner.hostname == socket.gethostname()
-            if lease.owner is None or (here and not _has_ended(lease.owner.pid)):
+            if lease.owner is None or _runs_here(lease.owner):
                 raise
             notify(f"{folder}: waiting to see whether {_owner(lease)} still runs …")
-            lease.acquire(timeout=SECONDS_WITHOUT_REFRESH + 10)
+            _wait_for(lease)
     except Timeout:
         raise ValueError(
             f"{folder} is in use by {_owner(lease)}; wait for it or end it, or use another folder"
@@ -51,6 +54,27 @@ def take_folder(folder: Path, notify: Callable[[str], None] = print) -> None:
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise ValueError(f"{folder} cannot be used: {reason}; choose another folder") from None
     _taken[path] = lease
+
+
+def _wait_for(lease: SoftFileLease) -> None:
+    """Takes the lease once its owner has shown no sign of life for long enough. Raises Timeout if it shows one."""
+    before = _sign_of_life(lease)
+    try:
+        lease.acquire(timeout=SECONDS_TO_DECIDE, poll_interval=0.25)
+    except Timeout:
+        # The library replaces a stale lock only where the disk can exchange two files in one step.
+        if _sign_of_life(lease) != before:
+            raise
+        lease.break_lock()
+        lease.acquire()
+
+
+def _sign_of_life(lease: SoftFileLease) -> tuple[Any, int]:
+    """Returns what changes while the owner of a lease lives. Reading it makes NFS ask the server for the time."""
+    owner = lease.owner
+    with contextlib.suppress(OSError):
+        return owner, os.stat(lease.lock_file).st_mtime_ns
+    return owner, 0
 
 
 def return_folder(folder: Path) -> None:
@@ -71,10 +95,19 @@ def check_taken(folder: Path) -> None:
         raise ValueError(f"{folder} is no longer this run's ({lease.compromise.reason}); another run may have taken it")
 
 
-def _has_ended(pid: int) -> bool:
-    """Returns whether a process is only left in the process table, as where a container's first process reaps none."""
-    return process_state(pid) == "Z"
+def _runs_here(owner: Any) -> bool:
+    """Returns whether the owner of a lease is a process of this host, and of this container, that has not ended.
+
+    One that is only left in the process table has ended: a container's first process may reap none.
+    """
+    host, _, namespace = owner.hostname.partition(NAMESPACE)
+    try:
+        here = f"{os.stat('/proc/self/ns/pid').st_ino:x}"
+    except OSError:  # no Linux
+        here = ""
+    return host == socket.gethostname() and namespace in ("", here) and process_state(owner.pid) not in ("", "Z")
 
 
 def _owner(lease: SoftFileLease) -> str:
-    return f"process {lease.owner.pid} on {lease.owner.hostname}" if lease.owner else "another process"
+    owner = lease.owner
+    return f"process {owner.pid} on {owner.hostname.partition(NAMESPACE)[0]}" if owner else "another process"

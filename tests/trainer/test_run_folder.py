@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -10,6 +14,7 @@ import threading
 import time
 from pathlib import Path
 
+import filelock._soft
 import pytest
 
 from shardzoo.trainer import run_lock
@@ -113,6 +118,94 @@ def test_a_process_of_another_host_counts_as_dead_after_a_while_without_a_sign(t
     return_folder(folder)
 
 
+@pytest.mark.parametrize("host", [socket.gethostname(), "elsewhere"])
+def test_a_disk_that_cannot_exchange_files(tmp_path, other_process, monkeypatch, host):
+    """As NFS: there the library alone never replaces the lock of a process that was killed."""
+    monkeypatch.setattr(run_lock, "SECONDS_WITHOUT_REFRESH", 1.0)
+    monkeypatch.setattr(run_lock, "SECONDS_TO_DECIDE", 2.0)
+    monkeypatch.setattr(filelock._soft, "exchange_names", lambda source, target: False)
+    folder, said = tmp_path / "run", []
+    process = other_process(folder, host, "1.0")
+    owner = f"process {process.pid} on {host}"
+    with pytest.raises(ValueError, match=f"in use by {owner}; wait"):
+        take_folder(folder, said.append)
+    process.kill()
+    process.wait()
+    take_folder(folder, said.append)
+    assert said == [f"{folder}: waiting to see whether {owner} still runs …"] * (1 + (host == "elsewhere"))
+    check_taken(folder)
+    return_folder(folder)
+    assert not folder.exists()
+
+
+IN_A_CONTAINER = """
+import subprocess, sys
+from shardzoo.trainer import run_lock
+hold = subprocess.Popen([sys.executable, "-c", sys.argv[2], sys.argv[1]], stdout=subprocess.PIPE)
+hold.stdout.readline()
+try:
+    run_lock.take_folder(run_lock.Path(sys.argv[1]))
+except ValueError as error:
+    print(hold.pid, error)
+hold.kill()
+"""
+
+
+def test_a_folder_in_use_is_refused_at_once_in_a_container(tmp_path):
+    """Where processes have numbers of their own, the lock names the host and these numbers."""
+    contain = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+    if subprocess.run([*contain, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine allows no namespaces")
+    folder = tmp_path / "run"
+    done = subprocess.run(
+        [*contain, sys.executable, "-c", IN_A_CONTAINER, str(folder), HOLD],
+        capture_output=True, text=True, timeout=50, check=False,
+    )  # fmt: skip
+    number, said = done.stdout.split(maxsplit=1)
+    assert said == (
+        f"{folder} is in use by process {number} on {socket.gethostname()}; wait for it or end it, or use another "
+        "folder\n"
+    )
+
+
+BAD_LOCKS = {
+    "empty": lambda path: path.touch(),
+    "text": lambda path: path.write_text("a note"),
+    "binary": lambda path: path.write_bytes(bytes(range(256)) * 4096),
+    "folder": lambda path: path.mkdir(),
+    "link": lambda path: path.symlink_to(path.parent / "elsewhere"),
+    "link to a file": lambda path: path.symlink_to(__file__),
+    "loop": lambda path: path.symlink_to(path),
+    "pipe": os.mkfifo,
+    "other lease": lambda path: path.write_text(MARKER.format(host="elsewhere", duration=5.0)),
+    "terminal": lambda path: path.write_text(MARKER.format(host="\x1b[2Jx", duration=60.0)),
+}
+MARKER = "filelock/2\npid=7\nhost={host}\nmode=lease\ntoken=00\nduration={duration}\n"
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("kind", BAD_LOCKS)
+def test_a_lock_that_is_no_lock(tmp_path, monkeypatch, kind):
+    """The folder is refused in one line that a terminal can show, or taken; nothing outside of it changes."""
+    monkeypatch.setattr(run_lock, "SECONDS_WITHOUT_REFRESH", 1.0)
+    monkeypatch.setattr(run_lock, "SECONDS_TO_DECIDE", 2.0)
+    (tmp_path / "run").mkdir()
+    BAD_LOCKS[kind](tmp_path / "run" / LOCK)
+    before, content = sorted(tmp_path.rglob("*")), Path(__file__).read_bytes()
+    problem = ""
+    try:
+        take_folder(tmp_path / "run", lambda text: None)
+    except ValueError as error:
+        problem = str(error)
+    else:
+        return_folder(tmp_path / "run")
+    assert not problem or str(tmp_path / "run") in problem
+    assert not set("\n\x1b") & set(problem)
+    assert not problem or sorted(tmp_path.rglob("*")) == before
+    assert Path(__file__).read_bytes() == content
+    assert not (tmp_path / "run" / "elsewhere").exists()
+
+
 def test_a_run_that_has_lost_its_folder_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "SECONDS_WITHOUT_REFRESH", 0.3)
     folder = tmp_path / "run"
@@ -159,6 +252,82 @@ def test_links_in_a_run_are_removed_and_not_followed(tmp_path):
     run.clear()
     assert (outside / "precious").exists()
     assert not run.path.joinpath("trace.json").is_symlink()
+
+
+def test_a_link_to_nothing_is_removed_before_a_run_writes_through_it(tmp_path):
+    run = run_of(tmp_path / "run")
+    for name in ("metrics.jsonl", "report.html", "checkpoints/.step-000003.partial", "checkpoints/.best.partial"):
+        (run.path / name).unlink(missing_ok=True)
+        (run.path / name).symlink_to(tmp_path / "outside")
+    run.name_best(run.checkpoint(10))
+    run.delete_unfinished()
+    assert run.best_checkpoint() == run.checkpoint(10)
+    run.clear()
+    assert os.listdir(run.path) == []
+    assert not (tmp_path / "outside").exists()
+
+
+def test_checkpoints_behind_a_link(tmp_path):
+    """On a larger disk, for example."""
+    run, large = run_of(tmp_path / "run"), tmp_path / "large"
+    run.checkpoints.rename(large)
+    run.checkpoints.symlink_to(large)
+    run.clear()
+    assert os.listdir(large) == []
+    assert run.checkpoints.is_symlink()
+
+
+def test_a_killed_replacement_of_a_run_can_be_repeated(tmp_path, monkeypatch):
+    """As long as anything of a run is left, its folder is known as a run's."""
+    run = run_of(tmp_path / "run")
+
+    class Killed(BaseException):
+        pass
+
+    for most in range(30):
+        left, unlink, rmtree = iter(range(most)), Path.unlink, shutil.rmtree
+
+        def one(delete, left=left):
+            def counted(*arguments, **keywords):
+                if next(left, None) is None:
+                    raise Killed
+                return delete(*arguments, **keywords)
+
+            return counted
+
+        with monkeypatch.context() as patch, contextlib.suppress(Killed):
+            patch.setattr(Path, "unlink", one(unlink))
+            patch.setattr(shutil, "rmtree", one(rmtree))
+            run.clear()
+        if not list(run.path.iterdir()):
+            return
+        assert run.first_step(resume=False, overwrite=True) == 0
+    pytest.fail("never complete")
+
+
+def test_a_full_disk_leaves_the_arguments_of_before(tmp_path, monkeypatch):
+    run = run_of(tmp_path / "run")
+    monkeypatch.setattr(os, "fsync", full)
+    for write in (lambda: run.record_arguments({"seed": 2}), lambda: run.drop_metrics_after(3)):
+        with pytest.raises(OSError, match="No space left"):
+            write()
+    assert run.arguments_file.read_text() == "arguments.yaml"
+    assert run.metrics_file.read_text() == "metrics.jsonl"
+    assert not list(run.path.glob(".*"))
+
+
+def full(descriptor: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_damaged_lines_of_metrics_are_skipped(tmp_path):
+    run = run_of(tmp_path / "run")
+    good = '{"step": 1, "train/loss": 2.5}\n'
+    run.metrics_file.write_bytes(
+        good.encode() + b'{"stfp": 2}\n[3]\n7\n\xff{"step": 4}\n{"step": "5"}\n' + b"[" * 100_000 + b"\n{"
+    )
+    run.drop_metrics_after(9)
+    assert run.metrics_file.read_text() == good
 
 
 def test_a_folder_that_a_killed_preparation_left_is_free(tmp_path):
