@@ -21,7 +21,7 @@ from ..engines.engine import Engine
 from ..engines.state import model_tensors, persistent_buffers
 from ..launch.ranks import Ranks
 from .extra_files import ExtraFiles
-from .model_files import OPTIMIZER, ModelFiles, model_files
+from .model_files import OPTIMIZER, ModelFiles, Tensors, model_files
 from .random_state import random_state_tensors
 from .staging_buffers import StagingBuffers
 
@@ -61,22 +61,30 @@ class Snapshot:
     """What this rank writes of a checkpoint.
 
     Attributes:
-        files: The rank's share of each file. Before `copy` they are the model's and the optimizer's own tensors.
+        tensors: The tensors of each file, which are the model's and the optimizer's own; the data-parallel ranks that
+            write the file, by their number and this rank's place among them.
         weights: The name of the file with the model's parameters, if this rank has one.
         extra_files: Further files, such as the tokenizer's.
+        files: The rank's share of each file, after `divide` or `copy`.
     """
 
     state: TrainerState
-    files: dict[str, FileShare]
+    tensors: dict[str, tuple[Tensors, int, int]]
     weights: str | None
     model_files: ModelFiles
     extra_files: ExtraFiles
+    files: dict[str, FileShare] = field(default_factory=dict[str, FileShare])
+
+    def divide(self) -> None:
+        """Finds this rank's share of each file, in the model's and the optimizer's own tensors."""
+        self.files = {name: share_of_file(*own) for name, own in self.tensors.items()}
 
     def copy(self, buffers: StagingBuffers) -> None:
-        """Copies all tensors to the buffers, so that the next update may change the originals.
+        """Copies this rank's shares to the buffers, so that the next update may change the originals.
 
         The previous snapshot must have been written, because it used the same buffers.
         """
+        self.divide()
         self.files = {name: replace(own, pieces=buffers.copy(name, own.pieces)) for name, own in self.files.items()}
 
 
@@ -93,27 +101,31 @@ def take_snapshot(
     """Returns this rank's data of a checkpoint of the current step. `copy` must run before the next update.
 
     The data-parallel ranks divide weights and optimizer between them, so no rank gathers a state. `optimizer` and
-    `random` say whether to include the states of the optimizer and of the random generators.
+    `random` say whether to include the states of the optimizer and of the random generators. Training waits for this,
+    so it only lists the tensors.
     """
-    weights, tensors = files.weights_file(ranks), files.stored(engine.model_tensors())
-    mine = {} if weights is None else {weights: share_of_weights(engine.module, tensors, ranks)}
+    weights, mine = files.weights_file(ranks), dict[str, tuple[Tensors, int, int]]()
+    tensors = files.stored(engine.model_tensors())
+    if weights is not None:
+        mine[weights] = weights_of(engine.module, tensors, ranks), ranks.dp_rank, ranks.dp_size
     if optimizer:
         name = rank_file(Path(), OPTIMIZER, ranks.tp_rank, ranks.pp_rank).name
-        mine[name] = share_of_file(engine.optimizer_tensors(), ranks.dp_rank, ranks.dp_size)
+        mine[name] = engine.optimizer_tensors(), ranks.dp_rank, ranks.dp_size
     if random:
-        mine[rank_file(Path(), RANDOM, ranks.rank).name] = share_of_file(random_state_tensors())
+        mine[rank_file(Path(), RANDOM, ranks.rank).name] = random_state_tensors(), 0, 1
     return Snapshot(state, mine, weights, files, extra_files)
 
 
-def share_of_weights(module: nn.Module, tensors: Mapping[str, Tensor | TensorPart], ranks: Ranks) -> FileShare:
-    """Returns what this rank writes of a model's tensors. The first replica's buffers count, as in training."""
-    buffers = persistent_buffers(module) if ranks.dp_size > 1 else {}
-    parts = {
-        name: TensorPart(tuple(value.shape), 0, (value.clone() if ranks.dp_rank == 0 else value.new_empty(0)))
-        for name, value in buffers.items()
-        if name in tensors
-    }
-    return share_of_file({**tensors, **parts}, ranks.dp_rank, ranks.dp_size)
+def weights_of(module: nn.Module, tensors: Tensors, ranks: Ranks) -> Tensors:
+    """Returns a model's tensors for a file of all replicas. The first replica's buffers count, as in training."""
+    others = tensors.keys() - dict(module.named_parameters()).keys()
+    if ranks.dp_size == 1 or not others:
+        return tensors
+    parts = dict(tensors)
+    for name in persistent_buffers(module).keys() & others:
+        if isinstance(value := tensors[name], Tensor):
+            parts[name] = TensorPart(tuple(value.shape), 0, value if ranks.dp_rank == 0 else value.new_empty(0))
+    return parts
 
 
 def write_snapshot(snapshot: Snapshot, folder: Path, ranks: Ranks, group: dist.ProcessGroup | None) -> None:
@@ -211,9 +223,10 @@ def write_model(model: nn.Module, folder: Path, ranks: Ranks, extra_files: Extra
     """Writes a folder with a model's weights and the extra files, as in a checkpoint. Collective."""
     files, tensors = model_files(model), model_tensors(model)
     name = files.weights_file(ranks)
-    mine = {} if name is None else {name: share_of_weights(model, tensors, ranks)}
-    state = TrainerState(step=0, consumed_samples=0)
-    write_snapshot(Snapshot(state, mine, name, files, extra_files), folder, ranks, None)
+    mine = {} if name is None else {name: (weights_of(model, tensors, ranks), ranks.dp_rank, ranks.dp_size)}
+    snapshot = Snapshot(TrainerState(step=0, consumed_samples=0), mine, name, files, extra_files)
+    snapshot.divide()
+    write_snapshot(snapshot, folder, ranks, None)
 
 
 def write_state(path: Path, state: TrainerState, digests: Mapping[str, Any]) -> None:
