@@ -3,7 +3,8 @@
     python benchmarks/hung_ranks.py --tries 20
 
 Each try trains a small GPT-2 on two ranks. It counts as named if the job ends with exit code 75, and a message names
-rank 1, that it is stopped, and its stack. A data worker counts if its rank and its process are named.
+rank 1, that it is stopped, and its stack. A data worker counts if its rank and its process are named. Launcher and
+ranks are forked from a process that has imported everything.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from soak import PRELOADED, ForkedRank, quietly
 
 STAGES = ("forward", "backward", "collective", "save", "evaluation", "worker")
 
@@ -83,15 +87,38 @@ def train(stage: str, folder: Path, arguments: dict[str, Any]) -> None:
     trainer.train(model, train_dataset=Tokens(), valid_dataset=Tokens())
 
 
-def run_stage(stage: str, folder: Path, *launcher: str, **arguments: Any) -> tuple[int, str, float]:
-    """Runs one job; returns its exit code, its messages, and the seconds from the stop to its end."""
-    command = [*(launcher or (sys.executable,)), __file__, "--train", stage, str(folder), json.dumps(arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    stopped = folder / "stopped"
-    return done.returncode, done.stderr, time.time() - stopped.stat().st_mtime if stopped.exists() else 0.0
+def launch(stage: str, folder: Path, stall_timeout: float) -> None:
+    """The life of the launcher's process."""
+    from shardzoo.trainer.launch import local
+
+    def work() -> int:
+        train(stage, folder, {})
+        return 0
+
+    multiprocessing.set_start_method("fork", force=True)  # of data workers: this process has a forkserver's
+    local.subprocess.Popen = ForkedRank  # pyright: ignore
+    command: Any = (folder, work, {})
+    faults = local.Faults(stall_timeout=stall_timeout)
+    quietly(folder / "log", lambda: local.run_ranks(command, 2, faults), {})
 
 
-def is_named(stage: str, folder: Path, code: int, messages: str) -> bool:
+def run_stage(stage: str, stall_timeout: float) -> tuple[float | None, str]:
+    """Runs one job. Returns the seconds from the stop to its end, None if the rank was not named, and the messages."""
+    context = multiprocessing.get_context("forkserver")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        process = context.Process(target=launch, args=(stage, folder, stall_timeout))
+        process.start()
+        process.join(stall_timeout + 120)
+        ended, messages = time.time(), (folder / "log").read_text() if (folder / "log").exists() else ""
+        process.kill()
+        process.join()
+        if not is_named(stage, folder, process.exitcode, messages):
+            return None, f"exit code {process.exitcode}\n{messages}"
+        return ended - (folder / "stopped").stat().st_mtime, messages
+
+
+def is_named(stage: str, folder: Path, code: int | None, messages: str) -> bool:
     """Returns whether the messages name the stopped rank or worker."""
     process = (folder / "stopped").read_text() if (folder / "stopped").exists() else "none"
     who = f"rank 1 waits for its process {process}, " if stage == "worker" else "rank 1 is stopped by a signal"
@@ -104,22 +131,25 @@ def main() -> int:
     parser.add_argument("--tries", type=int, default=20)
     parser.add_argument("--stages", nargs="+", default=STAGES)
     parser.add_argument("--stall-timeout", type=float, default=3.0)
+    parser.add_argument("--jobs", type=int, default=2, help="tries at a time")
     chosen = parser.parse_args()
-    missed = 0
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOADED, "__main__"])
+    stages = [stage for stage in chosen.stages for _ in range(chosen.tries)]
+    with ThreadPoolExecutor(chosen.jobs) as pool:
+        results = list(pool.map(lambda stage: run_stage(stage, chosen.stall_timeout), stages))
     for stage in chosen.stages:
-        seconds, phases = list[float](), collections.Counter[str]()
-        for _ in range(chosen.tries):
-            with tempfile.TemporaryDirectory() as name:
-                code, messages, took = run_stage(stage, Path(name), stall_timeout=chosen.stall_timeout)
-                if is_named(stage, Path(name), code, messages):
-                    seconds.append(took)
-                    phases[messages.partition("in phase '")[2].partition("'")[0]] += 1
-                else:
-                    print(f"{stage}: missed, exit code {code}\n{messages}", flush=True)
-        missed += chosen.tries - len(seconds)
-        spread = f"{min(seconds):.1f} to {max(seconds):.1f}" if seconds else "-"
-        print(f"{stage}: named {len(seconds)} of {chosen.tries}, ended after {spread} s, {dict(phases)}", flush=True)
-    return int(missed > 0)
+        report(stage, [result for name, result in zip(stages, results, strict=True) if name == stage])
+    return int(any(seconds is None for seconds, _ in results))
+
+
+def report(stage: str, results: list[tuple[float | None, str]]) -> None:
+    for seconds, messages in results:
+        if seconds is None:
+            print(f"{stage}: missed, {messages}", flush=True)
+    named = [(seconds, messages) for seconds, messages in results if seconds is not None]
+    phases = collections.Counter(messages.partition("in phase '")[2].partition("'")[0] for _, messages in named)
+    spread = f"{min(named)[0]:.1f} to {max(named)[0]:.1f}" if named else "-"
+    print(f"{stage}: named {len(named)} of {len(results)}, ended after {spread} s, {dict(phases)}", flush=True)
 
 
 if __name__ == "__main__":

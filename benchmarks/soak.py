@@ -110,10 +110,13 @@ def note_pid(folder: Path, pid: int) -> None:
 
 
 class ForkedRank:
-    """Stands in for `subprocess.Popen` in the launcher: the rank is forked instead of started."""
+    """Stands in for `subprocess.Popen` in the launcher: the rank is forked instead of started.
+
+    `command` is a folder for its log, a function that returns an exit code, and the `spec` of its disk.
+    """
 
     def __init__(self, command: Any, env: dict[str, str], **_: Any) -> None:
-        job, spec = command
+        folder, work, spec = command
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
@@ -123,8 +126,8 @@ class ForkedRank:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
             own = {**spec, "limit": spec.get("limit") if int(env["RANK"]) == spec.get("rank", 0) else None}
-            quietly(job.folder / "log", lambda: train(job, int(env["WORLD_SIZE"])), own)
-        note_pid(job.folder, self.pid)
+            quietly(folder / "log", work, own)
+        note_pid(folder, self.pid)
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -146,12 +149,13 @@ def launch(job: Job, spec: dict[str, Any]) -> None:
     from shardzoo.trainer.launch import local
 
     ranks, _ = TRAINING[job.name]
-    local.subprocess.Popen = ForkedRank  # pyright: ignore
-    command: Any = (job, spec)
     if ranks == 1:
         os.environ.pop("RANK", None)
-        quietly(job.folder / "log", lambda: train(job, 1), spec)
-    quietly(job.folder / "log", lambda: local.run_ranks(command, ranks, local.Faults()), {})
+        quietly(job.folder / "log", lambda: train(job), spec)
+    local.subprocess.Popen = ForkedRank  # pyright: ignore
+    command: Any = (job.folder, lambda: train(job), spec)
+    faults = local.Faults(stall_timeout=spec.get("stall", 300.0))
+    quietly(job.folder / "log", lambda: local.run_ranks(command, ranks, faults), {})
 
 
 class Samples:
@@ -169,7 +173,7 @@ class Samples:
         return {"input_ids": ids, "labels": ids.clone()}
 
 
-def train(job: Job, world_size: int) -> int:
+def train(job: Job) -> int:
     """Trains a tiny GPT-2 as one rank, and appends each loss to `losses`."""
     import torch
 

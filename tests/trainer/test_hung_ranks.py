@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -125,6 +128,31 @@ def test_a_sampler_sees_each_new_call():
     assert [sample.idle for sample in samples] == [0.0] * 5
     assert samples[0].phase == OUTSIDE
     assert "sample" in samples[0].call
+
+
+def test_a_long_native_call_that_computes_is_no_stall():
+    """One call that computes for longer than a timeout, and one that waits, as a gloo collective does."""
+    sampler, samples, ended = Sampler(), list[Sample](), threading.Event()
+
+    def sample() -> None:
+        while not ended.wait(0.05):
+            samples.append(sampler.sample())
+
+    def longest_idle(call: Callable[[], object]) -> float:
+        """Returns the longest idle time, as a share of the call's."""
+        samples.clear()
+        started = time.monotonic()
+        call()
+        return max(found.idle for found in samples) / (time.monotonic() - started)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        assert longest_idle(lambda: hashlib.pbkdf2_hmac("sha256", b"", b"", 4_000_000)) < 0.5
+        assert longest_idle(lambda: time.sleep(1)) > 0.5
+    finally:
+        ended.set()
+        thread.join()
 
 
 def test_the_stack_of_a_stopped_rank_says_where_it_is():

@@ -1,8 +1,8 @@
 """Notices ranks that stand still: each samples what its main thread does, and a watchdog compares the samples.
 
 A thread of each rank looks at the main thread's Python frames about once a second, so training itself does nothing for
-it. The rank is idle while its innermost call stays the same. Our launcher reads the samples from files. Under another
-launcher, the first two ranks of each machine read them from the rendezvous of torch.distributed.
+it. The rank is idle while its innermost call stays the same and does not compute. Our launcher reads the samples from
+files. Under another launcher, the first two ranks of each machine read them from the rendezvous of torch.distributed.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ PHASES = [
         (r"/trainer/engines/.*", r"step", "optimizer step"),
     )
 ]
+COMPUTES = 0.1  # of the time, on a processor: a call that waits takes none, and a busy machine leaves a rank little
 LONG = ("debugger", "building kernels", "work of rank 0", "save")  # phases whose length says nothing
 OUTSIDE = "before or after training"
 COLLECTIVES = "/torch/distributed/distributed_c10d.py"
@@ -55,7 +56,7 @@ class Sample:
 
     Attributes:
         number: Counts the samples.
-        idle: Seconds since the innermost call of the main thread began, or less.
+        idle: Seconds since the innermost call of the main thread began or last computed, or less.
         call: The function and line of the innermost call.
         collective: The collective that the main thread is in, or "".
         stopped: The processes that the rank has started, such as data workers, that a signal has stopped.
@@ -82,18 +83,19 @@ class Sampler:
         self._clock, self._since, self._number = clock, clock(), 0
         self._position: tuple[int, int] | None = None
         self._main = threading.main_thread().ident
+        self._processor, self._used, self._looked = _processor_clock(self._main), 0.0, self._since
 
     def sample(self) -> Sample:
         now = self._clock()
         frame = sys._current_frames().get(self._main or 0)
         if frame is None:
             return Sample(number=self._number)
-        position = (id(frame), frame.f_lasti)
-        if position != self._position or not self._was_seen(frame):
+        phase, call, collective = _place(_frames(frame))
+        position, computes = (id(frame), frame.f_lasti), self._computes(now) and not collective
+        if position != self._position or not self._was_seen(frame) or computes:
             self._since = now
         self._position, self._number = position, self._number + 1
         idle = now - self._since
-        phase, call, collective = _place(_frames(frame))
         return Sample(
             number=self._number,
             idle=idle,
@@ -105,6 +107,17 @@ class Sampler:
             host=socket.gethostname(),
         )
 
+    def _computes(self, now: float) -> bool:
+        """Returns whether the main thread has computed since the last sample.
+
+        With an accelerator, a processor's time says nothing, because waiting for a kernel, and thus for a collective on
+        the device, may spin. Other threads do not count either: those of OpenMP and gloo may spin while they wait.
+        """
+        used, seconds = self._processor(), now - self._looked
+        computed = used - self._used > COMPUTES * seconds and not _uses_accelerator()
+        self._used, self._looked = used, now
+        return computed
+
     @staticmethod
     def _was_seen(frame: FrameType) -> bool:
         """Returns whether an earlier sample saw this very frame. A new frame may have an old one's address."""
@@ -112,6 +125,19 @@ class Sampler:
             return False
         seen, frame.f_trace_lines = not frame.f_trace_lines, False
         return seen
+
+
+def _processor_clock(thread: int | None) -> Callable[[], float]:
+    """Returns a function that returns the processor time of a thread in seconds; always 0 without such a clock."""
+    if thread is None or not hasattr(time, "pthread_getcpuclockid"):
+        return lambda: 0.0
+    clock = time.pthread_getcpuclockid(thread)
+    return lambda: time.clock_gettime(clock)
+
+
+def _uses_accelerator() -> bool:
+    available = getattr(sys.modules.get("torch.accelerator"), "is_available", None)
+    return available is not None and available()
 
 
 def _frames(frame: FrameType | None) -> list[tuple[str, int, str]]:
