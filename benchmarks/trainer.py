@@ -150,7 +150,7 @@ class SaverClock(BackgroundSaver):
 
     @property
     def is_busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return self._saving is not None and not self._saving.done()
 
     def note(self, part: str, started: float) -> None:
         if self.blocked:
@@ -167,9 +167,9 @@ class SaverClock(BackgroundSaver):
         super().wait_for_copy()
         self.note("waiting for the copy", started)
 
-    def _write(self, snapshot: Any, folder: Path) -> None:
+    def _write(self, snapshot: Any, folder: Path, copy: Any) -> None:
         started = time.perf_counter()
-        super()._write(snapshot, folder)
+        super()._write(snapshot, folder, copy)
         self.written.append(time.perf_counter() - started)
 
 
@@ -195,6 +195,7 @@ class Saves:
             "stall, share of a step": statistics.median(stalls),
             "largest stall, share of a step": max(stalls),
             **{f"- {name}": statistics.median(p.get(name, 0.0) for p in self.blocked) / usual for name in names},
+            **{f"- {name}, largest": max(p.get(name, 0.0) for p in self.blocked) / usual for name in names},
             "slowed in all by a save, share of a step": slowed,
             f"slowed per step of an interval of {every}": slowed / every,
             "seconds until a save is complete": statistics.median(self.written),
@@ -220,7 +221,7 @@ def saving(arguments: Arguments) -> dict[str, Any]:
         [parts for run in runs for parts in run.blocked],
         [seconds for run in runs for seconds in run.written],
         runs[-1].bytes,
-        max(run.peak for run in runs),
+        statistics.median_low(run.peak for run in runs),
     )
     ranks = gathered(found.values(every))
     rows = {name: [values[name] for values in ranks] for name in ranks[0]}

@@ -1,10 +1,11 @@
-"""Saves checkpoints in a thread while training continues."""
+"""Saves checkpoints in threads while training continues."""
 
 from __future__ import annotations
 
 import os
 import sys
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,11 @@ from .staging_buffers import StagingBuffers
 
 
 class BackgroundSaver:
-    """Copies and writes snapshots in a thread, one at a time. All ranks save the same steps.
+    """Copies snapshots in one thread and writes them in another, one at a time. All ranks save the same steps.
 
-    The thread copies while the next forward and backward passes run, which change neither parameters nor the
-    optimizer's state. An update must wait for the copy. The threads of the ranks use a separate process group, so that
-    their collectives never interleave with those of training. An error in the thread is raised by the next call.
+    The copy is made while the next forward and backward passes run, which change neither parameters nor the
+    optimizer's state. An update must wait for it. The threads of the ranks use a separate process group, so that their
+    collectives never interleave with those of training. An error in a thread is raised by the next call.
     `keep` is the number of checkpoints to keep; None keeps all. `seconds` is how long a rank waits for the others,
     whose disks may be much slower.
     """
@@ -35,8 +36,12 @@ class BackgroundSaver:
         )
         if self._group is not None:
             dist.barrier(self._group)  # a rank with nothing to do would close it while others still connect to it
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        # A thread that starts takes the interpreter's lock and blocks training for milliseconds, so they start now.
+        self._copier = ThreadPoolExecutor(1, "copy")
+        self._writer = ThreadPoolExecutor(1, "write", initializer=_yield_the_processor)
+        for thread in (self._copier, self._writer):
+            thread.submit(int).result()
+        self._saving: Future[None] | None = None
         self._buffers = StagingBuffers()
         self.copied = threading.Event()
         self.copied.set()
@@ -46,8 +51,9 @@ class BackgroundSaver:
         self.wait()
         folder = self.run_folder.checkpoint(snapshot.state.step)
         self.copied.clear()
-        self._thread = threading.Thread(target=self._write, args=(snapshot, folder), name="checkpoint")
-        self._thread.start()
+        copy = self._copier.submit(snapshot.copy, self._buffers)
+        copy.add_done_callback(lambda _: self.copied.set())
+        self._saving = self._writer.submit(self._write, snapshot, folder, copy)
         return folder
 
     def amend(self, step: int, *, validation: dict[str, float], best: dict[str, Any]) -> None:
@@ -66,36 +72,28 @@ class BackgroundSaver:
 
     def wait(self) -> None:
         """Waits until everything is on disk. Raises OSError if it could not be written."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
 
     def close(self) -> None:
         """Waits until everything is on disk, and destroys the process group."""
         try:
             self.wait()
         finally:
+            self._copier.shutdown()
+            self._writer.shutdown()
             if self._group is not None and dist.is_initialized():
                 dist.destroy_process_group(self._group)
                 self._group = None
 
-    def _write(self, snapshot: Snapshot, folder: Path) -> None:
-        try:
-            try:
-                snapshot.copy(self._buffers)
-            finally:
-                self.copied.set()
-            _yield_the_processor()
-            if self._ranks.rank == 0:
-                check_taken(self.run_folder.path)
-            write_snapshot(snapshot, folder, self._ranks, self._group)
-            if self._ranks.rank == 0:
-                self._name_best(snapshot.state.step, snapshot.state.best)
-        except BaseException as error:  # `wait` raises it
-            self._failure = error
+    def _write(self, snapshot: Snapshot, folder: Path, copy: Future[None]) -> None:
+        copy.result()
+        if self._ranks.rank == 0:
+            check_taken(self.run_folder.path)
+        write_snapshot(snapshot, folder, self._ranks, self._group)
+        if self._ranks.rank == 0:
+            self._name_best(snapshot.state.step, snapshot.state.best)
 
     def _name_best(self, step: int, best: dict[str, Any]) -> None:
         if best.get("step") == step:
@@ -104,6 +102,6 @@ class BackgroundSaver:
 
 
 def _yield_the_processor() -> None:
-    """Lowers this thread's priority, so that hashing and writing do not slow down training."""
+    """Lowers the thread's priority, so that hashing and writing do not slow down training."""
     if sys.platform == "linux":  # Linux has a priority for each thread
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
