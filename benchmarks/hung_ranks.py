@@ -15,11 +15,13 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from soak import PRELOADED, ForkedRank, quietly
@@ -28,7 +30,10 @@ STAGES = ("forward", "backward", "collective", "save", "evaluation", "worker")
 
 
 def train(stage: str, folder: Path, arguments: dict[str, Any]) -> None:
-    """Trains; rank 1 stops itself once in the stage. Called in each rank."""
+    """Trains; rank 1 stops itself once in the stage. Called in each rank.
+
+    In the stage "killed" rank 1 is killed instead, again and again as long as there are two ranks.
+    """
     import torch
     import torch.distributed as dist
 
@@ -40,6 +45,8 @@ def train(stage: str, folder: Path, arguments: dict[str, Any]) -> None:
 
     def stop(at: str, call: int = 1) -> None:
         calls[at] += at == stage
+        if calls[at] == call and stage == "killed" and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
         if calls[at] == call and os.environ["RANK"] == "1" and not (folder / "stopped").exists():
             (folder / "stopped").write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -57,10 +64,11 @@ def train(stage: str, folder: Path, arguments: dict[str, Any]) -> None:
     class StoppingTrainer(Trainer):
         def forward_step(self, data: dict[str, Any], model: Any, mems: Any) -> Any:
             stop("forward" if torch.is_grad_enabled() else "evaluation", 3)
+            stop("killed", 7)
             return super().forward_step(data, model, mems)
 
     workers = {"num_workers": 1} if stage == "worker" else {}
-    settings = {"train_steps": 6, "batch_size": 2, "log_interval": 1, "save_interval": 2, "eval_interval": 3}
+    settings = {"train_steps": 6, "log_interval": 1, "save_interval": 2, "eval_interval": 3}
     trainer = StoppingTrainer(
         env_type="pytorchDDP", num_gpus=2, save_dir=str(folder / "run"), **settings, **workers, **arguments
     )
@@ -87,19 +95,18 @@ def train(stage: str, folder: Path, arguments: dict[str, Any]) -> None:
     trainer.train(model, train_dataset=Tokens(), valid_dataset=Tokens())
 
 
-def launch(stage: str, folder: Path, stall_timeout: float) -> None:
-    """The life of the launcher's process."""
+def launch(stage: str, folder: Path, faults: dict[str, Any], ranks: int = 2, **arguments: Any) -> None:
+    """The life of the launcher's process. `faults` are the fields of `Faults`."""
     from shardzoo.trainer.launch import local
 
     def work() -> int:
-        train(stage, folder, {})
+        train(stage, folder, arguments)
         return 0
 
     multiprocessing.set_start_method("fork", force=True)  # of data workers: this process has a forkserver's
-    local.subprocess.Popen = ForkedRank  # pyright: ignore
+    local.subprocess = SimpleNamespace(DEVNULL=subprocess.DEVNULL, Popen=ForkedRank)  # pyright: ignore
     command: Any = (folder, work, {})
-    faults = local.Faults(stall_timeout=stall_timeout)
-    quietly(folder / "log", lambda: local.run_ranks(command, 2, faults), {})
+    quietly(folder / "log", lambda: local.run_ranks(command, ranks, local.Faults(**faults)), {})
 
 
 def run_stage(stage: str, stall_timeout: float) -> tuple[float | None, str]:
@@ -107,7 +114,7 @@ def run_stage(stage: str, stall_timeout: float) -> tuple[float | None, str]:
     context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        process = context.Process(target=launch, args=(stage, folder, stall_timeout))
+        process = context.Process(target=launch, args=(stage, folder, {"stall_timeout": stall_timeout}))
         process.start()
         process.join(stall_timeout + 120)
         ended, messages = time.time(), (folder / "log").read_text() if (folder / "log").exists() else ""

@@ -2,11 +2,12 @@
 
     python benchmarks/soak.py [--training 400] [--conversion 400] [--preparation 200] [--seconds 3600] [--seed 0]
 
-A fault is one of: SIGKILL of any process (the launcher, a rank, a worker), SIGTERM, SIGINT, a full disk (RLIMIT_FSIZE),
-a removed file, a flipped bit, a slow disk together with a SIGKILL. After some faults in a row the work goes on to its
-end. Then losses and files must be those of the undisturbed run, bit for bit. Each fault must end the work within 15
-seconds, with a documented exit code, without a traceback, and leave no process. Training runs under the package's own
-launcher. Processes are forked from one that has imported everything, so a round costs little.
+A fault is one of: SIGKILL of any process (the launcher, a rank, a worker), SIGSTOP of a rank, SIGTERM, SIGINT, a full
+disk (RLIMIT_FSIZE), a removed file, a flipped bit, a slow disk together with a SIGKILL. After some faults in a row the
+work goes on to its end. Then losses and files must be those of the undisturbed run, bit for bit. Each fault must end
+the work within 15 seconds (after a SIGSTOP, of the stall timeout), with a documented exit code and no traceback, and
+leave no process. Training runs under the package's own launcher. Processes are forked from one that has imported
+everything, so a round costs little.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 PRELOADED = [
@@ -38,10 +40,15 @@ PRELOADED = [
     "torch._dynamo", "shardzoo.models.gpt2", "transformers.models.gpt2.modeling_gpt2",
 ]  # fmt: skip
 SECONDS_TO_END = 15.0
+STALL_TIMEOUT = 3.0  # of a job with a stopped rank
 STEPS = 12
 IN_A_ROW = 5  # at most so many faults before the work goes on to its end
 START_AGAIN = ("no undamaged checkpoint", "start again")  # what a damaged file may ask for
-SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT, "slow disk": signal.SIGKILL}
+SIGNALS = {
+    "SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT,
+    "slow disk": signal.SIGKILL,
+}  # fmt: skip
+STALLED = 75  # the exit code of a job that stood still
 # Success, a user's error or a disk's, a stop by a signal, and the signals' own codes.
 EXIT_CODES = {0, 2, 130, 143, 137, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT}
 
@@ -152,7 +159,7 @@ def launch(job: Job, spec: dict[str, Any]) -> None:
     if ranks == 1:
         os.environ.pop("RANK", None)
         quietly(job.folder / "log", lambda: train(job), spec)
-    local.subprocess.Popen = ForkedRank  # pyright: ignore
+    local.subprocess = SimpleNamespace(DEVNULL=subprocess.DEVNULL, Popen=ForkedRank)  # pyright: ignore
     command: Any = (job.folder, lambda: train(job), spec)
     faults = local.Faults(stall_timeout=spec.get("stall", 300.0))
     quietly(job.folder / "log", lambda: local.run_ranks(command, ranks, faults), {})
@@ -286,6 +293,8 @@ class Soak:
     def fault(self, job: Job, kind: str, *, first: bool) -> bool:
         """Injects one fault and waits for the end. Returns False if the work was done before."""
         spec: dict[str, Any] = {"first": first, "slow": kind == "slow disk"}
+        if kind == "SIGSTOP":
+            spec["stall"] = STALL_TIMEOUT
         if kind in ("removed file", "flipped bit") and not self.damage(job, kind):
             kind = "SIGKILL"
         if kind == "full disk":
@@ -300,7 +309,7 @@ class Soak:
                 self.expect_end(job, process, kind, started)
                 return False
             self.send(job, process, SIGNALS[kind])
-            started = time.monotonic()
+            started = time.monotonic() + spec.get("stall", 0.0)
         self.expect_end(job, process, kind, started if kind in SIGNALS else started + 4 * job.seconds)
         key = job.group, kind
         self.done[key] += 1
@@ -308,13 +317,17 @@ class Soak:
         return True
 
     def send(self, job: Job, process: Any, number: int) -> None:
-        """To any process of the job if it is SIGKILL, and else to the one that a user sees."""
-        pids = [process.pid]
+        """SIGKILL goes to any process of the job, SIGSTOP to a rank, and others to the process that a user sees."""
+        pids, children = [process.pid], Path(f"/proc/{process.pid}/task/{process.pid}/children")
         if number == signal.SIGKILL:
             with contextlib.suppress(OSError):
                 pids += [int(line) for line in (job.folder / "pids").read_text().split()]
             with contextlib.suppress(OSError):
-                pids += map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+                pids += map(int, children.read_text().split())
+        while number == signal.SIGSTOP and process.is_alive():
+            with contextlib.suppress(OSError):
+                if pids := list(map(int, children.read_text().split())):
+                    break
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.chosen.choice(sorted(set(pids))), number)
 
@@ -354,7 +367,7 @@ class Soak:
         log = (job.folder / "log").read_text(errors="replace") if (job.folder / "log").exists() else ""
         if "Traceback" in log:
             self.problem(job, kind, f"traceback:\n{log[-8000:]}")
-        elif process.exitcode not in EXIT_CODES:
+        elif process.exitcode not in EXIT_CODES and (process.exitcode, kind) != (STALLED, "SIGSTOP"):
             self.problem(job, kind, f"exit code {process.exitcode}: {log[-8000:]}")
 
     def problem(self, job: Job, kind: str, text: str) -> None:
@@ -414,8 +427,9 @@ def jobs(folder: Path) -> Iterator[Job]:
     make_model(whole)
     split(whole, folder / "two", 2, Options())
     kinds = ("SIGKILL", "SIGTERM", "full disk", "removed file", "flipped bit", "slow disk")
-    for name in TRAINING:
-        yield make_job(folder, "training", name, launch, made_by_training, kinds, tokenizer)
+    for name, (ranks, _) in TRAINING.items():
+        own = (*kinds, "SIGSTOP") if ranks > 1 else kinds  # one process is not watched
+        yield make_job(folder, "training", name, launch, made_by_training, own, tokenizer)
     for name in CONVERSION:
         origin = whole if name == "split" else folder / "two"
         yield make_job(folder, "conversion", name, command, made_files, (*kinds, "SIGINT"), origin)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
+import multiprocessing
 import signal
 import subprocess
 import sys
@@ -18,6 +20,8 @@ from commands import user_environment
 from shardzoo.trainer import TrainingArguments
 from shardzoo.trainer.launch import heartbeat
 from shardzoo.trainer.launch.heartbeat import OUTSIDE, STALLED, Sample, Sampler, Stall, Watchdog, sample_of_stack
+from shardzoo.trainer.launch.launch import smaller_jobs
+from shardzoo.trainer.launch.local import Faults, run_ranks
 from shardzoo.trainer.launch.ranks import Ranks, from_json, on_first_rank, to_json
 
 SCRIPT = Path(heartbeat.__file__).parents[2] / "benchmarks" / "hung_ranks.py"
@@ -190,6 +194,61 @@ def test_a_restarted_job_equals_an_undisturbed_one(tmp_path):
     last = [tmp_path / name / "run" / "checkpoints" / "step-000006" for name in ("stopped", "whole")]
     files = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in last]
     assert files[0] == files[1]
+
+
+@pytest.mark.parametrize(("devices", "left"), [(None, "0,2"), ("7,GPU-b,5", "7,5")])
+def test_a_rank_that_fails_twice_is_left_out(tmp_path, monkeypatch, capfd, devices, left):
+    script = tmp_path / "script.py"
+    script.write_text("""
+import os, signal, sys
+rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+print(rank, size, os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
+if size == "3" and rank == "1" or size == "2" and not os.path.exists("once"):
+    open("once", "w")
+    os.kill(os.getpid(), signal.SIGKILL)
+""")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if devices:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+    assert run_ranks([sys.executable, str(script)], 3, Faults(max_restarts=2, smaller=(2, 1))) == 0
+    shown = capfd.readouterr()
+    assert sorted(shown.out.splitlines()[-2:]) == [f"0 2 {left}", f"1 2 {left}"]
+    assert "restart 1 of 2 (exit code 137)\n" in shown.err
+    assert (
+        "restart 2 of 2 (exit code 137) with 2 instead of 3 processes, because rank 1 has failed twice\n" in shown.err
+    )
+
+
+def test_the_smaller_sizes_of_a_job():
+    layout = {"num_gpus": 8, "model_parallel_size": 2, "env_type": "deepspeed+mpu", "micro_batch_size": 3}
+    assert smaller_jobs(TrainingArguments(**layout, global_batch_size=36)) == (6, 4, 2)
+    assert smaller_jobs(TrainingArguments(**layout, global_batch_size=24)) == (4, 2)
+    assert smaller_jobs(TrainingArguments(**layout)) == ()  # the global batch follows from the number of ranks
+    assert smaller_jobs(TrainingArguments(env_type="pytorch", global_batch_size=4)) == ()
+
+
+def test_a_job_goes_on_with_fewer_ranks(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    launch = importlib.import_module("hung_ranks").launch
+    losses, log = [], ""
+    for stage, ranks in (("none", 1), ("killed", 2)):
+        folder = tmp_path / stage
+        folder.mkdir()
+        faults = {"max_restarts": 2, "smaller": (1,)}
+        batch = {"micro_batch_size": 1, "global_batch_size": 4}
+        process = multiprocessing.get_context("forkserver").Process(
+            target=launch, args=(stage, folder, faults, ranks), kwargs=batch
+        )
+        process.start()
+        process.join(120)
+        log = (folder / "log").read_text()
+        assert process.exitcode == 0, log
+        records = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+        losses.append({record["step"]: record["train/loss"] for record in records if "train/loss" in record})
+    assert "with 1 instead of 2 processes, because rank 1 has failed twice" in log
+    assert sorted(losses[1]) == list(range(1, 7))
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
 
 
 def test_ranks_of_another_launcher_notice_a_stopped_one(tmp_path):

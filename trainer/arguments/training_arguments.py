@@ -71,7 +71,8 @@ class TrainingArguments:
     grace_period: float = 300.0
     """Seconds after SIGTERM or SIGINT in which a run may save and end before it is killed."""
     max_restarts: int = 0
-    """How often a job whose rank has died or stood still is started again from its last checkpoint, on one machine."""
+    """How often a job whose rank has died or stood still is started again from its last checkpoint, on one machine.
+    With a global_batch_size, a rank that fails twice is left out."""
 
     epochs: int = 0
     """Passes over the training data; ignored if `train_steps` is set."""

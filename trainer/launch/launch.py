@@ -75,7 +75,8 @@ def ensure_processes_of(arguments: TrainingArguments) -> RankInfo:
             read_hostfile(Path(arguments.hostfile))
         nodes = THIS_MACHINE
     script, dry_run = arguments.training_script, arguments.dry_run
-    faults = Faults(arguments.stall_timeout, arguments.grace_period, arguments.max_restarts)
+    smaller = smaller_jobs(arguments)
+    faults = Faults(arguments.stall_timeout, arguments.grace_period, arguments.max_restarts, smaller)
     return ensure_processes(processes_of(arguments), nodes, script=script, dry_run=dry_run, faults=faults)
 
 
@@ -85,6 +86,14 @@ def processes_of(arguments: TrainingArguments) -> int:
         return 1
     split = arguments.model_parallel_size * arguments.pipeline_parallel_size
     return max(arguments.num_gpus, -(-split // arguments.num_nodes))
+
+
+def smaller_jobs(arguments: TrainingArguments) -> tuple[int, ...]:
+    """Returns the smaller numbers of processes that train the same global batches, the largest first."""
+    split = arguments.model_parallel_size * arguments.pipeline_parallel_size
+    batches, rest = divmod(arguments.global_batch_size or 0, arguments.micro_batch_size)
+    replicas = range(processes_of(arguments) // split - 1, 0, -1) if batches and not rest else ()
+    return tuple(split * number for number in replicas if batches % number == 0)
 
 
 def start_processes(

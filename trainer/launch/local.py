@@ -20,9 +20,11 @@ from .rank_info import cpu_environment, free_port
 from .rank_process import BEGUN, ERROR_FILE, LAUNCHER_PID, LAUNCHER_SHOWS_ERRORS, RESTARTED, RankError, read
 
 SCRATCH, LOCK = "shardzoo-ranks-", "launcher.lock"
+DEVICES = "CUDA_VISIBLE_DEVICES"
 USAGE_ERROR = 2  # the exit code of a rank that has printed a message about the user's error itself
 POLL_SECONDS = 0.05
 SETTLE_SECONDS = 1.0  # time for other ranks to fail from the same cause, so that the first failure can be found
+SOON = 600.0  # seconds: a rank that fails again sooner after a restart would probably fail each time
 TERMINATE_SECONDS = 3.0  # time for the ranks to end after a signal, before they are killed
 
 
@@ -119,11 +121,16 @@ class RankProcess:
 
 @dataclass(frozen=True)
 class Faults:
-    """What to do about ranks that die or stand still. See `TrainingArguments` for the fields."""
+    """What to do about ranks that die or stand still. See `TrainingArguments` for the fields.
+
+    Attributes:
+        smaller: Fewer processes that the job can be restarted with, the largest number first.
+    """
 
     stall_timeout: float = 300.0
     grace_period: float = 300.0
     max_restarts: int = 0
+    smaller: tuple[int, ...] = ()
 
 
 class Job:
@@ -131,11 +138,16 @@ class Job:
 
     def __init__(self, command: Sequence[str], world_size: int, faults: Faults, folder: Path) -> None:
         self.command, self.world_size, self.faults, self.folder = command, world_size, faults, folder
+        self._most = world_size
         self.ranks: list[RankProcess] = []
         self.stops: list[int] = []
         self._stopped_at = 0.0
         self._watchdog = Watchdog(faults.stall_timeout)
         self._next_look = 0.0
+        self._causes: list[int] = []  # the ranks that ended the runs with this number of ranks
+        self._started = 0.0
+        visible = os.environ.get(DEVICES)
+        self._devices = visible.split(",") if visible else [str(number) for number in range(world_size)]
 
     def stop(self, number: int, frame: object) -> None:
         """Passes a signal on to the ranks. A second SIGINT kills them; launchers repeat signals while the ranks end."""
@@ -150,7 +162,9 @@ class Job:
         """Runs the ranks once; returns the job's exit code. No rank is left."""
         environment = _environment(self.world_size) | {BEGUN: str(self.folder / BEGUN)}
         environment |= {RESTARTED: "1"} if (self.folder / BEGUN).exists() else {}
-        self._watchdog = Watchdog(self.faults.stall_timeout)
+        if self.world_size < self._most:
+            environment[DEVICES] = ",".join(self._devices)
+        self._watchdog, self._started = Watchdog(self.faults.stall_timeout), time.monotonic()
         failures: list[Failure] = []
         try:
             for number in range(self.world_size):
@@ -165,7 +179,18 @@ class Job:
         if stalled:
             return STALLED
         _report(failures)
+        self._causes += [failure.rank for failure in failures[:1]]
         return failures[0].exit_code if failures else 0
+
+    def shrink(self) -> str:
+        """Goes on with fewer ranks, without the device of one that has failed again soon; returns words that say so."""
+        rank, smaller = self._causes[-1], [size for size in self.faults.smaller if size < self.world_size]
+        if self._causes[-2:] != [rank, rank] or not smaller or time.monotonic() - self._started > SOON:
+            return ""
+        words = f" with {smaller[0]} instead of {self.world_size} processes, because rank {rank} has failed twice"
+        self.world_size, self._causes = smaller[0], []
+        del self._devices[rank : rank + 1]
+        return words
 
     @property
     def _interval(self) -> float:
@@ -208,6 +233,7 @@ class Job:
             found = replace(stall, sample=sample_of_stack(stall.sample, stack)) if stall.sample else stall
             print(f"{found.describe()}\n{stack}", file=sys.stderr, flush=True)
         if stalls:
+            self._causes.append(stalls[0].rank)
             limit = f"--stall-timeout {self.faults.stall_timeout:g} s"
             print(f"the job is ended with exit code {STALLED}, because of {limit}", file=sys.stderr, flush=True)
         return bool(stalls)
@@ -231,7 +257,7 @@ def run_ranks(command: Sequence[str], world_size: int, faults: Faults) -> int:
     code is the job's: for a signal 128 + its number, as in a shell. If the job stands still, it is ended with exit code
     75. SIGTERM and SIGINT are passed on to the ranks, which have the grace period to save. A second SIGINT kills them.
     The ranks do not outlive this process. A job that fails is started again as often as `faults` allows, unless a rank
-    has reported a user's error.
+    has reported a user's error; with fewer ranks if the same rank has failed twice.
     """
     with _scratch_folder() as folder:
         job, code = Job(command, world_size, faults, folder), 0
@@ -241,7 +267,8 @@ def run_ranks(command: Sequence[str], world_size: int, faults: Faults) -> int:
                 code = job.run()
                 if code in (0, USAGE_ERROR) or job.stops or attempt == faults.max_restarts:
                     break
-                print(f"restart {attempt + 1} of {faults.max_restarts} (exit code {code})", file=sys.stderr, flush=True)
+                words = f"restart {attempt + 1} of {faults.max_restarts} (exit code {code}){job.shrink()}"
+                print(words, file=sys.stderr, flush=True)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
