@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,9 @@ def read_state_file(folder: Path) -> dict[str, Any]:
     if content is None:
         raise ValueError(f"{STATE} is missing")
     remove_digest(content, folder / STATE)
+    version = content.get("version", EVERY_FILE)
+    if version not in (1, EVERY_FILE):
+        raise ValueError(f"{STATE} has version {version!r:.20}; this version of shardzoo reads {EVERY_FILE}")
     if not is_object(content.get("files")):
         raise ValueError(f"{STATE} lists no files")
     return content
@@ -72,9 +76,9 @@ def changed_files(folder: Path, share: int = 0, shares: int = 1) -> Iterator[str
     """
     state = read_state_file(folder)
     digests: dict[str, Any] = state["files"]
-    work = [(name, part) for name, digest in sorted(digests.items()) for part in _parts(folder, name, digest)]
-    for name, (ranges, digest) in work[share::shares]:
-        yield from _changed(folder, name, ranges, digest)
+    work = [(name, part) for name in sorted(digests) for part in _parts(state, name)]
+    for name, part in work[share::shares]:
+        yield from _changed(folder, name, *part)
     if share == 0 and state.get("version") == EVERY_FILE:
         for entry in sorted(folder.iterdir()):
             if entry.name not in digests and is_read(entry.name) and entry.name != STATE:
@@ -93,37 +97,43 @@ def check_companions(folder: Path, without: Collection[str] = ()) -> None:
     """
     if not (folder / STATE).exists() and not (folder / STATE).is_symlink():
         return
-    digests: Mapping[str, Any] = read_state_file(folder)["files"]
-    for name, digest in sorted(digests.items()):
+    state = read_state_file(folder)
+    for name in sorted(state["files"]):
         if Path(name).suffix != ".safetensors" and name not in without:
-            for part in _parts(folder, name, digest):
+            for part in _parts(state, name):
                 for problem in _changed(folder, name, *part):
                     raise ValueError(f"the checkpoint {folder} is damaged: {problem}")
 
 
-def _parts(folder: Path, name: str, digest: Any) -> list[tuple[Ranges | None, str]]:
-    """Returns the byte ranges and the sha256 of each part of a file; several ranks may have written it."""
+def _parts(state: Mapping[str, Any], name: str) -> list[tuple[Ranges | None, str, int | None]]:
+    """Returns the byte ranges and the sha256 of each part of a file, which several ranks may have written.
+
+    Returns with each the size of the file, which earlier versions did not record.
+    """
+    digest, sizes = state["files"][name], state.get("sizes", {})
+    end = sizes.get(name) if is_object(sizes) else None
     if isinstance(digest, str):
-        return [(None, digest)]
+        return [(None, digest, end if type(end) is int else None)]
     try:
         parts = [([(int(a), int(b)) for a, b in part["ranges"]], str(part["sha256"])) for part in digest]
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{STATE} has no digest of {name!r} but {digest!r:.100}") from None
+        if not parts:
+            raise ValueError
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise ValueError(f"{STATE} has no digest of {name!r:.100} but {digest!r:.100}") from None
     end = 0
     for first, stop in sorted(span for ranges, _ in parts for span in ranges):
         if first != end or stop < first:
-            raise ValueError(f"the digests of {name!r} in {STATE} leave out or repeat bytes at {end:,}")
+            raise ValueError(f"the digests of {name!r:.100} in {STATE} leave out or repeat bytes at {end:,}")
         end = stop
-    path = folder / name
-    if path.is_file() and path.stat().st_size != end:
-        raise ValueError(f"{name!r} has {path.stat().st_size:,} bytes instead of {end:,}")
-    return list(parts)
+    return [(ranges, sha256, end) for ranges, sha256 in parts]
 
 
-def _changed(folder: Path, name: str, ranges: Ranges | None, digest: str) -> Iterator[str]:
+def _changed(folder: Path, name: str, ranges: Ranges | None, digest: str, size: int | None) -> Iterator[str]:
     """Yields what is wrong with a part of a file, if anything."""
-    if "/" not in name and "\0" not in name and not (folder / name).exists():
+    if "/" not in name and "\0" not in name and not os.path.lexists(folder / name):
         yield f"{name} is missing"
+    elif size is not None and (found := checked_file(folder, name).stat().st_size) != size:
+        yield f"{name} has {found:,} bytes instead of {size:,}"
     elif file_digest(checked_file(folder, name), ranges) != digest:
         yield f"{name} has changed since it was written"
 

@@ -15,7 +15,7 @@ from tyro.conf import Positional
 from ..checkpoint.folder_files import STATE, changed_files, read_state_file
 from ..data.files import printable
 from ..trainer.run_folder import RunFolder
-from .console import USAGE_ERROR, columns, exit_code_of, gigabytes
+from .console import USAGE_ERROR, columns, exit_code_of, gigabytes, message_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,15 +69,15 @@ def report(command: Verify) -> int:
 
 def verdict(folder: Path) -> Verdict:
     """Returns what is found about one checkpoint."""
-    files = [entry for entry in sorted(folder.iterdir()) if entry.is_file()]
-    problems, recorded = list[str](), set[str]()
+    files, problems, recorded = list[Path](), list[str](), set[str]()
     jobs = min(4, os.cpu_count() or 1)
     try:
+        files = [entry for entry in sorted(folder.iterdir()) if entry.is_file()]
         recorded = {STATE, *read_state_file(folder)["files"]}
         with ThreadPoolExecutor(jobs) as pool:
             shares = pool.map(lambda share: list(changed_files(folder, share, jobs)), range(jobs))
             problems = list(dict.fromkeys(problem for share in shares for problem in share))
     except (ValueError, OSError) as error:
-        problems = [str(error)]
-    without = [file.name for file in files if file.name not in recorded] if recorded else []
+        problems = problems or [message_of(error)]
+    without = [] if problems else [file.name for file in files if file.name not in recorded]
     return Verdict(folder.name, len(files), sum(file.stat().st_size for file in files), problems, without)

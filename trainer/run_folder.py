@@ -20,7 +20,7 @@ from ..checkpoint.json_digest import write_durably
 from .run_lock import LOCK
 
 BEST = "best"  # a file that names the best checkpoint
-STEP_FOLDER = re.compile(r"step-(\d{6,})")
+STEP_FOLDER = re.compile(r"step-([0-9]{6}|[1-9][0-9]{6,17})")
 NEW_DATA = ".data.partial"
 NEW_ARGUMENTS = ".arguments.yaml.partial"
 BEFORE_RUN = (LOCK, NEW_DATA, NEW_ARGUMENTS)  # a process killed while it prepared a run leaves these alone

@@ -98,7 +98,7 @@ NAMED = {
 
 @pytest.mark.timeout(20)  # reading /dev/zero or a pipe would never end
 @pytest.mark.parametrize("kind", NAMED)
-@pytest.mark.parametrize("digest", ["0" * 64, [{"ranges": [[0, 5]], "sha256": "0" * 64}], [{"ranges": 3}], 7, None])
+@pytest.mark.parametrize("digest", ["0" * 64, [{"ranges": [[0, 5]], "sha256": "0" * 64}], [{"ranges": 3}], [], 7, None])
 def test_names_outside_the_folder_are_never_opened(run, tmp_path, capsys, kind, digest):
     checkpoint = copy_of(run, tmp_path)
     os.mkfifo(checkpoint / "pipe")
@@ -128,6 +128,63 @@ def test_files_that_do_not_belong_to_a_checkpoint(run, tmp_path):
     assert "optimizer_01.safetensors" in verify_checkpoint(checkpoint)
 
 
+UNSURE = {
+    "none": [], "no part": {}, "infinite": [{"ranges": [[0, float("inf")]], "sha256": "0" * 64}],
+    "overlap": [{"ranges": [[0, 9], [8, 12]], "sha256": "0" * 64}],
+    "backwards": [{"ranges": [[9, 0], [0, 9]], "sha256": "0" * 64}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", UNSURE)
+def test_a_digest_of_nothing_is_no_digest(run, tmp_path, kind):
+    checkpoint = copy_of(run, tmp_path)
+    sign(checkpoint, {"rank_00.safetensors": UNSURE[kind]})
+    assert "rank_00.safetensors" in verify_checkpoint(checkpoint)
+
+
+@pytest.mark.timeout(20)  # hashing it would take an hour
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_of_another_size_is_not_read(run, tmp_path, capsys, name):
+    checkpoint = copy_of(run, tmp_path)
+    os.truncate(checkpoint / name, 1 << 43)
+    assert f"{name} has 8,796,093,022,208 bytes" in verify_checkpoint(checkpoint)
+    assert main(["checkpoint", "verify", str(tmp_path / "run")]) == 2
+    assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+def test_each_damaged_file_is_named_once(run, tmp_path, capsys):
+    checkpoint = copy_of(run, tmp_path)
+    (checkpoint / "config.json").write_text("{}")
+    os.truncate(checkpoint / "rank_00.safetensors", 100)
+    (checkpoint / "optimizer_01.safetensors").touch()
+    assert main(["checkpoint", "verify", str(checkpoint)]) == 2
+    problems = [line for line in capsys.readouterr().out.splitlines() if ": " in line]
+    assert [re.findall(r"\S+\.(?:json|safetensors)", line) for line in problems] == [
+        ["config.json"], ["rank_00.safetensors"], ["optimizer_01.safetensors"],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["step-٠٠٠٠٠٩", "step-0000002", "step-" + "9" * 200, "step-000002.abandoned"])
+def test_a_folder_that_only_looks_like_a_checkpoint(run, tmp_path, capsys, name):
+    copy_of(run, tmp_path).rename(tmp_path / "run" / "checkpoints" / name)
+    assert main(["checkpoint", "verify", str(tmp_path / "run")]) == 0
+    assert "step-000001" in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("step", "2"), ("step", None), ("best", 3), ("groups", {}), ("data", []), ("version", 3)]
+)
+def test_a_state_of_another_kind_is_refused_when_a_run_resumes(run, tmp_path, field, value):
+    from shardzoo.trainer.checkpointing.resume import read_state
+
+    checkpoint = copy_of(run, tmp_path)
+    content = json.loads((checkpoint / STATE).read_text())
+    del content["sha256"]
+    (checkpoint / STATE).write_text(json.dumps(add_digest({**content, field: value})))
+    with pytest.raises(ValueError, match=f"{STATE} has {field}"):
+        read_state(checkpoint)
+
+
 def test_checkpoints_without_all_digests_stay_readable(run, tmp_path, capsys):
     """Before every file had a digest, only those of tensors had."""
     import shardzoo
@@ -135,7 +192,7 @@ def test_checkpoints_without_all_digests_stay_readable(run, tmp_path, capsys):
     checkpoint = copy_of(run, tmp_path)
     content = json.loads((checkpoint / STATE).read_text())
     files = {name: digest for name, digest in content["files"].items() if name.endswith(".safetensors")}
-    old = {name: value for name, value in content.items() if name not in ("sha256", "version")}
+    old = {name: value for name, value in content.items() if name not in ("sha256", "version", "sizes")}
     (checkpoint / STATE).write_text(json.dumps(add_digest({**old, "files": files})))
     assert verify_checkpoint(checkpoint) == ""
     shardzoo.from_pretrained(checkpoint)

@@ -50,8 +50,14 @@ def open_run(
 
     Raises ValueError if a required checkpoint does not exist, or the folder holds another run.
     """
-    point = _find(run_folder, arguments, ranks, notify)
-    on_first_rank(lambda: _open_folder(run_folder, point, arguments))
+    on_first_rank(lambda: take_folder(run_folder.path, notify))  # first: another run may still save there
+    try:
+        point = _find(run_folder, arguments, ranks, notify)
+        on_first_rank(lambda: _prepare_folder(run_folder, point, arguments))
+    except BaseException:
+        if ranks.rank == 0:
+            return_folder(run_folder.path)
+        raise
     return point
 
 
@@ -80,16 +86,6 @@ def _find(
     return ResumePoint(*found, arguments.load_optim, arguments.load_rng, own=loads_own)
 
 
-def _open_folder(folder: RunFolder, point: ResumePoint | None, arguments: TrainingArguments) -> None:
-    take_folder(folder.path)
-    try:
-        _prepare_folder(folder, point, arguments)
-    except BaseException:
-        return_folder(folder.path)
-        raise
-    mark_run_as_begun()
-
-
 def _prepare_folder(folder: RunFolder, point: ResumePoint | None, arguments: TrainingArguments) -> None:
     step = folder.latest_step()
     own = point if point and point.own else None
@@ -112,6 +108,7 @@ def _prepare_folder(folder: RunFolder, point: ResumePoint | None, arguments: Tra
             folder.restore_best(own.state.best)
     else:
         folder.drop_metrics_after(0)  # a run may have been killed before its first checkpoint
+    mark_run_as_begun()
 
 
 def _make_folder(path: Path, meaning: str) -> None:
@@ -170,8 +167,11 @@ def verify_checkpoint(folder: Path, share: int = 0, shares: int = 1) -> str:
 def read_state(folder: Path) -> TrainerState:
     """Returns the state of the run in a checkpoint. Raises ValueError if it is damaged."""
     content = read_state_file(folder)
-    known = [field.name for field in fields(TrainerState)]
-    return TrainerState(**{name: content[name] for name in known if name in content})  # older states have fewer fields
+    known = {field.name: field.type for field in fields(TrainerState) if field.name in content}  # older ones have fewer
+    for name, kind in known.items():
+        if type(content[name]).__name__ != str(kind).partition("[")[0]:
+            raise ValueError(f"the checkpoint {folder} is damaged: {STATE} has {name}={content[name]!r:.50}")
+    return TrainerState(**{name: content[name] for name in known})
 
 
 def restore_random(folder: Path, state: TrainerState, ranks: Ranks, seed: int) -> bool:

@@ -213,7 +213,8 @@ def _complete(
         if entry.name not in digests:
             sync(entry)
             digests[entry.name] = file_digest(entry)
-    write_state(partial / STATE, snapshot.state, digests)
+    sizes = {entry.name: entry.stat().st_size for entry in partial.iterdir()}
+    write_state(partial / STATE, snapshot.state, files=digests, sizes=sizes)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
     sync(folder.parent)
@@ -229,8 +230,10 @@ def write_model(model: nn.Module, folder: Path, ranks: Ranks, extra_files: Extra
     write_snapshot(snapshot, folder, ranks, None)
 
 
-def write_state(path: Path, state: TrainerState, digests: Mapping[str, Any]) -> None:
-    _write_content(path, {**asdict(state), "version": EVERY_FILE, "files": dict(sorted(digests.items()))})
+def write_state(path: Path, state: TrainerState, **of_files: Mapping[str, Any]) -> None:
+    """Writes a run's state with what is recorded of every other file of the checkpoint: digests and sizes."""
+    recorded = {key: dict(sorted(values.items())) for key, values in of_files.items()}
+    _write_content(path, {**asdict(state), "version": EVERY_FILE, **recorded})
 
 
 def amend_state(folder: Path, **values: Any) -> None:
