@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,10 +17,23 @@ def exit_code_of(work: Callable[[], int], *, quiet: bool = False) -> int:
     """Runs `work`. A user's error (`ValueError`, or `OSError` of a disk) becomes one line on stderr and exit code 2."""
     try:
         return work()
-    except (ValueError, OSError) as error:
+    except Exception as error:
+        known = users_error(error)
         if not quiet:
-            print_error(error)
+            print_error(known)
         return USAGE_ERROR
+
+
+def users_error(error: Exception) -> ValueError | OSError:
+    """Returns an error that is reported in one line. Raises it again if it is of another kind.
+
+    Libraries in Rust, such as tokenizers and safetensors, raise errors of a disk as exceptions of their own.
+    """
+    if isinstance(error, ValueError | OSError):
+        return error
+    if number := re.search(r"\(os error (\d+)\)", str(error)):
+        return OSError(int(number[1]), os.strerror(int(number[1])))
+    raise error
 
 
 def print_error(error: ValueError | OSError) -> None:
@@ -36,7 +51,7 @@ def message_of(error: Exception) -> str:
         return str(error)
     if error.filename is None:
         return f"cannot write: {error.strerror}; the disk of the output or of the temporary files may be full"
-    return f"cannot read or write {error.filename}: {error.strerror}"
+    return f"cannot read or write {os.fsdecode(error.filename)}: {error.strerror}"
 
 
 def columns(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

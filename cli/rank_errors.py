@@ -8,7 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from ..trainer.launch.rank_info import RankInfo
-from .console import USAGE_ERROR, print_error
+from .console import USAGE_ERROR, print_error, users_error
 
 PACKAGE = __name__.partition(".")[0]
 REPORT_TIMEOUT = timedelta(seconds=5)  # time in which all ranks with the same error are expected to raise it
@@ -21,11 +21,12 @@ def exit_code_of_rank(work: Callable[[], int], launch: RankInfo) -> int:
     """
     try:
         return work()
-    except (ValueError, OSError) as error:
+    except Exception as error:
+        known = users_error(error)
         if launch.world_size == 1:
-            _report(error)
+            _report(known)
         else:
-            _report_once(error, launch)
+            _report_once(known, launch)
         return USAGE_ERROR
 
 

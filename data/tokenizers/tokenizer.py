@@ -150,7 +150,7 @@ class FastTokenizer(Tokenizer):
         if self.vocab_size == FastTokenizer(self.path).vocab_size:
             _copy_files(self.path, folder / TOKENIZER_JSON, SIDE_FILES + SENTENCEPIECE_FILES)
         else:
-            self.backend.save(str(folder / TOKENIZER_JSON))
+            (folder / TOKENIZER_JSON).write_text(self.backend.to_str(pretty=True), encoding="utf-8")
             config.pop("added_tokens_decoder", None)  # it would hide the tokens that tokenizer.json has now
             write_config(folder, config)
         if not (folder / CONFIG).exists() or (self.special and not _special_names(folder)):

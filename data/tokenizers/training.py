@@ -193,7 +193,7 @@ def _save(
     """Writes the files that transformers reads, and loads them. `options` are more entries of tokenizer_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     remove_tokenizer(folder)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     config = {
         "tokenizer_class": tokenizer_class,
         **special,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
@@ -47,13 +48,20 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
         self._writer = SummaryWriter(str(folder), purge_step=first_step + 1)
+        self._hook, threading.excepthook = threading.excepthook, self._report
 
     def log(self, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
+        threading.excepthook = self._hook
         self._writer.close()
+
+    def _report(self, failure: threading.ExceptHookArgs) -> None:
+        """Prints what ended a thread. The writer's thread tells its error to the next call of `log` or `close`."""
+        if not type(failure.thread).__module__.startswith("tensorboard."):
+            self._hook(failure)
 
 
 class WeightsAndBiases:
