@@ -116,6 +116,14 @@ CASES = (
         T5 | {"vocab_size": 8000},
         {"micro_batch_size": 8, "length": 384, "target_length": 256, "precision": "bf16", "recompute": "full"},
     ),
+    Case("GPT-2 of 1.4 GB, LoRA", "gpt2-medium", {}, {"micro_batch_size": 4, "length": 256, "lora_rank": 8}),
+    Case(
+        "T5, LoRA of all layers, TP=2",
+        "t5-base",
+        {},
+        {"micro_batch_size": 4, "length": 256, "target_length": 128, "tensor_parallel_size": 2, "lora_rank": 16,
+         "lora_target_modules": "all-linear"},
+    ),
     Case(
         "GPT-2, DDP=2, no dropout",
         "gpt2",
@@ -230,6 +238,7 @@ def measure(case: Case) -> None:
     from shardzoo.trainer.launch.environment import initialize_distributed
     from shardzoo.trainer.launch.launch import ensure_processes
     from shardzoo.trainer.launch.ranks import Ranks
+    from shardzoo.trainer.lora import apply_lora
     from shardzoo.trainer.trainer import make_engine
 
     job = job_of(case)
@@ -248,6 +257,8 @@ def measure(case: Case) -> None:
         optimizer=job.optimizer,
         recompute=job.recompute,
         sequence_parallel=job.sequence_parallel,
+        lora_rank=job.lora_rank,
+        lora_target_modules=[] if job.lora_target_modules is None else [job.lora_target_modules],
     )
     warm_up(arguments)
     gc.collect()
@@ -258,6 +269,7 @@ def measure(case: Case) -> None:
         model = from_config(
             case.config(), mesh if job.tensor_parallel_size > 1 else None, dtype=dtype, parallel_config=parallel_config
         )
+        apply_lora(model, arguments)
         freeze(model, job)
         engine = make_engine(model, make_optimizer(model, arguments), arguments, Ranks(mesh))
         batch = batch_of(case, job)
@@ -287,6 +299,8 @@ def warm_up(arguments: Any) -> None:
 
     if arguments.env_type.startswith("deepspeed"):
         import deepspeed  # noqa: F401
+    if arguments.lora_rank:
+        import peft  # noqa: F401
     tiny = from_config(find_config("gpt2-quickstart").with_changes(n_embd=48, n_layer=1))
     optimizer = make_optimizer(tiny, arguments)
     ids = torch.ones(2, 8, dtype=torch.long)
@@ -324,11 +338,12 @@ def batch_of(case: Case, job: Job) -> dict[str, Any]:
 def train_step(engine: Any, batch: dict[str, Any], job: Job, step: int) -> None:
     from shardzoo.mpu import dropout_state
 
-    engine.module.train()
-    for number in range(job.accumulation_steps):
+    def forward(number: int) -> Any:
         dropout_state.set(1, step)
-        engine.begin_micro_batch(is_last=number == job.accumulation_steps - 1)
-        engine.backward(engine.model(**batch).loss / job.accumulation_steps)
+        return engine.model(**batch).loss / job.accumulation_steps
+
+    engine.module.train()
+    engine.forward_backward(forward, job.accumulation_steps)
     engine.step()
 
 

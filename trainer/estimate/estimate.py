@@ -15,6 +15,8 @@ from .pipeline import stage_memory
 MIB = 1 << 20
 FRAMEWORK = {"cuda": 600 * MIB, "cpu": 400 * MIB}
 """Memory outside of tensors: the CUDA context, kernels and cuBLAS's workspaces, or Python and its imports."""
+PEFT = 150 * MIB
+"""What importing peft, and with it transformers' models, adds to a CPU process."""
 LARGEST_MICRO_BATCH = 1 << 20
 
 
@@ -97,7 +99,7 @@ def _moments(model: ModelMemory, engine: EngineMemory, job: Job) -> list[Moment]
         "parameters": engine.parameters,
         "fp32 master weights": engine.masters,
         "optimizer state": engine.states,
-        "framework": FRAMEWORK[job.device],
+        "framework": FRAMEWORK[job.device] + (PEFT if job.lora_rank and job.device == "cpu" else 0),
     }
 
     def at(
