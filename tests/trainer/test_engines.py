@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from training import losses, on_ranks
+from training import losses, native_t5, on_ranks
 
 ONE_STEP = 1e-6  # fp32; the order of sums differs
 
@@ -37,6 +37,18 @@ def test_engines_and_accumulation_equal_the_big_batch(run_mesh, tmp_path, big_ba
     runs = on_ranks(run_mesh, tmp_path, data_ranks=ranks, global_batch_size=8, **arguments)
     for run in runs:
         assert_same(run, big_batch)
+
+
+@pytest.mark.parametrize("model", [None, native_t5], ids=["transformers", "native"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_each_pass_counts_once_in_bf16(run_mesh, tmp_path, stage, model):
+    """Eight passes of one sample have the gradient of one pass of eight."""
+    arguments = {"env_type": "deepspeed", "zero_stage": stage, "precision": "bf16", "global_batch_size": 8}
+    norms = []
+    for size in (8, 1):
+        [(steps, _)] = on_ranks(run_mesh, tmp_path / str(size), model=model, micro_batch_size=size, **arguments)
+        norms.append([step["grad_norm"] for step in steps])
+    assert norms[1] == pytest.approx(norms[0], rel=2e-2)
 
 
 def left_behind(mesh):

@@ -101,6 +101,9 @@ class DeepSpeedEngine:
         losses: list[float] = []
         for k in range(micro_batches):
             loss = forward(k)
+            if hasattr(self._engine.optimizer, "clear_lp_grads"):  # bf16, ZeRO 1: each pass is added to fp32 sums
+                # DeepSpeed does so in a hook on the model's output, which it does not find in a `ModelOutput`.
+                self._engine.optimizer.clear_lp_grads()
             # DeepSpeed averages over the data-parallel ranks, but the ranks' losses already add up to the mean.
             self._engine.backward(loss * self._replicas, scale_wrt_gas=False)
             if not self._engine.is_gradient_accumulation_boundary():
