@@ -159,6 +159,7 @@ def test_deepspeed_runs_a_pipelines_schedule_by_instructions():
         from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
         from deepspeed.runtime.pipe import schedule
         from deepspeed.runtime.pipe.engine import PipelineEngine
+        from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
         instructions = PipelineEngine._INSTRUCTION_MAP
         assert {schedule.ReduceTiedGrads, schedule.OptimizerStep, schedule.LoadMicroBatch} <= set(instructions)
@@ -169,6 +170,8 @@ def test_deepspeed_runs_a_pipelines_schedule_by_instructions():
         assert list(inspect.signature(PipelineEngine._train_schedule).parameters) == ["self"]
         assert instructions[schedule.OptimizerStep] is PipelineEngine._exec_optimizer_step
         assert "_hp_grad" in inspect.getsource(BF16_Optimizer)
+        norm = inspect.getsource(DeepSpeedZeroOptimizer.scaled_global_norm)  # what _even_out_norms does for each group
+        assert "self.get_grad_norm_direct(self.averaged_gradients[i], self.params_in_partition[i])" in norm
 
 
 def test_torchruns_error_file(tmp_path, monkeypatch):

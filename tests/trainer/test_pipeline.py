@@ -191,8 +191,10 @@ def test_encoder_and_decoder_may_be_cut_anywhere(run_mesh, tmp_path, whole, bloc
 
 
 def test_bf16(run_mesh, tmp_path, whole):
+    _, expected, norms, _ = whole("gpt2", precision="bf16")
     for steps, _ in on_ranks(run_mesh, tmp_path, **settings("gpt2", 2, 1, 2, precision="bf16")):
-        assert losses(steps) == pytest.approx(whole("gpt2", precision="bf16")[1], rel=2e-2)
+        assert losses(steps) == pytest.approx(expected, rel=2e-2)
+        assert [step["grad_norm"] for step in steps] == pytest.approx(norms, rel=2e-2)
 
 
 @pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}])
@@ -206,18 +208,22 @@ def test_the_same_layout_goes_on_bit_for_bit(run_mesh, tmp_path, changes):
         assert all(torch.equal(value, same[name]) for name, value in weights.items())
 
 
-def test_any_layout_goes_on_from_any_other(run_mesh, tmp_path, whole):
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+def test_any_layout_goes_on_from_any_other(run_mesh, tmp_path, whole, family):
     """2 stages x 2 tensor-parallel ranks are saved, and go on in others, and from those back."""
-    _, expected, _, _ = whole("gpt2")
-    on_ranks(run_mesh, tmp_path / "first", **settings("gpt2", 2, 1, 2, train_steps=STEPS, save_interval=8))
+    _, expected, _, weights = whole(family)
+    on_ranks(run_mesh, tmp_path / "first", **settings(family, 2, 1, 2, save_interval=8))
     for layout in ((1, 1, 1), (2, 2, 1), (1, 1, 4)):
-        folder = tmp_path / "x".join(map(str, layout))
-        load = {"load_dir": checkpoint(tmp_path / "first", 8)}
-        for steps, _ in on_ranks(run_mesh, folder, **settings("gpt2", *layout, **load, save_interval=8)):
+        folder, back = (tmp_path / f"{name} {layout}" for name in ("there", "back"))
+        load = {"load_dir": checkpoint(tmp_path / "first", 8), "save_interval": 8}
+        for steps, _ in on_ranks(run_mesh, folder, **settings(family, *layout, **load)):
             assert losses(steps) == pytest.approx(expected[8:], **SAME_LOSS)
-        back = {"load_dir": checkpoint(folder, 16)}
-        for steps, _ in on_ranks(run_mesh, tmp_path / f"{folder} back", **settings("gpt2", 2, 1, 2, **back)):
+        load = {"load_dir": checkpoint(folder, 16)}
+        for steps, _ in on_ranks(run_mesh, back, **settings(family, 2, 1, 2, **load)):
             assert losses(steps) == pytest.approx(expected[16:], **SAME_LOSS)
+        found = weights_of(back)
+        for name, value in weights.items():
+            torch.testing.assert_close(found[name].data, value, rtol=1e-5, atol=1e-5, msg=name)
 
 
 def test_evaluations_and_metrics_are_those_of_the_whole_model(run_mesh, tmp_path, whole):
@@ -260,6 +266,25 @@ def test_a_stage_without_anything_to_train_is_refused_on_every_rank(run_mesh, tm
     with pytest.raises(AssertionError) as raised:
         on_ranks(run_mesh, tmp_path, isolated=True, **arguments)
     assert str(raised.value).count("ValueError: all parameters of pipeline stage 0 are frozen; freeze fewer") == 2
+
+
+def with_vectors_in_the_last_stage(mesh, precision: str):
+    model = build(mesh, "gpt2", dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.dim() > 1 or name.startswith(("blocks.2.", "blocks.3.", "final_norm.")))
+    return model
+
+
+@pytest.mark.parametrize(("precision", "layout"), [("fp32", (1, 1, 2)), ("fp32", (1, 2, 2)), ("bf16", (1, 1, 2))])
+def test_stages_may_have_different_parameter_groups(run_mesh, tmp_path, precision, layout):
+    """ZeRO adds up the gradient norm of each group over the stages; the first stage has no group without decay."""
+    model = {"model": partial(with_vectors_in_the_last_stage, precision=precision)}
+    changes = {"precision": precision, "train_steps": 4, "weight_decay": 0.1}
+    [(expected, _)] = on_ranks(run_mesh, tmp_path / "whole", **settings(**changes) | model)
+    tolerance = {"rel": 1e-5 if precision == "fp32" else 2e-2}
+    for steps, _ in on_ranks(run_mesh, tmp_path / "cut", **settings("gpt2", *layout, **changes) | model):
+        for name in ("loss", "grad_norm"):
+            assert [step[name] for step in steps] == pytest.approx([step[name] for step in expected], **tolerance)
 
 
 def with_hidden_states(mesh, family: str):
@@ -344,7 +369,8 @@ def test_what_a_pipeline_cannot_do_is_refused(arguments, message):
 
 def test_blocks_that_do_not_divide_are_refused_before_any_process_starts():
     from shardzoo.models import find_config
-    from shardzoo.pretraining.arguments import PretrainingArguments, check_layout
+    from shardzoo.pretraining.arguments import PretrainingArguments
+    from shardzoo.trainer.estimate.pipeline import check_layout
     from shardzoo.trainer.launch.rank_info import RankInfo
 
     config, launch = find_config("gpt2"), RankInfo.from_environment()

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from deepspeed.runtime.utils import combine_grad_norm_groups
 from torch import Tensor, nn
 
 from ...models.common.pipeline import Stage, copied_parameters
@@ -47,6 +48,7 @@ class PipelineEngine(DeepSpeedEngine):
         for parameter in self._shared.copies:
             self._owners.pop(parameter, None)
             self._names.pop(parameter, None)
+        _even_out_norms(self._engine.optimizer, ranks)
 
     def _initialize(self, model: nn.Module, arguments: TrainingArguments, ranks: Ranks) -> Any:
         assert ranks.mesh is not None
@@ -201,6 +203,25 @@ def _leave_out(optimizer: torch.optim.Optimizer, parameters: set[nn.Parameter]) 
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if parameter not in parameters]
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+
+
+def _even_out_norms(optimizer: Any, ranks: Ranks) -> None:
+    """Lets a stage take part in all sums over the stages that ZeRO makes for a gradient norm, one for each group.
+
+    A stage may have fewer parameter groups than another one, for example if it trains no bias.
+    """
+    groups = len(optimizer.param_groups)
+    missing = max(ranks.gather(groups)) - groups
+    if not missing or not hasattr(optimizer, "scaled_global_norm"):
+        return
+
+    def scaled_global_norm() -> Tensor:
+        own = [(optimizer.averaged_gradients[i], optimizer.params_in_partition[i]) for i in range(groups)]
+        return combine_grad_norm_groups(
+            [optimizer.get_grad_norm_direct(*group) for group in [*own, *[([], [])] * missing]]
+        )
+
+    optimizer.scaled_global_norm = scaled_global_norm
 
 
 def _groups_of(stages: Any) -> list[Any]:
