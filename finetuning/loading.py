@@ -159,10 +159,9 @@ def _native(
     head: dict[str, Any] | None,
 ) -> nn.Module:
     made: dict[str, Any] = {"device": device, "dtype": DTYPES[arguments.precision]}
-    blocks = _stage_blocks(source, arguments, mesh, device)
+    config = task_config(source, task).with_changes(**(head or {}))
+    blocks, architecture = _stage_blocks(config, arguments, mesh, device), config.architecture
     made["parallel_config"] = ParallelConfig(arguments.sequence_parallel, arguments.recompute, blocks)
-    architecture = family(source.model_type).tasks[task]
-    config = config_from_dict({**source.values, "architectures": [architecture]}).with_changes(**(head or {}))
     of_adapter = source.adapter is not None and (source.adapter / CONFIG).exists()
     stored = architecture in (source.values.get("architectures") or [architecture])
     new = [] if stored else missing_modules(source.folder, config)  # a damaged head is not replaced by random values
@@ -176,6 +175,11 @@ def _native(
         raise ValueError(f"{error}; native=False loads it with transformers") from None
 
 
+def task_config(source: ModelSource, task: str) -> ModelConfig:
+    """Returns the configuration of the zoo's model with the head of the task."""
+    return config_from_dict({**source.values, "architectures": [family(source.model_type).tasks[task]]})
+
+
 def label_modules(config: ModelConfig) -> list[str]:
     """Returns the names of the modules whose outputs are a classifier's labels."""
     model: Any = build_on_meta(config, None)
@@ -183,7 +187,7 @@ def label_modules(config: ModelConfig) -> list[str]:
 
 
 def _stage_blocks(
-    source: ModelSource, arguments: FinetuningArguments, mesh: ParallelMesh | None, device: torch.device
+    config: ModelConfig, arguments: FinetuningArguments, mesh: ParallelMesh | None, device: torch.device
 ) -> tuple[int, ...] | None:
     """Returns the number of blocks of each pipeline stage, if there are several. The first rank may measure them."""
     if mesh is None or mesh.pp_size == 1:
@@ -196,7 +200,6 @@ def _stage_blocks(
         precision=arguments.precision,
         device="cuda" if device.type == "cuda" else "cpu",
     )
-    config = config_from_dict(source.values)
     return on_first_rank(lambda: choose_blocks(config, mesh.pp_size, arguments.pipeline_partition, job))
 
 

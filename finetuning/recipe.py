@@ -12,6 +12,8 @@ from ..data.tokenizers.tokenizer import load_transformers_tokenizer
 from ..models.loading import missing_modules
 from ..models.lora import merge_lora, stored_modules
 from ..trainer.batches.training_data import check_size
+from ..trainer.estimate.pipeline import check_layout
+from ..trainer.launch.rank_info import RankInfo
 from ..trainer.launch.ranks import on_first_rank
 from ..trainer.lora import convert_to_lora, has_lora, lora_settings, take_adapter
 from ..trainer.run_folder import RunFolder
@@ -32,7 +34,7 @@ from .evaluation import (
     value_names,
 )
 from .freezing import ModelSummary, part_parameters, summarize, summary_of
-from .loading import find_source, label_modules, load_model, positions_of
+from .loading import find_source, label_modules, load_model, positions_of, task_config
 from .losses import SMOOTHED, WEIGHTED, WeightedLoss, parse_class_weights
 from .saving import check_run, open_run, save_whole, tokenizer_folder, write_companions
 from .soft_prompt import add_prompt, initial_rows, input_embedding, load_prompt, save_prompt, without_prompt
@@ -92,6 +94,13 @@ class Finetuning:
             segments=self._data.segments,
             is_chat=self.task == "chat",
         )
+
+    @staticmethod
+    def check_layout(arguments: FinetuningArguments) -> None:
+        """Raises ValueError, before any process is started, if the model or the batch cannot be split over them."""
+        launch = RankInfo.from_environment()
+        if launch.world_size == 1 and (source := find_source(arguments)).native:
+            check_layout(arguments, task_config(source, choose_task(arguments, source)), launch)
 
     @property
     def arguments(self) -> FinetuningArguments:

@@ -1,4 +1,4 @@
-"""Defines the arguments of a pretraining run, and checks that the model can be split as they say."""
+"""Defines the arguments of a pretraining run."""
 
 from __future__ import annotations
 
@@ -6,15 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..data.objectives.pretraining import Objective
-from ..models.common.config import ModelConfig
-from ..models.common.transformer import check_heads
-from ..models.sizes import parameter_sizes
-from ..mpu import validate_layout
 from ..trainer.arguments.training_arguments import EnvType, TrainingArguments, check_types
-from ..trainer.engines.deepspeed_config import zero_stage
-from ..trainer.estimate import Job, choose_blocks
-from ..trainer.launch.launch import processes_of
-from ..trainer.launch.rank_info import RankInfo
 
 
 @dataclass(frozen=True)
@@ -130,20 +122,3 @@ FIXED = (
     "target_length",
     "seed",
 )
-
-
-def check_layout(arguments: PretrainingArguments, config: ModelConfig, launch: RankInfo) -> None:
-    """Raises ValueError if the model or the batch cannot be split over the processes."""
-    size = arguments.model_parallel_size
-    check_heads(config.attention_heads, size)
-    parameter_sizes(config, size)
-    stages, partition = arguments.pipeline_parallel_size, arguments.pipeline_partition
-    started = processes_of(arguments) * max(1, arguments.num_nodes)
-    processes = launch.world_size if launch.world_size > 1 else started
-    data_parallel_size = validate_layout(processes, size, stages)
-    if stages > 1:
-        choose_blocks(
-            config, stages, "parameters" if partition == "time" else partition, Job(tensor_parallel_size=size)
-        )
-    arguments.accumulation_steps(data_parallel_size)
-    zero_stage(arguments)

@@ -21,9 +21,10 @@ from ..data.tokenizers.vocabulary import Vocabulary
 from ..models import family, find_config, presets
 from ..models.common.config import ModelConfig
 from ..models.mapping import stored_config
+from ..trainer.estimate.pipeline import check_layout
 from ..trainer.launch.rank_info import RankInfo
 from ..trainer.run_folder import RunFolder
-from .arguments import DEFAULT_MODEL, PretrainingArguments, check_layout
+from .arguments import DEFAULT_MODEL, PretrainingArguments
 
 
 @dataclass(frozen=True)

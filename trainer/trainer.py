@@ -120,6 +120,9 @@ class Trainer:
             self.arguments = _of_restart(self.arguments)
         if self.arguments.env_type.startswith("deepspeed"):
             zero_stage(self.arguments)
+        recipe = self._recipe_class()
+        if recipe is not None and mesh is None and self.arguments.env_type != "pytorch":
+            recipe.check_layout(self.arguments)
         self.mesh, self.device = self._join(mesh)
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -132,9 +135,14 @@ class Trainer:
         if notice := deepspeed_notice(self.arguments.deepspeed_config, vars(self.arguments)):
             self.console.print(notice)
         seed_everything(self.arguments.seed + self.ranks.dp_rank)
-        if self.arguments.recipe is not None:
-            module, _, name = self.arguments.recipe.partition(":")
-            self.recipe = getattr(import_module(f"{PACKAGE}.{module}"), name)(self)
+        if recipe is not None:
+            self.recipe = recipe(self)
+
+    def _recipe_class(self) -> Any:
+        if self.arguments.recipe is None:
+            return None
+        module, _, name = self.arguments.recipe.partition(":")
+        return getattr(import_module(f"{PACKAGE}.{module}"), name)
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute of the recipe."""

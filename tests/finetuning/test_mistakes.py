@@ -36,6 +36,23 @@ def test_arguments(keywords, message):
         t2t.Trainer(**({"model_name_or_path": "x"} | keywords))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"pipeline_parallel_size": 3}, "2 blocks cannot be dealt evenly to 3 pipeline stages; .* 1 or 2"),
+        ({"pipeline_parallel_size": 2, "num_gpus": 3}, "3 processes cannot form 2 pipeline stages"),
+        ({"pipeline_parallel_size": 2, "micro_batch_size": 2, "global_batch_size": 9}, "use a multiple of 2"),
+        ({"model_parallel_size": 5}, "4 attention heads cannot be split 5 ways"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused_before_any_process_starts(
+    checkpoints, files, monkeypatch, arguments, message
+):
+    monkeypatch.setattr("shardzoo.trainer.launch.launch.start_processes", pytest.fail)
+    with pytest.raises(ValueError, match=message):
+        t2t.Trainer(model_name_or_path=checkpoints("bert"), train_file=str(files / "labels.json"), **arguments)
+
+
 def test_a_name_that_cannot_be_fetched(monkeypatch):
     def unreachable(name, **_):
         raise OSError(f"cannot reach the hub for {name}\nand so on")

@@ -227,6 +227,28 @@ def test_a_job_on_two_machines(cluster, tmp_path):
     assert announced.replace("--dry-run", "fail") == f"pdsh {given}"
 
 
+STAGES = """
+import os
+from shardzoo.trainer.launch.launch import ensure_processes
+from shardzoo.trainer.launch.nodes import Nodes
+ensure_processes(1, Nodes(hostfile="hosts", master_port={port}))
+from shardzoo.mpu import ParallelMesh
+mesh = ParallelMesh(2, 2)
+os.write(1, f"host {{os.environ['CROSS_RANK']}}: stage {{mesh.pp_rank}}, rank {{mesh.tp_rank}}\\n".encode())
+"""
+
+
+def test_a_host_holds_whole_tensor_parallel_groups(cluster, hosts, tmp_path):
+    from shardzoo.trainer.launch.rank_info import free_port
+
+    hosts.write_text("worker-a slots=2\nworker-b slots=2\n")
+    (tmp_path / "train.py").write_text(STAGES.format(port=free_port()))
+    done = cluster()
+    assert done.returncode == 0, done.stderr
+    places = sorted(line for line in done.stdout.splitlines() if line.startswith("host"))
+    assert places == [f"host {stage}: stage {stage}, rank {rank}" for stage in (0, 1) for rank in (0, 1)]
+
+
 def test_other_launchers_are_described(hosts, monkeypatch, capsys):
     monkeypatch.setattr(sys, "orig_argv", ["python", "train.py"])
     monkeypatch.setattr(sys, "argv", ["train.py"])

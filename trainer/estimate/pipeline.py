@@ -1,4 +1,4 @@
-"""Deals a model's blocks to pipeline stages, and computes each stage's part of the model's memory."""
+"""Checks layouts, deals a model's blocks to pipeline stages, and computes each stage's part of the model's memory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,13 @@ from torch import Tensor
 from ...models.auto import build_on_meta, from_config
 from ...models.common.config import ModelConfig
 from ...models.common.pipeline import balanced_counts, check_counts, equal_counts, stacks_of, stages_of_parameters
-from ...models.sizes import sizes_of
-from ...mpu import dropout_state
+from ...models.common.transformer import check_heads
+from ...models.sizes import parameter_sizes, sizes_of
+from ...mpu import dropout_state, validate_layout
+from ..arguments.training_arguments import TrainingArguments
+from ..engines.deepspeed_config import zero_stage
+from ..launch.launch import processes_of
+from ..launch.rank_info import RankInfo
 from .model import BlockStack, Job, ModelMemory
 
 Partition = Literal["uniform", "parameters", "time"]
@@ -58,6 +63,23 @@ def choose_blocks(config: ModelConfig, stages: int, partition: Partition, job: J
         for place in places:
             costs[place] += sizes[name]
     return balanced_counts(costs, stages)
+
+
+def check_layout(arguments: TrainingArguments, config: ModelConfig, launch: RankInfo) -> None:
+    """Raises ValueError if the model or the batch cannot be split over the processes."""
+    size = arguments.model_parallel_size
+    check_heads(config.attention_heads, size)
+    parameter_sizes(config, size)
+    stages, partition = arguments.pipeline_parallel_size, arguments.pipeline_partition
+    started = processes_of(arguments) * max(1, arguments.num_nodes)
+    processes = launch.world_size if launch.world_size > 1 else started
+    data_parallel_size = validate_layout(processes, size, stages)
+    if stages > 1:
+        choose_blocks(
+            config, stages, "parameters" if partition == "time" else partition, Job(tensor_parallel_size=size)
+        )
+    arguments.accumulation_steps(data_parallel_size)
+    zero_stage(arguments)
 
 
 def measured_costs(config: ModelConfig, blocks: Sequence[int], job: Job) -> list[float]:
