@@ -122,6 +122,33 @@ def test_a_task_is_learned_as_by_transformers(architecture, kind, changes, argum
     assert split == pytest.approx(theirs, rel=1e-3)
 
 
+STAGED = CASES if os.environ.get("SHARDZOO_PIPELINES") == "all" else [CASES[0], CASES[6]]
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+@pytest.mark.parametrize(("architecture", "kind", "changes", "arguments"), [case[:-1] for case in STAGED])
+def test_stages_learn_a_task(architecture, kind, changes, arguments, lora_rank, tmp_path, run_mesh):
+    """With LoRA weights, the last stage alone trains a bias: that of the head."""
+    folder = save_model(tmp_path / "model", architecture, "gpt2" if architecture[0] == "G" else "bert", **changes)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    train = write(tmp_path / "train.json", map(RECORDS[kind], range(24)))
+    valid = write(tmp_path / "valid.json", map(RECORDS[kind], range(100, 111)))
+
+    def tune(mesh):
+        trainer = t2t.Trainer(
+            model_name_or_path=str(folder), train_file=train, validation_file=valid, mesh=mesh, lora_rank=lora_rank,
+            pipeline_parallel_size=mesh.pp_size, env_type="deepspeed+mpu", output_dir=str(tmp_path / str(mesh.pp_size)),
+            global_batch_size=8, **{**SHORT, **arguments},
+        )  # fmt: skip
+        summary, values = trainer.model_summary(), trainer.train()
+        return summary.parts, values, trainer.evaluate()
+
+    [(parts, values, again)] = run_mesh(1, tune)
+    for found in run_mesh(1, tune, pipeline=2):
+        assert found == (parts, pytest.approx(values, rel=1e-3), pytest.approx(again, rel=1e-3))
+    assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-5)
+
+
 @pytest.fixture(scope="module")
 def glm(tmp_path_factory):
     folder = tmp_path_factory.mktemp("glm")
