@@ -67,6 +67,7 @@ def run_training(
     dropout: float = 0.0,
     on_step: Any = None,
     updates: tuple[Any, Any] = (None, None),
+    extra_files: Path | None = None,
     **arguments: Any,
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Trains, by default a tiny T5: what was reported at each step (of its validation as `valid_loss` and so on), and
@@ -99,7 +100,7 @@ def run_training(
     elif not isinstance(model, torch.nn.Module):
         model = model(trainer.mesh)
     data = Pairs() if data is None else data
-    trainer.train(model, *updates, data, valid, metrics, reporter=reporter)
+    trainer.train(model, *updates, data, valid, metrics, reporter=reporter, extra_files=extra_files)
     return reporter.steps, {name: value.detach().clone() for name, value in model.named_parameters()}
 
 

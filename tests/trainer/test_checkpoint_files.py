@@ -53,6 +53,29 @@ def test_every_file_has_a_digest(run):
             assert hashlib.sha256((checkpoint / name).read_bytes()).hexdigest() == digest
 
 
+def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(tmp_path, monkeypatch):
+    flushed, sync, rename = set(), os.fsync, Path.rename
+
+    def noting(descriptor: int) -> None:
+        flushed.add(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    def checked(self, target):
+        if target.name == f"step-{STEPS:06d}":
+            assert {path.name for path in self.iterdir() if path.stat().st_ino not in flushed} == set()
+            assert self.stat().st_ino in flushed  # the list of the files
+            renamed.append(target)
+        return rename(self, target)
+
+    renamed: list[Path] = []
+    tokenizer_like("t5").save_pretrained(tmp_path / "tokenizer")
+    monkeypatch.setattr(os, "fsync", noting)
+    monkeypatch.setattr(Path, "rename", checked)
+    run_training(None, tmp_path / "run", train_steps=STEPS, extra_files=tmp_path / "tokenizer")
+    assert renamed
+    assert (tmp_path / "run/checkpoints").stat().st_ino in flushed
+
+
 NAMES = ("config.json", "manifest.json", "tokenizer.json", "rank_00.safetensors", "optimizer_00.safetensors", STATE)
 
 

@@ -16,8 +16,10 @@ from pathlib import Path
 
 import filelock._soft
 import pytest
+from training import run_training
 
 from shardzoo.trainer import run_lock
+from shardzoo.trainer.checkpointing import resume
 from shardzoo.trainer.run_folder import RunFolder
 from shardzoo.trainer.run_lock import LOCK, check_taken, return_folder, take_folder
 
@@ -216,6 +218,53 @@ def test_a_run_that_has_lost_its_folder_is_told(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"is no longer this run's \(marker-missing\)"):
         check_taken(folder)
     return_folder(folder)
+
+
+def test_a_second_run_that_resumes_leaves_the_saves_of_the_first_alone(tmp_path, other_process):
+    folder = tmp_path / "run"
+    run_training(None, folder, train_steps=1)
+    partial = folder / "checkpoints" / ".step-000002.partial"
+    partial.mkdir()
+    (partial / "rank_00.safetensors").touch()
+    process = other_process(folder)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=f"in use by process {process.pid}"):
+        run_training(None, folder, train_steps=3, resume=True)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_resumes_from_what_another_has_saved_before_it_ended(tmp_path, monkeypatch):
+    """It may end between the start of the second run and the moment when that gets the folder."""
+    folder, take = tmp_path / "run", resume.take_folder
+    run_training(None, folder, train_steps=1)
+    shutil.copytree(folder, tmp_path / "other")
+    run_training(None, tmp_path / "other", train_steps=3, resume=True, save_total_limit=1)
+
+    def after_the_other(path, notify):
+        shutil.rmtree(folder)
+        shutil.copytree(tmp_path / "other", folder)
+        take(path, notify)
+
+    monkeypatch.setattr(resume, "take_folder", after_the_other)
+    steps, _ = run_training(None, folder, train_steps=4, resume=True)
+    assert [step["step"] for step in steps] == [4]
+
+
+def test_a_link_to_a_folder_is_the_folder(tmp_path):
+    link, real = tmp_path / "link", tmp_path / "real"
+    real.mkdir()
+    link.symlink_to(real)
+    for number in range(2):
+        take_folder(link)
+        run = RunFolder(link)
+        assert run.first_step(resume=False, overwrite=bool(number)) == 0
+        with run.new_data() as data:
+            data.mkdir()
+            run.begin({"seed": number}, data)
+        return_folder(link)
+    assert link.is_symlink()
+    assert sorted(os.listdir(real)) == ["arguments.yaml", "data"]
+    assert (real / "arguments.yaml").read_text() == "seed: 1\n"
 
 
 def run_of(folder: Path) -> RunFolder:
