@@ -27,7 +27,7 @@ COMMANDS = {
     "merge": "convert merge shards disk/merged",
     "prepare": "data prepare --input texts --tokenizer gpt2 --output disk/corpus",
 }
-FREE = (0, *range(8, 1500, 125)) if os.environ.get("SHARDZOO_DISKS") else (0,)
+FREE = (0, *range(8, 1500, 250), *range(1600, 5200, 300)) if os.environ.get("SHARDZOO_DISKS") else (0,)
 FAULTS = [*(f"{size} kB free" for size in FREE), "read-only", "removed", "no shared memory"]
 WHOLE = {fault: [(fault, name) for name in COMMANDS] for fault in FAULTS}
 PART = [

@@ -7,6 +7,9 @@ import importlib.util
 import pytest
 
 from shardzoo.cli import main as cli
+from shardzoo.cli.console import exit_code_of
+from shardzoo.cli.rank_errors import exit_code_of_rank
+from shardzoo.trainer.launch.rank_info import RankInfo
 
 
 def test_help_lists_every_command(capsys):
@@ -28,3 +31,38 @@ def test_unknown_command_names_the_close_one(capsys):
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_every_command_has_its_module(command):
     assert importlib.util.find_spec(cli.COMMANDS[command][0])
+
+
+class OfALibrary(Exception):
+    """Libraries in Rust have exceptions of their own for errors of a disk."""
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("batch_size is 0"), "error: batch_size is 0"),
+        (
+            FileNotFoundError(2, "No such file or directory", b"run/x"),
+            "error: cannot read or write run/x: No such file",
+        ),
+        (
+            OfALibrary("I/O error: No space left on device (os error 28)"),
+            "error: cannot write: No space left on device",
+        ),
+    ],
+)
+def test_errors_of_users_and_disks_are_one_line(capsys, error, said):
+    def failing() -> int:
+        raise error
+
+    for run in (exit_code_of, lambda work: exit_code_of_rank(work, RankInfo.from_environment())):
+        assert run(failing) == 2
+        shown = capsys.readouterr().err
+        assert shown.startswith(said)
+        assert len(shown.splitlines()) == 1 or isinstance(error, ValueError)  # whose traceback shows this test
+
+
+def test_other_errors_are_not_hidden():
+    for run in (exit_code_of, lambda work: exit_code_of_rank(work, RankInfo.from_environment())):
+        with pytest.raises(ZeroDivisionError):
+            run(lambda: 1 // 0)

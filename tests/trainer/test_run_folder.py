@@ -20,6 +20,7 @@ from training import run_training
 
 from shardzoo.trainer import run_lock
 from shardzoo.trainer.checkpointing import resume
+from shardzoo.trainer.launch.heartbeat import process_state
 from shardzoo.trainer.run_folder import RunFolder
 from shardzoo.trainer.run_lock import LOCK, check_taken, return_folder, take_folder
 
@@ -83,6 +84,8 @@ def test_the_folder_of_a_process_that_nobody_reaps_gets_free(tmp_path, other_pro
     monkeypatch.setattr(run_lock, "SECONDS_WITHOUT_REFRESH", 2.0)
     process = other_process(tmp_path / "run", socket.gethostname(), "2")
     process.kill()
+    while process_state(process.pid) != "Z":
+        time.sleep(0.01)
     said: list[str] = []
     take_folder(tmp_path / "run", said.append)
     assert process.returncode is None
@@ -112,6 +115,7 @@ def test_a_process_of_another_host_counts_as_dead_after_a_while_without_a_sign(t
     monkeypatch.setattr(run_lock, "SECONDS_WITHOUT_REFRESH", 1.5)
     folder, said = tmp_path / "run", []
     process = other_process(folder, "elsewhere", "1.5")
+    os.utime(folder / LOCK, (0, 0))  # as of a clock that is years behind; only changes of the time count
     threading.Timer(3.0, process.kill).start()
     before = time.monotonic()
     take_folder(folder, said.append)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -135,26 +136,31 @@ class AdapterFiles:
         return whole_weights(self.model)
 
     def describe(self, hashes: Sequence[Hashes], vocabulary: Vocabulary | None) -> Callable[[Path], None]:
-        base = self._base()
-
         def write(folder: Path) -> None:
-            write_adapter_config(folder, self.model.lora.config, str(base.resolve()) if base else "")
-            (folder / BASE_FILE).write_text(json.dumps({"sha256": base and folder_digest(base)}) + "\n")
+            write_adapter_config(folder, self.model.lora.config, str(self._base.resolve()) if self._base else "")
+            (folder / BASE_FILE).write_text(json.dumps({"sha256": self._base_digest}) + "\n")
 
         return write
 
     def load_weights(self, folder: Path, ranks: Ranks) -> None:
         if not (folder / WEIGHTS_FILE).exists():
             raise ValueError(f"{folder} has no {WEIGHTS_FILE}, so it holds another kind of model")
-        base, digest = self._base(), (read_folder_json(folder, BASE_FILE) or {}).get("sha256")
-        if base and digest and on_first_rank(lambda: folder_digest(base)) != digest:
-            raise ValueError(f"{folder} belongs to another base model than {base}, whose weights have another digest")
+        digest = (read_folder_json(folder, BASE_FILE) or {}).get("sha256")
+        if self._base and digest and on_first_rank(lambda: self._base_digest) != digest:
+            raise ValueError(
+                f"{folder} belongs to another base model than {self._base}, whose weights have another digest"
+            )
         check_same_lora(self.model, folder)
         load_weights(self.model, folder)
 
+    @property
     def _base(self) -> Path | None:
         found = getattr(self.model, "name_or_path", None)
         return Path(found) if found else None
+
+    @cached_property  # of files that may be larger than memory, and each save names it
+    def _base_digest(self) -> str | None:
+        return self._base and folder_digest(self._base)
 
 
 class WholeFiles:
