@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -88,6 +88,12 @@ def from_pretrained(
     return _adapted(model, adapter).eval()
 
 
+def check_pretrained(folder: Path) -> None:
+    """Raises ValueError, as `from_pretrained` does, if tensors are damaged or do not fit. Keeps none in memory."""
+    mapped = map_checkpoint(open_checkpoint(folder))
+    _check_digests(mapped, mapped.layout.placements.values(), 0, 1)
+
+
 def _adapted(model: nn.Module, adapter: str | Path | None) -> nn.Module:
     if adapter is not None:
         load_adapter(model, adapter)
@@ -149,9 +155,7 @@ def _load(model: nn.Module, mapped: MappedCheckpoint, mesh: ParallelMesh | None)
     problem = ""
     try:
         placements = {name: place for name, place in mapped.layout.placements.items() if name in parameters}
-        tensors = {part.tensor for place in placements.values() for part in place.slices()}
-        tensors |= set(mapped.layout.extras.values())  # every stage of a pipeline checks those of no parameter
-        check_digests(sorted(tensors, key=lambda t: (t.file, t.offset)), mapped.digests, rank, size)
+        _check_digests(mapped, placements.values(), rank, size)
         with TensorReader() as reader, TensorReader() as other:
             _check_zeros(reader, mapped)
             for name, placement in placements.items():
@@ -169,6 +173,13 @@ def _load(model: nn.Module, mapped: MappedCheckpoint, mesh: ParallelMesh | None)
         parameter = parameters[name]
         whole = gather_from_tp(share.to(_exchange_device(mesh)), mesh, dim=0)
         parameter.copy_(whole[: parameter.numel()].view(parameter.shape))
+
+
+def _check_digests(mapped: MappedCheckpoint, placements: Iterable[ParameterPlacement], rank: int, size: int) -> None:
+    """Raises ValueError if the digest of one of this rank's share of the tensors is not the recorded one."""
+    tensors = {part.tensor for place in placements for part in place.slices()}
+    tensors |= set(mapped.layout.extras.values())  # every stage of a pipeline checks those of no parameter
+    check_digests(sorted(tensors, key=lambda t: (t.file, t.offset)), mapped.digests, rank, size)
 
 
 def _check_zeros(reader: TensorReader, mapped: MappedCheckpoint) -> None:

@@ -21,7 +21,7 @@ from ..data import target_entropy
 from ..data.objectives.pretraining import pad_batch
 from ..data.tokenizers.tokenizer import load_tokenizer
 from ..models import ParallelConfig, family, from_config, from_pretrained
-from ..models.loading import missing_modules
+from ..models.loading import check_pretrained, missing_modules
 from ..models.lora import merge_lora
 from ..trainer.checkpointing.extra_files import read_extra_files
 from ..trainer.checkpointing.snapshot import write_model
@@ -167,6 +167,8 @@ class Pretraining:
             folder.record_arguments(arguments.of_the_run())
             mark_run_as_begun()
             return first_step
+        if self.inputs.weights is not None:
+            check_pretrained(self.inputs.weights.folder)  # before the corpus is prepared, which may take hours
         with folder.new_data() as prepared:
             prepare_data(arguments, self.inputs, prepared, self.console)
             folder.begin(arguments.of_the_run(), prepared)

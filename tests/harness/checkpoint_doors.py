@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import io
 import multiprocessing
+import re
 import tempfile
 import time
 import traceback
@@ -147,7 +148,49 @@ def resume(folder: Path) -> str:
     return digest_of(model)
 
 
+def shardzoo(*words: object) -> str:
+    """Runs a command in a folder of its own. A refusal is one line and exit code 2, and leaves nothing behind."""
+    from shardzoo.cli.main import main
+
+    with tempfile.TemporaryDirectory() as temporary, contextlib.chdir(temporary):
+        Path("text.txt").write_text("w1 w2 w3 w4 w5\n" * 40)
+        with contextlib.redirect_stderr(io.StringIO()) as errors, contextlib.redirect_stdout(io.StringIO()) as output:
+            try:
+                code = main([str(word) for word in words])
+            except SystemExit as end:
+                code = end.code
+        left = sorted(str(path) for path in Path().rglob("*"))
+    if code == 0:
+        return ""
+    said = errors.getvalue()
+    assert code == 2, f"exit code {code}: {said}"
+    assert len([line for line in said.splitlines() if line.strip()]) == 1, said
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]|Traceback", said + output.getvalue()), said
+    assert left == ["text.txt"], left
+    raise ValueError(said)
+
+
+def pretrain_command(folder: Path) -> str:
+    steps = ("--train-steps", 1, "--sequence-length", 16)
+    return shardzoo("pretrain", "--init-from", folder, "--data", "text.txt", "--output-dir", "out", *steps)
+
+
+def finetune_command(folder: Path) -> str:
+    native = ("--model-name-or-path", folder, "--native", "--train-file", "text.txt", "--train-steps", 1)
+    return shardzoo("finetune", *native, "--output-dir", "out")
+
+
+def generate_command(folder: Path) -> str:
+    return shardzoo("generate", "--model", folder, "--prompt", "w1 w2", "--max-new-tokens", 1)
+
+
+COMMANDS = {
+    "pretrain command": pretrain_command,
+    "finetune command": finetune_command,
+    "generate command": generate_command,
+}
 DOORS: dict[str, Callable[[Path], str]] = {
+    **COMMANDS,
     "from_pretrained": _loaded, "merge": merge, "split": split, "verify": verify, "command": command,
     "generate": generate, "finetune": finetune, "find_config": find_config, "estimate": estimate, "resume": resume,
 }  # fmt: skip
