@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import UserDict
 
 import datasets
@@ -38,6 +39,21 @@ def training_data(dataset, batch: int = 10, **arguments):
 
 def ids(batches) -> list[list[int]]:
     return [batch["input_ids"].flatten().tolist() for batch in batches]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="shared memory is elsewhere")
+@pytest.mark.parametrize("problem", ["missing", "full"])
+def test_workers_without_shared_memory(tmp_path, monkeypatch, problem):
+    """torch's workers would be killed by SIGBUS, or fail without a word about the cause."""
+    from shardzoo.trainer.batches import training_data
+
+    if problem == "missing":
+        monkeypatch.setattr(training_data, "SHARED", str(tmp_path / "shm"))
+    else:
+        monkeypatch.setattr(training_data, "LEAST_SHARED", 1 << 62)
+    with pytest.raises(ValueError, match=r"num_workers=1 needs shared memory, but .* set num_workers=0"):
+        run_training(None, tmp_path / "run", train_steps=1, num_workers=1)
+    run_training(None, tmp_path / "run", train_steps=1)
 
 
 @pytest.mark.parametrize("make", [BySelf, shuffled, lambda: shuffled(1), lambda: shuffled(4)])

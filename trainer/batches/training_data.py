@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from tempfile import TemporaryFile
 from typing import Any, Protocol
 
 from ...data import EpochShuffle, IterableRecords, ResumableLoader, ResumableStream, Share
@@ -13,6 +16,8 @@ from ..launch.ranks import Ranks
 from .dataset_kinds import check_agreement, check_kind, is_stream, length_of, makes_batches
 
 Collate = Callable[[Sequence[Any]], Any]
+SHARED = "/dev/shm"
+LEAST_SHARED = 1 << 20  # bytes; batches are small
 
 
 class Batches(Protocol):
@@ -46,7 +51,10 @@ def make_training_data(
     check_kind(dataset)
     if makes_batches(dataset):
         _check_batches(dataset, share, collate, arguments)
-    check_agreement(dataset, ranks, workers=getattr(dataset, "num_workers", arguments.num_workers))
+    workers = getattr(dataset, "num_workers", arguments.num_workers)
+    check_agreement(dataset, ranks, workers=workers)
+    if workers and sys.platform == "linux":
+        _check_shared_memory(workers)
     if makes_batches(dataset):
         return TrainingData(dataset, _steps_of_loader(dataset, arguments, ranks))
     collate = collate or DefaultCollate(pad_token_id, arguments.length_multiple)
@@ -70,6 +78,18 @@ def make_training_data(
     order = None if size is None else make_order(seed, global_batch)
     loader = ResumableLoader(dataset, share, total=total, order=order, collate=collate, num_workers=workers, seed=seed)
     return TrainingData(loader, steps)
+
+
+def _check_shared_memory(workers: int) -> None:
+    """Raises ValueError if worker processes could not pass on their batches; torch would end in the midst of them."""
+    try:
+        with TemporaryFile(dir=SHARED) as file:
+            os.posix_fallocate(file.fileno(), 0, LEAST_SHARED)
+    except OSError as error:
+        raise ValueError(
+            f"num_workers={workers} needs shared memory, but {SHARED} cannot be used: {error.strerror}; enlarge it "
+            "(docker run --shm-size=1g), or set num_workers=0"
+        ) from None
 
 
 def check_size(size: int, global_batch: int) -> None:
