@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from .. import __version__
 from .console import USAGE_ERROR
@@ -42,10 +47,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: there is no command {command!r}; {hint}", file=sys.stderr)
         return USAGE_ERROR
     try:
-        return importlib.import_module(COMMANDS[command][0]).main(rest)
+        with _repeating_interrupts():
+            return importlib.import_module(COMMANDS[command][0]).main(rest)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+@contextmanager
+def _repeating_interrupts() -> Generator[None]:
+    """Repeats a Ctrl-C that comes during an object's destructor, which Python would only report."""
+    before = sys.unraisablehook
+
+    def report(unraisable: Any) -> None:
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()  # here it would be lost again
+        else:
+            before(unraisable)
+
+    sys.unraisablehook = report
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 def usage() -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 
 import pytest
+from commands import user_environment
 
 from shardzoo.cli import main as cli
 from shardzoo.cli.console import exit_code_of
@@ -66,3 +69,27 @@ def test_other_errors_are_not_hidden():
     for run in (exit_code_of, lambda work: exit_code_of_rank(work, RankInfo.from_environment())):
         with pytest.raises(ZeroDivisionError):
             run(lambda: 1 // 0)
+
+
+def test_an_interrupt_during_a_destructor_is_not_lost(tmp_path):
+    """Python swallows exceptions of destructors, such as those of the library that reads patterns of tokenizers."""
+    script = """
+import os, signal, sys, time
+from shardzoo.cli import main, models
+
+class Interrupted:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        sum(range(9))
+
+def work(argv):
+    Interrupted()
+    time.sleep(200)
+    return 0
+
+models.main = work
+sys.exit(main.main(["models"]))
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=user_environment(), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
