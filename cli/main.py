@@ -26,6 +26,7 @@ COMMANDS = {
     "generate": ("shardzoo.cli.generate", "continue, answer or fill in texts with a model"),
     "models": ("shardzoo.cli.models", "list families, presets and their sizes"),
     "estimate": ("shardzoo.cli.estimate", "estimate whether a training run fits a device's memory"),
+    "plan": ("shardzoo.cli.plan", "lay a training run out on a cluster, and predict its time"),
     "data": ("shardzoo.cli.data", "prepare, merge, split and inspect corpora; train tokenizers"),
     "bench": ("shardzoo.cli.bench", "measure the fused kernels"),
     "doctor": ("shardzoo.cli.doctor", "show which kernels are built and used"),

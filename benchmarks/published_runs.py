@@ -1,0 +1,130 @@
+"""Compares the predictions of `shardzoo plan` with published runs, and fits the constants to half of them.
+
+    python benchmarks/published_runs.py [--fit]
+
+published_runs.csv has one run in a line. Its sources:
+
+- libai-benchmark-libai, libai-benchmark-megatron: samples per second of both frameworks on up to 32 V100,
+  github.com/Oneflow-Inc/libai, docs/source/tutorials/get_started/Benchmark.md;
+- narayanan-2021-table-1: arXiv:2104.04473, table 1, from the FLOP/s per GPU by the paper's equation 3; micro-batches
+  and layers of a chunk from github.com/NVIDIA/Megatron-LM, examples/sc21/run_table_1.sh;
+- korthikanti-2022-table-5: arXiv:2205.05198, tables 3 and 5, with and without their two techniques;
+- bloom-2022: github.com/bigscience-workshop/bigscience, train/tr11-176B-ml/README.md;
+- glm-130b-2022: arXiv:2210.02414, from 135 TFLOP/s per GPU, which count what is recomputed.
+
+LiBai's page does not name the network; its authors' other benchmarks (github.com/Oneflow-Inc/DLPerf) ran on V100 nodes
+with one adapter of 100 Gb/s, which is assumed here. Of every four runs the last two are held out of the fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+from shardzoo.models.activations import Activations, Block, Stack
+from shardzoo.plan import CLUSTERS, Constants, Network, Run, StepTime, network_of, step_time
+
+RUNS = Path(__file__).with_name("published_runs.csv")
+WORST, MEDIAN = 0.35, 0.15
+FITTED = ("compute", "memory", "link", "overlap")
+FACTORS = (0.8, 0.9, 0.95, 1.05, 1.1, 1.25)  # by which the fit tries to change a constant
+
+
+def published(path: Path = RUNS) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def network(row: dict[str, str]) -> Network:
+    """Returns the model of a run. Megatron's and LiBai's blocks keep no keys for dropout, which time does not show."""
+    hidden, heads, inner, layers = (int(row[name]) for name in ("hidden", "heads", "feed_forward", "layers"))
+    gated = row["gated"] == "1"
+    block = Block(
+        hidden=hidden, heads=heads, head_size=hidden // heads, feed_forward=inner, mlp_kept=2,
+        attention_dropout=True, dropouts=2, statistics=2, causal=row["model"] != "bert", gated=gated,
+    )  # fmt: skip
+    parameters = layers * (4 * hidden**2 + (2 + gated) * hidden * inner) + int(row["vocabulary"]) * hidden
+    return network_of(Activations((Stack("", layers, block),)), int(row["vocabulary"]), parameters)
+
+
+def run_of(row: dict[str, str]) -> Run:
+    names = ("gpus", "global_batch", "micro_batch", "length", "tensor", "pipeline", "chunks", "gradient_itemsize")
+    return Run(
+        **{name: int(row[name]) for name in names},
+        recompute=row["recompute"],  # pyright: ignore[reportArgumentType]
+        sequence_parallel=row["sequence_parallel"] == "1",
+        fused_attention=False,
+        zero_stage=int(row["source"] == "bloom-2022"),
+    )
+
+
+def error(row: dict[str, str], constants: Constants) -> float:
+    """Returns the relative error of the predicted step time: above 0 if it is too long."""
+    return predicted(row, constants).total / float(row["seconds"]) - 1
+
+
+def predicted(row: dict[str, str], constants: Constants) -> StepTime:
+    cluster = CLUSTERS[row["cluster"]]
+    if row["source"].startswith("libai"):
+        cluster = replace(cluster, adapters=1)
+    return step_time(network(row), run_of(row), cluster, constants)
+
+
+def fit(rows: Sequence[dict[str, str]], constants: Constants) -> Constants:
+    """Changes one constant at a time while the sum of the squared errors falls."""
+
+    def loss(candidate: Constants) -> float:
+        return sum(error(row, candidate) ** 2 for row in rows)
+
+    while True:
+        candidates = (
+            replace(constants, **{name: min(factor * getattr(constants, name), 1.0)})
+            for name in FITTED
+            for factor in FACTORS
+        )
+        best = min(candidates, key=loss)
+        if loss(best) > loss(constants) - 1e-4:
+            return constants
+        constants = best
+
+
+def report(name: str, rows: Sequence[dict[str, str]], constants: Constants) -> tuple[float, float]:
+    """Prints and returns the median and the largest error of some runs."""
+    errors = [abs(error(row, constants)) for row in rows]
+    found = median(errors), max(errors)
+    print(f"{name:28} {len(rows):3} runs, error: median {found[0]:6.1%}, worst {found[1]:6.1%}")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fit", action="store_true", help="fit the constants again to half of the runs")
+    parser.add_argument("--rows", action="store_true", help="print each run")
+    arguments = parser.parse_args()
+    rows, constants = published(), Constants()
+    fitted = [row for number, row in enumerate(rows) if number % 4 < 2]
+    held_out = [row for number, row in enumerate(rows) if number % 4 >= 2]
+    if arguments.fit:
+        constants = fit(fitted, constants)
+    print(constants)
+    if arguments.rows:
+        for row in rows:
+            parts = predicted(row, constants)
+            shares = " ".join(f"{name}={value / parts.total:.0%}" for name, value in parts.parts.items())
+            size = (
+                f"{row['model']}-{row['layers']}x{row['hidden']} t{row['tensor']} p{row['pipeline']} of {row['gpus']}"
+            )
+            print(f"{row['source']:26} {size:30} {row['recompute']:9} {error(row, constants):+6.1%}  {shares}")
+    for source in dict.fromkeys(row["source"] for row in rows):
+        report(source, [row for row in rows if row["source"] == source], constants)
+    report("fitted", fitted, constants)
+    middle, worst = report("held out", held_out, constants)
+    return int(middle > MEDIAN or worst > WORST)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,193 @@
+"""Implements `shardzoo plan`: the layouts of a run on a cluster, with the time that each will take."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+import yaml
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ..models import find_config
+from ..plan.hardware import Cluster, cluster_of
+from ..plan.layouts import Plan, Request, plans
+from .arguments import read_yaml
+from .console import exit_code_of
+from .pretrain import RECIPES, PretrainCommand
+
+GIB, DAY = 1 << 30, 86400
+NO_LAYOUT_FITS = 1
+
+
+@dataclass(frozen=True)
+class PlanArguments:
+    """Lays a training run out on a cluster, and predicts what it takes.
+
+    The exit code is 0 if a layout fits the devices, 1 if none does.
+    """
+
+    model: Annotated[str, tyro.conf.Positional]
+    """A preset, or a folder or file with a Hugging Face config.json, of a family of the zoo."""
+    gpus: int = 8
+    """Devices."""
+    device: str = "h100"
+    """v100, a100-40gb, a100, h100, h200, b200, mi300x or cpu."""
+    tokens: float = 300e9
+    """Tokens to train on; in an encoder-decoder, of its sources."""
+    global_batch_size: int = 512
+    """Sequences in one optimizer step."""
+    length: int | None = None
+    """Tokens in a sequence, or in an encoder-decoder's source; by default the model's maximum."""
+    target_length: int | None = None
+    """Tokens in an encoder-decoder's target; by default as many as in the source."""
+    precision: Literal["fp32", "bf16", "fp16"] | None = None
+    """By default bf16, or fp32 on a CPU."""
+    optimizer: Literal["adamw", "adafactor", "lion", "lamb"] = "adamw"
+    node_size: int = 8
+    """Devices in a node."""
+    inside: str | None = None
+    """The link inside a node; by default that of the device's usual server, such as nvlink4."""
+    network: str | None = None
+    """A network adapter, such as infiniband-hdr; by default that of the usual server."""
+    adapters: int | None = None
+    """Network adapters of a node."""
+    best: int = 10
+    """How many layouts are shown."""
+    write: Path | None = None
+    """Write the first layout as a recipe for `pretrain.py --config`."""
+    json: bool = False
+    """Print JSON; times are in seconds and sizes in bytes."""
+
+    def request(self, longest: int) -> Request:
+        on_cpu = self.device == "cpu"
+        return Request(
+            self.gpus,
+            self.global_batch_size,
+            self.length or longest,
+            self.target_length,
+            self.precision or ("fp32" if on_cpu else "bf16"),
+            self.optimizer,
+            "cpu" if on_cpu else "cuda",
+        )
+
+
+def result_of(plan: Plan, cluster: Cluster, tokens: float) -> dict[str, Any]:
+    """Returns the values of a layout that `--json` prints."""
+    run, step = plan.run, plan.time.total
+    rate = run.global_batch * run.length / step
+    return {
+        "tensor_parallel_size": run.tensor,
+        "pipeline_parallel_size": run.pipeline,
+        "data_parallel_size": run.data,
+        "zero_stage": run.zero_stage,
+        "recompute": run.recompute,
+        "sequence_parallel": run.sequence_parallel,
+        "micro_batch_size": run.micro_batch,
+        "step": step,
+        "parts": plan.time.parts,
+        "mfu": plan.mfu(cluster),
+        "tokens_per_second": rate,
+        "days": tokens / rate / DAY,
+        "gpu_hours": tokens / rate / 3600 * run.gpus,
+        "memory": plan.memory,
+    }
+
+
+def table_of(rows: Sequence[dict[str, Any]], arguments: PlanArguments) -> Table:
+    title = f"{arguments.model} on {arguments.gpus} x {arguments.device}, {arguments.tokens:.3g} tokens"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+    for name in ("TP", "PP", "DP", "ZeRO", "recompute", "SP", "batch", "step s", "MFU", "tokens/s", "days",
+                 "GPU-hours", "GiB"):  # fmt: skip
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            *(str(row[name]) for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
+                                          "zero_stage", "recompute")),
+            "yes" if row["sequence_parallel"] else "no",
+            str(row["micro_batch_size"]),
+            f"{row['step']:.3g}",
+            f"{row['mfu']:.1%}",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['days']:,.1f}",
+            f"{row['gpu_hours']:,.0f}",
+            f"{row['memory'] / GIB:.1f}",
+        )  # fmt: skip
+    return table
+
+
+def reason(plans: Sequence[Plan]) -> str:
+    """Says what the first layout's step is spent on, and where it gains most on the second."""
+    first = plans[0]
+    parts = sorted(first.time.parts.items(), key=lambda part: -part[1])
+    bound = ", ".join(f"{name.replace('_', ' ')} {value / first.time.total:.0%}" for name, value in parts if value)
+    text = f"The first layout's step: {bound}."
+    if len(plans) > 1:
+        gains = {name: plans[1].time.parts[name] - value for name, value in parts}
+        most = max(gains, key=lambda name: gains[name])
+        if gains[most] >= 0.001 * first.time.total:
+            text += f" Against the second it saves most in {most.replace('_', ' ')} ({gains[most]:.3g} s of a step)."
+    return text
+
+
+def recipe(plan: Plan, request: Request, arguments: PlanArguments) -> dict[str, Any]:
+    """Returns the arguments of `pretrain.py`: those of the model's own recipe, if it has one, with the layout."""
+    run, own = plan.run, {path.stem: path for path in RECIPES.glob("*.yaml")}.get(arguments.model)
+    values = dict(read_yaml(PretrainCommand, own)) if own else {"model": arguments.model}
+    values.pop("gradient_accumulation_steps", None)
+    layout = {
+        "model_parallel_size": run.tensor,
+        "pipeline_parallel_size": run.pipeline,
+        "zero_stage": run.zero_stage if run.gpus > 1 else None,
+        "sequence_parallel": run.sequence_parallel,
+        "recompute": run.recompute,
+        "micro_batch_size": run.micro_batch,
+        "global_batch_size": run.global_batch,
+        "sequence_length": run.length,
+        "precision": request.precision,
+        "optimizer": request.optimizer,
+        "train_steps": ceil(arguments.tokens / (run.global_batch * run.length)),
+    }
+    return values | layout | ({"target_length": run.target_length} if run.target_length else {})
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command. Returns 0 if a layout fits, 1 if none does, 2 after a user's error."""
+    arguments = tyro.cli(PlanArguments, prog="shardzoo plan", args=argv)
+    return exit_code_of(lambda: run(arguments))
+
+
+def run(arguments: PlanArguments) -> int:
+    """Plans, prints and writes. ValueError for a user's mistake."""
+    if not arguments.tokens > 0 or arguments.best < 1:
+        raise ValueError(f"tokens must be above 0 and best at least 1, not {arguments.tokens:g} and {arguments.best}")
+    cluster = cluster_of(
+        arguments.device,
+        inside=arguments.inside,
+        network=arguments.network,
+        node_size=arguments.node_size,
+        adapters=arguments.adapters,
+    )
+    config = find_config(arguments.model)
+    request = arguments.request(config.max_sequence_length)
+    found = plans(config, request, cluster, best=arguments.best)
+    rows = [result_of(plan, cluster, arguments.tokens) for plan in found]
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    if arguments.json:
+        print(json.dumps(rows, indent=2))
+    elif found:
+        console.print(table_of(rows, arguments))
+        console.print(reason(found))
+    else:
+        room = cluster.device.memory / GIB
+        console.print(f"no layout of {arguments.gpus} x {arguments.device} with {room:.0f} GiB holds {arguments.model}")
+    if found and arguments.write:
+        arguments.write.write_text(yaml.safe_dump(recipe(found[0], request, arguments), sort_keys=False))
+    return 0 if found else NO_LAYOUT_FITS

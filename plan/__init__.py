@@ -1,0 +1,18 @@
+"""Predicts how long a training step takes on a cluster, and finds the fastest layout; see docs/scale.md."""
+
+from .cost import Constants, Network, Run, StepTime, network_of, step_time
+from .hardware import CLUSTERS, Cluster, Device, Link, cluster_of
+
+__all__ = [
+    "CLUSTERS",
+    "Cluster",
+    "Constants",
+    "Device",
+    "Link",
+    "Network",
+    "Run",
+    "StepTime",
+    "cluster_of",
+    "network_of",
+    "step_time",
+]

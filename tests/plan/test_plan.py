@@ -1,0 +1,157 @@
+"""`shardzoo plan`: its predictions, its layouts, and the recipe that it writes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from shardzoo.cli.main import main
+from shardzoo.models import find_config
+from shardzoo.models.sizes import parameter_sizes
+from shardzoo.plan import Constants, Run, cluster_of, step_time
+from shardzoo.plan.hardware import LINKS
+from shardzoo.plan.layouts import Request, job_of, layouts, network_of_config, plans
+from shardzoo.trainer import TrainingArguments
+from shardzoo.trainer.estimate import Job, estimate
+
+ROOT = Path(__file__).parents[2]
+
+
+def tiny(**changes):
+    sizes = {"n_embd": 64, "n_head": 4, "n_layer": 4, "vocab_size": 128, "n_positions": 128}
+    return find_config("gpt2").with_changes(**sizes | changes)
+
+
+def test_published_runs_are_predicted():
+    """Half of the runs are held out of the fit; the script names the sources."""
+    spec = importlib.util.spec_from_file_location("published_runs", ROOT / "benchmarks" / "published_runs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    rows = script.published()
+    assert len(rows) == 104
+    for part in (rows, [row for number, row in enumerate(rows) if number % 4 >= 2]):
+        errors = sorted(abs(script.error(row, Constants())) for row in part)
+        assert errors[len(errors) // 2] < 0.15
+        assert errors[-1] < 0.35
+
+
+def test_flops_are_six_for_each_weight_and_token():
+    config = tiny(n_embd=256, n_layer=8)
+    run = Run(gpus=1, global_batch=16, length=64)
+    time = step_time(network_of_config(config), run, cluster_of("h100"))
+    sizes = parameter_sizes(config)
+    multiplied = sum(size.full for size in sizes if len(size.shape) == 2 and "position" not in size.name)
+    scores = 3 * 4 * 8 * 16 * 64 * 64 * 256  # forward and backward, two products of 2 FLOPs, layers, B, S, S, H
+    assert time.flops == pytest.approx(6 * 16 * 64 * multiplied + scores, rel=1e-9)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_the_layouts_are_those_that_the_trainer_accepts(precision):
+    """Every combination of sizes, tried on the trainer's own checks of its arguments."""
+    config, request_ = tiny(n_layer=6), Request(12, 24, 126, precision=precision)
+    found = set(layouts(config, request_, node_size=8))
+    accepted = set()
+    for tensor, pipeline, stage, recompute, split, batch in product(
+        (1, 2, 3, 4), (1, 2, 3, 6, 12), (1, 2, 3), ("none", "selective", "full"), (False, True), (1, 2, 4, 8)
+    ):
+        if 12 % (tensor * pipeline) or (split and (tensor == 1 or 126 % tensor)) or 6 % pipeline:
+            continue
+        data, whole = 12 // (tensor * pipeline), tensor * pipeline > 1
+        if (data == 1 and stage > 1) or 24 % (data * batch):
+            continue
+        try:
+            arguments = TrainingArguments(
+                env_type="deepspeed+mpu" if whole else "deepspeed", model_parallel_size=tensor,
+                pipeline_parallel_size=pipeline, zero_stage=stage, recompute=recompute, sequence_parallel=split,
+                micro_batch_size=batch, global_batch_size=24, precision=precision,
+            )  # fmt: skip
+            arguments.accumulation_steps(data)
+        except ValueError:
+            continue
+        accepted.add((tensor, pipeline, stage, recompute, split, batch))
+    assert {
+        (run.tensor, run.pipeline, run.zero_stage, run.recompute, run.sequence_parallel, run.micro_batch)
+        for run in found
+    } == accepted
+
+
+def test_the_memory_is_that_of_the_estimate():
+    config, request_ = tiny(), Request(4, 16, 128)
+    for plan in plans(config, request_, cluster_of("a100"), best=5):
+        run = plan.run
+        values: Any = {"zero_stage": run.zero_stage}
+        job = Job(
+            **values,
+            micro_batch_size=run.micro_batch, length=128, accumulation_steps=run.micro_batches,
+            tensor_parallel_size=run.tensor, data_parallel_size=run.data, pipeline_parallel_size=run.pipeline,
+            sequence_parallel=run.sequence_parallel, recompute=run.recompute,
+        )  # fmt: skip
+        assert plan.memory == estimate(config, job).peak.total
+        assert job_of(run, request_) == job
+
+
+def test_a_device_with_little_memory_gets_other_layouts():
+    config, request_ = tiny(n_embd=1024, n_layer=12, n_head=16), Request(4, 16, 128)
+    cluster = cluster_of("h100")
+    fast = plans(config, request_, cluster)[0]
+    small = replace(cluster, device=replace(cluster.device, memory=fast.memory))  # 5 % are left free
+    tight = plans(config, request_, small)[0]
+    assert tight.memory <= 0.95 * fast.memory
+    assert tight.time.total >= fast.time.total
+
+
+@pytest.mark.parametrize("name", ["inside", "network"])
+def test_slower_links_never_make_a_step_faster(name):
+    config = find_config("gpt2-xl")
+    usual = cluster_of("h100")
+    slow = replace(usual, **{name: LINKS["pcie3"]})
+    network = network_of_config(config)
+    for run in list(layouts(config, Request(16, 64, 1024), 8))[::7]:
+        assert step_time(network, run, slow).total >= step_time(network, run, usual).total
+
+
+def test_the_command_prints_the_best_layouts_and_writes_a_recipe(tmp_path, capsys):
+    path = tmp_path / "plan.yaml"
+    words = ["plan", "gpt2-xl", "--gpus", "16", "--tokens", "1e9", "--json", "--write", str(path)]
+    assert main(words) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
+    first, written = rows[0], yaml.safe_load(path.read_text())
+    assert sum(first["parts"].values()) == pytest.approx(first["step"])
+    assert first["days"] * 86400 * first["tokens_per_second"] == pytest.approx(1e9)
+    assert written["train_steps"] == -(-(10**9) // (512 * 1024))
+    for name in ("micro_batch_size", "recompute", "zero_stage"):
+        assert written[name] == first[name]
+    assert written["lr"]  # from the model's own recipe
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--device", "tpu"], "there is no 'tpu'; use one of v100"),
+        (["--network", "ethernet"], "there is no 'ethernet'"),
+        (["--gpus", "0"], "gpus must be at least 1, not 0"),
+        (["--tokens", "-1"], "tokens must be above 0"),
+        (["--node-size", "0"], "at least 1 device"),
+        (["--length", "4096"], "1024"),
+    ],
+)
+def test_mistakes_are_one_line(words, message, capsys):
+    assert main(["plan", "gpt2", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in " ".join(error.split())
+    assert error.startswith("error: ")
+
+
+def test_a_model_that_no_layout_holds_exits_with_1(capsys):
+    assert main(["plan", "t5-v1_1-xxl", "--gpus", "1", "--device", "v100", "--global-batch-size", "2"]) == 1
+    assert "no layout" in capsys.readouterr().out
