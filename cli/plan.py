@@ -145,7 +145,8 @@ def recipe(plan: Plan, request: Request, arguments: PlanArguments) -> dict[str, 
     layout = {
         "model_parallel_size": run.tensor,
         "pipeline_parallel_size": run.pipeline,
-        "zero_stage": run.zero_stage if run.gpus > 1 else None,
+        "env_type": "deepspeed" if run.zero_stage == 3 else "deepspeed+mpu",  # the latter refuses stage 3
+        "zero_stage": run.zero_stage,
         "sequence_parallel": run.sequence_parallel,
         "recompute": run.recompute,
         "micro_batch_size": run.micro_batch,

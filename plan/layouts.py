@@ -72,7 +72,7 @@ def job_of(run: Run, request: Request) -> Job:
         tensor_parallel_size=run.tensor,
         data_parallel_size=run.data,
         pipeline_parallel_size=run.pipeline,
-        zero_stage=run.zero_stage if run.gpus > 1 else None,  # pyright: ignore[reportArgumentType]
+        zero_stage=run.zero_stage,  # pyright: ignore[reportArgumentType]
         sequence_parallel=run.sequence_parallel,
         recompute=run.recompute,
         precision=request.precision,

@@ -13,11 +13,13 @@ import pytest
 import yaml
 
 from shardzoo.cli.main import main
+from shardzoo.cli.plan import PlanArguments, recipe
 from shardzoo.models import find_config
 from shardzoo.models.sizes import parameter_sizes
 from shardzoo.plan import Constants, Run, cluster_of, step_time
 from shardzoo.plan.hardware import LINKS
-from shardzoo.plan.layouts import Request, job_of, layouts, network_of_config, plans
+from shardzoo.plan.layouts import Plan, Request, job_of, layouts, network_of_config, plans
+from shardzoo.pretraining.arguments import PretrainingArguments
 from shardzoo.trainer import TrainingArguments
 from shardzoo.trainer.estimate import Job, estimate
 
@@ -132,6 +134,17 @@ def test_the_command_prints_the_best_layouts_and_writes_a_recipe(tmp_path, capsy
     for name in ("micro_batch_size", "recompute", "zero_stage"):
         assert written[name] == first[name]
     assert written["lr"]  # from the model's own recipe
+
+
+def test_the_recipe_of_every_layout_is_accepted():
+    config, request_ = find_config("gpt2"), Request(8, 32, 1024)
+    arguments = PlanArguments("gpt2", gpus=8, tokens=1e9, global_batch_size=32)
+    time = step_time(network_of_config(config), Run(1, 1), cluster_of("h100"))
+    every = list(layouts(config, request_, 8))
+    assert {run.zero_stage for run in every} == {1, 2, 3}
+    for run in every:
+        values = recipe(Plan(run, time, 0), request_, arguments)
+        assert PretrainingArguments(**values).accumulation_steps(run.data) == run.micro_batches
 
 
 @pytest.mark.parametrize(
