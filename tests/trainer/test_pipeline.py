@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -432,18 +433,21 @@ class _Sleep(torch.autograd.Function):
         return grad
 
 
-def traced_steps(mesh, folder: Path, micro_batches: int) -> list[list[tuple[float, float]]]:
-    """When a stage's passes began and ended in each step of a run. A block of the stage sleeps."""
+def traced_steps(mesh, folder: Path, micro_batches: int) -> list[list[tuple[float, float, int]]]:
+    """When a stage's passes began and ended in each step of a run, and 1 for forward, -1 for backward passes.
+
+    A block of the stage sleeps.
+    """
     from deepspeed.runtime.pipe import schedule
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
     passes: list = []
 
-    def traced(work):
+    def traced(work, direction: int):
         def run(engine, **kwargs):
             started = time.monotonic()
             work(engine, **kwargs)
-            passes.append((started, time.monotonic()))
+            passes.append((started, time.monotonic(), direction))
 
         return run
 
@@ -454,8 +458,8 @@ def traced_steps(mesh, folder: Path, micro_batches: int) -> list[list[tuple[floa
     for name in ("tp", "data_ranks", "stages"):
         del arguments[name]
     plain = PipelineEngine._INSTRUCTION_MAP
-    kinds = (schedule.ForwardPass, schedule.BackwardPass)
-    PipelineEngine._INSTRUCTION_MAP = plain | {kind: traced(plain[kind]) for kind in kinds}
+    kinds = {schedule.ForwardPass: 1, schedule.BackwardPass: -1}
+    PipelineEngine._INSTRUCTION_MAP = plain | {kind: traced(plain[kind], sign) for kind, sign in kinds.items()}
     try:
         run_training(mesh, folder, **arguments)
     finally:
@@ -464,12 +468,16 @@ def traced_steps(mesh, folder: Path, micro_batches: int) -> list[list[tuple[floa
     return [passes[start : start + each] for start in range(0, len(passes), each)]
 
 
-def test_the_idle_time_is_that_of_the_schedule(run_mesh, tmp_path):
+def test_idle_time_and_micro_batches_in_flight_are_those_of_the_schedule(run_mesh, tmp_path):
+    from shardzoo.trainer.estimate import in_flight
+
     stages, micro_batches = 4, 4
     by_stage = run_mesh(1, traced_steps, tmp_path, micro_batches, pipeline=stages)
     passes = [steps[1] for steps in by_stage]  # the first step also loads code
+    flying = [max(accumulate(direction for _, _, direction in times)) for times in passes]
+    assert flying == [in_flight(stage, stages, micro_batches) for stage in range(stages)] == [4, 3, 2, 1]
     seconds = max(last[1] for *_, last in passes) - min(first[0] for first, *_ in passes)
-    busy = sum(ended - began for times in passes for began, ended in times)
+    busy = sum(ended - began for times in passes for began, ended, _ in times)
     idle = 1 - busy / (stages * seconds)
     assert idle == pytest.approx((stages - 1) / (micro_batches + stages - 1), rel=0.1)
 
