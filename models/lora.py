@@ -46,6 +46,7 @@ SUPPORTED = frozenset(
     )
 )  # fmt: skip
 INITIAL_VALUES = (True, "gaussian")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -335,9 +336,28 @@ def whole_weights(model: Any) -> dict[str, Tensor]:
     mesh: ParallelMesh | None = model.mesh
     if mesh is None or mesh.pp_size == 1:
         return found
-    stages: list[Any] = [None] * mesh.pp_size
-    cast(Any, dist).all_gather_object(stages, found, group=mesh.pp_group)
-    return {name: value for stage in stages for name, value in stage.items()}
+    order = [part for parts in names.values() for part in parts]
+    return _of_all_stages(found, order, mesh, next(model.parameters()).device)
+
+
+def _of_all_stages(
+    found: dict[str, Tensor], names: list[str], mesh: ParallelMesh, device: torch.device
+) -> dict[str, Tensor]:
+    """Returns the tensors `names`, each of which one pipeline stage has `found`, on every stage. Collective."""
+    kinds = torch.zeros(len(names), 3, dtype=torch.int64)  # shape, and place of the type
+    for row, name in enumerate(names):
+        if name in found:
+            shape = found[name].shape
+            kinds[row, : len(shape)], kinds[row, 2] = torch.tensor(shape), DTYPES.index(found[name].dtype)
+    kinds = kinds.to(device)
+    cast(Any, dist).all_reduce(kinds, group=mesh.pp_group)
+    whole: dict[str, Tensor] = {}
+    for name, (rows, columns, number) in zip(names, cast(list[list[int]], cast(Any, kinds).tolist()), strict=True):
+        own = found.get(name, torch.zeros([size for size in (rows, columns) if size], dtype=DTYPES[number]))
+        bits = own.to(device, copy=True).view(torch.uint8)  # as whole numbers, which zeros do not change
+        cast(Any, dist).all_reduce(bits, group=mesh.pp_group)
+        whole[name] = bits.cpu().view(DTYPES[number])
+    return whole
 
 
 def _gathered(parameter: Any, mesh: ParallelMesh | None) -> Tensor:

@@ -17,7 +17,7 @@ import pytest
 from commands import user_environment
 from tiny_models import save_glm, save_model, text
 
-from shardzoo.cli.pretrain import read_arguments
+from shardzoo.cli.pretrain import RECIPES, read_arguments
 from shardzoo.data import train_tokenizer
 
 CHANGED = "  # changed"
@@ -301,23 +301,40 @@ def test_few_lines_of_the_scripts_had_to_change():
     assert max(counts.values()) <= 3
 
 
-# LiBai's configuration for mT5 as overrides of pretrain.py. The last ones, which had to change, are the model's sizes,
-# vocabulary and data, its precision (the recipe's is bf16), and what follows from the number of processes or does not
-# exist here (scheduler, evaluator, graph, placement of inputs, number of pipeline layers).
+# LiBai's configuration for mT5 as overrides of `pretrain.py --config recipes/mt5-libai.yaml`, which has its model,
+# optimizer and objective. What had to change: that file, data and vocabulary; and lines without a counterpart
+# (scheduler, evaluator, graph, placement of inputs, number of pipeline layers, mixed precision's switch) are left out.
 LIBAI = (
     "train.output_dir=out train.train_micro_batch_size=16 train.train_epoch=1 train.train_iter=24000 "
     "train.log_period=10 train.amp.enabled=False train.warmup_ratio=0.0417 train.checkpointer.period=10 "
     "train.checkpointer.max_to_keep=20 train.dist.tensor_parallel_size=1 "
     "train.dist.pipeline_parallel_size=1 train.evaluation.eval_period=5000"
 )
-LIBAI_CHANGED = "model=mt5-base hidden_size=768 tokenizer=vocab data=corpus zero_stage=0 precision=fp32"
-LIBAI_DROPPED = 6
+LIBAI_CHANGED = f"--config {RECIPES / 'mt5-libai.yaml'} data=texts.jsonl tokenizer=vocabulary"
+LIBAI_DROPPED = 5
+# A short run of a small model; the rest is as in LiBai's file.
+LIBAI_SMALL = (
+    "hidden_size=32 num_hidden_layers=1 num_attention_heads=2 sequence_length=48 target_length=24 train.train_iter=20 "
+    "train.train_micro_batch_size=2 optim.lr=1e-2 eval_sequences=4 final_eval_sequences=4"
+)
 
 
-def test_libais_names_for_mt5_are_taken_as_overrides():
-    made = read_arguments([*LIBAI.split(), *LIBAI_CHANGED.split(), "warmup_steps=None"], quiet=True)
+def test_libais_configuration_of_mt5_trains(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    save_model(folder / "vocabulary", "MT5ForConditionalGeneration", "t5")
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text(n, 60)}) + "\n" for n in range(60)))
+    words = [*LIBAI.split(), *LIBAI_CHANGED.split()]
+    made = read_arguments(words, quiet=True)
     assert (made.train_steps, made.micro_batch_size, made.log_interval, made.eval_interval) == (24000, 16, 10, 5000)
     assert (made.save_interval, made.save_total_limit, made.output_dir, made.warmup_ratio) == (10, 20, "out", 0.0417)
-    assert (made.model_parallel_size, made.precision, made.hidden_size, made.data) == (1, "fp32", 768, ("corpus",))
-    counts = [*map(changed_lines, SCRIPTS.values()), len(LIBAI_CHANGED.split()) + LIBAI_DROPPED]
+    assert (made.model_parallel_size, made.precision, made.data) == (1, "fp32", ("texts.jsonl",))
+    command = [sys.executable, "-m", "shardzoo.cli.pretrain", *words, *LIBAI_SMALL.split()]
+    ran = subprocess.run(command, env=user_environment(), capture_output=True, text=True, timeout=280)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    curve = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["train/loss"] for record in curve if "train/loss" in record]
+    assert len(losses) == 2
+    assert losses[1] < losses[0] - 0.1
+    assert len(list((folder / "out" / "checkpoints").glob("step-*"))) == 2
+    counts = [*map(changed_lines, SCRIPTS.values()), len(LIBAI_CHANGED.split()) - 1 + LIBAI_DROPPED]
     assert statistics.median(counts) <= 2

@@ -139,7 +139,13 @@ ALL_TAKEN = (
 UNKNOWN = (
     "embedding_on_cpu dataset_name dataset_config_name preprocessing_num_workers overwrite_cache dataset_cache "
     "pad_to_max_length clip_threshold decay_rate warmup_init max_length model_path hidden_layers "
-    "pipeline_num_layers input_placement_device scheduler vocab_file data_prefix"
+    "pipeline_num_layers input_placement_device scheduler vocab_file data_prefix "
+    # transformers, Megatron-LM and nanoGPT
+    "prediction_loss_only log_level logging_dir use_cpu data_seed fp16_full_eval local_rank run_name "
+    "remove_unused_columns fsdp optim optim_args hub_token gradient_checkpointing_kwargs lr_scheduler_kwargs "
+    "train_samples no_load_optim no_load_rng virtual_pipeline_model_parallel_size recompute_num_layers lr_decay_style "
+    "lr_warmup_iters save load finetune eval_iters split seq_length mask_prob weight_decay_incr_style min_loss_scale "
+    "out_dir eval_only always_save_checkpoint init_from dataset n_layer dropout bias max_iters decay_lr min_lr backend"
 )
 # Of the documents and examples of FlagAI, t2t-tuner, LiBai and the T5x diacritics: 0 if taken; else a part of the
 # answer, or None for no hint at all.

@@ -9,11 +9,12 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_models import hf_model
+from tiny_models import hf_model, save_glm, text
 from training import Pairs, losses, run_training
 
+from shardzoo.data import train_tokenizer
 from shardzoo.models import from_pretrained
-from shardzoo.models.lora import load_adapter, save_adapter
+from shardzoo.models.lora import load_adapter, merge_lora, save_adapter
 
 # Losses in fp32 differ by the order of sums alone.
 SAME_LOSS = {"rel": 1e-5, "abs": 0}
@@ -34,6 +35,7 @@ LAYOUTS = [
     (2, 2, 1, {"zero_stage": 2}),
     (1, 1, 2, {}),
     (2, 1, 2, {"zero_stage": 0}),
+    (1, 2, 1, {"env_type": "pytorchDDP"}),
 ]
 
 
@@ -94,7 +96,7 @@ def train_on_rank(mesh: Any, folder: Path, run: str, changes: dict[str, Any]) ->
     return steps
 
 
-@pytest.mark.parametrize(("kind", "layout"), [*(("t5", n) for n in range(6)), ("llama", 2), ("llama", 4), ("gpt2", 5)])
+@pytest.mark.parametrize(("kind", "layout"), [*(("t5", n) for n in range(7)), ("llama", 2), ("llama", 4), ("gpt2", 5)])
 def test_every_layout_takes_the_steps_of_peft(bases, run_mesh, kind, layout):
     tp, data, stages, changes = LAYOUTS[layout]
     folder, expected, weights = bases(kind)
@@ -154,3 +156,70 @@ def test_a_run_goes_on_only_with_its_base_and_its_settings(bases, run_mesh, tmp_
         run_mesh(1, with_dropout, tmp_path, "other", 3, load_dir=last)
     with pytest.raises(Exception, match="lora_rank makes new LoRA weights and adapter names a folder"):
         run_mesh(1, with_dropout, folder, "other", 3, adapter="somewhere")
+
+
+def in_bf16(mesh: Any, folder: Path, run: str, **changes: Any) -> tuple[list[float], set[torch.dtype]]:
+    """Trains from peft's initial weights in bf16; returns losses and the types of the frozen parameters."""
+    model = adapted(mesh, folder)
+    frozen = {name: p.detach().bfloat16() for name, p in model.named_parameters() if not p.requires_grad}
+    given = {"env_type": "deepspeed+mpu", "model_parallel_size": mesh.tp_size, "precision": "bf16"}
+    steps, after = run_training(
+        mesh, folder / run, model=model, data=Even(96), **{**arguments({}), **given, "save_interval": 20, **changes}
+    )
+    assert all(torch.equal(after[name], value) for name, value in frozen.items())
+    return losses(steps), {after[name].dtype for name in frozen}
+
+
+@pytest.mark.parametrize(("tp", "data", "stage"), [(2, 1, 1), (1, 2, 2)])
+def test_a_base_in_bf16_stays_as_it_is_and_the_optimizer_keeps_its_weights_in_fp32(bases, run_mesh, tp, data, stage):
+    folder, expected, _ = bases("t5")
+    run = f"bf16-{tp}-{data}"
+    changes = {"zero_stage": stage, "micro_batch_size": 4 // data}
+    for found, types in run_mesh(tp, in_bf16, folder, run, data=data, **changes):
+        assert types == {torch.bfloat16}
+        assert found == pytest.approx(expected, rel=0.02)  # bf16 has 8 bits
+    states = load_file(folder / run / "checkpoints" / "step-000020" / "optimizer_00.safetensors")
+    assert {value.dtype for name, value in states.items() if "lora_A" in name} == {torch.float32}
+
+
+class Blanks:
+    """A GLM's samples, of equal lengths."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(3, 300, (16,), generator=torch.Generator().manual_seed(index))
+        labels = tokens.clone()
+        labels[: 2 + index % 5] = -100
+        return {"input_ids": tokens, "labels": labels}
+
+
+def adapt_glm(mesh: Any, folder: Path, run: str, **changes: Any) -> tuple[list[float], torch.Tensor, torch.Tensor]:
+    """Losses of LoRA weights in all layers, and logits of the trained model: of its files, and merged."""
+    given = {"env_type": "deepspeed+mpu", "model_parallel_size": mesh.tp_size, "train_steps": 6, "lora_rank": 3}
+    model = from_pretrained(folder, mesh).train()
+    steps, _ = run_training(
+        mesh, folder.parent / run, model=model, data=Blanks(),
+        **{**arguments({}), **given, "lora_target_modules": ("all-linear",), **changes},
+    )  # fmt: skip
+    save_adapter(model, folder.parent / f"{run}-adapter")
+    again = from_pretrained(folder, mesh).eval()
+    load_adapter(again, folder.parent / f"{run}-adapter")
+    ids = Blanks()[0]["input_ids"][None]
+    with torch.no_grad():
+        read = again.gather_logits(again(input_ids=ids).logits)
+        merge_lora(again)
+        return losses(steps), read, again.gather_logits(again(input_ids=ids).logits)
+
+
+def test_a_glm_takes_the_same_steps_in_every_layout(run_mesh, tmp_path):
+    folder = tmp_path / "glm"
+    train_tokenizer("glm-bpe", [text(seed, 12) for seed in range(200)], 340, folder)
+    save_glm(folder, "gpt2", max_sequence_length=64)
+    [(whole, logits, _)] = run_mesh(1, adapt_glm, folder, "whole")
+    assert whole[-1] < whole[0]
+    for tp, data in ((3, 1), (2, 2)):
+        for found, read, merged in run_mesh(
+            tp, adapt_glm, folder, f"split-{tp}", data=data, micro_batch_size=4 // data
+        ):
+            assert found == pytest.approx(whole, **SAME_LOSS)
+            torch.testing.assert_close(read, logits, rtol=1e-3, atol=1e-3)  # AdamW enlarges rounding
+            torch.testing.assert_close(merged, read, rtol=1e-5, atol=1e-5)

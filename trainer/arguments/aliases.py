@@ -172,9 +172,11 @@ def hint(name: str, taken: Collection[str], prefix: str = "") -> str:
     """
     if name in EXPLAINED and name not in taken:
         return f": {EXPLAINED[name]}"
-    spelled = _letters(name)
-    close = difflib.get_close_matches(spelled, [_letters(other) for other in taken], n=1, cutoff=0.87)
-    meant = next((other for other in taken if close and _letters(other) == close[0]), None)
+    words = set(name.split("_"))
+    # A name with a whole word more or less is another argument, and no misspelling: train_samples, max_train_samples.
+    alike = [other for other in taken if not (words < set(other.split("_")) or words > set(other.split("_")))]
+    close = difflib.get_close_matches(_letters(name), map(_letters, alike), n=1, cutoff=0.87)
+    meant = next((other for other in alike if close and _letters(other) == close[0]), None)
     same_digits = meant is not None and re.findall(r"\d", meant) == re.findall(r"\d", name)
     return f"; did you mean {prefix}{meant}?" if same_digits else ""
 
