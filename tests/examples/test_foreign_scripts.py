@@ -328,7 +328,7 @@ def test_libais_configuration_of_mt5_trains(folder, monkeypatch):
     assert (made.train_steps, made.micro_batch_size, made.log_interval, made.eval_interval) == (24000, 16, 10, 5000)
     assert (made.save_interval, made.save_total_limit, made.output_dir, made.warmup_ratio) == (10, 20, "out", 0.0417)
     assert (made.model_parallel_size, made.precision, made.data) == (1, "fp32", ("texts.jsonl",))
-    command = [sys.executable, "-m", "shardzoo.cli.pretrain", *words, *LIBAI_SMALL.split()]
+    command = [sys.executable, str(RECIPES.parent / "pretrain.py"), *words, *LIBAI_SMALL.split()]
     ran = subprocess.run(command, env=user_environment(), capture_output=True, text=True, timeout=280)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     curve = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]

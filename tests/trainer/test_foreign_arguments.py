@@ -38,6 +38,7 @@ TAKEN: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     ({"adafactor": True}, {"optimizer": "adafactor"}),
     ({"adafactor": False}, {}),
+    ({"output_dir": "runs/x"}, {"save_dir": "runs/x"}),
     ({"evaluation_strategy": "steps"}, {}),
     ({"eval_strategy": "steps", "save_strategy": "steps", "logging_strategy": "steps"}, {}),
     ({"evaluation_strategy": "epoch", "save_strategy": "no"}, {"eval_strategy": "epoch", "save_strategy": "no"}),
