@@ -10,7 +10,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Collection, Iterator, Mapping
+import re
+import reprlib
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -46,6 +48,52 @@ SUPPORTED = frozenset(
     )
 )  # fmt: skip
 INITIAL_VALUES = (True, "gaussian")
+
+
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_factor(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, (list, set, tuple)) and all(isinstance(name, str) for name in cast(list[Any], value))
+
+
+def _is_expression(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and bool(re.compile(value))
+    except re.error:
+        return False
+
+
+def _is_pattern(value: Any, is_right: Callable[[Any], bool]) -> bool:
+    items = cast(dict[Any, Any], value).items() if isinstance(value, dict) else [(None, None)]
+    return all(_is_expression(key) and is_right(entry) for key, entry in items)
+
+
+# Names of fields -> whether a value is right, and what is. peft takes others, and fails at some later place.
+CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "r": (_is_rank, "a whole number of at least 1"),
+    "lora_alpha": (_is_factor, "a finite number above 0"),
+    "lora_dropout": (lambda value: value == 0 or (_is_factor(value) and value < 1), "at least 0 and below 1"),
+    "use_rslora": (lambda value: isinstance(value, bool), "True or False"),
+    "rank_pattern": (partial(_is_pattern, is_right=_is_rank), "a dict of regular expressions and ranks of at least 1"),
+    "alpha_pattern": (partial(_is_pattern, is_right=_is_factor), "a dict of regular expressions and numbers above 0"),
+    "target_modules exclude_modules layers_pattern": (
+        lambda value: _are_names(value) or _is_expression(value), "names of modules or one regular expression"
+    ),
+    "modules_to_save": (_are_names, "a list of names of modules"),
+    "layers_to_transform": (
+        lambda value: type(value) is int or (
+            isinstance(value, list) and all(type(block) is int for block in cast(list[Any], value))
+        ),
+        "a number or a list of numbers of blocks",
+    ),
+    "base_model_name_or_path": (lambda value: isinstance(value, str), "a name or a folder"),
+}  # fmt: skip
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -109,10 +157,11 @@ def lora_config(**settings: Any) -> Any:
             )
     if not any(config.init_lora_weights is value or config.init_lora_weights == value for value in INITIAL_VALUES):
         raise ValueError(f"LoRA: init_lora_weights must be True or 'gaussian', not {config.init_lora_weights!r}")
-    if isinstance(config.r, bool) or not isinstance(config.r, int) or config.r < 1:
-        raise ValueError(f"LoRA: the rank r must be a whole number of at least 1, not {config.r!r}")
-    if not 0 <= config.lora_dropout < 1:
-        raise ValueError(f"LoRA: lora_dropout must be at least 0 and below 1, not {config.lora_dropout}")
+    for names, (is_right, wanted) in CHECKS.items():
+        for name in names.split():
+            value = getattr(config, name)
+            if not is_right(value) and value is not getattr(plain, name):
+                raise ValueError(f"LoRA: {name} must be {wanted}, not {reprlib.repr(value)}")
     return config
 
 
@@ -173,6 +222,8 @@ def _adapter(layer: Any, modules: list[LinearModule], config: Any) -> Adapter:
         r, alpha = (_pattern_value(patterns, module.name, default) for patterns, default in (
             (config.rank_pattern, config.r), (config.alpha_pattern, config.lora_alpha),
         ))  # fmt: skip
+        if r > max(shape):
+            raise ValueError(f"LoRA: the rank {r} is above both sizes of {module.name}, {shape[0]} x {shape[1]}")
         factors[module.key] = LoraFactors(
             AdaptedRows(shape, module.parameter.shard, *module.rows),
             r,

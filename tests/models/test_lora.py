@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +127,39 @@ def test_a_split_model_computes_what_peft_computes(adapted, run_mesh, case, size
                 torch.testing.assert_close(found["grads"][name], grad, rtol=1e-4, atol=1e-6 * expected["norm"])
                 assert torch.equal(found["weights"][name], stored[name]), name
                 assert torch.equal(found["grads"][name], results[0]["grads"][name]), name
+
+
+NUMBER = "must be a finite number above 0, not"
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"r": "8"}, "r must be a whole number of at least 1, not '8'"),
+    ({"r": 10**12}, r"the rank 1000000000000 is above both sizes of transformer.h.0.attn.c_attn, 96 x 32"),
+    *(({"lora_alpha": value}, f"lora_alpha {NUMBER}") for value in ("16", None, [1], 0, -2)),
+    *(({"lora_dropout": value}, "lora_dropout must be at least 0 and below 1") for value in ("0.1", None, -1, 1)),
+    ({"use_rslora": "yes"}, "use_rslora must be True or False, not 'yes'"),
+    *(({"target_modules": value}, "target_modules must be names") for value in (5, "(", ["c_attn", None])),
+    *(({"exclude_modules": value}, "exclude_modules must be names") for value in (5, "(")),
+    *(({"modules_to_save": value}, "modules_to_save must be a list") for value in (5, "lm_head", [1])),
+    *(
+        ({"rank_pattern": value}, "rank_pattern must be a dict of regular expressions and ranks")
+        for value in ({"c_attn": "x"}, {"c_attn": 0}, {"c_attn": 2.5}, {"c_attn": True}, {"(": 3}, [1], "x")
+    ),
+    ({"rank_pattern": {"c_attn": 10**12}}, "the rank 1000000000000 is above both sizes"),
+    *(({"alpha_pattern": value}, "alpha_pattern must be a dict") for value in ({"c_attn": "x"}, {"c_attn": None}, [1])),
+    *(({"layers_to_transform": value}, "layers_to_transform must be a number or a list") for value in ("x", [None])),
+    ({"base_model_name_or_path": 5}, "base_model_name_or_path must be a name or a folder, not 5"),
+]
+
+
+def test_wrong_values_of_a_stored_configuration_are_named(adapted, tmp_path):
+    folder, _ = adapted("gpt2-attention")
+    stored = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    (tmp_path / "adapter_model.safetensors").write_bytes(
+        (folder / "adapter" / "adapter_model.safetensors").read_bytes()
+    )
+    plain: dict[str, Any] = {"rank_pattern": {}, "alpha_pattern": {}}
+    model: Any = from_pretrained(folder / "base")
+    for change, message in WRONG:
+        (tmp_path / "adapter_config.json").write_text(json.dumps({**stored, **plain, **change}))
+        with pytest.raises(ValueError, match=f"LoRA: {message}"):
+            load_adapter(model, tmp_path)
+        assert getattr(model, "lora", None) is None
