@@ -6,13 +6,14 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 import tyro
 from tyro.conf import Positional
 
+from ..checkpoint.hub import find_model
 from ..data.files import printable
 from .console import columns, exit_code_of, facts, gigabytes, message_of, transfer_progress
 
@@ -40,7 +41,7 @@ class Common:
 @dataclass(frozen=True, kw_only=True)
 class Converting(Common):
     source: Positional[Path]
-    """Hugging Face folder, shardzoo folder, training checkpoint, or folder of mp_rank files."""
+    """Hugging Face folder, shardzoo folder, training checkpoint, folder of mp_rank files, or a name on the Hub."""
     destination: Positional[Path]
     """The folder to make."""
     overwrite: bool = False
@@ -157,9 +158,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(command: Common) -> int:
     """Runs a command; returns its exit code. An `OSError` of the user's disk becomes a `ValueError`."""
     try:
-        return COMMANDS[type(command)](command)
+        return COMMANDS[type(command)](_with_folders(command))
     except OSError as error:
         raise ValueError(message_of(error)) from None
+
+
+def _with_folders(command: Common) -> Common:
+    """Returns the command with folders instead of names on the Hub, `org/name[@revision]`, which are downloaded."""
+    given = {name: getattr(command, name, None) for name in ("source", "first", "second", "folder")}
+    return replace(command, **{name: find_model(path, name) for name, path in given.items() if path is not None})
 
 
 def run_conversion(command: SplitCheckpoint | MergeShards | ReshardCheckpoint) -> int:

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..checkpoint.folder_files import CONFIG
+from ..checkpoint.hub import find_config_folder
 from ..data.files import read_folder_json
 from ..models import FAMILIES, find_config
 from ..trainer.estimate import Estimate, Job, bubble, choose_blocks, estimate, estimate_stages, largest_micro_batch
@@ -34,7 +35,8 @@ class EstimateArguments:
     """
 
     model: Annotated[str, tyro.conf.Positional]
-    """A preset, or a folder or file with a Hugging Face config.json, of a family of the zoo or any other decoder."""
+    """A preset, a folder or file with a Hugging Face config.json, or a name on the Hub, of a family of the zoo or any
+    other decoder."""
     device_memory: float | None = None
     """Memory of the device in GiB, as advertised: 24, 40, 80."""
     micro_batch_size: int = 1
@@ -100,7 +102,8 @@ class EstimateArguments:
 
 def find_any_config(name: str) -> tuple[Any, int]:
     """Returns the configuration, of a family of the zoo or else transformers' own, and the longest sequence."""
-    path = Path(name) / CONFIG if Path(name).is_dir() else Path(name)
+    path = Path(find_config_folder(name))
+    path = path / CONFIG if path.is_dir() else path
     values = read_folder_json(path.parent, path.name) or {}
     if isinstance(values.get("model_type"), str) and values["model_type"] not in FAMILIES:
         from transformers import AutoConfig

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from ..checkpoint.hub import find_model
 from ..data.tokenizers.glm_tokens import GLMVocabulary
 from ..generation.settings import GenerationSettings
 from .arguments import parse, read_yaml
@@ -29,7 +30,7 @@ class GenerateArguments(GenerationSettings):
     """The model, the prompts, and the settings of generation."""
 
     model: str = ""
-    """A Hugging Face folder or a shardzoo folder, with its tokenizer."""
+    """A Hugging Face folder or a shardzoo folder, with its tokenizer, or org/name[@revision] on the Hub."""
     adapter: Path | None = None
     """A folder of peft with LoRA weights for the model, which are merged into it."""
     tokenizer: Path | None = None
@@ -93,8 +94,9 @@ def start(argv: Sequence[str] | None, launch: RankInfo, quiet: bool) -> int:
     if min(arguments.tp, arguments.pp, arguments.batch_size) < 1:
         sizes = f"--tp {arguments.tp}, --pp {arguments.pp} and --batch-size {arguments.batch_size}"
         raise ValueError(f"{sizes} must be at least 1")
+    arguments = replace(arguments, model=str(find_model(arguments.model, "--model")))
     if not Path(arguments.model).is_dir():
-        raise ValueError(f"--model: {arguments.model} is not a folder; download the model first")
+        raise ValueError(f"--model: {arguments.model} is not a folder, nor a name on the Hub: org/name[@revision]")
     if arguments.adapter is not None and not (arguments.adapter / "adapter_config.json").is_file():
         raise ValueError(f"--adapter: {arguments.adapter} holds no adapter: it has no adapter_config.json")
     if arguments.prompt and arguments.file:

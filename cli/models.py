@@ -29,7 +29,8 @@ class ModelsArguments:
     """Lists the zoo's families, or named models and the memory that weights, gradients and optimizer take on a rank."""
 
     names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Families, presets, or folders with a config.json; without one, all families with their architectures."""
+    """Families, presets, folders with a config.json, or names on the Hub; without one, all families with their
+    architectures."""
     tp: int = 1
     """Tensor-parallel size."""
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.hub import find_model
 from ..checkpoint.manifest import checked_tokenizer
 from ..data.files import read_folder_json
 from ..data.tokenizers.glm_tokens import GLMVocabulary
@@ -56,7 +57,7 @@ class TextGenerationPipeline:
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
-        folder = Path(path)
+        folder = path = find_model(path, "path")
         text_folder = folder if tokenizer is None else Path(tokenizer)
         size = checked_tokenizer(folder, text_folder).vocab_size  # before the weights are read, which may take minutes
         self.model: Any = from_pretrained(path, mesh, dtype, device=device, adapter=adapter)

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..checkpoint.folder_files import CONFIG
 from ..checkpoint.formats.megatron import SavedRun
+from ..checkpoint.hub import find_config_folder
 from ..checkpoint.stored_tensor import StoredTensor
 from ..data.files import read_folder_json
 from ..mpu import ParallelMesh, initialize, materialize
@@ -23,11 +24,14 @@ from .registry import FAMILIES, architectures, family, family_of, presets
 
 
 def find_config(name: str) -> ModelConfig:
-    """Returns the configuration of a preset, a folder with a `config.json`, or such a file. ValueError if none fits."""
+    """Returns the configuration of a preset, a folder with a `config.json`, or such a file.
+
+    Of `org/name[@revision]`, a name on the Hub, `config.json` is downloaded. Raises ValueError if none fits.
+    """
     for preset, config in presets():
         if preset == name:
             return config
-    path = Path(name)
+    path = Path(find_config_folder(name))
     folder, file = (path, CONFIG) if path.is_dir() else (path.parent, path.name)
     values = read_folder_json(folder, file)
     if values is None:

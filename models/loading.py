@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.checkpoint import open_checkpoint
+from ..checkpoint.hub import find_model
 from ..checkpoint.layout import ParameterPlacement, ParameterSpec
 from ..checkpoint.stored_tensor import StoredTensor
 from ..checkpoint.tensor_reader import TensorReader, check_digests, torch_dtype
@@ -48,7 +49,7 @@ def from_pretrained(
     Args:
         path: A Hugging Face folder (`model.safetensors`, `pytorch_model.bin`, or several files with their index), a
             shardzoo folder (`manifest.json`) written by any number of ranks, or a folder of rank files of the original
-            GLM, DeepSpeed or FlagAI. Nothing is downloaded.
+            GLM, DeepSpeed or FlagAI; or `org/name[@revision]` on the Hugging Face Hub, of which it reads safetensors.
         mesh: The mesh over whose tensor-parallel ranks the model is split.
         dtype: The type of the parameters; by default the stored one.
         device: Where the parameters are.
@@ -63,9 +64,9 @@ def from_pretrained(
         ValueError: A file is damaged, or a tensor is missing, is unknown to the model, or has a wrong shape or digest.
             The message names the file and the tensor.
     """
-    folder = Path(path)
+    folder = find_model(path, "path")
     if not folder.is_dir():
-        raise ValueError(f"{path} is not a folder; download the checkpoint first, models are only read from disk")
+        raise ValueError(f"{path} is not a folder, nor a name on the Hugging Face Hub: org/name[@revision]")
     checkpoint = open_checkpoint(folder)
     given = None if config is None else as_config(config)
     # A stored head is first loaded into a separate parameter; _tie_equal ties it when both are in memory.

@@ -294,7 +294,7 @@ def test_names_on_the_hub(parts, tmp_path, monkeypatch):
 
     asked = {}
 
-    def download(name: str, *, allow_patterns: list[str]) -> str:
+    def download(name: str, *, allow_patterns: list[str], **_) -> str:
         asked[name] = allow_patterns
         return {"org/weights": parts.weights["folder"], "org/tokenizer": parts.tokenizers["same"]}[name]
 

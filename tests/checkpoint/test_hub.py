@@ -1,0 +1,218 @@
+"""Names on the Hugging Face Hub, against a server on this machine that speaks its protocol."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from tiny_models import save_model
+
+MAIN, OLD = "1" * 40, "2" * 40
+REVISIONS = {"main": MAIN, "v1": OLD, MAIN: MAIN, OLD: OLD}
+
+
+class Hub(ThreadingHTTPServer):
+    """Serves the files of one repository, me/tiny, in two revisions.
+
+    Attributes:
+        files: Commit -> name -> contents.
+        cut: Names of files whose next answer stops in the middle.
+        flipped: Names of files that are sent with another last byte than their sha256 says.
+        ranges: The Range headers of requests for weights.
+        sent: Names of the files that were sent.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, files: dict[str, dict[str, bytes]]) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files, self.ranges, self.sent = files, [], []
+        self.cut, self.flipped = set(), set()
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Hub
+
+    def log_message(self, *_) -> None:
+        pass
+
+    def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content_Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        match = re.fullmatch(r"/(api/models/)?me/tiny/(revision|tree|resolve)/([^/]+)(?:/(.*))?", path)
+        if match is None:
+            return self.answer(404, b"{}", X_Error_Code="RepoNotFound")
+        if match[3] not in REVISIONS:
+            return self.answer(404, b"{}", X_Error_Code="RevisionNotFound")
+        commit = REVISIONS[match[3]]
+        files = self.server.files[commit]
+        if match[2] == "resolve":
+            return self.send_file(match[4], commit, files[match[4]])
+        if match[2] == "revision":
+            found = {"id": "me/tiny", "sha": commit, "siblings": [{"rfilename": name} for name in files]}
+        else:
+            found = [
+                {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                for name, data in files.items()
+            ]
+        return self.answer(200, json.dumps(found).encode(), Content_Type="application/json")
+
+    do_HEAD = do_GET
+
+    def send_file(self, name: str, commit: str, data: bytes) -> None:
+        digest = hashlib.sha256(data) if name.endswith((".safetensors", ".bin")) else hashlib.sha1(data)
+        size = len(data)
+        if name in self.server.flipped:
+            data = data[:-1] + bytes([data[-1] ^ 1])
+        first, headers = 0, {"ETag": f'"{digest.hexdigest()}"', "X_Repo_Commit": commit, "Accept_Ranges": "bytes"}
+        if self.command == "GET":
+            self.server.sent.append(name)
+            if asked := self.headers.get("Range"):
+                self.server.ranges.append(asked)
+                first = int(asked.removeprefix("bytes=").partition("-")[0])
+                headers["Content_Range"] = f"bytes {first}-{size - 1}/{size}"
+            if name in self.server.cut:
+                self.server.cut.remove(name)
+                self.answer(206 if first else 200, data[first : size // 2], Content_Length=str(size - first), **headers)
+                self.close_connection = True
+                return
+        self.answer(206 if first else 200, data[first:], **headers)
+
+
+@pytest.fixture
+def hub(tmp_path):
+    files = {}
+    for commit, seed in ((MAIN, 1), (OLD, 2)):
+        folder = save_model(tmp_path / f"source-{seed}", "GPT2LMHeadModel", "gpt2", seed=seed)
+        files[commit] = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+        files[commit] |= dict.fromkeys(("pytorch_model.bin", "onnx/model.safetensors"), b"not wanted")
+    server = Hub(files)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+MODULE = ("-m", "shardzoo.cli.main")
+
+
+def shardzoo(
+    hub: Hub | None, folder: Path, *arguments: str, python: tuple[str, ...] = MODULE
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command, or arguments of Python, with the server, or without a network. The cache is in `folder`."""
+    port = 9 if hub is None else hub.server_address[1]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGINGFACE"))}
+    environment |= {
+        "HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(folder), "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1",
+    }  # fmt: skip
+    command = [sys.executable, *python, *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True, timeout=120)
+
+
+def refusal(result: subprocess.CompletedProcess[str]) -> str:
+    lines = result.stderr.strip().splitlines()
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    return lines[-1]
+
+
+def test_a_model_is_downloaded_and_then_read_from_the_cache(hub, tmp_path):
+    for name, seed in (("me/tiny", 1), ("me/tiny@v1", 2), (f"me/tiny@{MAIN}", 1)):
+        compared = shardzoo(hub, tmp_path, "convert", "diff", name, f"source-{seed}")
+        assert compared.returncode == 0, compared.stderr
+        other = shardzoo(hub, tmp_path, "convert", "diff", name, f"source-{3 - seed}")
+        assert other.returncode == 1
+    assert set(hub.sent).isdisjoint({"pytorch_model.bin", "onnx/model.safetensors"})
+    assert hub.sent.count("model.safetensors") == 2  # once for each revision
+    without_network = shardzoo(None, tmp_path, "convert", "diff", "me/tiny", "source-1")
+    assert without_network.returncode == 0, without_network.stderr
+
+
+def test_a_cut_download_is_continued(hub, tmp_path):
+    hub.files[MAIN]["extra.safetensors"] = bytes(24 << 20)  # the client writes 10 MiB at a time
+    hub.cut.add("extra.safetensors")
+    assert shardzoo(hub, tmp_path, "convert", "diff", "me/tiny", "source-1").returncode == 0
+    assert not hub.cut
+    assert hub.ranges == [f"bytes={10 << 20}-"]
+    (stored,) = (tmp_path / "hub").glob("*/snapshots/*/extra.safetensors")
+    assert stored.read_bytes() == bytes(24 << 20)
+
+
+def test_a_damaged_file_is_removed(hub, tmp_path):
+    hub.flipped.add("model.safetensors")
+    message = refusal(shardzoo(hub, tmp_path, "convert", "split", "me/tiny", "shards"))
+    good = hashlib.sha256(hub.files[MAIN]["model.safetensors"]).hexdigest()
+    assert "damaged model.safetensors" in message
+    assert good in message
+    assert not (tmp_path / "shards").exists()
+    hub.flipped.clear()
+    assert shardzoo(hub, tmp_path, "convert", "split", "me/tiny", "shards").returncode == 0
+    assert shardzoo(hub, tmp_path, "convert", "diff", "shards", "source-1").returncode == 0
+
+
+MISTAKES = [("me/tiny@v2", "me/tiny has no revision 'v2'"), ("me/other", "there is no me/other, or it is private")]
+
+
+@pytest.mark.parametrize(("name", "message"), MISTAKES)
+def test_names_that_do_not_exist(hub, tmp_path, name, message):
+    assert message in refusal(shardzoo(hub, tmp_path, "convert", "inspect", name))
+
+
+def test_without_a_network(tmp_path):
+    message = refusal(shardzoo(None, tmp_path, "convert", "inspect", "me/tiny"))
+    assert "cannot reach http://127.0.0.1:9" in message
+
+
+def test_weights_that_are_pickles_alone(hub, tmp_path):
+    del hub.files[MAIN]["model.safetensors"]
+    message = refusal(shardzoo(hub, tmp_path, "convert", "inspect", "me/tiny"))
+    assert "no safetensors files" in message
+    assert "hf download me/tiny" in message
+    assert "pytorch_model.bin" not in hub.sent
+
+
+def test_sizes_need_the_configuration_alone(hub, tmp_path):
+    result = shardzoo(hub, tmp_path, "models", "me/tiny@v1")
+    assert result.returncode == 0, result.stderr
+    assert "me/tiny@v1" in result.stdout
+    assert hub.sent == ["config.json"]
+
+
+def test_a_folder_goes_before_the_hub(hub, tmp_path):
+    (tmp_path / "me").mkdir()
+    assert "does not exist" in refusal(shardzoo(hub, tmp_path, "convert", "inspect", "me/tiny"))
+    assert not hub.sent
+
+
+GENERATE = """
+import sys
+from shardzoo.cli.main import main
+sys.exit(any([main(["generate", "--max-new-tokens", "3", "--prompt", "the cat", "--model", name])
+              for name in ("me/tiny@v1", "source-2", "source-1")]))
+"""
+
+
+def test_text_is_generated_with_a_name(hub, tmp_path):
+    result = shardzoo(hub, tmp_path, python=("-c", GENERATE))
+    assert result.returncode == 0, result.stderr
+    by_name, by_folder, other = result.stdout.splitlines()
+    assert by_name == by_folder != other
