@@ -191,11 +191,19 @@ def test_encoder_and_decoder_may_be_cut_anywhere(run_mesh, tmp_path, whole, bloc
         assert losses(steps) == pytest.approx(whole("t5")[1], **SAME_LOSS)
 
 
-def test_bf16(run_mesh, tmp_path, whole):
-    _, expected, norms, _ = whole("gpt2", precision="bf16")
-    for steps, _ in on_ranks(run_mesh, tmp_path, **settings("gpt2", 2, 1, 2, precision="bf16")):
+BF16 = [("gpt2", (2, 1, 2))]
+if EVERYTHING:
+    BF16 = [(family, layout) for family in FAMILIES for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize(("family", "layout"), BF16)
+def test_bf16(run_mesh, tmp_path, whole, family, layout):
+    _, expected, norms, _ = whole(family, precision="bf16")
+    for steps, _ in on_ranks(run_mesh, tmp_path, **settings(family, *layout, precision="bf16")):
         assert losses(steps) == pytest.approx(expected, rel=2e-2)
-        assert [step["grad_norm"] for step in steps] == pytest.approx(norms, rel=2e-2)
+        # Rounding moves the norm of a single step further than its loss.
+        found = [step["grad_norm"] for step in steps]
+        assert found == pytest.approx(norms, rel=2e-2 if family == "gpt2" else 0.1)
 
 
 @pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}])
