@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,9 @@ def find_folder(
     repository, _, revision = name.partition("@")
     if Path(name).exists() or name.startswith((".", "/", "~")) or repository.count("/") > 1:
         raise ValueError(f"{argument}: {name} is not a folder")
-    import huggingface_hub.constants
-    import huggingface_hub.errors
-
-    hub: Any = huggingface_hub
+    hub: Any = import_module("huggingface_hub")
+    for part in ("constants", "errors"):  # which it does not import by itself
+        import_module(f"huggingface_hub.{part}")
     options = {"revision": revision} if revision else {}
     if cache is not None:
         options["cache_dir"] = str(Path(cache).expanduser())
