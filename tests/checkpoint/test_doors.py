@@ -617,6 +617,13 @@ def test_hostile_folders_are_refused(name, visitor, prepared, bases):
     assert not Path("/tmp/shardzoo-was-here").exists()
 
 
+@pytest.mark.parametrize("door", COMMANDS)
+def test_a_command_accepts_a_good_folder(door, visitor, bases):
+    """So that what it refuses is refused for what was done to it."""
+    visit = visitor.visit(door, bases["gpt2"], seconds=120)
+    assert visit.accepted, visit
+
+
 def test_the_same_model_in_every_format_has_the_same_tensors(visitor, prepared, tmp_path, bases):
     same = [
         name for name, (base, _, _) in ODD.items() if base == "gpt2" and not re.search("bf16|fp|untied|cache", name)

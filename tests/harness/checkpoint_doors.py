@@ -177,7 +177,7 @@ def pretrain_command(folder: Path) -> str:
 
 def finetune_command(folder: Path) -> str:
     native = ("--model-name-or-path", folder, "--native", "--train-file", "text.txt", "--train-steps", 1)
-    return shardzoo("finetune", *native, "--output-dir", "out")
+    return shardzoo("finetune", *native, "--micro-batch-size", 1, "--max-source-length", 16, "--output-dir", "out")
 
 
 def generate_command(folder: Path) -> str:
