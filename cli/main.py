@@ -8,8 +8,11 @@ import os
 import signal
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
 from .. import __version__
@@ -62,7 +65,7 @@ def _repeating_interrupts() -> Generator[None]:
 
     def report(unraisable: Any) -> None:
         if issubclass(unraisable.exc_type, KeyboardInterrupt):
-            threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()  # here it would be lost again
+            threading.Thread(target=_interrupt_after, args=(report.__code__,), daemon=True).start()
         else:
             before(unraisable)
 
@@ -71,6 +74,14 @@ def _repeating_interrupts() -> Generator[None]:
         yield
     finally:
         sys.unraisablehook = before
+
+
+def _interrupt_after(code: CodeType) -> None:
+    """Interrupts the main thread when it has left a function, in which the interrupt would be lost again."""
+    main = threading.main_thread().ident or 0
+    while code in (frame.f_code for frame, _ in traceback.walk_stack(sys._current_frames().get(main))):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def usage() -> str:

@@ -77,6 +77,8 @@ def test_an_interrupt_during_a_destructor_is_not_lost(tmp_path):
 import os, signal, sys, time
 from shardzoo.cli import main, models
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+
 class Interrupted:
     def __del__(self):
         os.kill(os.getpid(), signal.SIGINT)

@@ -163,7 +163,7 @@ def test_a_checkpoint_with_another_tokenizer_is_refused(parts, tmp_path):
     folder = shutil.copytree(parts.weights["checkpoint"], tmp_path / "checkpoint")
     shutil.copytree(parts.tokenizers["other"], folder, dirs_exist_ok=True)
     start = arguments_of(tmp_path / "run", init_from=str(folder), data=(parts.corpora["text"],))
-    with pytest.raises(ValueError, match=rf"{folder} is damaged: tokenizer.json has changed"):
+    with pytest.raises(ValueError, match=rf"{folder} is damaged: tokenizer.json has [0-9,]+ bytes"):
         choose_inputs(start, ONE)
     without_digests(folder)
     with pytest.raises(ValueError, match=f"{folder} has another vocabulary"):
