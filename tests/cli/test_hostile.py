@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from shardzoo.cli.main import main
 
@@ -85,6 +87,41 @@ COMMANDS = {
 EVERY_DAY = {"pretrain": FILES, "finetune": list(FILES)[::7], "generate": list(FILES)[3::7]}
 CASES = [(c, name) for c in COMMANDS for name in (FILES if os.environ.get("SHARDZOO_HOSTILE") else EVERY_DAY[c])]
 
+HOSTFILES = {
+    "option of ssh": b"-oProxyCommand=touch${IFS}owned slots=1\n",
+    "option behind a user": b"a@-oProxyCommand=touch${IFS}owned slots=1\n",
+    "shell": b"$(touch${IFS}owned) slots=1\n",
+    "shell in a zone": b"fe80::1%$(touch${IFS}owned) slots=1\n",
+    "pdsh's module": b"exec:touch slots=1\n",
+    "nul": b"a\0b slots=1\n",
+    "space": b"a b slots=1\n",
+    "tabs": b"a\t\tb slots=1\n",
+    "escape": b"a\x1b[2J slots=1\n",
+    "escape alone": b"\x1b[2J\xe2\x80\xae\n",
+    "utf8": b"\xff\xfe slots=1\n",
+    "utf16": "a slots=1\n".encode("utf-16"),
+    "twice": b"a slots=1\na slots=1\n",
+    "0 slots": b"a slots=0\n",
+    "-1 slots": b"a slots=-1\n",
+    "1e9 slots": b"a slots=1e9\n",
+    "many slots": b"a slots=999999999\n",
+    "digits": b"a slots=" + b"9" * 5000 + b"\n",
+    "arabic slots": "a slots=\u0663\n".encode(),
+    "fraction": b"a slots=1.5\n",
+    "no slots": b"a\n",
+    "two slots": b"a slots=1 slots=2\n",
+    "empty": b"",
+    "comments": b"# none\n",
+    "long": b"a" * 1_000_000 + b"\n",
+    "long name": b"-" + b"a" * 1_000_000 + b" slots=1\n",
+}
+LAUNCHES = {  # accepted with an empty output folder and a good hostfile
+    "pretrain": ["pretrain", "--output-dir", "out", "--train-steps", "1", "--data", "text.txt", "--dry-run"],
+    "finetune": [
+        "finetune", "--model-name-or-path", "none", "--train-file", "text.txt", "--output-dir", "out", "--dry-run"
+    ],
+}  # fmt: skip
+
 
 def refused(capsys, *words: str) -> str:
     """The one line with which a command ends."""
@@ -126,3 +163,34 @@ def test_arguments_are_read_from_regular_files_alone(tmp_path, monkeypatch, caps
     Path("loop").symlink_to("loop")
     for name in ("pipe", "/dev/zero", "/dev/null", "loop", ".", "missing", "a\0b", "x" * 300):
         assert "--config" in refused(capsys, *COMMANDS[command], "--config", name)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("command", LAUNCHES)
+def test_a_hostile_hostfile(tmp_path, monkeypatch, capsys, command):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("w1 w2 w3 w4\n" * 50)
+    os.mkfifo("pipe")
+    Path("loop").symlink_to("loop")
+    before = sorted([*tmp_path.rglob("*"), tmp_path / "hosts"])
+    for name, content in HOSTFILES.items():
+        Path("hosts").write_bytes(content)
+        said = refused(capsys, *LAUNCHES[command], "--hostfile", "hosts", "--num-nodes", "1")
+        assert "hosts" in said, name
+        assert sorted(tmp_path.rglob("*")) == before, name
+    for path in ("pipe", "/dev/zero", "/dev/null", "loop", ".", "missing", "a\0b", "x" * 300, "a\x1b[2J"):
+        refused(capsys, *LAUNCHES[command], "--hostfile", path)
+        assert sorted(tmp_path.rglob("*")) == before, path
+
+
+def test_a_tensor_cannot_control_the_terminal(tmp_path, capsys):
+    name = "\x1b]0;owned\x07\x1b[2J\u202ebias"
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}')
+    save_file({name: torch.ones(2)}, model / "model.safetensors")
+    said = refused(capsys, "convert", "split", str(model), str(tmp_path / "out"), "--tp", "2")
+    assert r"\x1b[2J" in said
+    main(["convert", "inspect", str(model)])
+    shown = capsys.readouterr()
+    assert not set("\x1b\x07\u202e") & set(shown.out + shown.err)

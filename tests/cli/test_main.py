@@ -71,13 +71,21 @@ def test_other_errors_are_not_hidden():
             run(lambda: 1 // 0)
 
 
-def test_an_interrupt_during_a_destructor_is_not_lost(tmp_path):
-    """Python swallows exceptions of destructors, such as those of the library that reads patterns of tokenizers."""
-    script = """
-import os, signal, sys, time
+@pytest.mark.parametrize("seconds", [0, 0.3])
+def test_an_interrupt_during_a_destructor_is_not_lost(seconds):
+    """Python swallows exceptions of destructors, such as those of the library that reads patterns of tokenizers.
+
+    seconds: how long Python takes to report the exception, as on a loaded machine.
+    """
+    script = f"""
+import os, signal, sys, threading, time
 from shardzoo.cli import main, models
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+
+def start(thread, now=threading.Thread.start):
+    now(thread)
+    time.sleep({seconds})
 
 class Interrupted:
     def __del__(self):
@@ -86,10 +94,10 @@ class Interrupted:
 
 def work(argv):
     Interrupted()
-    time.sleep(200)
+    time.sleep(20)
     return 0
 
-models.main = work
+models.main, threading.Thread.start = work, start
 sys.exit(main.main(["models"]))
 """
     command = [sys.executable, "-c", script]

@@ -71,6 +71,7 @@ def test_a_missing_hostfile_is_refused(tmp_path, environment):
 HOSTILE = (
     "-oProxyCommand=touch${IFS}seen", "a@-oProxyCommand=x", "a;reboot", "$(reboot)", "`reboot`", "exec:a", "^list",
     "a,b", "a|b", "[1-9]", "..", "a/../b", "a'b", "a\x1b[31m", "@a", "::x", "%h",
+    "fe80::1%$(reboot)", "fe80::1%;reboot", "::1%`reboot`", "fe80::1%\x1b[2J", "fe80::1%",
 )  # fmt: skip
 
 
@@ -85,7 +86,7 @@ def test_a_host_that_ssh_would_not_take_as_a_name(tmp_path, name):
 
 
 def test_usual_hosts(tmp_path):
-    names = ["node-1", "user@rack2.example.org", "10.0.0.1", "fe80::1", "my_alias", "2001:db8::7"]
+    names = ["node-1", "user@rack2.example.org", "10.0.0.1", "fe80::1", "my_alias", "2001:db8::7", "fe80::1%eth0"]
     (tmp_path / "hosts").write_text("".join(f"{name} slots=1\n" for name in names))
     assert list(read_hostfile(tmp_path / "hosts")) == names
 
@@ -95,7 +96,8 @@ def test_usual_hosts(tmp_path):
     [
         ("a slots=2\nb\n", r"line 2: 'b' is not `name slots=N`"),
         ("a slots=two\n", r"line 1: 'a slots=two' is not"),
-        ("a slots=0\n", "N at least 1"),
+        ("a slots=0\n", "N from 1 to 9999"),
+        ("a slots=999999999\n", "N from 1 to 9999"),
         ("a slots=2\nb slots=1\na slots=1\n", "line 3: a occurs twice"),
         ("# nothing\n", "names no machine"),
     ],

@@ -68,7 +68,8 @@ class Nodes:
 def is_host(name: str) -> bool:
     """Returns whether `name` can be given to ssh or pdsh as a host."""
     try:
-        return bool(HOST.fullmatch(name) or ip_address(name))
+        zone = name.partition("%")[2]  # of IPv6, such as eth0; Python takes any text as one
+        return bool(HOST.fullmatch(name) or (re.fullmatch("[A-Za-z0-9_.-]*", zone) and ip_address(name)))
     except ValueError:
         return False
 
@@ -86,11 +87,13 @@ def read_hostfile(path: Path) -> dict[str, int]:
         line = line.partition("#")[0].strip()
         if not line:
             continue
-        found = re.fullmatch(r"(\S+)\s+slots=([0-9]{1,9})", line)
+        found = re.fullmatch(r"(\S+)\s+slots=([0-9]{1,4})", line)
         if not found or not int(found[2]):
-            raise ValueError(f"{path}, line {number}: {line!r} is not `name slots=N` with N at least 1")
+            raise ValueError(f"{path}, line {number}: {line[:200]!r} is not `name slots=N` with N from 1 to 9999")
         if not is_host(found[1]):
-            raise ValueError(f"{path}, line {number}: {found[1]!r} is not a host name, an ssh alias or an address")
+            raise ValueError(
+                f"{path}, line {number}: {found[1][:200]!r} is not a host name, an ssh alias or an address"
+            )
         if found[1] in hosts:
             raise ValueError(f"{path}, line {number}: {found[1]} occurs twice; give all its slots in one line")
         hosts[found[1]] = int(found[2])
