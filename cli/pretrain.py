@@ -19,6 +19,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import tyro
 from rich.console import Console
 
+from ..data.files import checked_file
 from ..data.objectives.pretraining import Objective, find_objective, objective_names
 from ..pretraining.arguments import DEFAULT_MODEL, FIXED, PretrainingArguments
 from ..pretraining.inputs import choose_inputs, default_objective
@@ -139,7 +140,11 @@ def _saved_values(argv: Sequence[str], values: Mapping[str, Any]) -> dict[str, A
     saved = RunFolder(Path(folder)).arguments_file
     if resume and not saved.exists():
         raise ValueError(f"--resume: {folder} holds no run; start one without --resume")
-    return read_yaml(PretrainCommand, saved) if saved.exists() and (resume or eval_only) else None
+    if not saved.exists() or not (resume or eval_only):
+        return None
+    if read := read_yaml(PretrainCommand, checked_file(saved.parent, saved.name)):
+        return read
+    raise ValueError(f"{saved} is empty, so the run cannot go on; start a new one in another --output-dir")
 
 
 def _check_unchanged(arguments: PretrainCommand, before: PretrainCommand) -> None:

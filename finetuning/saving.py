@@ -8,8 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ..checkpoint.folder_files import STATE
 from ..convert import Options, merge
 from ..models.lora import save_adapter
@@ -55,7 +53,7 @@ def open_run(arguments: FinetuningArguments, write_companions: Callable[[Path], 
         if arguments.overwrite:
             folder.clear()
         kept = {name: value for name, value in asdict(arguments).items() if name not in INVOCATION}
-        folder.arguments_file.write_text(yaml.safe_dump(kept, sort_keys=False))
+        folder.record_arguments(kept)
         write_companions(tokenizer_folder(folder))
     except BaseException:
         return_folder(folder.path)

@@ -194,3 +194,16 @@ def test_a_tensor_cannot_control_the_terminal(tmp_path, capsys):
     main(["convert", "inspect", str(model)])
     shown = capsys.readouterr()
     assert not set("\x1b\x07\u202e") & set(shown.out + shown.err)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["empty", "link out", "fifo"])
+def test_a_run_resumes_with_its_own_arguments_alone(tmp_path, capsys, kind):
+    run, outside = tmp_path / "run", tmp_path / "outside.yaml"
+    (run / "checkpoints" / "step-000001").mkdir(parents=True)
+    outside.write_text("lr: 1\n")
+    path = run / "arguments.yaml"
+    {"empty": path.touch, "link out": lambda: path.symlink_to(outside), "fifo": lambda: os.mkfifo(path)}[kind]()
+    before = sorted(tmp_path.rglob("*"))
+    assert "arguments.yaml" in refused(capsys, "pretrain", "--resume", "--output-dir", str(run))
+    assert sorted(tmp_path.rglob("*")) == before

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 
 import huggingface_hub
 import pytest
 
 from shardzoo import finetuning as t2t
+from shardzoo.finetuning.arguments import FinetuningArguments
+from shardzoo.finetuning.saving import open_run
 from shardzoo.trainer import Trainer
 from shardzoo.trainer.run_folder import make_run_folder
+from shardzoo.trainer.run_lock import return_folder
 
 ARGUMENTS = [
     ({"metric": "blue"}, "metric must be one of sacrebleu, rouge, chrf.* not 'blue'"),
@@ -236,3 +240,19 @@ def test_one_prompt_token_is_one_token(checkpoints):
     trainer.convert_to_prompt_tuning("<p0>")
     assert trainer.tokenizer.tokenize("<p0>") == ["<p0>"]
     assert sum(p.numel() for p in trainer.model.parameters() if p.requires_grad) == 32
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["fifo", "link"])
+def test_a_resumed_run_does_not_write_through_what_stands_for_its_arguments(tmp_path, kind):
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    (run / "checkpoints" / "step-000001").mkdir(parents=True)
+    outside.write_text("mine")
+    os.mkfifo(run / "arguments.yaml") if kind == "fifo" else (run / "arguments.yaml").symlink_to(outside)
+    opened = open_run(
+        FinetuningArguments(model_name_or_path="x", output_dir=str(run), resume=True), lambda folder: None
+    )
+    return_folder(opened.path)
+    assert outside.read_text() == "mine"
+    assert not (run / "arguments.yaml").is_symlink()
+    assert "model_name_or_path: x" in (run / "arguments.yaml").read_text()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
 
@@ -47,16 +48,20 @@ class TensorBoard:
     def __init__(self, folder: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
-        self._writer = SummaryWriter(str(folder), purge_step=first_step + 1)
+        # The file is opened at the first value, because a run may yet be refused.
+        self._open = partial(SummaryWriter, str(folder), purge_step=first_step + 1)
+        self._writer: SummaryWriter | None = None
         self._hook, threading.excepthook = threading.excepthook, self._report
 
     def log(self, step: int, values: dict[str, float]) -> None:
+        self._writer = self._writer or self._open()
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         threading.excepthook = self._hook
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
     def _report(self, failure: threading.ExceptHookArgs) -> None:
         """Prints what ended a thread. The writer's thread tells its error to the next call of `log` or `close`."""
