@@ -216,10 +216,10 @@ def train(job: Job) -> int:
 def command(job: Job, spec: dict[str, Any]) -> None:
     """Runs a conversion or a preparation as its command does, in small pieces, so that there is something to break."""
     from shardzoo.cli.main import main
-    from shardzoo.convert import copying
+    from shardzoo.convert import workers
     from shardzoo.data.text import prepare, sources
 
-    copying.MEMORY, sources.CHUNK_BYTES, prepare.SECONDS_BETWEEN_COMMITS = 1 << 18, 8192, -1.0
+    workers.MEMORY, sources.CHUNK_BYTES, prepare.SECONDS_BETWEEN_COMMITS = 1 << 18, 8192, -1.0
     if job.group == "preparation":
         paths = ["--input", str(job.source / "text.jsonl"), "--output", str(job.output), "--tokenizer", str(job.source)]
         words = ["data", "prepare", *paths, "--workers", job.name[0]]

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from ..mpu import Shard
 from .stored_tensor import ChunkedTensor, StoredTensor, pieces
+
+if TYPE_CHECKING:  # it would import torch, which the processes that only copy bytes do without
+    from ..mpu import Shard
 
 # How a rank stores the rows of a fused QKV weight: all of q, k and v; q, k and v of each head; or, for each head, the
 # first rows of q, k and v, then the second rows, …

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -82,10 +84,13 @@ def gigabytes(count: int) -> str:
 
 
 @contextmanager
-def transfer_progress(*, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """Shows a progress bar with speed and remaining time on a terminal, and nothing elsewhere."""
-    if quiet or not sys.stderr.isatty():
-        yield lambda done, total: None
+def transfer_progress(*, as_json: bool) -> Iterator[Callable[[int, int], None]]:
+    """Shows bytes, speed and remaining time on stderr: as a bar on a terminal, elsewhere as a line now and then.
+
+    With `as_json`, the lines are JSON objects.
+    """
+    if as_json or not sys.stderr.isatty():
+        yield _ProgressLines(as_json, JSON_SECONDS if as_json else TEXT_SECONDS).report
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
@@ -94,3 +99,28 @@ def transfer_progress(*, quiet: bool) -> Iterator[Callable[[int, int], None]]:
     with Progress(*parts, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+JSON_SECONDS, TEXT_SECONDS = 1.0, 10.0  # between two lines of progress
+
+
+class _ProgressLines:
+    """Prints a line of progress each time that `interval` seconds are over; none for work that is done before."""
+
+    def __init__(self, as_json: bool, interval: float) -> None:
+        self._as_json, self._interval = as_json, interval
+        self._started = self._printed = time.monotonic()
+        self._first: int | None = None  # bytes that were done before the work began, by an interrupted run
+
+    def report(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if self._first is None:
+            self._started, self._first = now, done
+        if now - self._printed < self._interval or done == self._first:
+            return
+        self._printed = now
+        speed = (done - self._first) / max(now - self._started, 1e-9)
+        left = (total - done) / speed
+        values = {"bytes": done, "total": total, "bytes_per_second": round(speed), "seconds_left": round(left, 1)}
+        text = f"{gigabytes(done)} of {gigabytes(total)}, {gigabytes(round(speed))}/s, {left:.0f} s left"
+        print(json.dumps(values) if self._as_json else text, file=sys.stderr, flush=True)

@@ -33,7 +33,7 @@ Names = Literal["transformer_engine", "local", "legacy"]
 @dataclass(frozen=True, kw_only=True)
 class Common:
     json: bool = False
-    """Print one JSON object instead of text."""
+    """Print one JSON object instead of text, and progress as JSON lines on stderr."""
     config: Path | None = None
     """A config.json, or its folder, for sources that have none."""
 
@@ -50,6 +50,8 @@ class Converting(Common):
     """Continue an interrupted conversion."""
     jobs: int | None = None
     """Threads; by default one for each core, at most four."""
+    workers: int = 1
+    """Processes, each with one thread, for folders of hundreds of files; 1 means threads."""
     dtype: DType | None = None
     """Convert floating-point tensors to this type; by default every byte is unchanged."""
 
@@ -170,6 +172,8 @@ def _with_folders(command: Common) -> Common:
 
 
 def run_conversion(command: SplitCheckpoint | MergeShards | ReshardCheckpoint) -> int:
+    from concurrent.futures.process import BrokenProcessPool
+
     from ..checkpoint.checkpoint import open_checkpoint
     from ..convert import operations
 
@@ -180,7 +184,7 @@ def run_conversion(command: SplitCheckpoint | MergeShards | ReshardCheckpoint) -
             raise ValueError(f"{command.source} is a {source.description}; use `split` instead of `reshard`")
     started = time.monotonic()
     try:
-        with transfer_progress(quiet=command.json) as report:
+        with transfer_progress(as_json=command.json) as report:
             if isinstance(command, MergeShards):
                 outcome = operations.merge(command.source, command.destination, options, report, command.to)
             else:
@@ -191,6 +195,8 @@ def run_conversion(command: SplitCheckpoint | MergeShards | ReshardCheckpoint) -
     except KeyboardInterrupt:
         print("interrupted; continue with --resume", file=sys.stderr)
         return INTERRUPTED
+    except BrokenProcessPool:
+        raise ValueError("a worker process died (out of memory?); continue with --resume") from None
     _print_outcome(command, outcome, time.monotonic() - started)
     return 0
 
@@ -206,6 +212,7 @@ def _options(command: Converting) -> Options:
         overwrite=command.overwrite,
         resume=command.resume,
         jobs=command.jobs,
+        workers=command.workers,
         dtype=from_torch_name(command.dtype) if command.dtype else None,
         config_file=command.config,
         largest_file=int(largest * 1e9),
@@ -215,7 +222,8 @@ def _options(command: Converting) -> Options:
 def _print_outcome(command: Converting, outcome: Outcome, seconds: float) -> None:
     speed = (outcome.nbytes - outcome.kept) / max(seconds, 1e-9)
     if command.json:
-        print(json.dumps({**asdict(outcome), "seconds": seconds, "destination": str(command.destination)}))
+        pace = {"seconds": seconds, "bytes_per_second": round(speed), "destination": str(command.destination)}
+        print(json.dumps({**asdict(outcome), **pace}))
         return
     kept = f", of which {gigabytes(outcome.kept)} already existed" if outcome.kept else ""
     print(
@@ -265,7 +273,7 @@ def run_diff(command: DiffCheckpoints) -> int:
         from ..convert.operations import Options
         from ..convert.verification import verify_equal
 
-        with transfer_progress(quiet=command.json) as report:
+        with transfer_progress(as_json=command.json) as report:
             verdict = verify_equal(command.first, command.second, Options(), report)
         return _print_verdict(command.json, verdict, "compared")
     found = diff(first, second)
@@ -291,7 +299,7 @@ def run_verify(command: VerifyCheckpoint) -> int:
         raise ValueError("a second folder, --round-trip and --logits are separate checks: use one of them")
     if command.logits:
         return _run_logits(command)
-    with transfer_progress(quiet=command.json) as report:
+    with transfer_progress(as_json=command.json) as report:
         if command.second is not None:
             verdict, done = verification.verify_equal(command.first, command.second, options, report), "compared"
         elif command.round_trip:

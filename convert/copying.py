@@ -8,7 +8,6 @@ read by columns; its tiles are transposed in memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -21,6 +20,7 @@ from ..checkpoint.layout import ParameterPlacement, TensorSlice
 from ..checkpoint.stored_tensor import StoredTensor
 
 OutputFactory = Callable[[Sequence[StoredTensor]], Output]
+Digests = dict[tuple[Path, str], str]  # (file, tensor name) -> sha256
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Copy:
 
 def run_copy(
     copy: Copy, files: OpenFiles, hashes: Mapping[tuple[Path, str], str], make_output: OutputFactory, chunk: int
-) -> dict[tuple[Path, str], str]:
+) -> Digests:
     """Copies one parameter and returns the sha256 of every target tensor.
 
     Raises ValueError if a source tensor does not match its hash, or copies of the parameter differ.
@@ -66,7 +66,7 @@ def run_copy(
         copy_tiles(source, target, outputs, files, hashes, chunk)
     else:
         _copy_straight(source, target, outputs, files, hashes, chunk)
-    digests = {}
+    digests: Digests = {}
     for _, output in outputs:
         digest = output.finish()
         digests |= {(tensor.file, tensor.name): digest for tensor in output.tensors}
@@ -226,45 +226,6 @@ def cast(block: np.ndarray, source: str, target: str, name: str) -> np.ndarray:
     size = item_size(target)
     signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
     return converted.view(signed).numpy().view(f"u{size}")
-
-
-MEMORY = 40 << 20  # bytes of all threads' blocks together
-BLOCKS_PER_THREAD = 5  # a block as read, assembled, transposed or cast, and divided for the targets
-SMALLEST_BLOCK = 64 << 10
-
-Digests = dict[tuple[Path, str], str]
-
-
-def block_size(jobs: int) -> int:
-    """Returns the bytes of the largest block that one of `jobs` threads may hold."""
-    return max(SMALLEST_BLOCK, MEMORY // (BLOCKS_PER_THREAD * jobs))
-
-
-def run_copies(
-    copies: Sequence[Copy],
-    files: OpenFiles,
-    hashes: Mapping[tuple[Path, str], str],
-    make_output: OutputFactory,
-    jobs: int,
-) -> Iterator[tuple[int, Digests]]:
-    """Copies in `jobs` threads; the first error stops all. Yields each finished copy's index and target hashes."""
-    chunk = block_size(jobs)
-    with ThreadPoolExecutor(jobs) as pool:
-        todo = iter(enumerate(copies))
-        running = {}
-        try:
-            while True:
-                # Few copies are submitted ahead, so that little is left to wait for after an error.
-                while len(running) < 2 * jobs and (entry := next(todo, None)) is not None:
-                    index, copy = entry
-                    running[pool.submit(run_copy, copy, files, hashes, make_output, chunk)] = index
-                if not running:
-                    return
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    yield running.pop(future), future.result()
-        finally:
-            for future in running:
-                future.cancel()
 
 
 def copy_tiles(

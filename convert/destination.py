@@ -15,9 +15,7 @@ from pathlib import Path
 from ..checkpoint.json_digest import sync
 from ..checkpoint.manifest import MANIFEST, Manifest
 from ..checkpoint.new_file import NewFile
-from .journal import JOURNAL, Journal, check_unused
-
-PARTIAL = ".partial"
+from .journal import JOURNAL, PARTIAL, Journal, check_unused
 
 
 class Destination:

@@ -1,4 +1,4 @@
-"""Records which copies of an unfinished conversion are complete, so that it can be resumed."""
+"""The work folder of an unfinished conversion: its files, and which copies are complete, so that it can be resumed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from typing import IO
 from .copying import Digests
 
 JOURNAL = ".journal.jsonl"
+PARTIAL = ".partial"  # behind the names of weight files until they are complete
 SYNC_SECONDS = 1.0
+
+
+def open_partial(folder: Path, name: Path) -> int:
+    """Returns a descriptor of an incomplete weight file of a work folder."""
+    return os.open(folder / f"{name}{PARTIAL}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
 class Journal:

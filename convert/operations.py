@@ -18,12 +18,14 @@ from ..checkpoint.manifest import ExtraRecord, Manifest, TensorRecord
 from ..checkpoint.stored_tensor import StoredTensor
 from ..models.common.megatron import Style
 from ..models.mapping import MappedCheckpoint
-from .copying import Digests, run_copies
+from .copying import Digests
 from .destination import Destination
-from .journal import Journal
+from .journal import Journal, open_partial
 from .plan import ConversionPlan, plan_conversion, source_state
 from .target import LARGEST_FILE, Target, dcp_target, huggingface_target, legacy_target, megatron_target, shards_target
+from .workers import Worker, block_size, run_copies, run_copies_in_processes
 
+MOST_WORKERS = 64  # threads or processes
 ProgressReport = Callable[[int, int], None]  # bytes done, bytes in all
 
 
@@ -38,6 +40,7 @@ class Options:
         dtype: The safetensors name of a type that floating-point tensors are converted to.
         config_file: A `config.json`, or its folder, to use instead of the source's own.
         largest_file: Bytes of weights in one file of a Hugging Face folder.
+        workers: The number of processes that convert, each with one thread; 1 means the threads of this process.
     """
 
     overwrite: bool = False
@@ -46,11 +49,21 @@ class Options:
     dtype: str | None = None
     config_file: Path | None = None
     largest_file: int = LARGEST_FILE
+    workers: int = 1
+
+    def check(self) -> None:
+        """Raises ValueError for wrong numbers of threads or processes."""
+        for name, count in (("jobs", self.jobs), ("workers", self.workers)):
+            if count is not None and not 1 <= count <= MOST_WORKERS:
+                raise ValueError(f"{name} must be from 1 to {MOST_WORKERS}, not {count}")
+        if self.workers > 1 and self.jobs is not None:
+            raise ValueError(
+                "jobs are threads of one process, and workers are processes of one thread: use one of them"
+            )
 
     @property
     def threads(self) -> int:
-        if self.jobs is not None and not 1 <= self.jobs <= 64:
-            raise ValueError(f"jobs must be from 1 to 64, not {self.jobs}")
+        self.check()
         return self.jobs or min(4, os.cpu_count() or 1)
 
 
@@ -117,7 +130,7 @@ def _convert(
     make_target: Callable[[MappedCheckpoint, str | None], Target],
 ) -> Outcome:
     options = options or Options()
-    threads = options.threads
+    options.check()
     place = Destination(destination)
     place.check(source, overwrite=options.overwrite, resume=options.resume)
     todo = plan_conversion(source, lambda mapped: make_target(mapped, options.dtype), options.config_file)
@@ -129,7 +142,7 @@ def _convert(
     before = source_state(todo.mapped.checkpoint.files)
     journal = place.begin(todo.target.files, todo.fingerprint(), overwrite=options.overwrite)
     try:
-        return _run(todo, place, journal, texts, before, threads, report or (lambda done, total: None))
+        return _run(todo, place, journal, texts, before, options, report or (lambda done, total: None))
     except (ValueError, MemoryError):
         place.abandon()
         raise
@@ -146,14 +159,16 @@ def _run(
     journal: Journal,
     texts: Mapping[str, bytes | Path],
     before: Mapping[Path, tuple[int, int]],
-    threads: int,
+    options: Options,
     report: ProgressReport,
 ) -> Outcome:
     source, target = todo.mapped.checkpoint, todo.target
     digests: Digests = {}
-    with OpenFiles(open_for_reading) as inputs, OpenFiles(partial(_open_for_writing, place)) as outputs:
+    opener = partial(open_partial, place.work)
+    with OpenFiles(open_for_reading) as inputs, OpenFiles(opener) as outputs:
         inputs.open(source.files)
-        outputs.open([Path(file.name) for file in target.files])
+        names = [Path(file.name) for file in target.files]
+        outputs.open(names)
         kept = _intact(todo, journal.finished, outputs)
         for index in kept:
             digests |= journal.finished[index]
@@ -161,7 +176,13 @@ def _run(
         done = kept_bytes = sum(todo.copies[index].nbytes for index in kept)
         report(done, todo.nbytes)
         copies = [todo.copies[index] for index in rest]
-        work = run_copies(copies, inputs, todo.mapped.digests, lambda tensors: Writer(tensors, outputs), threads)
+        if options.workers > 1:
+            worker = Worker(source.files, names, opener, todo.mapped.digests, block_size(options.workers))
+            work = run_copies_in_processes(copies, worker, options.workers)
+        else:
+            work = run_copies(
+                copies, inputs, todo.mapped.digests, lambda tensors: Writer(tensors, outputs), options.threads
+            )
         for position, written in work:
             journal.record(rest[position], written)
             digests |= written
@@ -171,10 +192,6 @@ def _run(
         raise ValueError(f"{source.folder} changed while it was being read; convert it again")
     place.finish(target.files, texts, _manifest(todo, digests) if target.kind == "shards" else None)
     return Outcome(len(todo.copies), todo.nbytes, kept_bytes)
-
-
-def _open_for_writing(place: Destination, path: Path) -> int:
-    return os.open(place.partial(str(path)), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
 def _intact(todo: ConversionPlan, finished: Mapping[int, Digests], outputs: OpenFiles) -> set[int]:

@@ -12,10 +12,10 @@ from ..checkpoint.checkpoint import open_checkpoint
 from ..checkpoint.file_io import Comparer, OpenFiles, check_hash, hash_stored, open_for_reading
 from ..checkpoint.stored_tensor import StoredTensor
 from ..models.mapping import MappedCheckpoint, map_checkpoint
-from .copying import block_size, run_copies
 from .operations import Options, merge, split
 from .plan import compose
 from .target import huggingface_target
+from .workers import block_size, run_copies
 
 SMALLEST_SPLIT = 2  # ranks; every model with two heads can be split so
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from shardzoo.convert import copying, destination, operations
+from shardzoo.convert import destination, operations, workers
 from shardzoo.convert.journal import Journal
 
 
@@ -145,13 +145,13 @@ def test_both_at_once(arena, gpt2_folder):
 def test_a_source_that_changes_meanwhile(arena, gpt2_folder, monkeypatch):
     source = arena.copy(gpt2_folder)
     path = source / "model.safetensors"
-    original = copying.run_copy
+    original = workers.run_copy
 
-    def touch_after(*arguments):
+    def touch_after(*arguments, **settings):
         os.utime(path, ns=(1, 1))
-        return original(*arguments)
+        return original(*arguments, **settings)
 
-    monkeypatch.setattr(copying, "run_copy", touch_after)
+    monkeypatch.setattr(workers, "run_copy", touch_after)
     assert "changed while it was being read" in arena.refused_split(source)
 
 

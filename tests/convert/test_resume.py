@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardzoo.checkpoint.checkpoint import open_checkpoint
-from shardzoo.convert import copying
+from shardzoo.convert import workers
 from shardzoo.convert.operations import Options, merge, split
 from shardzoo.convert.plan import plan_conversion
 from shardzoo.convert.target import huggingface_target, shards_target
@@ -22,7 +22,7 @@ ATTEMPTS = 9  # of each kind, killed one, two or three times before they are res
 
 def convert(kind: str, source: Path, destination: Path, resume: bool) -> None:
     """Runs in a process of its own, in small blocks, so that there is something to interrupt."""
-    copying.MEMORY = 1 << 20
+    workers.MEMORY = 1 << 20
     options = Options(resume=resume, jobs=2, largest_file=500_000)
     if kind == "merge":
         merge(source, destination, options)
