@@ -31,6 +31,11 @@ class OpenFiles:
     def __getitem__(self, path: Path) -> int:
         return self._descriptors[path]
 
+    def sync(self) -> None:
+        """Flushes what was written to the disk."""
+        for descriptor in self._descriptors.values():
+            os.fsync(descriptor)
+
     def __enter__(self) -> OpenFiles:
         return self
 

@@ -10,6 +10,7 @@ from typing import Any
 from .folder_files import CONFIG, file_digest
 
 WEIGHTS = ("*.safetensors",)
+STALE = ["model*.safetensors", "model.safetensors.index.json"]
 TEXTS = ("*.json", "*.model", "*.txt", "*.jinja")
 # Files that no reader of a model opens: those in folders (other programs' formats) and Mistral's second copy.
 IGNORED = ("*/*", "consolidated*.safetensors")
@@ -80,8 +81,33 @@ def find_folder(
     return folder
 
 
+def upload_folder(
+    folder: Path, repository: str, *, revision: str | None, private: bool | None, message: str, token: str | None
+) -> str:
+    """Commits the files of a folder to the Hub's repository, which is made if needed. Returns the commit's address.
+
+    Weight files there that the folder does not have are removed by the same commit. Raises ValueError if it fails.
+    """
+    hub: Any = import_module("huggingface_hub")
+    errors: Any = import_module("huggingface_hub.errors")
+    failures: Any = (OSError, ValueError, errors.HTTPError)
+    api = hub.HfApi(token=token)
+    try:
+        api.create_repo(repository, private=private, exist_ok=True)
+        if revision is not None:
+            api.create_branch(repository, branch=revision, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=repository, folder_path=folder, revision=revision, commit_message=message, delete_patterns=STALE
+        )
+    except failures as error:
+        raise ValueError(
+            f"pushing to {repository} on the Hugging Face Hub failed: {_reason(hub, error, repository, revision or '')}"
+        ) from None
+    return str(commit.commit_url)
+
+
 def _reason(hub: Any, error: Exception, repository: str, revision: str) -> str:
-    """Returns one line that says why a download failed."""
+    """Returns one line that says why a download or an upload failed."""
     errors = hub.errors
     if isinstance(error, errors.GatedRepoError):
         return f"{repository} asks for its terms to be accepted; do that on its page, then run `hf auth login`"
@@ -91,6 +117,8 @@ def _reason(hub: Any, error: Exception, repository: str, revision: str) -> str:
         return f"{repository} has no revision {revision!r}"
     if isinstance(error, errors.LocalEntryNotFoundError):
         return f"cannot reach {hub.constants.ENDPOINT}, and the files are not in the cache"
+    if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
+        return "the Hub refused the token, or there is none; run `hf auth login` with a token that can write"
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import prod
 
 from ..checkpoint.checkpoint import EXTRAS
-from ..checkpoint.dtypes import FLOATS, item_size
+from ..checkpoint.dtypes import FLOATS
 from ..checkpoint.formats.dcp import METADATA, SUFFIX
 from ..checkpoint.formats.megatron import RANK_FILES, TRACKER, megatron_state
-from ..checkpoint.layout import CheckpointLayout, ParameterPlacement, TensorSlice, place_by_rank
+from ..checkpoint.layout import CheckpointLayout, place_by_rank
 from ..checkpoint.new_file import NewFile, dcp_metadata, new_chunk_file, new_safetensors_file, new_torch_file
 from ..checkpoint.stored_tensor import StoredTensor
 from ..models.common.megatron import Style
-from ..models.mapping import MappedCheckpoint, StoredNames, megatron_map, stacked_ranges, stored_shape
+from ..models.huggingface import LARGEST_FILE, divide, huggingface_layout, stored_shapes, weight_files
+from ..models.mapping import MappedCheckpoint, StoredNames, megatron_map
 
 LEGACY_FOLDER = "release"  # the file `latest` names this folder
-LARGEST_FILE = 5 * 10**9  # bytes of one file in a Hugging Face folder
 
 
 @dataclass(frozen=True)
@@ -66,23 +64,11 @@ def huggingface_target(mapped: MappedCheckpoint, dtype: str | None = None, large
 
     The tensors have the names of the Hugging Face folder that they came from, or the current names if there was none.
     """
-    groups = _divide(_huggingface_shapes(mapped, dtype), largest_file)
-    count = len(groups)
-    files = [
-        new_safetensors_file(
-            "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors", group
-        )
-        for number, group in enumerate(groups, 1)
-    ]
+    shapes = stored_shapes(mapped.model, mapped.names, new_dtypes(mapped, dtype), mapped.layout.extras)
+    files, texts = weight_files(shapes, largest_file)
     tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
-    index = {
-        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
-        "weight_map": {name: str(tensors[name].file) for name in sorted(tensors)},
-    }
-    texts: dict[str, str | bytes] = (
-        {"model.safetensors.index.json": json.dumps(index, indent=2) + "\n"} if count > 1 else {}
-    )
-    return Target("huggingface", 1, _huggingface_layout(mapped, tensors), tuple(files), texts)
+    layout = huggingface_layout(mapped.model, mapped.names, tensors, mapped.layout.extras)
+    return Target("huggingface", 1, layout, files, texts)
 
 
 def dcp_target(mapped: MappedCheckpoint, dtype: str | None = None, largest_file: int = LARGEST_FILE) -> Target:
@@ -91,68 +77,15 @@ def dcp_target(mapped: MappedCheckpoint, dtype: str | None = None, largest_file:
     The tensors have the names of transformers' state dictionary. Names of tied tensors are listed for the same bytes.
     """
     model = mapped.model
-    mapped = replace(mapped, names=StoredNames(model.new_names(), {}))
-    groups = _divide(_huggingface_shapes(mapped, dtype), largest_file)
+    names, extras = StoredNames(model.new_names(), {}), mapped.layout.extras
+    groups = divide(stored_shapes(model, names, new_dtypes(mapped, dtype), extras), largest_file)
     made = [new_chunk_file(f"__{number}_0{SUFFIX}", group) for number, group in enumerate(groups)]
     tensors = {name: tensor for file, _ in made for name, tensor in file.tensors.items()}
     pairs = [(alias, model.spell(kept)) for alias, kept in model.name_map.aliases]
     aliases = {alias: kept for alias, kept in pairs if kept in tensors and alias not in tensors}
     files = tuple(file for file, _ in made)
     texts: dict[str, str | bytes] = {METADATA: dcp_metadata(made, aliases)}
-    return Target("dcp", 1, _huggingface_layout(mapped, tensors), files, texts)
-
-
-Shapes = dict[str, tuple[str, tuple[int, ...]]]  # name of a tensor -> type, shape
-
-
-def _huggingface_shapes(mapped: MappedCheckpoint, dtype: str | None) -> Shapes:
-    dtypes = new_dtypes(mapped, dtype)
-    known = mapped.model.entries()
-    shapes: Shapes = {}
-    for name, parameter in mapped.model.parameters.items():
-        spans = stacked_ranges(parameter, known[name])
-        copies = mapped.names.copies(name)
-        for stored in {stored for copy in copies for stored in copy}:
-            if stored in shapes:
-                raise ValueError(f"two tensors would have the name {stored}")
-        for copy in copies:
-            for stored, span in zip(copy, spans, strict=True):
-                shapes[stored] = (dtypes[name], stored_shape(parameter, span, known[name]))
-    for name, tensor in mapped.layout.extras.items():
-        if name in shapes:
-            raise ValueError(f"{tensor} is not a parameter, but has the name of one")
-        shapes[name] = (tensor.dtype, tensor.shape)
-    return shapes
-
-
-def _huggingface_layout(mapped: MappedCheckpoint, tensors: Mapping[str, StoredTensor]) -> CheckpointLayout:
-    known = mapped.model.entries()
-    placements = {}
-    for name, parameter in mapped.model.parameters.items():
-        spans, transpose = stacked_ranges(parameter, known[name]), known[name].transpose
-        parts = (
-            tuple(
-                TensorSlice(tensors[stored].at_least_1d(), (span,), transpose)
-                for stored, span in zip(copy, spans, strict=True)
-            )
-            for copy in mapped.names.copies(name)
-        )
-        placements[name] = ParameterPlacement(name, parameter.shape or (1,), parameter.dim, tuple(parts))
-    return CheckpointLayout(placements, {name: tensors[name] for name in mapped.layout.extras})
-
-
-def _divide(shapes: Shapes, largest_file: int) -> list[Shapes]:
-    """Divides tensors among files of at most `largest_file` bytes."""
-    groups: list[Shapes] = [{}]
-    filled = 0
-    for name, (dtype, shape) in shapes.items():
-        nbytes = prod(shape) * item_size(dtype)
-        if groups[-1] and filled + nbytes > largest_file:
-            groups.append({})
-            filled = 0
-        groups[-1][name] = (dtype, shape)
-        filled += nbytes
-    return groups
+    return Target("dcp", 1, huggingface_layout(model, names, tensors, extras), files, texts)
 
 
 def legacy_target(mapped: MappedCheckpoint, size: int, dtype: str | None = None) -> Target:

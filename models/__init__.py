@@ -4,6 +4,7 @@ from .auto import config_from_dict, find_config, from_config
 from .common.parallel_config import ParallelConfig
 from .loading import from_pretrained
 from .registry import FAMILIES, Family, family, presets
+from .saving import push_to_hub, save_pretrained
 
 __all__ = [
     "FAMILIES",
@@ -15,4 +16,6 @@ __all__ = [
     "from_config",
     "from_pretrained",
     "presets",
+    "push_to_hub",
+    "save_pretrained",
 ]

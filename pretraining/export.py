@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
 from ..data.tokenizers.glm_tokens import GLMVocabulary
@@ -18,6 +17,7 @@ from ..data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from ..generation import TextGenerationPipeline, fill_blanks, fill_mask, generate
 from ..models import family, find_config, from_pretrained
 from ..models.common.config import ModelConfig
+from ..models.saving import model_card
 from ..trainer.evaluation import evaluate
 from ..trainer.launch.ranks import Ranks
 
@@ -202,22 +202,12 @@ def _marked(parts: Sequence[Part], tokenizer: Tokenizer) -> str:
 
 def write_card(folder: Path, config: ModelConfig, facts: Mapping[str, str], *, command: str, sample: str) -> None:
     """Writes the folder's README.md: what the model is, how it was trained and how it is loaded."""
-    known = family(config.model_type).in_transformers
-    header = {"library_name": "transformers" if known else "shardzoo", "tags": ["shardzoo", config.model_type]}
-    load = (
-        f"from transformers import AutoTokenizer, {config.architecture}\n\n"
-        f'model = {config.architecture}.from_pretrained(".")\ntokenizer = AutoTokenizer.from_pretrained(".")'
-        if known
-        else 'import shardzoo\n\nmodel = shardzoo.from_pretrained(".")'
-    )
-    rows = "".join(f"| {name} | {value} |\n" for name, value in facts.items())
-    text = (
-        f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n# {config.architecture}, pretrained with shardzoo\n\n"
-        f"| | |\n|---|---|\n{rows}\n## How it was trained\n\n```bash\n{command}\n```\n\n"
-        f"## How it is loaded\n\nIn this folder:\n\n```python\n{load}\n```\n\n"
-        f"## Sample\n\nThe model wrote what is between {MARKS[0]} and {MARKS[1]}, on held-out text.\n\n"
-        + "".join(f"    {line}\n" for line in sample.splitlines())
-    )
+    quoted = "".join(f"    {line}\n" for line in sample.splitlines())
+    sections = {
+        "How it was trained": f"```bash\n{command}\n```",
+        "Sample": f"The model wrote what is between {MARKS[0]} and {MARKS[1]}, on held-out text.\n\n{quoted}",
+    }
+    text = model_card(config, f"{config.architecture}, pretrained with shardzoo", facts, sections)
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
@@ -11,6 +12,7 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_models import save_model
@@ -28,6 +30,8 @@ class Hub(ThreadingHTTPServer):
         flipped: Names of files that are sent with another last byte than their sha256 says.
         ranges: The Range headers of requests for weights.
         sent: Names of the files that were sent.
+        uploads: sha256 -> contents of large files that were uploaded.
+        token: The one that may write; others are refused.
     """
 
     daemon_threads = True
@@ -36,6 +40,7 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.files, self.ranges, self.sent = files, [], []
         self.cut, self.flipped = set(), set()
+        self.uploads, self.token, self.made = {}, "hf_writer", []
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -50,7 +55,7 @@ class Handler(BaseHTTPRequestHandler):
         for name, value in {"Content_Length": str(len(body)), **headers}.items():
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(body)
 
     def do_GET(self) -> None:
@@ -74,6 +79,51 @@ class Handler(BaseHTTPRequestHandler):
         return self.answer(200, json.dumps(found).encode(), Content_Type="application/json")
 
     do_HEAD = do_GET
+
+    def do_PUT(self) -> None:
+        """Receives a large file under its sha256."""
+        data = self.rfile.read(int(self.headers["Content-Length"]))
+        digest = hashlib.sha256(data).hexdigest()
+        if not self.path.endswith(f"/upload/{digest}"):
+            return self.answer(400)
+        self.server.uploads[digest] = data
+        return self.answer(200)
+
+    def do_POST(self) -> None:
+        """Makes repositories and branches, and commits files: small ones in the request, large ones as uploaded."""
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.headers.get("Authorization") != f"Bearer {self.server.token}":
+            return self.answer(401, b'{"error": "Invalid credentials"}', Content_Type="application/json")
+        path, values = self.path.partition("?")[0], {}
+        host = f"http://{self.headers['Host']}"
+        if path == "/api/repos/create":
+            self.server.made.append(json.loads(body))
+            values = {"url": f"{host}/me/tiny", "name": "me/tiny"}
+        elif path.startswith("/api/models/me/tiny/preupload/"):
+            files = [file["path"] for file in json.loads(body)["files"]]
+            modes = {name: "lfs" if name.endswith(".safetensors") else "regular" for name in files}
+            values = {"files": [{"path": n, "uploadMode": m, "shouldIgnore": False} for n, m in modes.items()]}
+        elif path == "/me/tiny.git/info/lfs/objects/batch":
+            objects = json.loads(body)["objects"]
+            for entry in objects:
+                entry["actions"] = {"upload": {"href": f"{host}/upload/{entry['oid']}"}}
+            values = {"transfer": "basic", "objects": objects}
+        elif path.startswith("/api/models/me/tiny/commit/"):
+            self.commit(REVISIONS[path.rpartition("/")[2]], [json.loads(line) for line in body.splitlines()])
+            values = {"commitUrl": f"{host}/me/tiny/commit/{MAIN}", "commitOid": MAIN}
+        return self.answer(200, json.dumps(values).encode(), Content_Type="application/json")
+
+    def commit(self, commit: str, lines: list[dict[str, Any]]) -> None:
+        files = dict(self.server.files.get(commit, {}))
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = self.server.uploads[value["oid"]]
+            elif line["key"] == "deletedFile":
+                del files[value["path"]]
+        self.server.files[commit] = files
 
     def send_file(self, name: str, commit: str, data: bytes) -> None:
         digest = hashlib.sha256(data) if name.endswith((".safetensors", ".bin")) else hashlib.sha1(data)
@@ -114,14 +164,18 @@ def hub(tmp_path):
 MODULE = ("-m", "shardzoo.cli.main")
 
 
+def address(hub: Hub | None) -> str:
+    """Of the server, or one that nothing listens at."""
+    return f"http://127.0.0.1:{9 if hub is None else hub.server_address[1]}"
+
+
 def shardzoo(
     hub: Hub | None, folder: Path, *arguments: str, python: tuple[str, ...] = MODULE
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command, or arguments of Python, with the server, or without a network. The cache is in `folder`."""
-    port = 9 if hub is None else hub.server_address[1]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGINGFACE"))}
     environment |= {
-        "HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(folder), "HF_HUB_DISABLE_XET": "1",
+        "HF_ENDPOINT": address(hub), "HF_HOME": str(folder), "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1",
     }  # fmt: skip
     command = [sys.executable, *python, *arguments]
@@ -216,3 +270,43 @@ def test_text_is_generated_with_a_name(hub, tmp_path):
     assert result.returncode == 0, result.stderr
     by_name, by_folder, other = result.stdout.splitlines()
     assert by_name == by_folder != other
+
+
+def push(mesh: Any, source: Path, endpoint: str, **options: Any) -> list[Any]:
+    """Runs in new processes, whose client has been imported for another address."""
+    from huggingface_hub import constants
+
+    from shardzoo.models import from_pretrained
+
+    constants.ENDPOINT, constants.HF_HUB_DISABLE_XET = endpoint, True
+    try:
+        return [from_pretrained(source, mesh).push_to_hub("me/tiny", **options), ""]
+    except ValueError as error:
+        return [None, str(error)]
+
+
+def test_a_split_model_is_pushed_and_found_again(hub, tmp_path, run_mesh):
+    hub.files[MAIN] |= {"model-00001-of-00002.safetensors": b"stale", "model.safetensors.index.json": b"{}"}
+    options = {"token": "hf_writer", "private": True, "working_directory": tmp_path}
+    (url, _), (other, _) = run_mesh(2, push, tmp_path / "source-2", address(hub), isolated=True, **options)
+    assert url.endswith(f"/me/tiny/commit/{MAIN}")
+    assert other is None
+    assert hub.made[0]["name"] == "tiny"
+    assert hub.made[0]["visibility"] == "private" or hub.made[0]["private"]
+    assert not list(tmp_path.glob("push-*"))
+    stored = hub.files[MAIN]
+    assert not {"model-00001-of-00002.safetensors", "model.safetensors.index.json"} & stored.keys()
+    assert stored["README.md"].startswith(b"---\nlibrary_name: transformers")
+    assert stored["onnx/model.safetensors"] == b"not wanted"  # other programs' files stay
+    found = shardzoo(hub, tmp_path, "convert", "diff", "me/tiny", "source-2")
+    assert found.returncode == 0, found.stderr
+
+
+def test_a_push_that_is_refused(hub, tmp_path, run_mesh):
+    before = dict(hub.files[MAIN])
+    ((_, message),) = run_mesh(1, push, tmp_path / "source-2", address(hub), isolated=True, token="hf_reader")
+    assert message == (
+        "pushing to me/tiny on the Hugging Face Hub failed: the Hub refused the token, or there is none; run "
+        "`hf auth login` with a token that can write"
+    )
+    assert hub.files[MAIN] == before
