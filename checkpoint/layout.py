@@ -118,6 +118,21 @@ class TensorSlice:
 
 
 @dataclass(frozen=True)
+class Update:
+    """A low-rank update, scaling · B A, of rows of a parameter [out, in].
+
+    Attributes:
+        rows: The rows [start, stop) to which it is added.
+        first, second: A [r, in] and B [stop - start, r].
+    """
+
+    rows: tuple[int, int]
+    scaling: float
+    first: StoredTensor
+    second: StoredTensor
+
+
+@dataclass(frozen=True)
 class ParameterPlacement:
     """Where one parameter is stored: each copy holds all of it, in one or more slices along `dim`."""
 

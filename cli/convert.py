@@ -52,6 +52,10 @@ class Converting(Common):
     """Threads; by default one for each core, at most four."""
     workers: int = 1
     """Processes, each with one thread, for folders of hundreds of files; 1 means threads."""
+    adapter: Path | None = None
+    """peft's folder of LoRA weights for the model, or its name on the Hub. They are added to the model's weights."""
+    keep_adapter: bool = False
+    """Keep the adapter in the folder DESTINATION/adapter instead of adding it to the weights."""
     dtype: DType | None = None
     """Convert floating-point tensors to this type; by default every byte is unchanged."""
 
@@ -167,7 +171,7 @@ def run(command: Common) -> int:
 
 def _with_folders(command: Common) -> Common:
     """Returns the command with folders instead of names on the Hub, `org/name[@revision]`, which are downloaded."""
-    given = {name: getattr(command, name, None) for name in ("source", "first", "second", "folder")}
+    given = {name: getattr(command, name, None) for name in ("source", "first", "second", "folder", "adapter")}
     return replace(command, **{name: find_model(path, name) for name, path in given.items() if path is not None})
 
 
@@ -213,6 +217,8 @@ def _options(command: Converting) -> Options:
         resume=command.resume,
         jobs=command.jobs,
         workers=command.workers,
+        adapter=command.adapter,
+        keep_adapter=command.keep_adapter,
         dtype=from_torch_name(command.dtype) if command.dtype else None,
         config_file=command.config,
         largest_file=int(largest * 1e9),

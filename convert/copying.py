@@ -11,13 +11,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..checkpoint.dtypes import item_size, torch_name
 from ..checkpoint.file_io import Input, OpenFiles, Output, check_hash, hash_stored, read_into
-from ..checkpoint.layout import ParameterPlacement, TensorSlice
+from ..checkpoint.layout import ParameterPlacement, TensorSlice, Update
 from ..checkpoint.stored_tensor import StoredTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 OutputFactory = Callable[[Sequence[StoredTensor]], Output]
 Digests = dict[tuple[Path, str], str]  # (file, tensor name) -> sha256
@@ -25,11 +29,16 @@ Digests = dict[tuple[Path, str], str]  # (file, tensor name) -> sha256
 
 @dataclass(frozen=True)
 class Copy:
-    """One full tensor to copy. `name` is the native name of a parameter, or the name of an extra tensor."""
+    """One full tensor to copy. `name` is the native name of a parameter, or the name of an extra tensor.
+
+    `updates` are added on the way. They are computed and added in fp64, in an order that does not depend on how the
+    tensor is divided into blocks, and the sum is rounded to the target's type.
+    """
 
     name: str
     source: ParameterPlacement
     target: ParameterPlacement
+    updates: tuple[Update, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -50,22 +59,26 @@ def run_copy(
         chunk: Bytes of the largest block.
     """
     source, target = copy.source, copy.target
+    product = _Product.of(copy.updates, source.shape, files) if copy.updates else None
     if not target.is_ascending:  # the rows are numbered as they are written, which is in the order of the bytes
         order = [span for part in target.copies[0] for span in part.ranges if span[0] < span[1]]
         source, target = source.renumbered(order), target.renumbered(order)
+        product = product and product.renumbered(source.dim, order)
     if not source.is_ascending:
         _check_hashes(source, files, hashes, chunk)
         hashes = {}
     if all(part.transposed for part in target.slices()):
         source, target = _transposed(source), _transposed(target)
+        product = product and product.transposed()
+    convert = _Conversion(source.dtype, target.dtype, copy.name, product)
     groups: dict[tuple, list[TensorSlice]] = {}
     for part in target.slices():
         groups.setdefault((part.ranges, part.tensor.shape), []).append(part)
     outputs = [(parts[0], make_output([part.tensor for part in parts])) for parts in groups.values()]
     if any(part.transposed or part.across for part in source.slices()):
-        copy_tiles(source, target, outputs, files, hashes, chunk)
+        copy_tiles(source, target, outputs, files, hashes, chunk, convert)
     else:
-        _copy_straight(source, target, outputs, files, hashes, chunk)
+        _copy_straight(source, target, outputs, files, hashes, chunk, convert)
     digests: Digests = {}
     for _, output in outputs:
         digest = output.finish()
@@ -146,6 +159,7 @@ def _copy_straight(
     files: OpenFiles,
     hashes: Mapping[tuple[Path, str], str],
     chunk: int,
+    convert: _Conversion,
 ) -> None:
     rows = _Rows.of(source)
     copies = []
@@ -164,8 +178,7 @@ def _copy_straight(
         for other in copies[1:]:
             if not np.array_equal(full, _gather(block, rows, other, source_item)):
                 raise ValueError(f"{other[0][1].tensor} differs from {copies[0][0][1].tensor}; both must be equal")
-        if source.dtype != target.dtype:
-            full = cast(full, source.dtype, target.dtype, source.name)
+        full = convert.block(full, block, rows, source.dim)
         _scatter(block, rows, full, sinks, target_item)
     for _, opened in copies[0]:
         opened.finish()
@@ -210,18 +223,123 @@ def _scatter(
             output.write(origin * itemsize, band)
 
 
+@dataclass(frozen=True)
+class _Product:
+    """The low-rank updates of a parameter [rows, columns] as one product, left @ right, in fp64."""
+
+    left: np.ndarray
+    right: np.ndarray
+
+    @classmethod
+    def of(cls, updates: Sequence[Update], shape: tuple[int, ...], files: OpenFiles) -> _Product:
+        """Reads the factors. The columns of `left` are zero outside of the rows of their update."""
+        lefts: list[np.ndarray] = []
+        rights: list[np.ndarray] = []
+        for update in updates:
+            first, second = (_read_doubles(tensor, files) for tensor in (update.first, update.second))
+            lefts.append(np.zeros((shape[0], len(first))))
+            lefts[-1][slice(*update.rows)] = update.scaling * second
+            rights.append(first)
+        return cls(np.concatenate(lefts, 1), np.concatenate(rights))
+
+    def transposed(self) -> _Product:
+        return _Product(np.ascontiguousarray(self.right.T), np.ascontiguousarray(self.left.T))
+
+    def renumbered(self, dim: int, order: Sequence[tuple[int, int]]) -> _Product:
+        index = np.concatenate([np.arange(start, stop) for start, stop in order])
+        return _Product(self.left[index], self.right) if dim == 0 else _Product(self.left, self.right[:, index])
+
+
+def _read_doubles(tensor: StoredTensor, files: OpenFiles) -> np.ndarray:
+    stored = np.empty(tensor.shape, f"u{item_size(tensor.dtype)}")
+    read_into(tensor, files[tensor.file], 0, stored)
+    return _values(stored, tensor.dtype).double().numpy()
+
+
+@dataclass(frozen=True)
+class _Conversion:
+    """Converts blocks of a parameter to the target's type, and adds the updates."""
+
+    source: str
+    target: str
+    name: str
+    product: _Product | None
+
+    def block(self, full: np.ndarray, block: tuple[int, int, int, int], rows: _Rows, dim: int) -> np.ndarray:
+        """Returns a block that `_gather` returned, converted."""
+        if self.product is None:
+            return full if self.source == self.target else cast(full, self.source, self.target, self.name)
+        first, last, start, stop = block
+        if dim == 1:
+            return self._added(full, self.product.left[first:last], self.product.right[:, start:stop])
+        low, high = start // rows.inner, -(-stop // rows.inner)
+        whole = np.zeros((high - low) * rows.inner, full.dtype)
+        place = slice(start - low * rows.inner, stop - low * rows.inner)
+        whole[place] = full[0]
+        added = self._added(whole.reshape(high - low, -1), self.product.left[low:high], self.product.right)
+        return added.reshape(1, -1)[:, place]
+
+    def band(self, band: np.ndarray, part: TensorSlice, dim: int, top: int) -> np.ndarray:
+        """Returns rows from `top` on of a target tensor, converted. Rows or columns of padding get no update."""
+        if self.product is None:
+            return band if self.source == self.target else cast(band, self.source, self.target, self.name)
+        held = np.concatenate([np.arange(start, stop) for start, stop in part.ranges])
+        left, right = self.product.left, self.product.right
+        size = part.shape()[dim]
+        if dim == 0:
+            padded = np.zeros((size, left.shape[1]))
+            padded[: len(held)] = left[held]
+            return self._added(band, padded[top : top + len(band)], right)
+        wide = np.zeros((len(right), size))
+        wide[:, : len(held)] = right[:, held]
+        return self._added(band, left[top : top + len(band)], wide)
+
+    def _added(self, block: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        """Returns block + left @ right. One term follows another, so no bit depends on the shape of the block."""
+        import torch
+
+        result = np.empty(block.shape, f"u{item_size(self.target)}")
+        columns = torch.from_numpy(right)
+        step = max(1, PIECE // max(1, block.shape[1]))
+        for start in range(0, len(block), step):
+            values = _values(np.ascontiguousarray(block[start : start + step]), self.source)
+            factors = torch.from_numpy(left[start : start + step])
+            total, term = torch.zeros(values.shape, dtype=torch.float64), torch.empty(values.shape, dtype=torch.float64)
+            for number in range(len(columns)):
+                if bool(factors[:, number].any()):
+                    total += torch.mul(factors[:, number, None], columns[number], out=term)
+            result[start : start + step] = _stored(values, values.double() + total, self.target, self.name)
+        return result
+
+
+PIECE = 1 << 16  # elements whose updates are computed at a time, in the processor's cache
+
+
 def cast(block: np.ndarray, source: str, target: str, name: str) -> np.ndarray:
     """Converts elements, as unsigned integers of their size, from one floating-point type to another.
 
     Rounds to nearest, ties to even, as torch does. Raises ValueError, naming the parameter, if a finite value would
     become infinite or NaN.
     """
+    values = _values(block, source)
+    return _stored(values, values, target, name)
+
+
+def _values(block: np.ndarray, dtype: str) -> Tensor:
+    """Returns elements that are given as unsigned integers of their size."""
     import torch
 
-    values = torch.from_numpy(block.view(f"i{item_size(source)}")).view(getattr(torch, torch_name(source)))
-    converted = values.to(getattr(torch, torch_name(target)))
-    if not bool((torch.isfinite(converted.float()) | ~torch.isfinite(values.float())).all()):
-        largest = values[torch.isfinite(values.float())].double().abs().max().item()
+    return torch.from_numpy(block.view(f"i{item_size(dtype)}")).view(getattr(torch, torch_name(dtype)))
+
+
+def _stored(values: Tensor, results: Tensor, target: str, name: str) -> np.ndarray:
+    """Returns results in the target's type, as unsigned integers. ValueError if one of a finite value is not finite."""
+    import torch
+
+    converted = results.to(getattr(torch, torch_name(target)))
+    finite = torch.isfinite(values.float())
+    if not bool((torch.isfinite(converted.float()) | ~finite).all()):
+        largest = results[finite].double().abs().max().item()
         raise ValueError(f"{name} has a value of {largest:.6g}, which does not fit {torch_name(target)}")
     size = item_size(target)
     signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
@@ -235,6 +353,7 @@ def copy_tiles(
     files: OpenFiles,
     hashes: Mapping[tuple[Path, str], str],
     chunk: int,
+    convert: _Conversion,
 ) -> None:
     """Fills the outputs, which are stored in the orientation of `target.shape`, from 2-D source tensors that are
     transposed, or that hold only a part of both dimensions.
@@ -255,8 +374,7 @@ def copy_tiles(
                 if not np.array_equal(band, other):
                     first = source.copies[0][0].tensor
                     raise ValueError(f"{copy[0].tensor} differs from {first}; both must be equal")
-            if source.dtype != target.dtype:
-                band = cast(band, source.dtype, target.dtype, source.name)
+            band = convert.band(band, part, target.dim, top)
             output.write(top * width * itemsize, band)
 
 

@@ -102,6 +102,7 @@ class Destination:
                 self.partial(file.name).rename(self.work / file.name)
                 sync((self.work / file.name).parent)
             for name, content in sorted(texts.items(), key=lambda item: item[0] == "config.json"):
+                (self.work / name).parent.mkdir(exist_ok=True)
                 if isinstance(content, Path):
                     shutil.copyfile(content, self.work / name)
                 else:

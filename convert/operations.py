@@ -25,6 +25,7 @@ from .plan import ConversionPlan, plan_conversion, source_state
 from .target import LARGEST_FILE, Target, dcp_target, huggingface_target, legacy_target, megatron_target, shards_target
 from .workers import Worker, block_size, run_copies, run_copies_in_processes
 
+ADAPTER_FOLDER = "adapter"
 MOST_WORKERS = 64  # threads or processes
 ProgressReport = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -41,6 +42,8 @@ class Options:
         config_file: A `config.json`, or its folder, to use instead of the source's own.
         largest_file: Bytes of weights in one file of a Hugging Face folder.
         workers: The number of processes that convert, each with one thread; 1 means the threads of this process.
+        adapter: A folder of peft with LoRA weights for the model, which are merged.
+        keep_adapter: Keep the adapter beside the weights, in the folder `adapter`, instead of merging it.
     """
 
     overwrite: bool = False
@@ -50,9 +53,13 @@ class Options:
     config_file: Path | None = None
     largest_file: int = LARGEST_FILE
     workers: int = 1
+    adapter: Path | None = None
+    keep_adapter: bool = False
 
     def check(self) -> None:
-        """Raises ValueError for wrong numbers of threads or processes."""
+        """Raises ValueError for wrong numbers of threads or processes, or options that exclude one another."""
+        if self.keep_adapter and self.adapter is None:
+            raise ValueError("keep_adapter needs an adapter")
         for name, count in (("jobs", self.jobs), ("workers", self.workers)):
             if count is not None and not 1 <= count <= MOST_WORKERS:
                 raise ValueError(f"{name} must be from 1 to {MOST_WORKERS}, not {count}")
@@ -133,13 +140,19 @@ def _convert(
     options.check()
     place = Destination(destination)
     place.check(source, overwrite=options.overwrite, resume=options.resume)
-    todo = plan_conversion(source, lambda mapped: make_target(mapped, options.dtype), options.config_file)
+    todo = plan_conversion(
+        source,
+        lambda mapped: make_target(mapped, options.dtype),
+        options.config_file,
+        options.adapter,
+        keep_adapter=options.keep_adapter,
+    )
     if options.resume and place.is_complete():
         _check_complete(todo, destination)
         place.tidy()
         return Outcome(len(todo.copies), todo.nbytes, todo.nbytes)
     texts = _companions(todo, options)  # before the weights are copied, so that an error in them costs no time
-    before = source_state(todo.mapped.checkpoint.files)
+    before = source_state(todo.files)
     journal = place.begin(todo.target.files, todo.fingerprint(), overwrite=options.overwrite)
     try:
         return _run(todo, place, journal, texts, before, options, report or (lambda done, total: None))
@@ -166,7 +179,7 @@ def _run(
     digests: Digests = {}
     opener = partial(open_partial, place.work)
     with OpenFiles(open_for_reading) as inputs, OpenFiles(opener) as outputs:
-        inputs.open(source.files)
+        inputs.open(todo.files)
         names = [Path(file.name) for file in target.files]
         outputs.open(names)
         kept = _intact(todo, journal.finished, outputs)
@@ -177,7 +190,7 @@ def _run(
         report(done, todo.nbytes)
         copies = [todo.copies[index] for index in rest]
         if options.workers > 1:
-            worker = Worker(source.files, names, opener, todo.mapped.digests, block_size(options.workers))
+            worker = Worker(todo.files, names, opener, todo.mapped.digests, block_size(options.workers))
             work = run_copies_in_processes(copies, worker, options.workers)
         else:
             work = run_copies(
@@ -188,7 +201,7 @@ def _run(
             digests |= written
             done += copies[position].nbytes
             report(done, todo.nbytes)
-    if source_state(source.files) != before:
+    if source_state(todo.files) != before:
         raise ValueError(f"{source.folder} changed while it was being read; convert it again")
     place.finish(target.files, texts, _manifest(todo, digests) if target.kind == "shards" else None)
     return Outcome(len(todo.copies), todo.nbytes, kept_bytes)
@@ -217,6 +230,8 @@ def _companions(todo: ConversionPlan, options: Options) -> dict[str, bytes | Pat
         config |= dict.fromkeys(keys, torch_name(options.dtype))
     if "config.json" not in texts or options.dtype is not None or options.config_file is not None:
         texts["config.json"] = (json.dumps(config, indent=2) + "\n").encode()
+    if todo.adapter is not None and options.keep_adapter:
+        texts |= {f"{ADAPTER_FOLDER}/{path.name}": path for path in todo.adapter.files}
     return texts | {name: text.encode() if isinstance(text, str) else text for name, text in todo.target.texts.items()}
 
 

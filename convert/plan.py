@@ -6,7 +6,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from ..checkpoint.checkpoint import open_checkpoint
 from ..checkpoint.file_io import OpenFiles, open_for_reading
 from ..checkpoint.layout import CheckpointLayout, ParameterSpec, check_no_overlap, place_whole
+from ..models.lora import StoredAdapter, open_adapter
 from ..models.mapping import MappedCheckpoint, map_checkpoint
 from .copying import Copy
 from .target import Target, huggingface_target, shards_target
@@ -21,11 +22,20 @@ from .target import Target, huggingface_target, shards_target
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """A checked conversion, with a copy for each parameter and extra tensor, in the order of the source's bytes."""
+    """A checked conversion, with a copy for each parameter and extra tensor, in the order of the source's bytes.
+
+    `adapter` is peft's, whose weights are merged or kept.
+    """
 
     mapped: MappedCheckpoint
     target: Target
     copies: tuple[Copy, ...]
+    adapter: StoredAdapter | None = None
+
+    @property
+    def files(self) -> list[Path]:
+        """The files to read."""
+        return [*self.mapped.checkpoint.files, *(self.adapter.files if self.adapter else ())]
 
     @property
     def nbytes(self) -> int:
@@ -35,15 +45,22 @@ class ConversionPlan:
     def fingerprint(self) -> str:
         """Returns a digest that is equal for equal conversions of unchanged source files."""
         digest = hashlib.sha256(repr(self.copies).encode())
-        for path, state in source_state(self.mapped.checkpoint.files).items():
+        for path, state in source_state(self.files).items():
             digest.update(f"{path}{state}".encode())
         return digest.hexdigest()
 
 
 def plan_conversion(
-    source: Path, make_target: Callable[[MappedCheckpoint], Target], config_file: Path | None = None
+    source: Path,
+    make_target: Callable[[MappedCheckpoint], Target],
+    config_file: Path | None = None,
+    adapter: Path | None = None,
+    *,
+    keep_adapter: bool = False,
 ) -> ConversionPlan:
     """Plans a conversion and makes all checks that need no tensor's bytes.
+
+    The weights of peft's folder `adapter` are merged, unless it is only checked, to be kept.
 
     Raises ValueError if the source is damaged or incomplete, or if source and target do not hold the same tensors, each
     of them exactly once.
@@ -52,7 +69,13 @@ def plan_conversion(
     target = make_target(mapped)
     copies = compose(mapped.layout, target.layout)
     check_no_overlap(target.layout.tensors())
-    return ConversionPlan(mapped, target, copies)
+    opened = None if adapter is None else open_adapter(mapped.model, adapter)
+    if opened is not None and not keep_adapter:
+        copies = tuple(
+            replace(copy, source=opened.saved.get(copy.name, copy.source), updates=opened.updates.get(copy.name, ()))
+            for copy in copies
+        )
+    return ConversionPlan(mapped, target, copies, opened)
 
 
 def compose(source: CheckpointLayout, target: CheckpointLayout) -> tuple[Copy, ...]:

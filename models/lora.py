@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..checkpoint.dtypes import FLOATS, torch_name
 from ..checkpoint.folder_files import WEIGHT_SUFFIXES, file_digest
-from ..checkpoint.layout import ParameterSpec
+from ..checkpoint.layout import ParameterPlacement, ParameterSpec, TensorSlice, Update
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.rank_files import write_tensors
 from ..checkpoint.safetensors_header import read_header
@@ -31,10 +32,11 @@ from ..checkpoint.stored_tensor import StoredTensor, index_by_name
 from ..checkpoint.tensor_reader import TensorReader
 from ..data.files import checked_file, read_json_object
 from ..mpu import ParallelMesh, gather_from_tp, initialize, tp_rank, tp_size
+from .auto import build_on_meta
 from .common.lora import LINEARS, AdaptedRows, Adapter, LoraFactors, attach, detach
 from .common.name_map import Entry
 from .common.pipeline import copied_parameters
-from .mapping import NativeModel, native_model, stacked_ranges
+from .mapping import NativeModel, config_errors, native_model, stacked_ranges, stored_shape
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of peft's names
@@ -507,6 +509,17 @@ def load_adapter(model: Any, folder: str | Path) -> None:
 @torch.no_grad()
 def load_weights(model: Any, folder: Path) -> None:
     """Reads the values of what LoRA trains from peft's file."""
+    stored, names = _stored_weights(model, folder), peft_names(model)
+    entries = native_model(model.config).entries()
+    with TensorReader() as reader:
+        for name, parameter in model.named_parameters():
+            if name in names:
+                transposed = name in entries and entries[name].transpose
+                _fill_from(reader, [stored[part] for part in names[name]], parameter, model.mesh, transposed)
+
+
+def _stored_weights(model: Any, folder: Path) -> dict[str, StoredTensor]:
+    """Returns the tensors of peft's file. ValueError unless they are those that the model's configuration names."""
     stored = index_by_name(read_header(checked_file(folder, WEIGHTS_FILE))[0])
     names = peft_names(model)
     wanted = {part for parts in names.values() for part in parts}
@@ -515,21 +528,68 @@ def load_weights(model: Any, folder: Path) -> None:
             few = ", ".join(sorted(differing)[:3])
             more = ", which the model and the configuration do not name" if kind == "has" else ""
             raise ValueError(f"{folder / WEIGHTS_FILE} {kind} {few}{more}")
-    native = native_model(model.config)
+    for tensor in stored.values():
+        if tensor.dtype not in FLOATS:
+            raise ValueError(f"{tensor} has type {torch_name(tensor.dtype)}, but must have a floating-point type")
+    return stored
+
+
+@dataclass(frozen=True)
+class StoredAdapter:
+    """An adapter on disk for a model that is not built.
+
+    Attributes:
+        updates: Native name of a parameter -> what is added to it.
+        saved: Native name of a parameter -> where its new value is.
+    """
+
+    files: tuple[Path, Path]
+    updates: Mapping[str, tuple[Update, ...]]
+    saved: Mapping[str, ParameterPlacement]
+
+
+def open_adapter(native: NativeModel, folder: Path) -> StoredAdapter:
+    """Opens a folder of peft for a model. Raises ValueError as `load_adapter` does."""
+    if not (folder / CONFIG_FILE).exists():
+        raise ValueError(f"{folder} holds no adapter: it has no {CONFIG_FILE}")
+    with torch.device("meta"), config_errors():
+        model: Any = build_on_meta(native.config, None)
+        attach_factors(model, read_adapter_config(folder))
+    stored, names, layers = _stored_weights(model, folder), peft_names(model), adapters(model)
+    updates: dict[str, tuple[Update, ...]] = {}
+    for module in model.lora.modules:
+        factors: LoraFactors = getattr(layers[module.layer], module.key)
+        pair = [stored[names[f"{module.layer}.adapter.{module.key}.{factor}"][0]] for factor in ("lora_A", "lora_B")]
+        for tensor, parameter in zip(pair, (factors.lora_A, factors.lora_B), strict=True):
+            _check_shape(tensor, tuple(parameter.shape))
+        update = Update(module.rows, factors.scaling, *pair)
+        updates[module.parameter.name] = (*updates.get(module.parameter.name, ()), update)
     entries = native.entries()
-    with TensorReader() as reader:
-        for name, parameter in model.named_parameters():
-            if name in names:
-                transposed = name in entries and entries[name].transpose
-                _fill_from(reader, [stored[part] for part in names[name]], parameter, model.mesh, transposed)
+    saved = {
+        name: _saved_placement(native.parameters[name], entries[name], [stored[part] for part in names[name]])
+        for name in model.lora.saved
+    }
+    return StoredAdapter((folder / CONFIG_FILE, folder / WEIGHTS_FILE), updates, saved)
+
+
+def _check_shape(tensor: StoredTensor, expected: tuple[int, ...]) -> None:
+    if tensor.shape != expected:
+        raise ValueError(f"{tensor} has shape {list(tensor.shape)}, but {list(expected)} is needed")
+
+
+def _saved_placement(spec: ParameterSpec, entry: Entry, tensors: list[StoredTensor]) -> ParameterPlacement:
+    """Returns where an adapter stores the whole value of a parameter."""
+    spans = stacked_ranges(spec, entry)
+    for tensor, span in zip(tensors, spans, strict=True):
+        _check_shape(tensor, stored_shape(spec, span, entry))
+    parts = (TensorSlice(t.at_least_1d(), (span,), entry.transpose) for t, span in zip(tensors, spans, strict=True))
+    return ParameterPlacement(spec.name, spec.shape or (1,), spec.dim, (tuple(parts),))
 
 
 def _fill_from(
     reader: TensorReader, stored: list[StoredTensor], parameter: Any, mesh: ParallelMesh | None, transposed: bool
 ) -> None:
     parts = [reader.whole(tensor) for tensor in stored]
-    if bad := [tensor for tensor, part in zip(stored, parts, strict=True) if not part.is_floating_point()]:
-        raise ValueError(f"{bad[0]} has type {bad[0].dtype}, but must have a floating-point type")
     parts = [part.t() if transposed else part for part in parts]
     shard = getattr(parameter, "shard", None)
     expected = tuple(parameter.shape if shard is None else shard.shape)

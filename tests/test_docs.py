@@ -22,6 +22,7 @@ from tiny_models import save_glm, save_model, text, tokenizer_like
 from training import Pairs
 
 import shardzoo
+from shardzoo.models.lora import add_lora, lora_config
 from shardzoo.trainer import Trainer
 
 QUICKSTART = "deepspeed pretrain.py --model-parallel-size 2"  # what `make pretrain` types
@@ -96,6 +97,9 @@ def models(tmp_path_factory) -> Path:
     """The folder `path` of `path/to/gpt2` and the other models that the pages name."""
     folder = tmp_path_factory.mktemp("docs") / "path" / "to"
     save_model(folder / "gpt2", "GPT2LMHeadModel", "gpt2")
+    adapted = shardzoo.from_pretrained(folder / "gpt2")
+    add_lora(adapted, lora_config(r=2))
+    adapted.save_pretrained(folder / "gpt2-lora")
     save_model(folder / "gpt2-xl", "GPT2LMHeadModel", "gpt2", n_embd=50, n_head=25)
     save_model(folder / "bert", "BertForMaskedLM", "bert")
     untied = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
