@@ -1,4 +1,4 @@
-"""Builds the compiled parts: the kernel library, the build information and the dataset helpers.
+"""Builds the compiled parts: the kernel library, the build information, and the modules of data/ and mpu/.
 
 `setup.py` loads this file by its path. Run as a script, it builds into the checkout. A failed build does not make an
 installation fail, unless the environment requires it:
@@ -47,11 +47,11 @@ def extensions() -> list[Extension]:
     if mode("SHARDZOO_BUILD", ("auto", "required", "skip")) == "skip":
         return []
     relative = [str(path.relative_to(CSRC.parent)) for path in sorted(CSRC.rglob("*.[ch]*")) if path.is_file()]
-    helpers = sorted((CSRC / "data").glob("*.cpp"))
+    modules = [(room, path.stem) for room in ("data", "mpu") for path in sorted((CSRC / room).glob("*.cpp"))]
     return [
         Extension(KERNELS, ["csrc/binding/ops.cpp"], depends=relative),
         Extension(BUILD_INFO, ["csrc/build_info.cpp"]),
-        *(Extension(f"shardzoo.data._{path.stem}", [f"csrc/data/{path.name}"]) for path in helpers),
+        *(Extension(f"shardzoo.{room}._{name}", [f"csrc/{room}/{name}.cpp"]) for room, name in modules),
     ]
 
 

@@ -17,6 +17,9 @@ Each keeps the dtype, accepts non-contiguous tensors, and leaves its input and i
 They are built from the `start_*` functions below, which autograd does not record. A `start_*` function starts a
 collective and returns a function that waits for its result, so that other work can run in between.
 
+CPU tensors of ranks on one host go through shared memory (`shared_memory.py`); sums are added in rank order in fp32 or
+wider and rounded once. Other tensors go through torch.distributed, with the same property:
+
 A reduce-scatter is an all-to-all of the unsummed pieces followed by a local sum in fp32. It sends as much data as a
 ring, but rounds the result once for any number of ranks; a ring or a tree rounds after every hop. The all-reduce of
 16-bit tensors over more than two ranks works the same way and then gathers the sums. In the other cases the
@@ -36,6 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops.autograd import Function
+from . import shared_memory
 from .mesh import ParallelMesh, tp_size
 from .shard import divide
 
@@ -166,6 +170,9 @@ def _after(work: Any, tensor: Tensor) -> Finish:
 
 def _start_exchange_and_sum(pieces: Tensor, group: dist.ProcessGroup) -> Finish:
     """Sends `pieces[r]` to rank r, and sums the pieces that this rank receives in fp32 or wider. pieces: [size, ...]"""
+    if channel := shared_memory.find(pieces, group):
+        out = torch.empty_like(pieces[0])
+        return shared_memory.start(channel, shared_memory.REDUCE_SCATTER, pieces, out, out.numel())
     received = torch.empty_like(pieces)
     arrived = _after(dist.all_to_all_single(received, pieces, group=group, async_op=True), received)
     wide = torch.promote_types(pieces.dtype, torch.float32)
@@ -177,6 +184,9 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Finish:
     size = group.size()
     if size == 1 or tensor.numel() == 0:
         return lambda: tensor
+    if channel := shared_memory.find(tensor, group):
+        tensor = tensor.contiguous()
+        return shared_memory.start(channel, shared_memory.ALL_REDUCE, tensor, tensor, tensor.numel())
     if tensor.is_cpu and tensor.nbytes * size <= _SMALL and tensor.is_floating_point():
         return _start_exchange_and_sum(tensor.expand(size, *tensor.shape).contiguous(), group)
     if tensor.dtype not in _HALF or size == 2:
@@ -196,7 +206,10 @@ def start_all_gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Fini
     gathered = tensor.new_empty(size, *tensor.shape)
     if tensor.numel() == 0:
         return lambda: gathered.movedim(0, dim).flatten(dim, dim + 1)
-    arrived = _after(_all_gather(gathered.view(-1), tensor.reshape(-1), group=group, async_op=True), gathered)
+    if channel := shared_memory.find(tensor, group):
+        arrived = shared_memory.start(channel, shared_memory.ALL_GATHER, tensor.contiguous(), gathered, tensor.numel())
+    else:
+        arrived = _after(_all_gather(gathered.view(-1), tensor.reshape(-1), group=group, async_op=True), gathered)
     return lambda: arrived().movedim(0, dim).flatten(dim, dim + 1)
 
 

@@ -8,6 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardzoo import mpu
+from shardzoo.mpu import shared_memory
 
 FUNCTIONS = [
     "copy_to_tp",
@@ -43,7 +44,13 @@ def expected_results(name, xs, grads, size):
     return [share(xs[rank], rank) for rank in ranks], [torch.cat(grads, dim)] * size
 
 
-def apply(mesh, name, xs, grads, strided):
+def apply(mesh, name, xs, grads, strided, one_host):
+    if not one_host:
+        find, shared_memory.find = shared_memory.find, lambda tensor, group: None
+        try:
+            return apply(mesh, name, xs, grads, strided, True)
+        finally:
+            shared_memory.find = find
     x, grad = xs[mesh.tp_rank], grads[mesh.tp_rank]
     if strided:
         x, grad = (t.transpose(0, 2).contiguous().transpose(0, 2) for t in (x, grad))
@@ -60,8 +67,8 @@ def apply(mesh, name, xs, grads, strided):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("tp", [1, 2, 3, 4])
-def test_forward_and_backward(tp, name, run_mesh):
+@pytest.mark.parametrize(("tp", "one_host"), [(1, True), (2, True), (2, False), (3, True), (4, True), (4, False)])
+def test_forward_and_backward(tp, one_host, name, run_mesh):
     shrinks = name in ("scatter_to_tp", "scatter_sequence", "reduce_scatter_sequence")
     grows = name.startswith("gather")
     dim = 2 if name.endswith("_tp") else 1
@@ -82,7 +89,7 @@ def test_forward_and_backward(tp, name, run_mesh):
             [torch.randn(*shape, generator=generator).to(dtype) for _ in range(tp)] for shape in (x_shape, grad_shape)
         )
         outputs, x_grads = expected_results(name, xs, grads, tp)
-        for rank, (output, x_grad) in enumerate(run_mesh(tp, apply, name, xs, grads, strided)):
+        for rank, (output, x_grad) in enumerate(run_mesh(tp, apply, name, xs, grads, strided, one_host)):
             assert output.dtype == x_grad.dtype == dtype
             # Sums of up to four numbers; in bf16 they are rounded exactly once, however many ranks there are.
             tolerance = {

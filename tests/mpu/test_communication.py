@@ -10,7 +10,7 @@ from small_transformer import build_transformer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardzoo import mpu
-from shardzoo.mpu import collectives
+from shardzoo.mpu import collectives, shared_memory
 
 BATCH, POSITIONS, HIDDEN = 2, 8, 16
 
@@ -38,13 +38,33 @@ class Traffic(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def as_if_large():
-    """Tensors of any size are sent as large ones are."""
-    small, collectives._SMALL = collectives._SMALL, 0
+def between_hosts(small=0):
+    """Ranks exchange tensors as if they were on different hosts; those of more than `small` bytes as large ones."""
+    kept, collectives._SMALL = collectives._SMALL, small
+    find, shared_memory.find = shared_memory.find, lambda tensor, group: None
     try:
         yield
     finally:
-        collectives._SMALL = small
+        collectives._SMALL, shared_memory.find = kept, find
+
+
+class SharedTraffic:
+    """The same as `Traffic`, for what goes through shared memory."""
+
+    def __init__(self):
+        self.bytes = {}
+
+    def __enter__(self):
+        self._start, shared_memory.start = shared_memory.start, self._count
+        return self
+
+    def __exit__(self, *_):
+        shared_memory.start = self._start
+
+    def _count(self, channel, kind, tensor, out, count):
+        name, whole = [("all-reduce", tensor), ("all-gather", out), ("reduce-scatter", tensor)][kind]
+        self.bytes[name] = self.bytes.get(name, 0) + whole.numel() * whole.element_size()
+        return self._start(channel, kind, tensor, out, count)
 
 
 def traffic(mesh, build, layers, dtype, options):
@@ -52,9 +72,9 @@ def traffic(mesh, build, layers, dtype, options):
     model = build(mesh, layers=layers, hidden=HIDDEN, vocabulary=37, dropout=0.1, **options).to(dtype)
     ids = torch.arange(BATCH * POSITIONS).view(BATCH, POSITIONS)
     mpu.dropout_state.set(0, 0)
-    with as_if_large(), Traffic() as forward:
+    with between_hosts(), Traffic() as forward:
         loss = model(ids, ids)
-    with as_if_large(), Traffic() as backward:
+    with between_hosts(), Traffic() as backward:
         loss.backward()
     return forward.bytes, backward.bytes
 
@@ -75,6 +95,29 @@ def test_a_layer_without_sequence_parallelism(tp, recompute, run_mesh):
     forward, backward = per_layer(run_mesh, tp, build_transformer, torch.float32, recompute=recompute)
     assert forward == {"all-reduce": 2 * n}
     assert backward == {"all-reduce": (4 if recompute == "full" else 2) * n}
+
+
+def traffic_on_one_host(mesh, dtype, sequence_parallel):
+    """What a step sends between hosts, and what it puts into shared memory and sends beside that on one host."""
+    both = traffic(mesh, build_transformer, 1, dtype, {"sequence_parallel": sequence_parallel})
+    between = {name: sum(part.get(name, 0) for part in both) for name in {**both[0], **both[1]}}
+    model = build_transformer(
+        mesh, layers=1, hidden=HIDDEN, vocabulary=37, dropout=0.1, sequence_parallel=sequence_parallel
+    ).to(dtype)
+    ids = torch.arange(BATCH * POSITIONS).view(BATCH, POSITIONS)
+    shared_memory.find(torch.zeros(1), mesh.tp_group)  # opening the memory sends a few numbers
+    mpu.dropout_state.set(0, 0)
+    with Traffic() as sent, SharedTraffic() as shared:
+        model(ids, ids).backward()
+    return between, shared.bytes, sent.bytes
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_ranks_of_one_host_exchange_the_same_through_memory(tp, sequence_parallel, run_mesh):
+    for between, shared, sent in run_mesh(tp, traffic_on_one_host, torch.float32, sequence_parallel):
+        assert shared == between
+        assert sent == {}
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -110,9 +153,10 @@ def sums(mesh, dtype, elements):
         with Traffic() as sent:
             return collectives.start_all_reduce(tensor, mesh.tp_group)(), sent.bytes
 
-    with as_if_large():
+    with between_hosts():
         large = summed()
-    return summed(), large
+    with between_hosts(collectives._SMALL):
+        return summed(), large
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4])
@@ -187,31 +231,50 @@ class Events(TorchDispatchMode):
 
         return start
 
+    def watch_memory(self, start):
+        def started(channel, kind, *tensors):
+            name = ("all-reduce", "all-gather", "reduce-scatter")[kind]
+            self.events.append(f"start {name}")
+            finish = start(channel, kind, *tensors)
 
-def backward_events(mesh, sequence_parallel):
+            def finished():
+                self.events.append(f"wait {name}")
+                return finish()
+
+            return finished
+
+        return started
+
+
+def backward_events(mesh, sequence_parallel, one_host):
     layer = mpu.ColumnParallelLinear(8, 4 * mesh.tp_size, sequence_parallel=sequence_parallel, mesh=mesh)
     torch.nn.init.ones_(layer.weight)
     torch.nn.init.ones_(layer.bias)
     output = layer(torch.ones(2, 4, 8, requires_grad=True))
     original = collectives.dist.all_reduce, collectives._all_gather, collectives.dist.all_to_all_single
-    with as_if_large(), Events() as mode:
+    start = shared_memory.start
+    with contextlib.nullcontext() if one_host else between_hosts(), Events() as mode:
         collectives.dist.all_reduce = mode.watch("all-reduce", original[0])
         collectives._all_gather = mode.watch("all-gather", original[1])
         collectives.dist.all_to_all_single = mode.watch("reduce-scatter", original[2])
+        shared_memory.start = mode.watch_memory(start)
         try:
             output.sum().backward()
         finally:
             collectives.dist.all_reduce, collectives._all_gather, collectives.dist.all_to_all_single = original
+            shared_memory.start = start
     return mode.events
 
 
-def test_the_input_gradient_is_summed_while_the_weight_gradient_is_computed(run_mesh):
-    for events in run_mesh(2, backward_events, False):
+@pytest.mark.parametrize("one_host", [True, False])
+def test_the_input_gradient_is_summed_while_the_weight_gradient_is_computed(one_host, run_mesh):
+    for events in run_mesh(2, backward_events, False, one_host):
         assert events == ["product", "start all-reduce", "product", "wait all-reduce"]
 
 
-def test_under_sequence_parallelism_the_gather_is_hidden_too(run_mesh):
-    for events in run_mesh(2, backward_events, True):
+@pytest.mark.parametrize("one_host", [True, False])
+def test_under_sequence_parallelism_the_gather_is_hidden_too(one_host, run_mesh):
+    for events in run_mesh(2, backward_events, True, one_host):
         assert events == [
             "start all-gather",
             "product",  # the input gradient

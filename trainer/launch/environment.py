@@ -12,6 +12,7 @@ from typing import Any, NoReturn, cast
 import torch
 import torch.distributed as dist
 
+from ...mpu import shared_memory
 from ...mpu.mesh import ParallelMesh, init_process_group
 from .heartbeat import watch_peers
 from .rank_info import RankInfo, cpu_environment, free_port
@@ -65,6 +66,7 @@ def set_collective_timeout(mesh: ParallelMesh, seconds: float) -> None:
     """Sets the timeout of the mesh's groups, which torch creates with a constant one."""
     for group in mesh.groups:
         cast(Any, dist).distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+        shared_memory.set_timeout(group, seconds)
 
 
 def single_device(name: str) -> torch.device:

@@ -1,0 +1,216 @@
+"""Compares collectives of CPU tensors through shared memory with gloo's, and what they make of a training step.
+
+    python benchmarks/communication.py [--ranks 2 4] [--steps] [--kills 200]
+
+The first table has each collective of `shardzoo.mpu.collectives` over ranks on this machine, by size, in turns. Every
+result is compared with the exact one first. `--steps` times training steps of a T5 and a BERT in one process with two
+threads, and over two ranks with one thread each, through shared memory and through gloo; their losses must agree.
+`--kills` kills a rank in the middle of collectives that many times: the other must end by itself, and nothing may stay
+in /dev/shm.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+import tyro
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import shardzoo
+from shardzoo.models import find_config
+from shardzoo.mpu import ParallelMesh, collectives, dropout_state, shared_memory
+
+SIZES = [4, 1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 23, 1 << 26]  # bytes of a rank's tensor
+KINDS: dict[str, Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]] = {
+    "all-reduce": lambda tensor, group: collectives.start_all_reduce(tensor, group)(),
+    "all-gather": lambda tensor, group: collectives.start_all_gather(tensor, 0, group)(),
+    "reduce-scatter": lambda tensor, group: collectives.start_reduce_scatter(tensor, 0, group)(),
+}
+MODELS = {
+    "T5, 4 + 4 layers of 512": ("t5-small", {"num_layers": 4, "num_decoder_layers": 4}, 4, 256, 64),
+    "BERT, 4 layers of 768": ("bert-base-uncased", {"num_hidden_layers": 4}, 4, 256, 0),
+}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What to measure."""
+
+    ranks: tuple[int, ...] = (2, 4)
+    rounds: int = 5
+    steps: bool = False
+    kills: int = 0
+
+
+def main() -> int:
+    arguments = tyro.cli(Arguments, description=__doc__)
+    for size in arguments.ranks:
+        run(size, measure_collectives, arguments.rounds)
+    if arguments.steps:
+        run(2, measure_steps, arguments.rounds)
+    return kill_ranks(arguments.kills) if arguments.kills else 0
+
+
+def run(size: int, function: Callable[..., None], *args: object) -> None:
+    multiprocessing.spawn(join, (size, 20000 + os.getpid() % 10000, function, args), nprocs=size)
+
+
+def join(rank: int, size: int, port: int, function: Callable[..., None], args: tuple[object, ...]) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size)
+    )
+    torch.set_num_threads(1)
+    function(ParallelMesh(size), *args)
+    dist.destroy_process_group()
+
+
+class Route:
+    """Whether tensors go through shared memory or through gloo."""
+
+    find = staticmethod(shared_memory.find)
+
+    @classmethod
+    def choose(cls, name: str) -> None:
+        shared_memory.find = cls.find if name == "shared memory" else lambda tensor, group: None
+
+
+ROUTES = ("gloo", "shared memory")
+
+
+def measure_collectives(mesh: ParallelMesh, rounds: int) -> None:
+    table = Table(title=f"{mesh.tp_size} ranks, fp32, {os.cpu_count()} cores: microseconds", title_justify="left")
+    for column in ("collective", "bytes", *ROUTES, "ratio"):
+        table.add_column(column, justify="left" if column == "collective" else "right")
+    for kind in KINDS:
+        for size in SIZES:
+            micro = {name: 1e6 * seconds for name, seconds in time_collective(mesh, kind, size, rounds).items()}
+            values = [f"{micro[name]:,.1f}" for name in ROUTES]
+            table.add_row(kind, f"{size:,}", *values, f"{micro['gloo'] / micro['shared memory']:.1f}")
+    if mesh.tp_rank == 0:
+        Console().print(table)
+
+
+def time_collective(mesh: ParallelMesh, kind: str, size: int, rounds: int) -> dict[str, float]:
+    """Checks a collective and returns its median seconds by either route."""
+    elements = max(size // 4, mesh.tp_size if kind == "reduce-scatter" else 1)
+    elements -= elements % mesh.tp_size if kind == "reduce-scatter" else 0
+    own = torch.arange(elements, dtype=torch.float32).remainder_(64)
+    tensor, seconds = torch.empty_like(own), {name: [] for name in ROUTES}
+    repeats = max(3, min(200, (1 << 24) // size))
+    for _ in range(rounds):
+        for name in ROUTES:
+            Route.choose(name)
+            torch.add(own, mesh.tp_rank, out=tensor)
+            check(kind, own, KINDS[kind](tensor, mesh.tp_group), mesh)
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(repeats):
+                KINDS[kind](tensor, mesh.tp_group)
+            seconds[name].append((time.perf_counter() - start) / repeats)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def check(kind: str, own: torch.Tensor, result: torch.Tensor, mesh: ParallelMesh) -> None:
+    ranks = range(mesh.tp_size)
+    total = own * mesh.tp_size + sum(ranks)
+    if kind == "all-gather":
+        total = torch.cat([own + rank for rank in ranks])
+    if kind == "reduce-scatter":
+        total = total.chunk(mesh.tp_size)[mesh.tp_rank]
+    if not torch.equal(result, total):
+        raise RuntimeError(f"a wrong {kind} of {own.numel()} elements")
+
+
+def measure_steps(mesh: ParallelMesh, rounds: int) -> None:
+    table = Table(title="a training step, fp32, AdamW: median seconds", title_justify="left")
+    for column in ("model", "one process", *(f"TP=2, {name}" for name in ROUTES)):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for title, (preset, changes, *shape) in MODELS.items():
+        config = replace(find_config(preset), **changes)
+        seconds = time_steps(mesh, config, shape, rounds)
+        if mesh.tp_rank == 0:
+            one = seconds["one process"]
+            table.add_row(
+                title, f"{one:.3f}", *(f"{seconds[name]:.3f} ({seconds[name] / one:.2f} ×)" for name in ROUTES)
+            )
+    if mesh.tp_rank == 0:
+        Console().print(table)
+
+
+def time_steps(mesh: ParallelMesh, config: object, shape: list[int], rounds: int) -> dict[str, list[float]]:
+    batch_size, length, targets = shape
+    ids = torch.randint(5, config.vocab_size, (batch_size, length), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids[:, :targets] if targets else ids}
+    split = make_step(shardzoo.from_config(config, mesh), batch)
+    whole = make_step(shardzoo.from_config(config), batch) if mesh.tp_rank == 0 else None
+    seconds: dict[str, list[float]] = {name: [] for name in ("one process", *ROUTES)}
+    losses = {}
+    for turn in range(rounds + 1):  # the first is not counted
+        for name in seconds:
+            dist.barrier()
+            Route.choose(name if name in ROUTES else "gloo")
+            alone = name == "one process"
+            torch.set_num_threads(2 if alone else 1)
+            if alone and whole is None:
+                continue
+            start = time.perf_counter()
+            losses[name] = (whole if alone else split)()
+            if turn:
+                seconds[name].append(time.perf_counter() - start)
+    if mesh.tp_rank == 0 and max(losses.values()) > min(losses.values()) * (1 + 1e-5):
+        raise RuntimeError(f"losses differ: {losses}")
+    return {name: statistics.median(values) if values else 0.0 for name, values in seconds.items()}
+
+
+def make_step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Callable[[], float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+
+    def step() -> float:
+        dropout_state.set(1, 0)
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step
+
+
+def kill_ranks(times: int) -> int:
+    """Kills one of two ranks in mid-collective. Returns how often the other did not notice, or memory stayed."""
+    before, failures = set(Path("/dev/shm").iterdir()), 0
+    for number in track(range(times), "kills"):
+        start = time.monotonic()
+        try:
+            run(2, exchange_until_killed, number)
+        except (multiprocessing.ProcessExitedException, multiprocessing.ProcessRaisedException):
+            failures += time.monotonic() - start > 30
+    left = set(Path("/dev/shm").iterdir()) - before
+    Console().print(f"{times} kills: {failures} noticed late, {len(left)} files left in /dev/shm")
+    return int(bool(failures or left))
+
+
+def exchange_until_killed(mesh: ParallelMesh, number: int) -> None:
+    if mesh.tp_rank == number % 2:
+        threading.Timer(0.01 + number % 17 * 0.005, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    while True:
+        collectives.start_all_reduce(torch.ones(10 ** (number % 7 + 1)), mesh.tp_group)()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,461 @@
+// Collectives of processes on one host, through memory that they share. mpu/shared_memory.py opens the memory and says
+// when it is used.
+//
+// Every rank has a ring of slots that it alone writes and all ranks read. A message is cut into chunks of at most a
+// slot, which get consecutive numbers; chunk n of a rank is in slot n modulo the number of slots. A rank publishes how
+// many chunks it has
+//   posted    copied into its slots,
+//   reduced   replaced its part of by the sum over the ranks (sums over more than two ranks), and
+//   consumed  read from all ranks, so that their slots may be written again.
+// All ranks start the same collectives in the same order, so the numbers agree. Chunks are small enough to stay in a
+// core's cache between writing and reading.
+//
+// A sum adds the ranks' values in rank order, 16-bit floats in fp32, and rounds once. So it has the same bits on every
+// rank, in every run, and however a message is cut.
+
+#include <linux/futex.h>
+#include <poll.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <climits>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace {
+
+enum Kind : uint32_t { kAllReduce, kAllGather, kReduceScatter };
+constexpr const char* kKindNames[] = {"all-reduce", "all-gather", "reduce-scatter"};
+enum DType : uint32_t { kFloat32, kFloat64, kBFloat16, kFloat16, kInt32, kInt64 };
+constexpr size_t kWidths[] = {4, 8, 2, 2, 4, 8};
+
+constexpr size_t kLine = 64;           // bytes; every part begins at a cache line
+constexpr size_t kTwoPhases = 16384;   // bytes; larger sums over three ranks and more divide the additions
+constexpr int kMostRanks = 64;
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define PER_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define PER_PROCESSOR
+#endif
+#define INLINE inline __attribute__((always_inline))
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+INLINE float widen(float x) { return x; }
+INLINE double widen(double x) { return x; }
+INLINE int32_t widen(int32_t x) { return x; }
+INLINE int64_t widen(int64_t x) { return x; }
+INLINE float widen(_Float16 x) { return static_cast<float>(x); }
+INLINE float widen(BFloat16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, sizeof wide);
+  return wide;
+}
+
+template <class T, class W>
+INLINE void narrow(W wide, T& out) {
+  out = static_cast<T>(wide);
+}
+// To the nearest, ties to even; a NaN stays one.
+INLINE void narrow(float wide, BFloat16& out) {
+  uint32_t bits;
+  std::memcpy(&bits, &wide, sizeof bits);
+  const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+  out.bits = static_cast<uint16_t>(wide != wide ? 0x7FC0 : rounded);
+}
+
+// out[i] = the sum over the ranks of sources[rank][i]; `out` may be one of the sources.
+template <class T>
+INLINE void add(const char* const* sources, int size, char* out, size_t count) {
+  using Wide = decltype(widen(T()));
+  constexpr size_t kBlock = 128;
+  Wide sum[kBlock];
+  for (size_t begin = 0; begin < count; begin += kBlock) {
+    const size_t length = std::min(kBlock, count - begin);
+    for (int rank = 0; rank < size; ++rank) {
+      const T* source = reinterpret_cast<const T*>(sources[rank]) + begin;
+      if (rank == 0) {
+        for (size_t i = 0; i < length; ++i) sum[i] = widen(source[i]);
+      } else {
+        for (size_t i = 0; i < length; ++i) sum[i] += widen(source[i]);
+      }
+    }
+    T* target = reinterpret_cast<T*>(out) + begin;
+    for (size_t i = 0; i < length; ++i) narrow(sum[i], target[i]);
+  }
+}
+
+#define ADD(name, T) \
+  PER_PROCESSOR void name(const char* const* s, int size, char* out, size_t count) { add<T>(s, size, out, count); }
+ADD(add_float32, float)
+ADD(add_float64, double)
+ADD(add_bfloat16, BFloat16)
+ADD(add_float16, _Float16)
+ADD(add_int32, int32_t)
+ADD(add_int64, int64_t)
+constexpr void (*kAdd[])(const char* const*, int, char*, size_t) = {add_float32, add_float64, add_bfloat16,
+                                                                   add_float16, add_int32,   add_int64};
+
+using Count = std::atomic<uint64_t>;
+using Futex = std::atomic<uint32_t>;
+static_assert(Count::is_always_lock_free && Futex::is_always_lock_free && sizeof(Futex) == 4);
+
+struct alignas(kLine) Progress {
+  Count posted, reduced, consumed;  // the number after the last such chunk
+  Futex events;                     // changes with every one of the above
+  std::atomic<uint32_t> sleepers;   // ranks that wait for this one in the kernel
+};
+
+// What a rank posted, so that ranks in different collectives notice it.
+struct alignas(kLine) Label {
+  uint32_t kind, dtype;
+  uint64_t bytes, chunk;
+  bool operator==(const Label& other) const {
+    return kind == other.kind && dtype == other.dtype && bytes == other.bytes && chunk == other.chunk;
+  }
+};
+
+double now() {
+  timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
+INLINE void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+struct Job {
+  Kind kind;
+  DType dtype;
+  const char* in;
+  char* out;
+  size_t count;      // elements: of the tensor, or of each piece of a reduce-scatter
+  size_t per_chunk;  // elements
+  uint64_t first;    // number of its first chunk
+  size_t chunks, posted, reduced, consumed;
+  int64_t id;
+  py::object tensors;  // keeps `in` and `out` alive
+  size_t width() const { return kWidths[dtype]; }
+  size_t begin(size_t chunk) const { return chunk * per_chunk; }
+  size_t length(size_t chunk) const { return std::min(per_chunk, count - begin(chunk)); }
+};
+
+class Channel {
+ public:
+  // Bytes of a channel; `capacity` are the bytes of a slot.
+  static size_t bytes(int size, size_t capacity, size_t slots) {
+    return static_cast<size_t>(size) * (sizeof(Progress) + slots * (sizeof(Label) + capacity));
+  }
+
+  Channel(int descriptor, int rank, std::vector<int> processes, size_t capacity, size_t slots, double timeout, double spin)
+      : rank_(rank), size_(static_cast<int>(processes.size())), capacity_(capacity), slots_(slots), timeout_(timeout),
+        spin_(spin), processes_(std::move(processes)) {
+    if (capacity % kLine || capacity < kLine * static_cast<size_t>(size_)) {
+      throw std::invalid_argument("a slot must be a multiple of 64 bytes, and at least 64 per rank");
+    }
+    bytes_ = bytes(size_, capacity, slots);
+    void* memory = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+    if (memory == MAP_FAILED) throw std::runtime_error(std::string("mmap: ") + std::strerror(errno));
+    memory_ = static_cast<char*>(memory);
+    for (int process : processes_) handles_.push_back(static_cast<int>(syscall(SYS_pidfd_open, process, 0)));
+  }
+  ~Channel() {
+    munmap(memory_, bytes_);
+    for (int handle : handles_) {
+      if (handle >= 0) close(handle);
+    }
+  }
+  Channel(const Channel&) = delete;
+  Channel& operator=(const Channel&) = delete;
+
+  // Starts a collective of `count` elements at address `in` (a reduce-scatter: of `count` for each rank) and returns its
+  // number. It posts what fits into free slots, and waits for nothing but earlier collectives that did not fit.
+  int64_t start(uint32_t kind, uint32_t dtype, uintptr_t in, uintptr_t out, size_t count, py::object tensors) {
+    std::vector<py::object> released;
+    const py::gil_scoped_release release;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!jobs_.empty() && jobs_.back().posted < jobs_.back().chunks) complete(jobs_.back().id, released);
+    Job job{};
+    job.kind = static_cast<Kind>(kind);
+    job.dtype = static_cast<DType>(dtype);
+    job.in = reinterpret_cast<const char*>(in);
+    job.out = reinterpret_cast<char*>(out);
+    job.count = count;
+    const size_t pieces = kind == kReduceScatter ? static_cast<size_t>(size_) : 1;
+    job.per_chunk = capacity_ / pieces / kLine * kLine / job.width();
+    job.chunks = (count + job.per_chunk - 1) / job.per_chunk;
+    job.first = next_;
+    job.id = next_id_++;
+    {
+      const py::gil_scoped_acquire acquire;
+      job.tensors = std::move(tensors);
+      jobs_.push_back(std::move(job));
+      released.clear();
+    }
+    next_ += jobs_.back().chunks;
+    post(jobs_.back());
+    return jobs_.back().id;
+  }
+
+  // Waits until collective `id` has ended.
+  void finish(int64_t id) {
+    std::vector<py::object> released;  // destroyed after the lock of the interpreter is taken again
+    const py::gil_scoped_release release;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    try {
+      complete(id, released);
+    } catch (...) {
+      const py::gil_scoped_acquire acquire;
+      released.clear();
+      throw;
+    }
+    const py::gil_scoped_acquire acquire;
+    released.clear();
+  }
+
+  void set_timeout(double seconds) { timeout_ = seconds; }
+
+ private:
+  Progress& progress(int rank) { return reinterpret_cast<Progress*>(memory_)[rank]; }
+  char* slot(int rank, uint64_t number) {
+    const size_t index = static_cast<size_t>(rank) * slots_ + number % slots_;
+    return memory_ + static_cast<size_t>(size_) * sizeof(Progress) + index * (sizeof(Label) + capacity_);
+  }
+  char* data(int rank, uint64_t number) { return slot(rank, number) + sizeof(Label); }
+  Label& label(int rank, uint64_t number) { return *reinterpret_cast<Label*>(slot(rank, number)); }
+
+  static bool reached(const Count& count, uint64_t number) { return count.load(std::memory_order_acquire) >= number; }
+
+  void publish(Count Progress::*count, uint64_t number) {
+    Progress& own = progress(rank_);
+    (own.*count).store(number, std::memory_order_release);
+    own.events.fetch_add(1, std::memory_order_seq_cst);
+    if (own.sleepers.load(std::memory_order_seq_cst) != 0) {
+      syscall(SYS_futex, &own.events, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+    }
+  }
+
+  // Waits until all ranks have reached `number` of a count.
+  void wait(Count Progress::*count, uint64_t number, const Job& job) {
+    for (int rank = 0; rank < size_; ++rank) {
+      if (rank != rank_ && !reached(progress(rank).*count, number)) wait_for(rank, progress(rank).*count, number, job);
+    }
+  }
+
+  void wait_for(int rank, const Count& count, uint64_t number, const Job& job) {
+    const double begin = now();
+    for (double time = begin; time - begin < spin_; time = now()) {
+      for (int i = 0; i < 64; ++i) {
+        if (reached(count, number)) return;
+        relax();
+      }
+    }
+    Progress& other = progress(rank);
+    double looked = now();
+    while (true) {
+      const uint32_t seen = other.events.load(std::memory_order_seq_cst);
+      other.sleepers.fetch_add(1, std::memory_order_seq_cst);
+      if (!reached(count, number)) {
+        const timespec longest{0, 20'000'000};
+        syscall(SYS_futex, &other.events, FUTEX_WAIT, seen, &longest, nullptr, 0);
+      }
+      other.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+      if (reached(count, number)) return;
+      const double time = now();
+      if (time - looked < 0.05) continue;
+      looked = time;
+      {
+        const py::gil_scoped_acquire acquire;
+        if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+      }
+      if (has_ended(rank)) {
+        if (reached(count, number)) return;  // it ended after its part was done
+        fail(job, rank, "has ended");
+      }
+      if (time - begin > timeout_) fail(job, rank, "did not take part within " + seconds(timeout_));
+    }
+  }
+
+  static std::string seconds(double value) {
+    std::string text = std::to_string(value);
+    text.erase(text.find_last_not_of('0') + 1);
+    if (text.back() == '.') text.pop_back();
+    return text + " seconds";
+  }
+
+  bool has_ended(int rank) const {
+    pollfd query{handles_[static_cast<size_t>(rank)], POLLIN, 0};
+    return query.fd >= 0 && poll(&query, 1, 0) == 1;
+  }
+
+  [[noreturn]] void fail(const Job& job, int rank, const std::string& reason) {
+    throw std::runtime_error(std::string(kKindNames[job.kind]) + " of " + std::to_string(job.count * job.width()) +
+                             " bytes: rank " + std::to_string(rank) + " of the group (process " +
+                             std::to_string(processes_[static_cast<size_t>(rank)]) + ") " + reason);
+  }
+
+  Label label_of(const Job& job, size_t chunk) const { return {job.kind, job.dtype, job.count * job.width(), chunk}; }
+
+  // Copies chunks into this rank's slots while these are free.
+  void post(Job& job) {
+    for (; job.posted < job.chunks; ++job.posted) {
+      const uint64_t number = job.first + job.posted;
+      for (int rank = 0; rank < size_; ++rank) {
+        if (!reached(progress(rank).consumed, freed_for(number))) return;
+      }
+      label(rank_, number) = label_of(job, job.posted);
+      const size_t offset = job.begin(job.posted) * job.width(), bytes = job.length(job.posted) * job.width();
+      char* target = data(rank_, number);
+      if (job.kind == kReduceScatter) {
+        for (int piece = 0; piece < size_; ++piece) {
+          if (piece == rank_) continue;
+          const size_t from = static_cast<size_t>(piece) * job.count * job.width() + offset;
+          std::memcpy(target + static_cast<size_t>(piece) * job.per_chunk * job.width(), job.in + from, bytes);
+        }
+      } else {
+        std::memcpy(target, job.in + offset, bytes);
+      }
+      publish(&Progress::posted, number + 1);
+    }
+  }
+
+  // How many chunks all ranks must have consumed before chunk `number` can be written.
+  uint64_t freed_for(uint64_t number) const { return number < slots_ ? 0 : number + 1 - slots_; }
+
+  bool two_phases(const Job& job) const {
+    return job.kind == kAllReduce && size_ > 2 && job.count * job.width() > kTwoPhases;
+  }
+
+  // The elements of a chunk that `rank` adds, in the first of two phases: [first, second).
+  std::pair<size_t, size_t> share(const Job& job, size_t chunk, int rank) const {
+    const size_t length = job.length(chunk), line = kLine / job.width();
+    const size_t each = ((length + static_cast<size_t>(size_) - 1) / static_cast<size_t>(size_) + line - 1) / line * line;
+    const size_t begin = std::min(length, each * static_cast<size_t>(rank));
+    return {begin, std::min(length, begin + each)};
+  }
+
+  void check_labels(const Job& job, size_t chunk) {
+    const uint64_t number = job.first + chunk;
+    for (int rank = 0; rank < size_; ++rank) {
+      const Label other = label(rank, number);
+      if (rank == rank_ || other == label_of(job, chunk)) continue;
+      const char* kind = other.kind <= kReduceScatter ? kKindNames[other.kind] : "unknown collective";
+      fail(job, rank, std::string("is in an ") + kind + " of " + std::to_string(other.bytes) +
+                          " bytes, or of another dtype; all ranks must call the same collectives in the same order");
+    }
+  }
+
+  // Adds this rank's share of a chunk, and puts the sum where this rank posted the chunk.
+  void reduce(Job& job) {
+    const uint64_t number = job.first + job.reduced;
+    wait(&Progress::posted, number + 1, job);
+    check_labels(job, job.reduced);
+    const auto [begin, end] = share(job, job.reduced, rank_);
+    const char* sources[kMostRanks];
+    for (int rank = 0; rank < size_; ++rank) sources[rank] = data(rank, number) + begin * job.width();
+    kAdd[job.dtype](sources, size_, data(rank_, number) + begin * job.width(), end - begin);
+    ++job.reduced;
+    publish(&Progress::reduced, number + 1);
+  }
+
+  void consume(Job& job) {
+    const size_t chunk = job.consumed, width = job.width(), length = job.length(chunk);
+    const uint64_t number = job.first + chunk;
+    char* out = job.out + job.begin(chunk) * width;
+    if (two_phases(job)) {
+      wait(&Progress::reduced, number + 1, job);
+      for (int rank = 0; rank < size_; ++rank) {
+        const auto [begin, end] = share(job, chunk, rank);
+        std::memcpy(out + begin * width, data(rank, number) + begin * width, (end - begin) * width);
+      }
+    } else {
+      wait(&Progress::posted, number + 1, job);
+      check_labels(job, chunk);
+      const char* sources[kMostRanks];
+      for (int rank = 0; rank < size_; ++rank) {
+        sources[rank] = data(rank, number);
+        if (job.kind == kReduceScatter) {
+          const size_t own = static_cast<size_t>(rank_);
+          sources[rank] = rank == rank_ ? job.in + (own * job.count + job.begin(chunk)) * width
+                                        : sources[rank] + own * job.per_chunk * width;
+        }
+        if (job.kind == kAllGather) {
+          std::memcpy(out + static_cast<size_t>(rank) * job.count * width, sources[rank], length * width);
+        }
+      }
+      if (job.kind != kAllGather) kAdd[job.dtype](sources, size_, out, length);
+    }
+    ++job.consumed;
+    publish(&Progress::consumed, number + 1);
+  }
+
+  void run(Job& job) {
+    while (job.consumed < job.chunks) {
+      post(job);
+      if (job.posted == job.consumed) {
+        wait(&Progress::consumed, freed_for(job.first + job.posted), job);
+        continue;
+      }
+      while (two_phases(job) && job.reduced < std::min(job.posted, job.consumed + 2)) reduce(job);
+      consume(job);
+    }
+  }
+
+  // Runs the collectives up to `id`, in the order in which they were started.
+  void complete(int64_t id, std::vector<py::object>& released) {
+    while (!jobs_.empty() && jobs_.front().id <= id) {
+      run(jobs_.front());
+      released.push_back(std::move(jobs_.front().tensors));
+      jobs_.pop_front();
+    }
+  }
+
+  const int rank_, size_;
+  const size_t capacity_, slots_;
+  size_t bytes_ = 0;
+  std::atomic<double> timeout_;
+  const double spin_;
+  const std::vector<int> processes_;
+  std::vector<int> handles_;
+  char* memory_ = nullptr;
+  std::mutex mutex_;
+  std::deque<Job> jobs_;
+  uint64_t next_ = 0;
+  int64_t next_id_ = 0;
+};
+
+}  // namespace
+
+PYBIND11_MODULE(_shared_memory, module) {
+  module.attr("MOST_RANKS") = kMostRanks;
+  module.def("bytes_of", &Channel::bytes, py::arg("size"), py::arg("capacity"), py::arg("slots"));
+  py::class_<Channel>(module, "Channel")
+      .def(py::init<int, int, std::vector<int>, size_t, size_t, double, double>(), py::arg("descriptor"), py::arg("rank"),
+           py::arg("processes"), py::arg("capacity"), py::arg("slots"), py::arg("timeout"), py::arg("spin"))
+      .def("start", &Channel::start)
+      .def("finish", &Channel::finish)
+      .def("set_timeout", &Channel::set_timeout);
+}

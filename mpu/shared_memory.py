@@ -1,0 +1,131 @@
+"""Opens the shared memory through which the ranks of one host exchange CPU tensors.
+
+gloo sends even a few bytes through sockets, which takes some 0.1 ms. Where all ranks of a group are on one host,
+`find` returns a channel of csrc/mpu/shared_memory.cpp, which takes some microseconds. Elsewhere it returns None, and
+torch.distributed does the work.
+
+The memory has no name: the group's first rank makes an anonymous file, which the others open through /proc. So nothing
+is left in /dev/shm when ranks are killed. A rank that waits for one that has ended raises an error at once.
+"""
+
+# pyright: reportUnknownMemberType=false
+# (torch does not annotate many of its methods)
+from __future__ import annotations
+
+import os
+import secrets
+import uuid
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+try:
+    compiled: Any = import_module("._shared_memory", __package__)
+except ImportError:  # not built: there is no compiler
+    compiled = None
+
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = range(3)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64)
+SLOT, SLOTS = 1 << 18, 8  # bytes of a slot, and slots of a rank: some of them stay in a core's second-level cache
+SPIN = 2e-4  # seconds for which a rank looks for others' data before it sleeps, if every rank has a core
+TIMEOUT = 1800.0  # seconds: torch's default
+
+_channels: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()  # None: the group has no channel
+_timeouts: WeakKeyDictionary[dist.ProcessGroup, float] = WeakKeyDictionary()
+
+
+def find(tensor: Tensor, group: dist.ProcessGroup) -> Any | None:
+    """Returns the channel through which the group's ranks exchange tensors such as this one, or None.
+
+    The first call with a group is a collective.
+    """
+    if not tensor.is_cpu or tensor.dtype not in DTYPES or type(tensor) not in (Tensor, Parameter):
+        return None
+    if group not in _channels:
+        _channels[group] = _open(group)
+    return _channels[group]
+
+
+def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """Sets for how long a collective of this group waits for the other ranks."""
+    _timeouts[group] = seconds
+    if channel := _channels.get(group):
+        channel.set_timeout(seconds)
+
+
+def start(channel: Any, kind: int, tensor: Tensor, out: Tensor, count: int) -> Callable[[], Tensor]:
+    """Starts a collective of contiguous tensors. Returns a function that waits for its end and returns `out`.
+
+    Args:
+        count: Elements of the tensor; for a reduce-scatter, of the piece that each rank keeps.
+    """
+    number = channel.start(kind, DTYPES.index(tensor.dtype), tensor.data_ptr(), out.data_ptr(), count, (tensor, out))
+
+    def finish() -> Tensor:
+        channel.finish(number)
+        return out
+
+    return finish
+
+
+def _open(group: dist.ProcessGroup) -> Any | None:
+    """Opens the group's memory on all ranks, or on none if one of them cannot."""
+    file = _make_file(group.size()) if group.rank() == 0 else -1
+    ranks = _gather([*_host(), os.getpid(), file], group)
+    channel = None
+    if all(rank[:2] == ranks[0][:2] for rank in ranks):
+        channel = _map_file(f"/proc/{ranks[0][2]}/fd/{ranks[0][3]}", [rank[2] for rank in ranks], group)
+    opened = _gather([channel is not None], group)
+    if file >= 0:
+        os.close(file)
+    return channel if all(rank[0] for rank in opened) else None
+
+
+def _make_file(size: int) -> int:
+    """Returns the descriptor of a new file without a name, or -1 if there can be none."""
+    if compiled is None or size > compiled.MOST_RANKS or not hasattr(os, "memfd_create"):
+        return -1
+    file = os.memfd_create("shardzoo")
+    os.ftruncate(file, compiled.bytes_of(size, SLOT, SLOTS))
+    return file
+
+
+def _map_file(path: str, processes: list[int], group: dist.ProcessGroup) -> Any | None:
+    """Returns the channel in a file that the group's first rank has made; None if this process cannot open it."""
+    if compiled is None:
+        return None
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    spin = SPIN if local_ranks <= len(os.sched_getaffinity(0)) else 0.0
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return compiled.Channel(file, group.rank(), processes, SLOT, SLOTS, _timeouts.get(group, TIMEOUT), spin)
+    except RuntimeError:  # there is no address space for it
+        return None
+    finally:
+        os.close(file)
+
+
+def _host() -> list[int]:
+    """Returns two numbers that are equal for processes that find each other in /proc, and for no others."""
+    try:
+        boot = uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).int >> 65
+        return [boot, os.stat("/proc/self/ns/pid").st_ino]
+    except (OSError, ValueError):
+        return [secrets.randbits(62), 0]
+
+
+def _gather(numbers: list[int], group: dist.ProcessGroup) -> list[list[int]]:
+    """Returns every rank's numbers, by torch.distributed."""
+    every = [torch.empty(len(numbers), dtype=torch.int64) for _ in range(group.size())]
+    dist.all_gather(every, torch.tensor(numbers, dtype=torch.int64), group=group)
+    return [rank.tolist() for rank in every]
