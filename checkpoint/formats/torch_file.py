@@ -66,7 +66,8 @@ PLACEHOLDER_TYPES = (
     "signal.Signals",
 )
 
-PlainValue = bool | int | float | str | None
+Scalar = bool | int | float | str | None
+PlainValue = Scalar | tuple[Scalar, ...]
 PLAIN_TYPES = (bool, int, float, str, type(None))
 
 _LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip record: the lengths of its name and of its extra field
@@ -295,8 +296,18 @@ class SavedArguments(PlaceholderObject):
 
     @staticmethod
     def plain(state: Mapping[Any, Any]) -> dict[str, PlainValue]:
-        """Returns the entries with plain values."""
-        return {name: value for name, value in state.items() if type(name) is str and type(value) in PLAIN_TYPES}
+        """Returns the entries with plain values, and lists of such as tuples."""
+        found: dict[str, PlainValue] = {}
+        for name, value in state.items():
+            if type(name) is str and type(value) in PLAIN_TYPES:
+                found[name] = value
+            elif (
+                type(name) is str
+                and type(value) in (list, tuple)
+                and all(type(entry) in PLAIN_TYPES for entry in value)
+            ):
+                found[name] = tuple(value)
+        return found
 
 
 def _load_before_zip(path: Path) -> Any:

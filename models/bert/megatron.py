@@ -114,5 +114,6 @@ MEGATRON = MegatronMap(
     owns=_owns,
     infer=_infer,
     arguments=_arguments,
+    writable=("legacy",),  # megatron-core has the option for residuals after the norms, but its layers ignore it
     post_norm=True,
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from ...checkpoint.layout import ParameterSpec, RowOrder
@@ -47,8 +47,8 @@ _OLDER = (
     (r"(.*)\.final_norm\.(.*)", r"\1.final_layernorm.\2"),
     (r"lm_head\.norm\.(.*)", r"lm_head.layernorm.\1"),
 )
-# Argument -> the only value that the zoo's models have.
-_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
+# Argument -> the values that the zoo's models have. The first one is meant if none is stored, and is written.
+SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "position_embedding_type": ("learned_absolute", "absolute"),
     "use_rotary_position_embeddings": (False,),
     "normalization": ("LayerNorm",),
@@ -77,6 +77,8 @@ class MegatronMap:
         name_map: Native name -> name in the style `local`. A tied head repeats the word embedding.
         stack: First part of the names of the layers: `decoder` or `encoder`.
         fused_qkv: Ends of the native names of fused QKV parameters.
+        supported: Argument -> the values that the family has; the first one is meant if none is stored, and is written.
+        writable: The styles in which a new checkpoint can be written; the first one is the default.
         post_norm: A layer's input norm is the output norm of the one before, as in the original BERT: Megatron-LM's
             `--apply-residual-connection-post-layernorm`. The final norm then counts as input norm of one more layer.
         owns: Returns whether tensors of these names, as entries spell them, are of this family.
@@ -89,22 +91,16 @@ class MegatronMap:
     owns: Callable[[Iterable[str]], bool]
     infer: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]], int], ModelConfig]
     arguments: Callable[[Any], dict[str, Any]]
+    supported: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: SUPPORTED)
+    writable: tuple[Style, ...] = ("transformer_engine", "local", "legacy")
     post_norm: bool = False
     fused_qkv: tuple[str, ...] = ("attention.qkv.weight", "attention.qkv.bias")
 
-    @property
-    def styles(self) -> tuple[Style, ...]:
-        """The styles that can hold the family; the first one is the default.
-
-        megatron-core has the option for residuals after the norms, but its layers ignore it.
-        """
-        return ("legacy",) if self.post_norm else ("transformer_engine", "local", "legacy")
-
     def checked_style(self, style: Style | None) -> Style:
         """Returns the style, or the default. ValueError if it cannot hold the family."""
-        if style is not None and style not in self.styles:
-            raise ValueError(f"this family has no tensors of the style {style}; use {', '.join(self.styles)}")
-        return style or self.styles[0]
+        if style is not None and style not in self.writable:
+            raise ValueError(f"this family has no tensors of the style {style}; use {', '.join(self.writable)}")
+        return style or self.writable[0]
 
     def spell(self, stored: Iterable[str]) -> dict[str, str]:
         """Returns name as entries spell it -> name in a checkpoint of any style. ValueError if two are the same."""
@@ -158,12 +154,15 @@ class MegatronMap:
 
     def check(self, arguments: Mapping[str, Any], names: Iterable[str]) -> None:
         """Raises ValueError, with the reason, if the zoo's family is not the model that the arguments describe."""
-        supported = {**_SUPPORTED, **_SUPPORTED_BY_NEOX, "apply_residual_connection_post_layernorm": (self.post_norm,)}
+        supported = {
+            **self.supported,
+            **_SUPPORTED_BY_NEOX,
+            "apply_residual_connection_post_layernorm": (self.post_norm,),
+        }
         for name, values in supported.items():
             if arguments.get(name, values[0]) not in values:
-                raise ValueError(
-                    f"its arguments say {name}={arguments[name]!r}, but the zoo's models have {values[0]!r}"
-                )
+                wanted = " or ".join(map(repr, dict.fromkeys(values)))
+                raise ValueError(f"its arguments say {name}={arguments[name]!r}, but the zoo's models have {wanted}")
         if self.post_norm and not any(name.startswith("language_model.") for name in names):
             raise ValueError(
                 "it is a BERT of megatron-core, with the norms of transformers' megatron-bert, which the zoo lacks"
@@ -239,7 +238,7 @@ class MegatronMap:
             "transformer_impl": "transformer_engine" if style == "transformer_engine" else "local",
             "untie_embeddings_and_output_weights": TIED_HEAD in stored,
             "apply_residual_connection_post_layernorm": self.post_norm,
-            **{name: values[0] for name, values in _SUPPORTED.items()},
+            **{name: values[0] for name, values in self.supported.items()},
             "consumed_train_samples": 0,
             "consumed_valid_samples": 0,
             **own,

@@ -28,8 +28,11 @@ _RATES = {
 
 
 def _owns(names: Iterable[str]) -> bool:
-    return any(name.startswith("decoder.layers.") for name in names) and not any(
-        name.startswith(("lm_head.", "encoder.")) for name in names
+    found = set(names)
+    return (
+        any(name.startswith("decoder.layers.") for name in found)
+        and not found.isdisjoint(("embedding.position_embeddings.weight", "decoder.layers.0.mlp.linear_fc1.bias"))
+        and not any(name.startswith(("lm_head.", "encoder.")) for name in found)
     )
 
 

@@ -5,10 +5,12 @@ from typing import Any
 
 from ..common.heads import with_heads
 from ..common.language_model import Body
+from ..common.megatron import MegatronMap
 from ..common.name_map import NameMap
 from ..registry import Family
 from .config import DecoderConfig, LlamaConfig
 from .hf import NAME_MAP
+from .megatron import megatron
 from .memory import activations
 from .model import HEADS, HEADS_WITH_ANSWERS, DecoderBody
 from .presets import PRESETS
@@ -20,6 +22,7 @@ def decoder_family(
     name_map: NameMap,
     presets: dict[str, Any],
     heads: Mapping[str, type[Body]] = HEADS_WITH_ANSWERS,
+    megatron: MegatronMap | None = None,
 ) -> Family:
     """Returns the facts about a family of decoders; the names of its architectures begin with `stem`."""
     return Family(
@@ -32,10 +35,11 @@ def decoder_family(
         pretrains={"causal": f"{stem}ForCausalLM"},
         tokenizer="bpe",
         activations=activations,
+        megatron=megatron,
         tasks={"text-generation": f"{stem}ForCausalLM", "text2text-generation": f"{stem}ForCausalLM"},
     )
 
 
-FAMILY = decoder_family(LlamaConfig, "Llama", NAME_MAP, PRESETS)
+FAMILY = decoder_family(LlamaConfig, "Llama", NAME_MAP, PRESETS, megatron=megatron(LlamaConfig))
 
 __all__ = ["FAMILY", "HEADS", "DecoderConfig", "LlamaConfig", "decoder_family"]

@@ -2,9 +2,10 @@
 
 from ..llama import decoder_family
 from ..llama.hf import NAME_MAP
+from ..llama.megatron import megatron
 from .config import Qwen2Config
 from .presets import PRESETS
 
-FAMILY = decoder_family(Qwen2Config, "Qwen2", NAME_MAP, PRESETS)
+FAMILY = decoder_family(Qwen2Config, "Qwen2", NAME_MAP, PRESETS, megatron=megatron(Qwen2Config, bias=True))
 
 __all__ = ["FAMILY", "Qwen2Config"]

@@ -19,7 +19,15 @@ TARGETS = {
     "Megatron-LM": ("split", "--to", "megatron"),
     "DCP": ("merge", "--to", "dcp"),
 }
-FAMILIES = {"gpt2": "GPT-2", "bert-pretraining": "BERT", "roberta": "RoBERTa", "t5": "T5", "mt5": "mT5", "glm": "GLM"}
+FAMILIES = {
+    "gpt2": "GPT-2",
+    "bert-pretraining": "BERT",
+    "roberta": "RoBERTa",
+    "t5": "T5",
+    "mt5": "mT5",
+    "glm": "GLM",
+    "llama": "Llama",
+}
 
 
 @pytest.fixture(scope="module")

@@ -35,6 +35,7 @@ class Zoo:
         "t5-v1.1": ("T5ForConditionalGeneration", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
         "mt5": ("MT5ForConditionalGeneration", {}),
         "mt5-tied": ("MT5ForConditionalGeneration", {}),
+        "llama": ("LlamaForCausalLM", {"num_key_value_heads": 2, "tie_word_embeddings": False}),
         "glm": ("", {}),
     }
 

@@ -1,0 +1,330 @@
+"""Llama, Qwen2, Qwen3 and Mistral in Megatron-LM's folders, in and out, against its rules and against megatron-core."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import shutil
+import warnings
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity import randomize
+from safetensors.torch import load_file
+from tiny_models import hf_model
+
+from shardzoo.cli.convert import main
+from shardzoo.convert.operations import Options, merge, split
+
+SIZES = {"num_hidden_layers": 4, "intermediate_size": 44, "tie_word_embeddings": False}
+# Six heads in groups of three; in Qwen3 a head is wider than hidden / heads.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {**SIZES, "hidden_size": 48, "num_attention_heads": 6, "rms_norm_eps": 1e-5}),
+    "tied": ("LlamaForCausalLM", {**SIZES, "tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "qwen2": ("Qwen2ForCausalLM", {**SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "qwen3": ("Qwen3ForCausalLM", {**SIZES, "head_dim": 16, "rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
+    "mistral": ("MistralForCausalLM", {**SIZES, "sliding_window": None}),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made: dict[str, Path] = {}
+
+    def make(case: str) -> Path:
+        if case not in made:
+            architecture, changes = CASES[case]
+            model = hf_model(architecture, 0.0, **changes)
+            randomize(model, 1)
+            made[case] = tmp_path_factory.mktemp(case) / "hf"
+            model.save_pretrained(made[case])
+        return made[case]
+
+    return make
+
+
+def part(tensor: torch.Tensor, rank: int, size: int, dim: int = 0) -> torch.Tensor:
+    return tensor.chunk(size, dim)[rank].clone()
+
+
+def rank_state(
+    weights: dict[str, torch.Tensor], config: dict[str, Any], place: tuple[int, int, int, int], style: str, padding: int
+) -> dict[str, torch.Tensor]:
+    """A rank's tensors after tools/checkpoint/loader_llama_mistral.py and saver_base.py of Megatron-LM.
+
+    place: tensor-parallel rank and size, stage, stages. padding: the vocabulary is padded to a multiple for each rank.
+    """
+    rank, size, stage, stages = place
+    groups, head = (
+        config["num_key_value_heads"],
+        config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+    )
+    names = {
+        "te": ("self_attention.linear_qkv.layer_norm_", "mlp.linear_fc1.layer_norm_", "self_attention.linear_qkv.",
+               "self_attention.linear_proj.", "mlp.linear_fc1.", "mlp.linear_fc2."),
+        "local": ("input_layernorm.", "pre_mlp_layernorm.", "self_attention.linear_qkv.", "self_attention.linear_proj.",
+                  "mlp.linear_fc1.", "mlp.linear_fc2."),
+        "legacy": ("input_norm.", "post_attention_norm.", "self_attention.query_key_value.", "self_attention.dense.",
+                   "mlp.dense_h_to_4h.", "mlp.dense_4h_to_h."),
+    }[style]  # fmt: skip
+    stack = "language_model.encoder" if style == "legacy" else "decoder"
+    root = "language_model." if style == "legacy" else ""
+
+    def vocabulary(tensor: torch.Tensor) -> torch.Tensor:
+        rows = -len(tensor) % (padding * size)
+        return part(torch.cat([tensor, torch.zeros(rows, tensor.shape[1])]), rank, size)
+
+    state: dict[str, torch.Tensor] = {}
+    words = weights["model.embed_tokens.weight"]
+    if stage == 0:
+        state[f"{root}embedding.word_embeddings.weight"] = vocabulary(words)
+    per_stage = config["num_hidden_layers"] // stages
+    for local in range(per_stage):
+        old, new = f"model.layers.{stage * per_stage + local}", f"{stack}.layers.{local}"
+        own = {name.removeprefix(f"{old}."): tensor for name, tensor in weights.items() if name.startswith(f"{old}.")}
+        for kind in ("weight", "bias"):
+            if f"self_attn.q_proj.{kind}" in own:
+                q, k, v = (own[f"self_attn.{x}_proj.{kind}"] for x in "qkv")
+                rows = [x.reshape(groups, -1, *x.shape[1:]) for x in (q, k, v)]  # for each group
+                assert rows[1].shape[1] == head
+                state[f"{new}.{names[2]}{kind}"] = part(torch.cat(rows, 1).flatten(0, 1), rank, size)
+        gate, up = (part(own[f"mlp.{x}_proj.weight"], rank, size) for x in ("gate", "up"))
+        state |= {
+            f"{new}.{names[0]}weight": own["input_layernorm.weight"],
+            f"{new}.{names[1]}weight": own["post_attention_layernorm.weight"],
+            f"{new}.{names[3]}weight": part(own["self_attn.o_proj.weight"], rank, size, 1),
+            f"{new}.{names[4]}weight": torch.cat([gate, up]),
+            f"{new}.{names[5]}weight": part(own["mlp.down_proj.weight"], rank, size, 1),
+        }
+        for x in "qk":
+            if f"self_attn.{x}_norm.weight" in own:
+                state[f"{new}.self_attention.{x}_layernorm.weight"] = own[f"self_attn.{x}_norm.weight"]
+    if stage == stages - 1:
+        state[f"{stack}.final_{'norm' if style == 'legacy' else 'layernorm'}.weight"] = weights["model.norm.weight"]
+        if "lm_head.weight" in weights:
+            state[f"{root}output_layer.weight"] = vocabulary(weights["lm_head.weight"])
+        elif stages > 1:
+            state["word_embeddings_for_head.weight" if style == "legacy" else "output_layer.weight"] = vocabulary(words)
+    return state
+
+
+def write(source: Path, folder: Path, size: int, stages: int, style: str, **changes: Any) -> Path:
+    """Writes the folder of a run at iteration 9, with the arguments that `tools/checkpoint` gives such a model."""
+    weights, config = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
+    rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10000.0)}
+    arguments = {
+        "num_layers": config["num_hidden_layers"], "hidden_size": config["hidden_size"], "swiglu": True,
+        "num_attention_heads": config["num_attention_heads"], "ffn_hidden_size": config["intermediate_size"],
+        "group_query_attention": config["num_key_value_heads"] != config["num_attention_heads"],
+        "num_query_groups": config["num_key_value_heads"], "position_embedding_type": "rope",
+        "kv_channels": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        "normalization": "RMSNorm", "norm_epsilon": config["rms_norm_eps"], "add_bias_linear": False,
+        "rotary_base": int(rope["rope_theta"]), "rotary_percent": 1.0, "tensor_model_parallel_size": size,
+        "pipeline_model_parallel_size": stages, "max_position_embeddings": config["max_position_embeddings"],
+        "untie_embeddings_and_output_weights": not config["tie_word_embeddings"],
+        "rotary_seq_len_interpolation_factor": 4 if rope.get("rope_type") == "linear" else None, **changes,
+    }  # fmt: skip
+    for rank in range(size):
+        for stage in range(stages):
+            state = rank_state(weights, config, (rank, size, stage, stages), style, 16)
+            place = folder / "iter_0000009" / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else ""))
+            place.mkdir(parents=True)
+            content = {"args": Namespace(**arguments), "checkpoint_version": 3.0, "iteration": 9, "model": state}
+            torch.save(content, place / "model_optim_rng.pt")
+    (folder / "latest_checkpointed_iteration.txt").write_text("9")
+    return folder
+
+
+def vocabulary_of(source: Path, place: Path) -> Options:
+    """Without config.json, the padding of the vocabulary belongs to it."""
+    shutil.copy(source / "config.json", place)
+    return Options(config_file=place)
+
+
+LAYOUTS = [(1, 1, "local"), (2, 1, "te"), (2, 2, "local"), (1, 4, "te"), (2, 2, "legacy"), (2, 4, "te")]
+
+
+@pytest.mark.parametrize(("size", "stages", "style"), LAYOUTS)
+@pytest.mark.parametrize("case", CASES)
+def test_every_layout_becomes_the_original_bytes(case, size, stages, style, folders, hashes, tmp_path):
+    source = write(folders(case), tmp_path / "megatron", size, stages, style)
+    merge(source, tmp_path / "hf", vocabulary_of(folders(case), tmp_path / "c.json"))
+    assert hashes(tmp_path / "hf") == hashes(folders(case))
+
+
+@pytest.mark.parametrize(("size", "stages", "style"), [(1, 1, "local"), (2, 2, "te"), (2, 4, "local")])
+@pytest.mark.parametrize("case", CASES)
+def test_written_files_hold_what_megatron_would(case, size, stages, style, folders, hashes, tmp_path):
+    names = {"te": "transformer_engine"}.get(style, style)
+    split(folders(case), tmp_path / "out", size, style="megatron", stages=stages, names=names)
+    weights = load_file(folders(case) / "model.safetensors")
+    config = json.loads((folders(case) / "config.json").read_text())
+    for rank in range(size):
+        for stage in range(stages):
+            place = tmp_path / "out" / "release" / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else ""))
+            with torch.serialization.safe_globals([Namespace]):
+                found = torch.load(place / "model_optim_rng.pt", weights_only=True)
+            wanted = rank_state(weights, config, (rank, size, stage, stages), style, 128)
+            assert found["model"].keys() == wanted.keys()
+            assert all(torch.equal(found["model"][name], tensor) for name, tensor in wanted.items())
+            mine = vars(found["args"])
+            assert (mine["num_query_groups"], mine["swiglu"]) == (config["num_key_value_heads"], True)
+            assert mine["add_qkv_bias"] is (case == "qwen2")
+            assert mine["qk_layernorm"] is (case == "qwen3")
+    merge(tmp_path / "out", tmp_path / "back")
+    assert hashes(tmp_path / "back") == hashes(folders(case))
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3"])
+def test_the_arguments_tell_the_configuration(case, folders, tmp_path):
+    """Of all sizes; the vocabulary has its padding, and the files do not tell Mistral from Llama."""
+    merge(write(folders(case), tmp_path / "megatron", 2, 2, "te"), tmp_path / "hf")
+    found, wanted = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "hf", folders(case)))
+    assert found["vocab_size"] == 128
+    for name in (
+        "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "max_position_embeddings",
+    ):  # fmt: skip
+        assert found[name] == wanted[name], name
+    theta = (wanted.get("rope_parameters") or wanted)["rope_theta"]
+    assert found["rope_theta"] == theta
+    import transformers
+
+    mine, theirs = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (tmp_path / "hf", folders(case))
+    )
+    ids = torch.randint(0, 97, (2, 50), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(mine(ids).logits[..., :97], theirs(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_llama_31s_rotation_is_kept(folders, tmp_path, hashes):
+    shutil.copytree(folders("llama"), tmp_path / "hf")
+    path = tmp_path / "hf" / "config.json"
+    numbers = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    rope = {"rope_type": "llama3", "factor": 32.0, "rope_theta": 500000.0, **numbers}
+    values = json.loads(path.read_text())
+    values.pop("rope_theta", None)
+    path.write_text(json.dumps(values | {"rope_parameters": rope}))
+    split(tmp_path / "hf", tmp_path / "out", 2, style="megatron")
+    (tmp_path / "out" / "config.json").unlink()
+    merge(tmp_path / "out", tmp_path / "back")
+    found = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert found["rope_theta"] == 500000.0
+    assert found["rope_scaling"] == {key: value for key, value in rope.items() if key != "rope_theta"}
+    path.write_text(json.dumps(values | {"rope_parameters": rope | {"low_freq_factor": 2.0}}))
+    with pytest.raises(ValueError, match=r"rotates plainly, .* but not with .*low_freq_factor=2.0"):
+        split(tmp_path / "hf", tmp_path / "again", 2, style="megatron")
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"position_embedding_type": "none"}, "position_embedding_type='none', but the zoo's models have 'rope'"),
+    ({"normalization": "LayerNorm"}, "normalization='LayerNorm'"), ({"swiglu": False}, "swiglu=False"),
+    ({"num_experts": 8}, "num_experts=8"), ({"rotary_percent": 0.5}, "rotary_percent=0.5"),
+    ({"rotary_interleaved": True}, "rotary_interleaved=True"), ({"apply_layernorm_1p": True}, "apply_layernorm_1p"),
+    ({"window_size": [3, 0]}, "window_size"), ({"add_bias_linear": True}, "add_bias_linear=True"),
+    ({"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2}, "scale the rotation twice"),
+    ({"num_attention_heads": None}, "number of heads, are not stored"), ({"kv_channels": 6}, "qkv.weight needs"),
+    ({"num_query_groups": 5}, "num_key_value_heads=5"), ({"rotary_base": "x"}, "rotary_base='x', which must"),
+    ({"rotary_seq_len_interpolation_factor": "x"}, "interpolation factor='x'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=lambda value: str(value)[:40])
+def test_other_decoders_are_refused_with_the_reason(changes, message, folders, tmp_path, capsys):
+    source = write(folders("llama"), tmp_path / "megatron", 2, 1, "te", **changes)
+    assert main(["merge", str(source), str(tmp_path / "hf")]) == 2
+    text = " ".join(capsys.readouterr().err.split())
+    assert message in text
+    assert "Traceback" not in text
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize(("case", "changes", "message"), [
+    ("llama", {"attention_bias": True}, "no biases behind attention"), ("llama", {"hidden_act": "gelu"}, "SwiGLU"),
+    ("mistral", {"sliding_window": 7}, "no sliding window, but this model has one of 7"),
+])  # fmt: skip
+def test_models_that_megatron_does_not_have(case, changes, message, tmp_path):
+    architecture, settings = CASES[case]
+    hf_model(architecture, 0.0, **{**settings, **changes}).save_pretrained(tmp_path / "hf")
+    with pytest.raises(ValueError, match=message):
+        split(tmp_path / "hf", tmp_path / "out", 2, style="megatron")
+
+
+def test_ranks_that_do_not_divide_the_groups(folders, tmp_path):
+    with pytest.raises(ValueError, match=r"attention\.qkv\.weight"):
+        split(folders("llama"), tmp_path / "out", 4, style="megatron")
+
+
+def core_decoder(arguments: Namespace) -> Any:
+    """megatron-core's GPT of local layers, as the arguments describe it, on a CPU."""
+    from megatron.core import tensor_parallel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer import TransformerConfig, dot_product_attention
+
+    torch.cuda.current_device, torch.cuda.synchronize = lambda: "cpu", lambda: None
+    nothing = Namespace(fork=contextlib.nullcontext)
+    tensor_parallel.get_cuda_rng_tracker = dot_product_attention.tensor_parallel.get_cuda_rng_tracker = lambda: nothing
+    given = arguments
+    sizes = TransformerConfig(
+        num_layers=given.num_layers, hidden_size=given.hidden_size, num_attention_heads=given.num_attention_heads,
+        num_query_groups=given.num_query_groups, kv_channels=given.kv_channels, ffn_hidden_size=given.ffn_hidden_size,
+        tensor_model_parallel_size=2, use_cpu_initialization=True, params_dtype=torch.float32, hidden_dropout=0.0,
+        attention_dropout=0.0, layernorm_epsilon=given.norm_epsilon, normalization=given.normalization,
+        activation_func=torch.nn.functional.silu, gated_linear_unit=given.swiglu, add_bias_linear=given.add_bias_linear,
+        add_qkv_bias=given.add_qkv_bias, qk_layernorm=given.qk_layernorm, bias_activation_fusion=False,
+        masked_softmax_fusion=False, gradient_accumulation_fusion=False, bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+    )  # fmt: skip
+    spec = get_gpt_layer_local_spec(normalization=given.normalization, qk_layernorm=given.qk_layernorm)
+    return GPTModel(
+        sizes, spec, given.padded_vocab_size, given.max_position_embeddings, parallel_output=False,
+        share_embeddings_and_output_weights=not given.untie_embeddings_and_output_weights,
+        position_embedding_type=given.position_embedding_type, rotary_base=given.rotary_base,
+        rotary_percent=given.rotary_percent, rope_scaling=given.use_rope_scaling,
+        seq_len_interpolation_factor=given.rotary_seq_len_interpolation_factor,
+    )  # fmt: skip
+
+
+def in_megatron_core(written: Path, place: Path, ids: torch.Tensor) -> torch.Tensor:
+    """Called on two ranks: loads our files into megatron-core's model, saves it by its own code, returns its logits."""
+    warnings.simplefilter("ignore")
+    multiprocessing.current_process()._config["daemon"] = False  # megatron-core writes in a process of its own
+    from megatron.core import dist_checkpointing, parallel_state
+
+    parallel_state.initialize_model_parallel(2, 1)
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    state = torch.load(written / "release" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt", weights_only=False)
+    model = core_decoder(state["args"]).eval()
+    missing, unexpected = model.load_state_dict(state["model"], strict=False)
+    assert not unexpected, unexpected
+    assert all("_extra_state" in name for name in missing), missing
+    place.mkdir(exist_ok=True)
+    torch.distributed.barrier()
+    common = {"args": state["args"], "checkpoint_version": 3.0, "iteration": 50}
+    dist_checkpointing.save({**model.sharded_state_dict(prefix=""), **common}, str(place))
+    length = ids.shape[1]
+    positions = torch.arange(length)[None].expand_as(ids)
+    with torch.no_grad():
+        return model(ids, positions, torch.ones(1, 1, length, length).tril() < 0.5)
+
+
+@pytest.mark.parametrize("case", ["llama", "tied", "qwen2", "qwen3"])
+def test_megatron_core_runs_what_is_written_and_its_checkpoints_are_read(case, folders, run_ranks, hashes, tmp_path):
+    import transformers
+
+    split(folders(case), tmp_path / "megatron", 2, style="megatron", names="local")
+    ids = torch.randint(90, (2, 17), generator=torch.Generator().manual_seed(0))
+    logits = run_ranks(2, in_megatron_core, tmp_path / "megatron", tmp_path / "dist", ids, isolated=True)[0]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folders(case), attn_implementation="eager").eval()
+    with torch.no_grad():
+        wanted = model(ids).logits
+    assert wanted.abs().max() > 0.5
+    torch.testing.assert_close(logits[..., : wanted.shape[-1]], wanted, rtol=1e-5, atol=1e-5)
+    merge(tmp_path / "dist", tmp_path / "hf", vocabulary_of(folders(case), tmp_path / "c.json"))
+    assert hashes(tmp_path / "hf") == hashes(folders(case))
