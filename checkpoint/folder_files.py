@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..data.files import checked_file, is_object, read_folder_json
 from ..data.tokenizers.files import TOKENIZER_FILES
-from .json_digest import remove_digest
+from .json_digest import add_digest, remove_digest, write_durably
 
 CONFIG = "config.json"
 STATE = "trainer_state.json"  # of a training checkpoint; it records the digests of all other files
@@ -97,12 +98,29 @@ def check_companions(folder: Path, without: Collection[str] = ()) -> None:
     """
     if not (folder / STATE).exists() and not (folder / STATE).is_symlink():
         return
+    names = read_state_file(folder)["files"]
+    check_recorded(folder, [name for name in names if Path(name).suffix != ".safetensors" and name not in without])
+
+
+def check_recorded(folder: Path, names: Iterable[str]) -> None:
+    """Raises ValueError if one of these files of a training checkpoint has changed, or is not recorded."""
     state = read_state_file(folder)
-    for name in sorted(state["files"]):
-        if Path(name).suffix != ".safetensors" and name not in without:
-            for part in _parts(state, name):
-                for problem in _changed(folder, name, *part):
-                    raise ValueError(f"the checkpoint {folder} is damaged: {problem}")
+    for name in sorted(names):
+        if name not in state["files"]:
+            raise ValueError(f"the checkpoint {folder} is damaged: {STATE} has no digest of {name}")
+        for part in _parts(state, name):
+            for problem in _changed(folder, name, *part):
+                raise ValueError(f"the checkpoint {folder} is damaged: {problem}")
+
+
+def seal(folder: Path, state: Mapping[str, Any]) -> None:
+    """Writes the state of a training checkpoint with the digests and sizes of all files that the folder has."""
+    files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    recorded = {
+        "files": {path.name: file_digest(path) for path in files},
+        "sizes": {path.name: path.stat().st_size for path in files},
+    }
+    write_durably(folder / STATE, json.dumps(add_digest({**state, "version": EVERY_FILE, **recorded}), indent=1))
 
 
 def _parts(state: Mapping[str, Any], name: str) -> list[tuple[Ranges | None, str, int | None]]:

@@ -23,6 +23,7 @@ from .safetensors_header import make_header, read_header
 from .stored_tensor import StoredTensor, index_by_name
 from .tensor_reader import TensorReader, tensor_bytes, torch_dtype
 
+OPTIMIZER = "optimizer"  # stem of the files with an optimizer's state, whose tensors are named KIND/PARAMETER
 CUT_ALIGNMENT = 64  # bytes; at least the largest element
 
 

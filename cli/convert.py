@@ -78,6 +78,8 @@ class WritingRanks(Converting):
     """Of the destination; legacy: mp_rank_XX_model_states.pt files; megatron: Megatron-LM's folders."""
     pp: int = 1
     """Number of pipeline stages, for megatron."""
+    with_optimizer: bool = False
+    """Of a training checkpoint, move the optimizer's state too, so that a run resumes from the result."""
     names: Names | None = None
     """Of the tensors, for megatron: those of Transformer Engine, of megatron-core's local layers, or before
     megatron-core. By default the first that can hold the model."""
@@ -219,6 +221,7 @@ def _options(command: Converting) -> Options:
         workers=command.workers,
         adapter=command.adapter,
         keep_adapter=command.keep_adapter,
+        with_optimizer=getattr(command, "with_optimizer", False),
         dtype=from_torch_name(command.dtype) if command.dtype else None,
         config_file=command.config,
         largest_file=int(largest * 1e9),

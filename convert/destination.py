@@ -11,7 +11,9 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from ..checkpoint.folder_files import seal
 from ..checkpoint.json_digest import sync
 from ..checkpoint.manifest import MANIFEST, Manifest
 from ..checkpoint.new_file import NewFile
@@ -88,11 +90,17 @@ class Destination:
         """Returns the path of a weight file while it is being written."""
         return self.work / f"{name}{PARTIAL}"
 
-    def finish(self, files: Sequence[NewFile], texts: Mapping[str, bytes | Path], manifest: Manifest | None) -> None:
+    def finish(
+        self,
+        files: Sequence[NewFile],
+        texts: Mapping[str, bytes | Path],
+        manifest: Manifest | None,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
         """Flushes all files to the disk and gives them and the folder their final names.
 
         `texts` are small files by name: their contents, or a file to copy. The manifest, or else `config.json`, is
-        written last.
+        written last; of a training checkpoint the `state`, which gets the digests of all files.
         """
         try:
             for file in files:
@@ -110,6 +118,8 @@ class Destination:
                 sync(self.work / name)
             if manifest is not None:
                 manifest.write(self.work)
+            if state is not None:
+                seal(self.work, state)
             sync(self.work)
             shutil.rmtree(self._replaced, ignore_errors=True)
             if self.folder.exists():

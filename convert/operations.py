@@ -13,7 +13,7 @@ from typing import Literal
 from ..checkpoint.checkpoint import EXTRAS, open_checkpoint
 from ..checkpoint.dtypes import torch_name
 from ..checkpoint.file_io import OpenFiles, Writer, hash_stored, open_for_reading
-from ..checkpoint.folder_files import companion_files
+from ..checkpoint.folder_files import companion_files, read_state_file
 from ..checkpoint.manifest import ExtraRecord, Manifest, TensorRecord
 from ..checkpoint.stored_tensor import StoredTensor
 from ..models.common.megatron import Style
@@ -21,7 +21,7 @@ from ..models.mapping import MappedCheckpoint
 from .copying import Digests
 from .destination import Destination
 from .journal import Journal, open_partial
-from .plan import ConversionPlan, plan_conversion, source_state
+from .plan import ConversionPlan, add_optimizer, plan_conversion, source_state
 from .target import LARGEST_FILE, Target, dcp_target, huggingface_target, legacy_target, megatron_target, shards_target
 from .workers import Worker, block_size, run_copies, run_copies_in_processes
 
@@ -43,6 +43,7 @@ class Options:
         largest_file: Bytes of weights in one file of a Hugging Face folder.
         workers: The number of processes that convert, each with one thread; 1 means the threads of this process.
         adapter: A folder of peft with LoRA weights for the model, which are merged.
+        with_optimizer: Also move the optimizer's state of a training checkpoint, so that a run resumes from the result.
         keep_adapter: Keep the adapter beside the weights, in the folder `adapter`, instead of merging it.
     """
 
@@ -55,11 +56,14 @@ class Options:
     workers: int = 1
     adapter: Path | None = None
     keep_adapter: bool = False
+    with_optimizer: bool = False
 
     def check(self) -> None:
         """Raises ValueError for wrong numbers of threads or processes, or options that exclude one another."""
         if self.keep_adapter and self.adapter is None:
             raise ValueError("keep_adapter needs an adapter")
+        if self.with_optimizer and (self.adapter is not None or self.dtype is not None):
+            raise ValueError("with_optimizer moves a run as it is, so it allows neither an adapter nor a dtype")
         for name, count in (("jobs", self.jobs), ("workers", self.workers)):
             if count is not None and not 1 <= count <= MOST_WORKERS:
                 raise ValueError(f"{name} must be from 1 to {MOST_WORKERS}, not {count}")
@@ -147,6 +151,8 @@ def _convert(
         options.adapter,
         keep_adapter=options.keep_adapter,
     )
+    if options.with_optimizer:
+        todo = add_optimizer(todo)
     if options.resume and place.is_complete():
         _check_complete(todo, destination)
         place.tidy()
@@ -203,7 +209,9 @@ def _run(
             report(done, todo.nbytes)
     if source_state(todo.files) != before:
         raise ValueError(f"{source.folder} changed while it was being read; convert it again")
-    place.finish(target.files, texts, _manifest(todo, digests) if target.kind == "shards" else None)
+    # A run that resumes from another number of ranks makes random states of its own.
+    state = {**read_state_file(source.folder), "world_size": 0} if todo.optimizer else None
+    place.finish(target.files, texts, _manifest(todo, digests) if target.kind == "shards" else None, state)
     return Outcome(len(todo.copies), todo.nbytes, kept_bytes)
 
 
@@ -268,7 +276,8 @@ def _check_complete(todo: ConversionPlan, destination: Path) -> None:
     """Raises ValueError if the headers of the existing destination differ from what the plan would write."""
     found = open_checkpoint(destination, destination)
     there = {_where(tensor) for rank in (*found.ranks, found.extras) for tensor in rank.values()}
-    if there != {_where(tensor) for tensor in todo.target.layout.tensors()}:
+    missing = [file.name for file in todo.target.files if not (destination / file.name).exists()]
+    if missing or there != {_where(tensor) for tensor in todo.target.layout.tensors()}:
         raise ValueError(f"{destination} is the result of another conversion; replace it with --overwrite")
 
 

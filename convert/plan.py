@@ -13,7 +13,11 @@ from typing import Any
 
 from ..checkpoint.checkpoint import open_checkpoint
 from ..checkpoint.file_io import OpenFiles, open_for_reading
-from ..checkpoint.layout import CheckpointLayout, ParameterSpec, check_no_overlap, place_whole
+from ..checkpoint.folder_files import STATE, check_recorded
+from ..checkpoint.layout import CheckpointLayout, ParameterSpec, check_no_overlap, place_by_rank, place_whole
+from ..checkpoint.new_file import NewFile, new_safetensors_file
+from ..checkpoint.rank_files import OPTIMIZER, open_rank_files, rank_file
+from ..checkpoint.stored_tensor import StoredTensor
 from ..models.lora import StoredAdapter, open_adapter
 from ..models.mapping import MappedCheckpoint, map_checkpoint
 from .copying import Copy
@@ -24,18 +28,19 @@ from .target import Target, huggingface_target, shards_target
 class ConversionPlan:
     """A checked conversion, with a copy for each parameter and extra tensor, in the order of the source's bytes.
 
-    `adapter` is peft's, whose weights are merged or kept.
+    `adapter` is peft's, whose weights are merged or kept; `optimizer` has the files of the optimizer's state.
     """
 
     mapped: MappedCheckpoint
     target: Target
     copies: tuple[Copy, ...]
     adapter: StoredAdapter | None = None
+    optimizer: tuple[Path, ...] = ()
 
     @property
     def files(self) -> list[Path]:
         """The files to read."""
-        return [*self.mapped.checkpoint.files, *(self.adapter.files if self.adapter else ())]
+        return [*self.mapped.checkpoint.files, *(self.adapter.files if self.adapter else ()), *self.optimizer]
 
     @property
     def nbytes(self) -> int:
@@ -76,6 +81,53 @@ def plan_conversion(
             for copy in copies
         )
     return ConversionPlan(mapped, target, copies, opened)
+
+
+def add_optimizer(plan: ConversionPlan) -> ConversionPlan:
+    """Returns a plan for shards that also moves the optimizer's state of a training checkpoint.
+
+    A tensor with as many dimensions as its parameter is split like it; others, such as step counts, are the same on all
+    ranks. Raises ValueError if the source has no such state, or its files are damaged.
+    """
+    checkpoint, size = plan.mapped.checkpoint, plan.target.size
+    if plan.target.kind != "shards":
+        raise ValueError(
+            "an optimizer's state can be written beside shards of shardzoo only; leave out --with-optimizer"
+        )
+    stored = open_rank_files(checkpoint.folder, OPTIMIZER)
+    if len(stored) != len(checkpoint.ranks) or not (checkpoint.folder / STATE).exists():
+        raise ValueError(
+            f"{checkpoint.folder} is a {checkpoint.description} with {len(stored)} files of an optimizer's state, but "
+            "moving it needs a training checkpoint with one for each rank; leave out --with-optimizer"
+        )
+    specs = {name: _state_spec(plan.mapped.model.parameters, tensor) for name, tensor in stored[0].items()}
+    for rank, tensors in enumerate(stored):
+        if differing := sorted(tensors.keys() ^ specs.keys()):
+            raise ValueError(f"tensor {differing[0]} is not in the optimizer's files of all ranks")
+        for name, spec in specs.items():
+            if tensors[name].shape != spec.local_shape(rank, len(stored)):
+                raise ValueError(f"{tensors[name]} has shape {list(tensors[name].shape)}, which does not fit {name}")
+    files: dict[str, NewFile] = {}
+    for rank in range(size):
+        shapes = {name: (stored[0][name].dtype, spec.local_shape(rank, size)) for name, spec in specs.items()}
+        path = rank_file(Path(), OPTIMIZER, rank).name
+        files[path] = new_safetensors_file(path, shapes)
+    goals = place_by_rank(specs, [file.tensors for file in files.values()])
+    copies = tuple(Copy(name, place, goals[name]) for name, place in place_by_rank(specs, stored).items())
+    read = tuple(dict.fromkeys(tensor.file for tensors in stored for tensor in tensors.values()))
+    check_recorded(checkpoint.folder, [path.name for path in read])
+    target = replace(plan.target, files=(*plan.target.files, *files.values()))
+    return replace(plan, target=target, copies=(*plan.copies, *copies), optimizer=read)
+
+
+def _state_spec(parameters: Mapping[str, ParameterSpec], tensor: StoredTensor) -> ParameterSpec:
+    """Returns the whole shape and the split of a tensor of an optimizer's state."""
+    parameter = parameters.get(tensor.name.partition("/")[2])
+    if parameter is None:
+        raise ValueError(f"{tensor} belongs to no parameter of the model")
+    if len(tensor.shape) == len(parameter.shape) > 0:
+        return replace(parameter, name=tensor.name)
+    return ParameterSpec(tensor.name, tensor.shape, None)
 
 
 def compose(source: CheckpointLayout, target: CheckpointLayout) -> tuple[Copy, ...]:

@@ -1,4 +1,7 @@
-"""Conversions that are killed at random moments and resumed."""
+"""Conversions that are killed at random moments and resumed.
+
+`SHARDZOO_KILLS=50` kills each kind of conversion so often, and kinds that a test of every day leaves out.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,19 @@ from shardzoo.convert.operations import Options, merge, split
 from shardzoo.convert.plan import plan_conversion
 from shardzoo.convert.target import huggingface_target, shards_target
 
-ATTEMPTS = 9  # of each kind, killed one, two or three times before they are resumed: 54 kills in all
+KILLS = int(os.environ.get("SHARDZOO_KILLS", "0"))
+KINDS = ["split", "reshard", "merge", *(["legacy", "megatron", "from megatron", "dcp", "from dcp"] if KILLS else [])]
+ATTEMPTS = -(-KILLS // 2) or 3  # of each kind, killed one, two or three times in turn before they are resumed
 
 
 def convert(kind: str, source: Path, destination: Path, resume: bool) -> None:
     """Runs in a process of its own, in small blocks, so that there is something to interrupt."""
     workers.MEMORY = 1 << 20
     options = Options(resume=resume, jobs=2, largest_file=500_000)
-    if kind == "merge":
-        merge(source, destination, options)
+    if kind in ("merge", "dcp") or kind.startswith("from"):
+        merge(source, destination, options, style="dcp" if kind == "dcp" else "hf")
     else:
-        split(source, destination, 4, options, style="legacy" if kind == "legacy" else "shardzoo")
+        split(source, destination, 4, options, style=kind if kind in ("legacy", "megatron") else "shardzoo")
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +50,13 @@ def model(zoo, tmp_path_factory) -> Path:
     return zoo.make(folder, "gpt2", heads=8, head_size=16, feed_forward=512, layers=8, vocabulary=3000)
 
 
-@pytest.mark.parametrize("kind", ["split", "reshard", "merge"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_killed_at_random_moments(kind, server, model, tmp_path, file_tree):
     source = model
-    if kind != "split":
-        source = tmp_path / "two"
-        split(model, source, 2)
+    if kind == "from dcp":
+        merge(model, source := tmp_path / "two", style="dcp")
+    elif kind in ("reshard", "merge", "from megatron"):
+        split(model, source := tmp_path / "two", 2, style="megatron" if kind == "from megatron" else "shardzoo")
     reference = tmp_path / "reference"
     convert(kind, source, reference, resume=False)
     wanted, before = file_tree(reference), file_tree(source)
@@ -100,9 +106,8 @@ def wait_for(chosen: random.Random, process, journal: Path, lines: int) -> None:
 
 def wanted_copies(source: Path, kind: str) -> tuple:
     """The copies of the conversion, each of which is a line of the journal."""
-    return plan_conversion(
-        source, huggingface_target if kind == "merge" else lambda mapped: shards_target(mapped, 4)
-    ).copies
+    merged = kind in ("merge", "dcp") or kind.startswith("from")
+    return plan_conversion(source, huggingface_target if merged else lambda mapped: shards_target(mapped, 4)).copies
 
 
 def assert_nothing_incomplete_loads(destination: Path, wanted: dict, file_tree) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...checkpoint.checkpoint import open_checkpoint
 from ...checkpoint.manifest import Manifest, TensorRecord
-from ...checkpoint.rank_files import ShardedReader, TensorPart, open_rank_files, rank_file
+from ...checkpoint.rank_files import OPTIMIZER, ShardedReader, TensorPart, open_rank_files, rank_file
 from ...checkpoint.safetensors_header import read_header
 from ...checkpoint.stored_tensor import index_by_name
 from ...checkpoint.tensor_reader import TensorReader
@@ -35,7 +35,6 @@ from ..engines.state import persistent_buffers
 from ..launch.ranks import Ranks, on_first_rank
 
 WEIGHTS = "rank"
-OPTIMIZER = "optimizer"
 MODEL_FILE = "model.safetensors"
 BASE_FILE = "adapter_base.json"  # the digest of the model that the LoRA weights in a checkpoint belong to
 

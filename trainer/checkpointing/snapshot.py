@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from ...checkpoint.folder_files import EVERY_FILE, STATE, file_digest, read_state_file
 from ...checkpoint.json_digest import add_digest, sync, write_durably
-from ...checkpoint.rank_files import FileShare, TensorPart, rank_file, share_of_file, write_share
+from ...checkpoint.rank_files import OPTIMIZER, FileShare, TensorPart, rank_file, share_of_file, write_share
 from ...checkpoint.tensor_reader import tensor_bytes
 from ..engines.engine import Engine
 from ..engines.state import model_tensors, persistent_buffers
 from ..launch.ranks import Ranks
 from .extra_files import ExtraFiles
-from .model_files import OPTIMIZER, ModelFiles, Tensors, model_files
+from .model_files import ModelFiles, Tensors, model_files
 from .random_state import random_state_tensors
 from .staging_buffers import StagingBuffers
 
