@@ -1,10 +1,10 @@
 """Converts checkpoints of random bytes, checks that nothing is lost, and measures time and memory.
 
-    python benchmarks/convert.py --folder /somewhere/with/space [--sizes 24x1024] [--families glm gpt2]
+    python benchmarks/convert.py --folder /somewhere/with/space [--sizes 24x1024] [--families glm gpt2 llama]
 
 For each size it runs `cp` and `sha256sum` on the same bytes, then split, reshard and merge, each in a separate process,
-and repeats this `--repeat` times. Memory is the peak resident memory (VmHWM) above that of `import torch`. No figure is
-printed for a conversion whose result is wrong.
+and repeats this `--repeat` times. `--formats` also writes and reads Megatron-LM's and DCP's folders. Memory is the peak
+resident memory (VmHWM) above that of `import torch`. No figure is printed for a conversion whose result is wrong.
 """
 
 from __future__ import annotations
@@ -119,6 +119,35 @@ def gpt2_shapes(layers: int, hidden: int = 1024, positions: int = 1024, vocabula
     return config, shapes
 
 
+def llama_shapes(layers: int, hidden: int = 1024, positions: int = 4096, vocabulary: int = 32000) -> tuple[dict, dict]:
+    """Returns the config.json and the tensors' shapes of a Llama with four query heads for each key-value head."""
+    inner, narrow = 11 * hidden // 4, hidden // 4
+    shapes = {"model.embed_tokens.weight": (vocabulary, hidden)}
+    for i in range(layers):
+        at = f"model.layers.{i}."
+        shapes |= {f"{at}{norm}.weight": (hidden,) for norm in ("input_layernorm", "post_attention_layernorm")}
+        shapes |= {f"{at}self_attn.{x}_proj.weight": (hidden, hidden) for x in "qo"}
+        shapes |= {f"{at}self_attn.{x}_proj.weight": (narrow, hidden) for x in "kv"}
+        shapes |= {f"{at}mlp.{x}_proj.weight": (inner, hidden) for x in ("gate", "up")}
+        shapes[f"{at}mlp.down_proj.weight"] = (hidden, inner)
+    shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
+    config = {
+        "model_type": "llama",
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 256,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": False,
+    }
+    return config, shapes
+
+
+FAMILIES = {"glm": glm_shapes, "gpt2": gpt2_shapes, "llama": llama_shapes}
+
+
 def write_checkpoint(folder: Path, config: dict, shapes: dict) -> int:
     """Writes a Hugging Face folder with random bytes as weights and returns their number."""
     folder.mkdir(parents=True)
@@ -141,9 +170,9 @@ def tensor_hashes(path: str) -> dict[str, str]:
         return {name: hashlib.sha256(file.get_tensor(name)).hexdigest() for name in file.keys()}  # noqa: SIM118
 
 
-def run(family: str, size: str, root: Path, repeat: int) -> None:
+def run(family: str, size: str, root: Path, repeat: int, formats: bool) -> None:
     layers, hidden = map(int, size.split("x"))
-    config, shapes = {"glm": glm_shapes, "gpt2": gpt2_shapes}[family](layers, hidden)
+    config, shapes = FAMILIES[family](layers, hidden)
     source = root / "source"
     nbytes = write_checkpoint(source, config, shapes)
     weights = str(source / "model.safetensors")
@@ -159,9 +188,17 @@ def run(family: str, size: str, root: Path, repeat: int) -> None:
             "reshard, 2 to 4": ("reshard", root / "two", root / "four", "--tp", "4"),
             "merge, 4 ranks": ("merge", root / "four", root / "merged", "--max-file-gb", "1000"),
         }
+        if formats and family != "glm":
+            steps |= {
+                "to Megatron-LM, 2 x 2": ("split", source, root / "megatron", "--to", "megatron", "--tp", 2, "--pp", 2),
+                "from Megatron-LM": ("merge", root / "megatron", root / "of-megatron", "--max-file-gb", "1000"),
+                "to DCP": ("merge", source, root / "dcp", "--to", "dcp"),
+                "from DCP": ("merge", root / "dcp", root / "of-dcp", "--max-file-gb", "1000"),
+            }
         results = {name: convert(*map(str, step)) for name, step in steps.items()}
-        if tensor_hashes(str(root / "merged" / "model.safetensors")) != digests:
-            raise SystemExit(f"{family}: the merged file differs from the one that was split")
+        for path in (*root.glob("merged/model.safetensors"), *root.glob("of-*/model.safetensors")):
+            if tensor_hashes(str(path)) != digests:
+                raise SystemExit(f"{family}: {path} differs from the file that was split")
         base = copied + hashed
         print(f"  cp {copied:.2f} s + sha256sum {hashed:.2f} s = {base:.2f} s, {copying + hashing:.2f} s of CPU")
         for name, (seconds, cpu, peak) in results.items():
@@ -169,15 +206,16 @@ def run(family: str, size: str, root: Path, repeat: int) -> None:
             print(
                 f"  {name}: {seconds:.2f} s, {seconds / base:.2f} x; {cpu:.2f} s of CPU; {memory:.0f} MiB above torch"
             )
-        for folder in ("two", "four", "merged"):
-            rmtree(root / folder)
+        for folder in root.iterdir():
+            if folder != source:
+                rmtree(folder)
     rmtree(source)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="where to work, in a new folder that is removed")
-    parser.add_argument("--families", nargs="+", default=["glm", "gpt2"], choices=["glm", "gpt2"])
+    parser.add_argument("--families", nargs="+", default=["glm", "gpt2"], choices=list(FAMILIES))
     parser.add_argument(
         "--sizes",
         nargs="+",
@@ -185,13 +223,14 @@ def main() -> None:
         help="layers x hidden size; by default 1.4 GB, and more than four times that in more tensors or larger ones",
     )
     parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--formats", action="store_true", help="Megatron-LM's and DCP's folders too")
     arguments = parser.parse_args()
     root = arguments.folder / "convert-benchmark"
     root.mkdir(parents=True)
     try:
         for size in arguments.sizes:
             for family in arguments.families:
-                run(family, size, root, arguments.repeat)
+                run(family, size, root, arguments.repeat, arguments.formats)
     finally:
         rmtree(root)
 

@@ -64,9 +64,14 @@ def save_pretrained(model: Any, save_directory: str | Path, *, max_shard_size: i
     names = StoredNames(native.new_names(), {})
     files, texts = weight_files(stored_shapes(native, names, _dtypes(model), {}), _bytes(max_shard_size))
     work = folder / ".weights.partial"
-    _together(mesh, lambda: _begin(folder, work, files) if _is_first(mesh) else None)
-    _together(mesh, lambda: _write_parts(model, native, files, work))
-    _together(mesh, lambda: _finish(model, folder, work, files, texts) if _is_first(mesh) else None)
+    try:
+        _together(mesh, lambda: _begin(folder, work, files) if _is_first(mesh) else None)
+        _together(mesh, lambda: _write_parts(model, native, files, work))
+        _together(mesh, lambda: _finish(model, folder, work, files, texts) if _is_first(mesh) else None)
+    except ValueError:
+        if _is_first(mesh):
+            shutil.rmtree(work, ignore_errors=True)
+        raise
 
 
 def push_to_hub(
@@ -96,8 +101,12 @@ def push_to_hub(
     """
     mesh = cast("ParallelMesh | None", model.mesh)
     made: list[str | None] = [None]
-    if _is_first(mesh):
-        made[0] = tempfile.mkdtemp(prefix="push-", dir=working_directory)
+
+    def make() -> None:
+        if _is_first(mesh):
+            made[0] = tempfile.mkdtemp(prefix="push-", dir=working_directory)
+
+    _together(mesh, make)
     if mesh is not None and mesh.world_size > 1:
         cast(Any, dist).broadcast_object_list(made, src=0)
     folder = Path(cast(str, made[0]))

@@ -129,6 +129,7 @@ def test_a_rank_that_fails_fails_all_and_nothing_loads(run_mesh, folders, tmp_pa
     found = run_mesh(2, save_where_others_fail, folders("llama"), tmp_path / "saved", isolated=True)
     assert found[0] == "another rank could not write its part of the model"
     assert "No space left on device" in found[1]
+    assert not list((tmp_path / "saved").iterdir())
     with pytest.raises(ValueError, match=r"config\.json|no |not "):
         from_pretrained(tmp_path / "saved")
     save(None, folders("llama"), tmp_path / "saved")
@@ -157,3 +158,17 @@ def test_shards_are_not_mixed_with_it(name, folders, tmp_path):
     with pytest.raises(ValueError, match=f"holds shards or a training checkpoint \\({name}\\)"):
         save(None, folders("bert"), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def push_nowhere(mesh: Any, source: Path, folder: Path) -> str:
+    try:
+        from_pretrained(source, mesh).push_to_hub("me/tiny", working_directory=folder / "missing")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_push_without_its_working_directory_fails_on_every_rank(run_mesh, folders, tmp_path):
+    found = run_mesh(2, push_nowhere, folders("bert"), tmp_path)
+    assert "No such file or directory" in found[0]
+    assert found[1] == "another rank could not write its part of the model"
