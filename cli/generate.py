@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from ..checkpoint.hub import find_model
+from ..checkpoint.hub import TEXTS, find_model
 from ..data.tokenizers.glm_tokens import GLMVocabulary
 from ..generation.settings import GenerationSettings
 from .arguments import parse, read_yaml
@@ -32,9 +32,9 @@ class GenerateArguments(GenerationSettings):
     model: str = ""
     """A Hugging Face folder or a shardzoo folder, with its tokenizer, or org/name[@revision] on the Hub."""
     adapter: Path | None = None
-    """A folder of peft with LoRA weights for the model, which are merged into it."""
+    """A folder of peft with LoRA weights for the model, or its name on the Hub. They are merged into the model."""
     tokenizer: Path | None = None
-    """A folder with the tokenizer that the model was trained with; by default the model's."""
+    """A folder with the tokenizer that the model was trained with, or a name on the Hub; by default the model's."""
     prompt: tuple[str, ...] = ()
     """Prompts."""
     file: Path | None = None
@@ -97,6 +97,10 @@ def start(argv: Sequence[str] | None, launch: RankInfo, quiet: bool) -> int:
     arguments = replace(arguments, model=str(find_model(arguments.model, "--model")))
     if not Path(arguments.model).is_dir():
         raise ValueError(f"--model: {arguments.model} is not a folder, nor a name on the Hub: org/name[@revision]")
+    if arguments.adapter is not None:
+        arguments = replace(arguments, adapter=find_model(arguments.adapter, "--adapter"))
+    if arguments.tokenizer is not None:
+        arguments = replace(arguments, tokenizer=find_model(arguments.tokenizer, "--tokenizer", TEXTS))
     if arguments.adapter is not None and not (arguments.adapter / "adapter_config.json").is_file():
         raise ValueError(f"--adapter: {arguments.adapter} holds no adapter: it has no adapter_config.json")
     if arguments.prompt and arguments.file:

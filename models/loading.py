@@ -58,7 +58,8 @@ def from_pretrained(
         new: Modules whose parameters are initialized from `seed`, even if the folder has values for them. For example,
             `("classifier",)` with a `config` of that architecture adds a classifier to a language model.
         seed: Determines the parameters of the new modules.
-        adapter: A folder of peft with LoRA weights for this model; `models.lora.merge_lora` merges them.
+        adapter: A folder of peft with LoRA weights for this model, or its name on the Hub;
+            `models.lora.merge_lora` merges them.
 
     Raises:
         ValueError: A file is damaged, or a tensor is missing, is unknown to the model, or has a wrong shape or digest.
@@ -97,7 +98,7 @@ def check_pretrained(folder: Path) -> None:
 
 def _adapted(model: nn.Module, adapter: str | Path | None) -> nn.Module:
     if adapter is not None:
-        load_adapter(model, adapter)
+        load_adapter(model, find_model(adapter, "adapter"))
     return model
 
 

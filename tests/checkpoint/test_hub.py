@@ -17,6 +17,9 @@ from typing import Any
 import pytest
 from tiny_models import save_model
 
+from shardzoo.models import from_pretrained
+from shardzoo.models.lora import add_lora, lora_config
+
 MAIN, OLD = "1" * 40, "2" * 40
 REVISIONS = {"main": MAIN, "v1": OLD, MAIN: MAIN, OLD: OLD}
 
@@ -310,3 +313,23 @@ def test_a_push_that_is_refused(hub, tmp_path, run_mesh):
         "`hf auth login` with a token that can write"
     )
     assert hub.files[MAIN] == before
+
+
+def test_an_adapter_and_a_tokenizer_by_name(hub, tmp_path):
+    model: Any = from_pretrained(tmp_path / "source-1")
+    add_lora(model, lora_config(r=2, target_modules=["c_attn"]))
+    model.get_parameter("blocks.0.attention.qkv.adapter.c_attn.lora_B").data.fill_(0.5)
+    model.save_pretrained(tmp_path / "lora")
+    hub.files[OLD] = {path.name: path.read_bytes() for path in (tmp_path / "lora").iterdir()}
+    for name, folder in (("lora", "merged"), ("me/tiny@v1", "merged-by-name")):
+        done = shardzoo(hub, tmp_path, "convert", "merge", "source-1", folder, "--adapter", name)
+        assert done.returncode == 0, done.stderr
+    stored = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in ("merged", "merged-by-name")]
+    assert stored[0] == stored[1] != (tmp_path / "source-1" / "model.safetensors").read_bytes()
+    words = ["generate", "--model", "source-1", "--prompt", "one two", "--max-new-tokens", "5", "--tokenizer"]
+    mine, theirs = (
+        shardzoo(hub, tmp_path, *words, *more)
+        for more in (("source-1", "--adapter", "lora"), ("me/tiny", "--adapter", "me/tiny@v1"))
+    )
+    assert mine.returncode == theirs.returncode == 0, theirs.stderr
+    assert mine.stdout == theirs.stdout

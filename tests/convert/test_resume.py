@@ -22,7 +22,9 @@ from shardzoo.convert.target import huggingface_target, shards_target
 
 KILLS = int(os.environ.get("SHARDZOO_KILLS", "0"))
 KINDS = ["split", "reshard", "merge", *(["legacy", "megatron", "from megatron", "dcp", "from dcp"] if KILLS else [])]
-ATTEMPTS = -(-KILLS // 2) or 3  # of each kind, killed one, two or three times in turn before they are resumed
+ATTEMPTS = (
+    KILLS // 2 + 1 if KILLS else 3
+)  # of each kind, killed one, two or three times in turn before they are resumed
 
 
 def convert(kind: str, source: Path, destination: Path, resume: bool) -> None:
