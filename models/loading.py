@@ -58,8 +58,7 @@ def from_pretrained(
         new: Modules whose parameters are initialized from `seed`, even if the folder has values for them. For example,
             `("classifier",)` with a `config` of that architecture adds a classifier to a language model.
         seed: Determines the parameters of the new modules.
-        adapter: A folder of peft with LoRA weights for this model, or its name on the Hub;
-            `models.lora.merge_lora` merges them.
+        adapter: peft's LoRA weights, a folder or a name on the Hub; `models.lora.merge_lora` merges them.
 
     Raises:
         ValueError: A file is damaged, or a tensor is missing, is unknown to the model, or has a wrong shape or digest.
