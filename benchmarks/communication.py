@@ -4,7 +4,8 @@
 
 The first table has each collective of `shardzoo.mpu.collectives` over ranks on this machine, by size, in turns. Every
 result is compared with the exact one first. `--steps` times training steps of a T5 and a BERT in one process with two
-threads, and over two ranks with one thread each, through shared memory and through gloo; their losses must agree.
+threads, and over two ranks with one thread each, through shared memory, through gloo, and with DeepSpeed's AutoTP over
+transformers' model; their losses must agree.
 `--kills` kills a rank in the middle of collectives that many times: the other must end by itself, and nothing may stay
 in /dev/shm.
 """
@@ -15,17 +16,20 @@ import os
 import signal
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+import transformers
 import tyro
 from rich.console import Console
 from rich.progress import track
@@ -72,7 +76,12 @@ def run(size: int, function: Callable[..., None], *args: object) -> None:
 
 def join(rank: int, size: int, port: int, function: Callable[..., None], args: tuple[object, ...]) -> None:
     os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size)
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(size),
     )
     torch.set_num_threads(1)
     function(ParallelMesh(size), *args)
@@ -90,6 +99,8 @@ class Route:
 
 
 ROUTES = ("gloo", "shared memory")
+VARIANTS = ("one process", "TP=2, gloo", "TP=2, shared memory", "TP=2, DeepSpeed's AutoTP")
+Step = Callable[[], float]
 
 
 def measure_collectives(mesh: ParallelMesh, rounds: int) -> None:
@@ -137,47 +148,59 @@ def check(kind: str, own: torch.Tensor, result: torch.Tensor, mesh: ParallelMesh
 
 
 def measure_steps(mesh: ParallelMesh, rounds: int) -> None:
-    table = Table(title="a training step, fp32, AdamW: median seconds", title_justify="left")
-    for column in ("model", "one process", *(f"TP=2, {name}" for name in ROUTES)):
+    table = Table(title="a training step, fp32, fused AdamW, no dropout: median seconds", title_justify="left")
+    for column in ("model", *VARIANTS):
         table.add_column(column, justify="left" if column == "model" else "right")
     for title, (preset, changes, *shape) in MODELS.items():
-        config = replace(find_config(preset), **changes)
-        seconds = time_steps(mesh, config, shape, rounds)
+        seconds = time_steps(mesh, find_config(preset).to_dict() | changes, shape, rounds)
         if mesh.tp_rank == 0:
-            one = seconds["one process"]
-            table.add_row(
-                title, f"{one:.3f}", *(f"{seconds[name]:.3f} ({seconds[name] / one:.2f} ×)" for name in ROUTES)
-            )
+            table.add_row(title, *(f"{value:.3f} ({value / seconds[VARIANTS[0]]:.2f} ×)" for value in seconds.values()))
     if mesh.tp_rank == 0:
         Console().print(table)
 
 
-def time_steps(mesh: ParallelMesh, config: object, shape: list[int], rounds: int) -> dict[str, list[float]]:
+def time_steps(mesh: ParallelMesh, config: dict, shape: list[int], rounds: int) -> dict[str, float]:
+    """Checks that the variants have equal losses and returns their median seconds; on other ranks than 0 partly."""
     batch_size, length, targets = shape
-    ids = torch.randint(5, config.vocab_size, (batch_size, length), generator=torch.Generator().manual_seed(0))
-    batch = {"input_ids": ids, "labels": ids[:, :targets] if targets else ids}
-    split = make_step(shardzoo.from_config(config, mesh), batch)
-    whole = make_step(shardzoo.from_config(config), batch) if mesh.tp_rank == 0 else None
-    seconds: dict[str, list[float]] = {name: [] for name in ("one process", *ROUTES)}
+    ids = torch.randint(5, config["vocab_size"], (batch_size, length), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids[:, : targets or length].contiguous()}
+    steps = make_steps(mesh, make_reference(config), batch)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
     losses = {}
     for turn in range(rounds + 1):  # the first is not counted
-        for name in seconds:
+        for name, step in steps.items():
             dist.barrier()
-            Route.choose(name if name in ROUTES else "gloo")
-            alone = name == "one process"
-            torch.set_num_threads(2 if alone else 1)
-            if alone and whole is None:
-                continue
+            Route.choose("gloo" if "gloo" in name else "shared memory")
+            torch.set_num_threads(mesh.tp_size if name == "one process" else 1)
             start = time.perf_counter()
-            losses[name] = (whole if alone else split)()
+            losses[name] = step()
             if turn:
                 seconds[name].append(time.perf_counter() - start)
     if mesh.tp_rank == 0 and max(losses.values()) > min(losses.values()) * (1 + 1e-5):
         raise RuntimeError(f"losses differ: {losses}")
-    return {name: statistics.median(values) if values else 0.0 for name, values in seconds.items()}
+    return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def make_step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Callable[[], float]:
+def make_reference(config: dict) -> transformers.PreTrainedModel:
+    dropouts = {name: 0.0 for name in config if "dropout" in name}
+    config = transformers.AutoConfig.for_model(**config | dropouts)
+    kinds = transformers.AutoModelForSeq2SeqLM, transformers.AutoModelForMaskedLM
+    torch.manual_seed(0)
+    return kinds[not config.is_encoder_decoder].from_config(config)
+
+
+def make_steps(mesh: ParallelMesh, reference: transformers.PreTrainedModel, batch: dict) -> dict[str, Step]:
+    with tempfile.TemporaryDirectory() as folder:
+        reference.save_pretrained(folder)  # under torch.distributed only the first rank writes
+        folders = [folder]
+        dist.broadcast_object_list(folders)
+        split = plain_step(shardzoo.from_pretrained(folders[0], mesh), batch)
+        whole = plain_step(shardzoo.from_pretrained(folder), batch) if mesh.tp_rank == 0 else lambda: 0.0
+        dist.barrier()
+    return dict(zip(VARIANTS, (whole, split, split, autotp_step(reference, mesh.tp_size, batch)), strict=True))
+
+
+def plain_step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Step:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
 
     def step() -> float:
@@ -186,6 +209,30 @@ def make_step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Callabl
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step
+
+
+def autotp_step(model: torch.nn.Module, size: int, batch: dict[str, torch.Tensor]) -> Step:
+    """Returns a step of DeepSpeed's AutoTP, which splits transformers' model and has its own shared-memory sum."""
+    import deepspeed
+
+    model = deepspeed.tp_model_init(model, tp_size=size, dtype=torch.float32)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=0.0, fused=True),
+        config={
+            "train_micro_batch_size_per_gpu": len(batch["input_ids"]),
+            "tensor_parallel": {"autotp_size": size},
+            "zero_optimization": {"stage": 0},
+        },
+    )
+
+    def step() -> float:
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
         return loss.item()
 
     return step

@@ -42,12 +42,13 @@ class Ranks:
         return total.tolist()
 
     def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-        """Returns the values of all processes, by rank. See `to_json` for the possible values."""
+        """Returns the values of the processes of a group, by default of all, by rank. See `to_json` for the values."""
         if self.world_size == 1:
             return [value]
         device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
         own = torch.tensor(bytearray(to_json(value)), dtype=torch.uint8, device=device)
-        sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(self.world_size)]
+        size = dist.get_world_size(group)
+        sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(size)]
         dist.all_gather(sizes, torch.tensor([len(own)], device=device), group=group)
         longest = max(int(size) for size in sizes)
         texts = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in sizes]
