@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup pretrain test parity lint format clean
+.PHONY: setup pretrain test test-all parity lint format clean
 
 setup: $(VENV)/.complete
 
@@ -25,6 +25,10 @@ pretrain: setup
 
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# Every case of the tests, where `make test` visits a part: before a release.
+test-all: export SHARDZOO_TESTS = all
+test-all: test
 
 # The whole matrix of architectures against transformers, as the table of docs/models.md.
 parity: setup

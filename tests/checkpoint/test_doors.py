@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_doors import COMMANDS, MOST_GROWTH, MOST_SECONDS, Visitor
+from every_case import EVERY_CASE
 from safetensors.torch import load_file, save_file
 from stored_models import Zoo, header_of, rewrite_header
 
@@ -565,7 +566,7 @@ HOSTILE: dict[str, Case] = {
 }  # fmt: skip
 
 
-# Every day, a command visits some folders; with SHARDZOO_HOSTILE=1 all commands visit all.
+# Every day, a command visits some folders; with `make test-all` all commands visit all.
 COMMANDS_BY_CASE = {name: (list(COMMANDS)[number % 3],) for number, name in enumerate(list(HOSTILE)[::9])}
 
 
@@ -611,7 +612,7 @@ def test_odd_folders_are_accepted_with_the_same_tensors(name, visitor, prepared,
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_folders_are_refused(name, visitor, prepared, bases):
-    commands = tuple(COMMANDS) if os.environ.get("SHARDZOO_HOSTILE") else COMMANDS_BY_CASE.get(name, ())
+    commands = tuple(COMMANDS) if EVERY_CASE else COMMANDS_BY_CASE.get(name, ())
     found = visits(visitor, prepared(HOSTILE[name]), HOSTILE[name][2] + commands, bases["shards"])
     assert [door for door, visit in found.items() if visit.accepted] == []
     assert not Path("/tmp/shardzoo-was-here").exists()

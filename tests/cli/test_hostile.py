@@ -1,6 +1,6 @@
 """Hostile and damaged inputs at the commands: each ends in one line on stderr and exit code 2, quickly.
 
-`SHARDZOO_HOSTILE=1` visits all commands with all files; every day a part of them.
+`make test-all` visits all commands with all files; every day a part of them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from every_case import EVERY_CASE
 from safetensors.torch import save_file
 
 from shardzoo.cli.main import main
@@ -85,7 +86,7 @@ COMMANDS = {
     "generate": ["generate", "--model", "none", "--prompt", "x"],
 }
 EVERY_DAY = {"pretrain": FILES, "finetune": list(FILES)[::7], "generate": list(FILES)[3::7]}
-CASES = [(c, name) for c in COMMANDS for name in (FILES if os.environ.get("SHARDZOO_HOSTILE") else EVERY_DAY[c])]
+CASES = [(c, name) for c in COMMANDS for name in (FILES if EVERY_CASE else EVERY_DAY[c])]
 
 HOSTFILES = {
     "option of ssh": b"-oProxyCommand=touch${IFS}owned slots=1\n",

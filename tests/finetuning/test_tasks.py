@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from every_case import EVERY_CASE
 from tiny_models import hf_model, save_glm, save_model, text, tokenizer_like
 
 from shardzoo import finetuning as t2t
@@ -122,7 +123,7 @@ def test_a_task_is_learned_as_by_transformers(architecture, kind, changes, argum
     assert split == pytest.approx(theirs, rel=1e-3)
 
 
-STAGED = CASES if os.environ.get("SHARDZOO_PIPELINES") == "all" else [CASES[0], CASES[6]]
+STAGED = CASES if EVERY_CASE else [CASES[0], CASES[6]]
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])

@@ -140,6 +140,24 @@ def test_a_rank_that_cannot_end_is_no_hang(start):
     assert "KeyError: 'the end of rank 0'" in messages
 
 
+def test_an_error_is_heard_while_the_rank_is_sampled(tmp_path):
+    """Both write files of the same rank, at the same time."""
+    script = f"""
+import os
+from pathlib import Path
+from shardzoo.trainer.launch import heartbeat, rank_process
+
+os.environ[heartbeat.PULSE] = "{tmp_path}/rank_0.pulse:0"
+heartbeat.sample_for_launcher()
+path = Path("{tmp_path}/rank_0.json")
+for number in range(300):
+    assert rank_process.write(path, KeyError(number))
+    assert rank_process.read(path).traceback == f"KeyError: {{number}}\\n"
+"""
+    result = subprocess.run([sys.executable, "-c", script], env=user_environment(), capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
 def test_the_first_exit_code_comes_back(start):
     code, _, messages = finish(start("exit"))
     assert code == 7

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from functools import partial
 from itertools import accumulate
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from every_case import EVERY_CASE
 from tiny_models import tiny
 from training import losses, on_ranks, run_training
 
@@ -27,7 +27,7 @@ FAMILIES = {
 }
 MORE = ("mistral", "qwen2", "qwen3", "glm4", "distilbert", "bart", "mbart", "m2m_100")
 STEPS = 20
-# tensor-parallel, data-parallel, stages. SHARDZOO_PIPELINES=all runs all of them for each family.
+# tensor-parallel, data-parallel, stages. `make test-all` runs all of them for each family.
 LAYOUTS = [(1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 2)]
 QUICK = {
     "gpt2": LAYOUTS,
@@ -42,8 +42,7 @@ QUICK = {
     "umt5": [(2, 1, 2)],
 }
 EIGHT = [("gpt2", (2, 2, 2)), ("t5", (2, 2, 2))]
-EVERYTHING = os.environ.get("SHARDZOO_PIPELINES") == "all"
-if EVERYTHING:
+if EVERY_CASE:
     QUICK = dict.fromkeys([*FAMILIES, *MORE], LAYOUTS)
 CASES = [(family, layout) for family, layouts in QUICK.items() for layout in layouts]
 SAME_LOSS = {"rel": 1e-5, "abs": 0}  # fp32 losses differ by the order of sums alone
@@ -135,7 +134,7 @@ def weights_of(folder: Path):
     return dict(from_pretrained(checkpoint(folder, STEPS)).named_parameters())
 
 
-@pytest.mark.parametrize(("family", "layout"), [*CASES, *(EIGHT if EVERYTHING else EIGHT[:0])])
+@pytest.mark.parametrize(("family", "layout"), [*CASES, *(EIGHT if EVERY_CASE else EIGHT[:0])])
 def test_stages_change_nothing(run_mesh, tmp_path, whole, family, layout):
     _, expected, norms, weights = whole(family)
     assert expected[-1] < expected[0] - 0.5
@@ -192,7 +191,7 @@ def test_encoder_and_decoder_may_be_cut_anywhere(run_mesh, tmp_path, whole, bloc
 
 
 BF16 = [("gpt2", (2, 1, 2))]
-if EVERYTHING:
+if EVERY_CASE:
     BF16 = [(family, layout) for family in FAMILIES for layout in LAYOUTS]
 
 
@@ -220,7 +219,7 @@ def test_the_same_layout_goes_on_bit_for_bit(run_mesh, tmp_path, changes):
 RESUMED = [(1, 1, 1), (2, 2, 1), (1, 1, 4)]
 
 
-@pytest.mark.parametrize(("family", "layouts"), [("gpt2", RESUMED), ("t5", RESUMED if EVERYTHING else RESUMED[:1])])
+@pytest.mark.parametrize(("family", "layouts"), [("gpt2", RESUMED), ("t5", RESUMED if EVERY_CASE else RESUMED[:1])])
 def test_any_layout_goes_on_from_any_other(run_mesh, tmp_path, whole, family, layouts):
     """2 stages x 2 tensor-parallel ranks are saved, and go on in others, and from those back."""
     _, expected, _, weights = whole(family)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from every_case import EVERY_CASE
 from tiny_models import tiny
 from torch import nn
 from training import losses, on_ranks, run_training
@@ -160,9 +160,9 @@ def oracles() -> dict[str, dict[str, torch.Tensor]]:
     return found
 
 
-# tensor-parallel, data-parallel, ZeRO. SHARDZOO_LAYOUTS=all runs all that eight processes can.
+# tensor-parallel, data-parallel, ZeRO. `make test-all` runs all that eight processes can.
 LAYOUTS = [(1, 1, 0), (1, 3, 2), (2, 2, 1), (3, 1, 0), (4, 1, 2)]
-if os.environ.get("SHARDZOO_LAYOUTS") == "all":
+if EVERY_CASE:
     LAYOUTS = [(tp, data, zero) for tp in (1, 2, 3, 4) for data in (1, 2) for zero in (0, 1, 2)]
 
 

@@ -290,7 +290,7 @@ def sample_for_launcher() -> None:
     path = Path(name)
 
     def write(sample: Sample) -> None:
-        unfinished = path.with_suffix(".part")
+        unfinished = path.with_name(f"{path.name}.part")  # not the name that the rank's error has while it is written
         unfinished.write_text(json.dumps(asdict(sample)))
         unfinished.replace(path)
 

@@ -114,7 +114,7 @@ def write(path: Path, error: BaseException) -> bool:
     when = int(time.time()) + lost_a_peer(summary)
     details = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(when)}
     record = {"message": {"message": summary, "extraInfo": details}}
-    unfinished = path.with_suffix(".part")
+    unfinished = path.with_name(f"{path.name}.part")
     try:
         unfinished.write_text(json.dumps(record))
         unfinished.replace(path)
