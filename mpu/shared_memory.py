@@ -34,7 +34,7 @@ except ImportError:  # not built: there is no compiler
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = range(3)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64)
 SLOT, SLOTS = 1 << 18, 8  # bytes of a slot, and slots of a rank: some of them stay in a core's second-level cache
-SPIN = 2e-4  # seconds for which a rank looks for others' data before it sleeps, if every rank has a core
+SPIN = 3e-5  # seconds for which a rank looks for others' data before it sleeps, if every rank has a core
 TIMEOUT = 1800.0  # seconds: torch's default
 
 _channels: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()  # None: the group has no channel
