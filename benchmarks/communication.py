@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import statistics
 import sys
 import tempfile
@@ -71,7 +72,16 @@ def main() -> int:
 
 
 def run(size: int, function: Callable[..., None], *args: object) -> None:
-    multiprocessing.spawn(join, (size, 20000 + os.getpid() % 10000, function, args), nprocs=size)
+    context = start(size, function, *args)
+    while not context.join():
+        pass
+
+
+def start(size: int, function: Callable[..., None], *args: object) -> multiprocessing.ProcessContext:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    arguments = (size, port, function, args)
+    return multiprocessing.start_processes(join, arguments, nprocs=size, join=False, start_method="fork")
 
 
 def join(rank: int, size: int, port: int, function: Callable[..., None], args: tuple[object, ...]) -> None:
@@ -240,16 +250,18 @@ def autotp_step(model: torch.nn.Module, size: int, batch: dict[str, torch.Tensor
 
 def kill_ranks(times: int) -> int:
     """Kills one of two ranks in mid-collective. Returns how often the other did not notice, or memory stayed."""
-    before, failures = set(Path("/dev/shm").iterdir()), 0
+    before, late = set(Path("/dev/shm").iterdir()), 0
     for number in track(range(times), "kills"):
-        start = time.monotonic()
-        try:
-            run(2, exchange_until_killed, number)
-        except (multiprocessing.ProcessExitedException, multiprocessing.ProcessRaisedException):
-            failures += time.monotonic() - start > 30
+        processes = start(2, exchange_until_killed, number).processes
+        processes[number % 2].join()
+        processes[1 - number % 2].join(10)  # ends with an error that names the other
+        late += processes[1 - number % 2].exitcode != 1
+        for process in processes:
+            process.kill()
+            process.join()
     left = set(Path("/dev/shm").iterdir()) - before
-    Console().print(f"{times} kills: {failures} noticed late, {len(left)} files left in /dev/shm")
-    return int(bool(failures or left))
+    Console().print(f"{times} kills: {late} not noticed within 10 s, {len(left)} files left in /dev/shm")
+    return int(bool(late or left))
 
 
 def exchange_until_killed(mesh: ParallelMesh, number: int) -> None:
