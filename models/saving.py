@@ -5,6 +5,7 @@ Each rank writes the bytes of its own part, at their places in the files, so no 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -270,7 +271,8 @@ def _finish(model: Any, folder: Path, work: Path, files: tuple[NewFile, ...], te
         parameters = sum(prod(spec.shape) for spec in native_model(model.config).parameters.values())
         facts = {"parameters": f"{parameters:,}", "type": str(model.dtype).removeprefix("torch.")}
         (folder / CARD).write_text(model_card(model.config, model.config.architecture, facts), encoding="utf-8")
-    model.config.save(folder)
+    values = {**model.config.to_dict(), "dtype": str(model.dtype).removeprefix("torch.")}
+    (folder / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
     sync(folder / CONFIG)
     sync(folder)
 

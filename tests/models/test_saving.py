@@ -69,6 +69,10 @@ def test_every_layout_writes_the_same_folder(case, layout, run_mesh, folders, tm
     index = json.loads((tmp_path / "saved" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(all_tensors(tmp_path / "saved"))
     assert not list(tmp_path.rglob("*partial*"))
+    stored = {
+        path: json.loads((path / "config.json").read_text())["dtype"] for path in (tmp_path / "saved", folders(case))
+    }
+    assert len(set(stored.values())) == 1
 
 
 def test_transformers_loads_it(folders, tmp_path):
