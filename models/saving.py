@@ -29,6 +29,7 @@ from ..checkpoint.new_file import NewFile
 from ..checkpoint.stored_tensor import StoredTensor
 from ..checkpoint.tensor_reader import tensor_bytes
 from ..mpu import ParallelMesh, tp_rank, tp_size
+from ..mpu.collectives import gather_bytes
 from .common.config import ModelConfig
 from .common.language_model import Body
 from .common.pipeline import copied_parameters
@@ -101,16 +102,17 @@ def push_to_hub(
         ValueError: What `save_pretrained` raises; on the first rank also what the Hub refuses.
     """
     mesh = cast("ParallelMesh | None", model.mesh)
-    made: list[str | None] = [None]
+    made = ""
 
     def make() -> None:
+        nonlocal made
         if _is_first(mesh):
-            made[0] = tempfile.mkdtemp(prefix="push-", dir=working_directory)
+            made = tempfile.mkdtemp(prefix="push-", dir=working_directory)
 
     _together(mesh, make)
     if mesh is not None and mesh.world_size > 1:
-        cast(Any, dist).broadcast_object_list(made, src=0)
-    folder = Path(cast(str, made[0]))
+        made = gather_bytes(made.encode())[0].decode()
+    folder = Path(made)
     try:
         save_pretrained(model, folder)
         if not _is_first(mesh):
@@ -134,9 +136,8 @@ def _dtypes(model: Any) -> dict[str, str]:
     mesh: ParallelMesh | None = model.mesh
     if mesh is None or mesh.pp_size == 1:
         return own
-    stages: list[dict[str, str]] = [{}] * mesh.pp_size
-    cast(Any, dist).all_gather_object(stages, own, group=mesh.pp_group)
-    return {name: dtype for stage in stages for name, dtype in stage.items()}
+    stages = gather_bytes(json.dumps(own).encode(), mesh.pp_group)
+    return {name: dtype for stage in stages for name, dtype in json.loads(stage).items()}
 
 
 def _bytes(size: int | str) -> int:

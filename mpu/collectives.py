@@ -32,7 +32,7 @@ several times as many messages.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -227,6 +227,22 @@ def local_slice(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Returns this rank's equal slice of `dim`, as a copy, so that the whole tensor can be freed."""
     share = _share(tensor, dim % tensor.dim(), group.size())
     return tensor.narrow(dim, group.rank() * share, share).clone(memory_format=torch.contiguous_format)
+
+
+def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
+    """Returns the bytes of every rank of the group, by default of all ranks, in rank order.
+
+    Unlike `torch.distributed.all_gather_object` it does not pickle, so nothing that arrives can be executed.
+    """
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    own = torch.tensor(bytearray(data), dtype=torch.uint8, device=device)
+    sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([len(own)], device=device), group=group)
+    longest = max(int(size) for size in sizes)
+    texts = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in sizes]
+    dist.all_gather(texts, torch.nn.functional.pad(own, (0, longest - len(own))), group=group)
+    found = [cast(list[int], text[: int(size)].tolist()) for text, size in zip(texts, sizes, strict=True)]
+    return [bytes(numbers) for numbers in found]
 
 
 def _share(tensor: Tensor, dim: int, size: int) -> int:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardzoo import mpu
 from shardzoo.mpu import shared_memory
+from shardzoo.mpu.collectives import gather_bytes
 
 FUNCTIONS = [
     "copy_to_tp",
@@ -118,3 +120,11 @@ def test_a_length_that_does_not_divide_is_refused(run_mesh):
             mpu.scatter_to_tp(torch.zeros(2, 4, 9), mesh)
 
     run_mesh(4, refused)
+
+
+def test_bytes_of_every_rank(run_ranks):
+    def gathered(lengths):
+        return gather_bytes(bytes(range(lengths[dist.get_rank()])))
+
+    for lengths in ([3, 0, 200], [0, 0, 0]):
+        assert run_ranks(3, gathered, lengths) == [[bytes(range(length)) for length in lengths]] * 3

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ...mpu import ParallelMesh
+from ...mpu.collectives import gather_bytes
 
 PATIENCE = timedelta(days=365)  # rank 0 may prepare a corpus or build kernels for as long as it takes
 
@@ -45,15 +46,7 @@ class Ranks:
         """Returns the values of the processes of a group, by default of all, by rank. See `to_json` for the values."""
         if self.world_size == 1:
             return [value]
-        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-        own = torch.tensor(bytearray(to_json(value)), dtype=torch.uint8, device=device)
-        size = dist.get_world_size(group)
-        sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(size)]
-        dist.all_gather(sizes, torch.tensor([len(own)], device=device), group=group)
-        longest = max(int(size) for size in sizes)
-        texts = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in sizes]
-        dist.all_gather(texts, torch.nn.functional.pad(own, (0, longest - len(own))), group=group)
-        return [from_json(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
+        return [from_json(text) for text in gather_bytes(to_json(value), group)]
 
 
 Result = TypeVar("Result")
