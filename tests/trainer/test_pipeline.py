@@ -39,7 +39,7 @@ QUICK = {
     "electra": [],
     "modernbert": [(2, 1, 2)],
     "llama": [(1, 1, 2)],
-    "umt5": [(2, 1, 2)],
+    "umt5": [],
 }
 EIGHT = [("gpt2", (2, 2, 2)), ("t5", (2, 2, 2))]
 if EVERY_CASE:
