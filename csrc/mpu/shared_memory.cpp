@@ -15,6 +15,7 @@
 
 #include <linux/futex.h>
 #include <poll.h>
+#include <signal.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <sys/mman.h>
@@ -32,6 +33,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace py = pybind11;
@@ -196,7 +198,7 @@ class Channel {
   int64_t start(uint32_t kind, uint32_t dtype, uintptr_t in, uintptr_t out, size_t count, py::object tensors) {
     std::vector<py::object> released;
     const py::gil_scoped_release release;
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const Turn turn(*this);
     if (!jobs_.empty() && jobs_.back().posted < jobs_.back().chunks) complete(jobs_.back().id, released);
     Job job{};
     job.kind = static_cast<Kind>(kind);
@@ -224,7 +226,7 @@ class Channel {
   void finish(int64_t id) {
     std::vector<py::object> released;  // destroyed after the lock of the interpreter is taken again
     const py::gil_scoped_release release;
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const Turn turn(*this);
     try {
       complete(id, released);
     } catch (...) {
@@ -239,6 +241,27 @@ class Channel {
   void set_timeout(double seconds) { timeout_ = seconds; }
 
  private:
+  // One thread at a time. A signal handler that runs while this thread waits cannot have a turn.
+  class Turn {
+   public:
+    explicit Turn(Channel& channel) : channel_(channel) {
+      if (channel.holder_ == std::this_thread::get_id()) {
+        throw std::runtime_error("a signal handler called a collective while this thread waits for one");
+      }
+      channel.mutex_.lock();
+      channel.holder_ = std::this_thread::get_id();
+    }
+    ~Turn() {
+      channel_.holder_ = std::thread::id();
+      channel_.mutex_.unlock();
+    }
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+   private:
+    Channel& channel_;
+  };
+
   Progress& progress(int rank) { return reinterpret_cast<Progress*>(memory_)[rank]; }
   char* slot(int rank, uint64_t number) {
     const size_t index = static_cast<size_t>(rank) * slots_ + number % slots_;
@@ -308,7 +331,8 @@ class Channel {
 
   bool has_ended(int rank) const {
     pollfd query{handles_[static_cast<size_t>(rank)], POLLIN, 0};
-    return query.fd >= 0 && poll(&query, 1, 0) == 1;
+    if (query.fd >= 0) return poll(&query, 1, 0) == 1;
+    return kill(processes_[static_cast<size_t>(rank)], 0) != 0 && errno == ESRCH;  // a kernel without such handles
   }
 
   [[noreturn]] void fail(const Job& job, int rank, const std::string& reason) {
@@ -442,6 +466,7 @@ class Channel {
   std::vector<int> handles_;
   char* memory_ = nullptr;
   std::mutex mutex_;
+  std::atomic<std::thread::id> holder_;
   std::deque<Job> jobs_;
   uint64_t next_ = 0;
   int64_t next_id_ = 0;

@@ -260,6 +260,23 @@ def test_a_signal_handler_runs_while_a_rank_waits(run_ranks):
     assert run_ranks(2, work, isolated=True) == [[2.0] * 3] * 2
 
 
+def test_a_signal_handler_cannot_call_a_collective_in_between(run_ranks):
+    def work():
+        group, rank = dist.group.WORLD, dist.get_rank()
+        collectives.start_all_reduce(torch.ones(3), group)()
+        if rank == 1:
+            time.sleep(1)
+            return collectives.start_all_reduce(torch.ones(3), group)().tolist()
+        signal.signal(signal.SIGALRM, lambda *_: collectives.start_all_reduce(torch.ones(5), group)())
+        finish = collectives.start_all_reduce(torch.ones(3), group)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(RuntimeError, match="a signal handler called a collective while this thread waits"):
+            finish()
+        return finish().tolist()
+
+    assert run_ranks(2, work, isolated=True) == [[2.0] * 3] * 2
+
+
 def test_waiting_takes_no_processor_time(run_ranks):
     def work():
         group, rank = dist.group.WORLD, dist.get_rank()
