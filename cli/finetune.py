@@ -50,6 +50,8 @@ class FinetuneCommand(FinetuningArguments):
         object.__setattr__(self, "prompt_list", texts("prompt_list", self.prompt_list))
         if self.prompt_list and self.lora_rank:
             raise ValueError("prompt_list and lora_rank both freeze the model to train other weights: use one of them")
+        if self.prompt_list and self.pipeline_parallel_size > 1:
+            raise ValueError("prompt_list needs the embedding on every process: use pipeline_parallel_size=1")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -153,6 +153,7 @@ def test_mistakes_in_training_are_one_message_too(ranks, workplace, run_ranks):
     [
         (("--metric", "blue"), "sacrebleu"),
         (("--prompt-list", "a", "--lora-rank", "2"), "use one"),
+        (("--prompt-list", "a", "--pp", "2"), "prompt_list needs the embedding on every process"),
         (("--trainfile", "pairs.json"), "--train-file"),
         (("--save-dir", "x"), "set --output-dir instead"),
     ],
