@@ -22,6 +22,7 @@ EXTRAS = "extras.safetensors"
 # Files of tensor-parallel ranks: those of the original GLM and of DeepSpeed, and those of FlagAI.
 LEGACY_FILES = (re.compile(r"mp_rank_(\d{2,})_model_states\.pt"), re.compile(r"pytorch_model_(\d+)\.bin"))
 TRACKERS = ("latest", TRACKER)
+UNIVERSAL = "latest_universal"  # names the newest folder of DeepSpeed's universal checkpoint
 WEIGHT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -97,6 +98,8 @@ def open_checkpoint(folder: Path, config_file: Path | None = None) -> Checkpoint
         if is_dcp(files_in):
             return _open_dcp(folder, files_in, config_file)
         return (_open_megatron if reader_of(files_in) else _open_legacy)(folder, files_in, config_file)
+    if (folder / UNIVERSAL).exists():
+        raise ValueError(f"{folder} is a universal checkpoint of DeepSpeed, which is written, but not read")
     if any(folder.glob("rank_*.safetensors*")):
         raise ValueError(f"{folder} has no {MANIFEST}: it is not a complete folder of shards")
     raise ValueError(

@@ -120,8 +120,6 @@ class Manifest:
                 raise ValueError(f"{path}: the record of tensor {name} is invalid: {record}")
             if len(digests) != size:
                 raise ValueError(f"{path}: tensor {name} has {len(digests)} hashes for {size} ranks")
-            if record.shard is None and len(set(digests)) > 1:
-                raise ValueError(f"{path}: tensor {name} is the same on all ranks, but has {len(set(digests))} hashes")
         for name, record in (*self.tensors.items(), *self.extras.items()):
             if not _are(int, record.shape) or type(record.dtype) is not str:
                 raise ValueError(f"{path}: the record of tensor {name} is invalid: {record}")

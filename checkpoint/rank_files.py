@@ -24,6 +24,7 @@ from .stored_tensor import StoredTensor, index_by_name
 from .tensor_reader import TensorReader, tensor_bytes, torch_dtype
 
 OPTIMIZER = "optimizer"  # stem of the files with an optimizer's state, whose tensors are named KIND/PARAMETER
+MASTER_WEIGHT = "master_weight"  # the kind of the fp32 weights that an optimizer keeps of 16-bit parameters
 CUT_ALIGNMENT = 64  # bytes; at least the largest element
 
 

@@ -92,10 +92,12 @@ class SplitCheckpoint(WritingRanks):
 
 @dataclass(frozen=True, kw_only=True)
 class MergeShards(Converting):
-    """Merge shards into a Hugging Face folder, or a folder of torch.distributed.checkpoint."""
+    """Merge shards into a Hugging Face folder, torch.distributed.checkpoint's, or DeepSpeed's universal checkpoint."""
 
-    to: Literal["hf", "dcp"] = "hf"
-    """Format of the destination."""
+    to: Literal["hf", "dcp", "universal"] = "hf"
+    """Format of the destination. A universal checkpoint has weights and optimizer of a training checkpoint in fp32."""
+    step: Literal["int", "tensor"] = "int"
+    """Of a universal checkpoint's step counts: as DeepSpeed's Adam optimizers keep them, or as torch's do."""
     max_file_gb: float = 5.0
     """Largest weight file, in gigabytes of 10^9 bytes."""
 
@@ -222,6 +224,7 @@ def _options(command: Converting) -> Options:
         adapter=command.adapter,
         keep_adapter=command.keep_adapter,
         with_optimizer=getattr(command, "with_optimizer", False),
+        step_as_tensor=getattr(command, "step", "int") == "tensor",
         dtype=from_torch_name(command.dtype) if command.dtype else None,
         config_file=command.config,
         largest_file=int(largest * 1e9),

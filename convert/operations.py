@@ -21,7 +21,7 @@ from ..models.mapping import MappedCheckpoint
 from .copying import Digests
 from .destination import Destination
 from .journal import Journal, open_partial
-from .plan import ConversionPlan, add_optimizer, plan_conversion, source_state
+from .plan import ConversionPlan, add_optimizer, plan_conversion, plan_universal, source_state
 from .target import LARGEST_FILE, Target, dcp_target, huggingface_target, legacy_target, megatron_target, shards_target
 from .workers import Worker, block_size, run_copies, run_copies_in_processes
 
@@ -45,6 +45,8 @@ class Options:
         adapter: A folder of peft with LoRA weights for the model, which are merged.
         with_optimizer: Also move the optimizer's state of a training checkpoint, so that a run resumes from the result.
         keep_adapter: Keep the adapter beside the weights, in the folder `adapter`, instead of merging it.
+        step_as_tensor: Whether a universal checkpoint has the step count as torch's optimizers keep it, a tensor, or as
+            DeepSpeed's, an int.
     """
 
     overwrite: bool = False
@@ -57,6 +59,7 @@ class Options:
     adapter: Path | None = None
     keep_adapter: bool = False
     with_optimizer: bool = False
+    step_as_tensor: bool = False
 
     def check(self) -> None:
         """Raises ValueError for wrong numbers of threads or processes, or options that exclude one another."""
@@ -112,7 +115,8 @@ def split(
         raise ValueError(f"pipeline stages and names of tensors can be chosen for Megatron-LM only, not for {style}")
     else:
         make_target = legacy_target if style == "legacy" else shards_target
-    return _convert(source, destination, options, report, lambda mapped, dtype: make_target(mapped, size, dtype))
+    options = options or Options()
+    return _convert(source, destination, options, report, lambda mapped: make_target(mapped, size, options.dtype))
 
 
 def merge(
@@ -120,39 +124,36 @@ def merge(
     destination: Path,
     options: Options | None = None,
     report: ProgressReport | None = None,
-    style: Literal["hf", "dcp"] = "hf",
+    style: Literal["hf", "dcp", "universal"] = "hf",
 ) -> Outcome:
     """Writes a Hugging Face folder, which `transformers.AutoModel…from_pretrained(destination)` loads.
 
-    The style "dcp" writes a folder that `torch.distributed.checkpoint.load` loads into such a model's state.
+    The style "dcp" writes a folder that `torch.distributed.checkpoint.load` loads into such a model's state, and
+    "universal" writes weights and optimizer of a training checkpoint as DeepSpeed's universal checkpoint.
 
     The source is a folder of any format, training checkpoints included. Arguments and errors are those of `split`.
     """
-    largest = (options or Options()).largest_file
+    options = options or Options()
+    if style == "universal":
+        return _convert(source, destination, options, report, None)
     make_target = dcp_target if style == "dcp" else huggingface_target
-    return _convert(source, destination, options, report, lambda mapped, dtype: make_target(mapped, dtype, largest))
+    return _convert(
+        source, destination, options, report, lambda mapped: make_target(mapped, options.dtype, options.largest_file)
+    )
 
 
 def _convert(
     source: Path,
     destination: Path,
-    options: Options | None,
+    options: Options,
     report: ProgressReport | None,
-    make_target: Callable[[MappedCheckpoint, str | None], Target],
+    make_target: Callable[[MappedCheckpoint], Target] | None,
 ) -> Outcome:
-    options = options or Options()
+    """Converts to a target, or without one to a universal checkpoint."""
     options.check()
     place = Destination(destination)
     place.check(source, overwrite=options.overwrite, resume=options.resume)
-    todo = plan_conversion(
-        source,
-        lambda mapped: make_target(mapped, options.dtype),
-        options.config_file,
-        options.adapter,
-        keep_adapter=options.keep_adapter,
-    )
-    if options.with_optimizer:
-        todo = add_optimizer(todo)
+    todo = _plan(source, options, make_target)
     if options.resume and place.is_complete():
         _check_complete(todo, destination)
         place.tidy()
@@ -170,6 +171,15 @@ def _convert(
         raise ValueError(f"cannot convert {source} to {destination}: {error}") from None
     finally:
         journal.close()
+
+
+def _plan(source: Path, options: Options, make_target: Callable[[MappedCheckpoint], Target] | None) -> ConversionPlan:
+    if make_target is None:
+        if options.adapter is not None or options.dtype is not None:
+            raise ValueError("a universal checkpoint has a run's own weights in fp32: leave out adapter and dtype")
+        return plan_universal(source, options.config_file, step_as_tensor=options.step_as_tensor)
+    todo = plan_conversion(source, make_target, options.config_file, options.adapter, keep_adapter=options.keep_adapter)
+    return add_optimizer(todo) if options.with_optimizer else todo
 
 
 def _run(
@@ -210,8 +220,9 @@ def _run(
     if source_state(todo.files) != before:
         raise ValueError(f"{source.folder} changed while it was being read; convert it again")
     # A run that resumes from another number of ranks makes random states of its own.
-    state = {**read_state_file(source.folder), "world_size": 0} if todo.optimizer else None
-    place.finish(target.files, texts, _manifest(todo, digests) if target.kind == "shards" else None, state)
+    shards = target.kind == "shards"
+    state = {**read_state_file(source.folder), "world_size": 0} if shards and todo.optimizer else None
+    place.finish(target.files, texts, _manifest(todo, digests) if shards else None, state)
     return Outcome(len(todo.copies), todo.nbytes, kept_bytes)
 
 
@@ -274,10 +285,16 @@ def _manifest(todo: ConversionPlan, digests: Digests) -> Manifest:
 
 def _check_complete(todo: ConversionPlan, destination: Path) -> None:
     """Raises ValueError if the headers of the existing destination differ from what the plan would write."""
-    found = open_checkpoint(destination, destination)
-    there = {_where(tensor) for rank in (*found.ranks, found.extras) for tensor in rank.values()}
-    missing = [file.name for file in todo.target.files if not (destination / file.name).exists()]
-    if missing or there != {_where(tensor) for tensor in todo.target.layout.tensors()}:
+    names = [file.name for file in todo.target.files]
+    missing = [name for name in names if not (destination / name).exists()]
+    wanted = {_where(tensor) for tensor in todo.target.layout.tensors()}
+    if todo.target.kind == "universal":  # it is not read, and each file has one tensor
+        sizes = {name: (destination / name).stat().st_size for name in names if name not in missing}
+        there = wanted if sizes == {file.name: file.size for file in todo.target.files} else set()
+    else:
+        found = open_checkpoint(destination, destination)
+        there = {_where(tensor) for rank in (*found.ranks, found.extras) for tensor in rank.values()}
+    if missing or there != wanted:
         raise ValueError(f"{destination} is the result of another conversion; replace it with --overwrite")
 
 

@@ -5,23 +5,33 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..checkpoint.checkpoint import open_checkpoint
 from ..checkpoint.file_io import OpenFiles, open_for_reading
-from ..checkpoint.folder_files import STATE, check_recorded
-from ..checkpoint.layout import CheckpointLayout, ParameterSpec, check_no_overlap, place_by_rank, place_whole
+from ..checkpoint.folder_files import STATE, check_recorded, read_state_file
+from ..checkpoint.layout import (
+    CheckpointLayout,
+    ParameterPlacement,
+    ParameterSpec,
+    check_no_overlap,
+    place_by_rank,
+    place_whole,
+)
 from ..checkpoint.new_file import NewFile, new_safetensors_file
-from ..checkpoint.rank_files import OPTIMIZER, open_rank_files, rank_file
+from ..checkpoint.rank_files import MASTER_WEIGHT, OPTIMIZER, open_rank_files, rank_file
 from ..checkpoint.stored_tensor import StoredTensor
+from ..checkpoint.tensor_reader import TensorReader
 from ..models.lora import StoredAdapter, open_adapter
 from ..models.mapping import MappedCheckpoint, map_checkpoint
 from .copying import Copy
-from .target import Target, huggingface_target, shards_target
+from .target import FP32, Target, huggingface_target, shards_target, universal_target
 
 
 @dataclass(frozen=True)
@@ -86,38 +96,95 @@ def plan_conversion(
 def add_optimizer(plan: ConversionPlan) -> ConversionPlan:
     """Returns a plan for shards that also moves the optimizer's state of a training checkpoint.
 
-    A tensor with as many dimensions as its parameter is split like it; others, such as step counts, are the same on all
-    ranks. Raises ValueError if the source has no such state, or its files are damaged.
+    Raises ValueError if the source has no such state, or its files are damaged.
     """
-    checkpoint, size = plan.mapped.checkpoint, plan.target.size
+    size = plan.target.size
     if plan.target.kind != "shards":
         raise ValueError(
             "an optimizer's state can be written beside shards of shardzoo only; leave out --with-optimizer"
         )
-    stored = open_rank_files(checkpoint.folder, OPTIMIZER)
-    if len(stored) != len(checkpoint.ranks) or not (checkpoint.folder / STATE).exists():
-        raise ValueError(
-            f"{checkpoint.folder} is a {checkpoint.description} with {len(stored)} files of an optimizer's state, but "
-            "moving it needs a training checkpoint with one for each rank; leave out --with-optimizer"
-        )
-    specs = {name: _state_spec(plan.mapped.model.parameters, tensor) for name, tensor in stored[0].items()}
-    for rank, tensors in enumerate(stored):
-        if differing := sorted(tensors.keys() ^ specs.keys()):
-            raise ValueError(f"tensor {differing[0]} is not in the optimizer's files of all ranks")
-        for name, spec in specs.items():
-            if tensors[name].shape != spec.local_shape(rank, len(stored)):
-                raise ValueError(f"{tensors[name]} has shape {list(tensors[name].shape)}, which does not fit {name}")
+    stored, specs = _optimizer_state(plan.mapped)
     files: dict[str, NewFile] = {}
     for rank in range(size):
         shapes = {name: (stored[0][name].dtype, spec.local_shape(rank, size)) for name, spec in specs.items()}
         path = rank_file(Path(), OPTIMIZER, rank).name
         files[path] = new_safetensors_file(path, shapes)
     goals = place_by_rank(specs, [file.tensors for file in files.values()])
-    copies = tuple(Copy(name, place, goals[name]) for name, place in place_by_rank(specs, stored).items())
-    read = tuple(dict.fromkeys(tensor.file for tensors in stored for tensor in tensors.values()))
-    check_recorded(checkpoint.folder, [path.name for path in read])
+    copies = tuple(Copy(name, place, goals[name]) for name, place in _place_state(specs, stored).items())
     target = replace(plan.target, files=(*plan.target.files, *files.values()))
-    return replace(plan, target=target, copies=(*plan.copies, *copies), optimizer=read)
+    return replace(plan, target=target, copies=(*plan.copies, *copies), optimizer=_files_of(stored))
+
+
+def plan_universal(source: Path, config_file: Path | None = None, *, step_as_tensor: bool) -> ConversionPlan:
+    """Plans the conversion of a training checkpoint to DeepSpeed's universal checkpoint.
+
+    Raises ValueError if the source has no optimizer's state, if its files are damaged, or if the state is of another
+    kind than one tensor of the parameter's shape for each parameter, as Adam's moments are.
+    """
+    mapped = map_checkpoint(open_checkpoint(source, config_file))
+    stored, specs = _optimizer_state(mapped)
+    state, shapes = read_state_file(source), {name: spec.shape for name, spec in mapped.model.parameters.items()}
+    whole = [name for name, spec in specs.items() if spec.shape == shapes[name.partition("/")[2]]]
+    kinds = sorted({name.partition("/")[0] for name in whole if len(specs[name].shape)} - {MASTER_WEIGHT})
+    found = _place_state({name: specs[name] for name in whole}, stored)
+    for lacking in (f"{kind}/{name}" for kind in kinds for name in shapes if f"{kind}/{name}" not in found):
+        raise ValueError(
+            f"a universal checkpoint needs states of all parameters in their own shapes, such as Adam's moments, but "
+            f"{source}, of {state['optimizer'] or 'another optimizer'}, has no {lacking}"
+        )
+    for name, placement in mapped.layout.placements.items():
+        found[f"{FP32}/{name}"] = found.get(f"{MASTER_WEIGHT}/{name}", placement)
+    step = _step_count(stored[0], state)
+    target = universal_target(mapped, kinds, torch.tensor(float(step)) if step_as_tensor else step, state)
+    wanted = {name: replace(found[name], name=name) for name in target.layout.placements}
+    copies = compose(CheckpointLayout(wanted), target.layout)
+    return ConversionPlan(mapped, target, copies, optimizer=_files_of(stored))
+
+
+def _step_count(stored: Mapping[str, StoredTensor], state: Mapping[str, Any]) -> int:
+    """Returns the steps that the optimizer counted, or those of the run. ValueError if parameters differ in them."""
+    with TensorReader() as reader:
+        counts = {int(reader.whole(tensor)) for name, tensor in stored.items() if name.startswith("step/")}
+    if len(counts) > 1:
+        raise ValueError(
+            f"a universal checkpoint has one number of steps, but parameters were updated {sorted(counts)[:5]} times"
+        )
+    return counts.pop() if counts else int(state["step"])
+
+
+def _optimizer_state(mapped: MappedCheckpoint) -> tuple[list[dict[str, StoredTensor]], dict[str, ParameterSpec]]:
+    """Returns each rank's stored tensors of the optimizer, and their whole shapes and splits, by KIND/PARAMETER.
+
+    A tensor with as many dimensions as its parameter is split like it; others, such as step counts, are the same on all
+    ranks. Raises ValueError if the source has no such state, or its files are damaged.
+    """
+    checkpoint = mapped.checkpoint
+    stored = open_rank_files(checkpoint.folder, OPTIMIZER)
+    if len(stored) != len(checkpoint.ranks) or not (checkpoint.folder / STATE).exists():
+        raise ValueError(
+            f"{checkpoint.folder} is a {checkpoint.description} with {len(stored)} files of an optimizer's state, but "
+            "moving it needs a training checkpoint with one for each rank"
+        )
+    specs = {name: _state_spec(mapped.model.parameters, tensor) for name, tensor in stored[0].items()}
+    for rank, tensors in enumerate(stored):
+        if differing := sorted(tensors.keys() ^ specs.keys()):
+            raise ValueError(f"tensor {differing[0]} is not in the optimizer's files of all ranks")
+        for name, spec in specs.items():
+            if tensors[name].shape != spec.local_shape(rank, len(stored)):
+                raise ValueError(f"{tensors[name]} has shape {list(tensors[name].shape)}, which does not fit {name}")
+    check_recorded(checkpoint.folder, [path.name for path in _files_of(stored)])
+    return stored, specs
+
+
+def _place_state(
+    specs: Mapping[str, ParameterSpec], stored: Sequence[Mapping[str, StoredTensor]]
+) -> dict[str, ParameterPlacement]:
+    """Returns the placements of an optimizer's state. Of copies, which may differ by rounding, the first one counts."""
+    return {name: replace(p, copies=p.copies[:1]) for name, p in place_by_rank(specs, stored).items()}
+
+
+def _files_of(stored: Sequence[Mapping[str, StoredTensor]]) -> tuple[Path, ...]:
+    return tuple(dict.fromkeys(tensor.file for tensors in stored for tensor in tensors.values()))
 
 
 def _state_spec(parameters: Mapping[str, ParameterSpec], tensor: StoredTensor) -> ParameterSpec:

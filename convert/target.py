@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import io
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
-from ..checkpoint.checkpoint import EXTRAS
+import torch
+
+from ..checkpoint.checkpoint import EXTRAS, UNIVERSAL
 from ..checkpoint.dtypes import FLOATS
 from ..checkpoint.formats.dcp import METADATA, SUFFIX
 from ..checkpoint.formats.megatron import RANK_FILES, TRACKER, megatron_state
-from ..checkpoint.layout import CheckpointLayout, place_by_rank
+from ..checkpoint.layout import CheckpointLayout, ParameterPlacement, place_by_rank
 from ..checkpoint.new_file import NewFile, dcp_metadata, new_chunk_file, new_safetensors_file, new_torch_file
 from ..checkpoint.stored_tensor import StoredTensor
 from ..models.common.megatron import Style
 from ..models.huggingface import LARGEST_FILE, divide, huggingface_layout, stored_shapes, weight_files
-from ..models.mapping import MappedCheckpoint, StoredNames, megatron_map
+from ..models.mapping import MappedCheckpoint, megatron_map
 
 LEGACY_FOLDER = "release"  # the file `latest` names this folder
 
@@ -77,15 +81,95 @@ def dcp_target(mapped: MappedCheckpoint, dtype: str | None = None, largest_file:
     The tensors have the names of transformers' state dictionary. Names of tied tensors are listed for the same bytes.
     """
     model = mapped.model
-    names, extras = StoredNames(model.new_names(), {}), mapped.layout.extras
+    names, extras = model.module_names(), mapped.layout.extras
     groups = divide(stored_shapes(model, names, new_dtypes(mapped, dtype), extras), largest_file)
     made = [new_chunk_file(f"__{number}_0{SUFFIX}", group) for number, group in enumerate(groups)]
     tensors = {name: tensor for file, _ in made for name, tensor in file.tensors.items()}
-    pairs = [(alias, model.spell(kept)) for alias, kept in model.name_map.aliases]
+    pairs = [(model.module_name(alias), model.module_name(kept)) for alias, kept in model.name_map.aliases]
     aliases = {alias: kept for alias, kept in pairs if kept in tensors and alias not in tensors}
     files = tuple(file for file, _ in made)
     texts: dict[str, str | bytes] = {METADATA: dcp_metadata(made, aliases)}
     return Target("dcp", 1, huggingface_layout(model, names, tensors, extras), files, texts)
+
+
+FP32 = "fp32"  # DeepSpeed's name of a parameter's weights
+DEEPSPEED = "0.19.0"  # the version whose format a universal checkpoint has
+MOST_GROUPS = 1024  # of the optimizer that loads a universal checkpoint
+
+
+def universal_target(
+    mapped: MappedCheckpoint, kinds: Sequence[str], step: torch.Tensor | int, state: Mapping[str, Any]
+) -> Target:
+    """Lays out DeepSpeed's universal checkpoint: one torch file for each parameter and each kind of state.
+
+    Parameters have the names of transformers' model, and types are fp32. The layout has placements of the names
+    `KIND/PARAMETER`, where "fp32" is the kind of the weights.
+
+    Args:
+        kinds: The kinds of the optimizer's states, such as `exp_avg`, which have the parameters' shapes.
+        step: The optimizer's number of steps, as the optimizer that will load it keeps it.
+        state: That of the training checkpoint.
+    """
+    model = mapped.model
+    names = model.first_names()
+    if mapped.layout.extras:
+        raise ValueError(f"a universal checkpoint holds parameters, and {next(iter(mapped.layout.extras))} is not one")
+    shapes = stored_shapes(model, names, dict.fromkeys(model.parameters, "F32"), {})
+    tag = f"global_step{state['step']}"
+    placements: dict[str, ParameterPlacement] = {}
+    files: list[NewFile] = []
+    for kind in (FP32, *kinds):
+        made = {
+            name: new_torch_file(f"{tag}/zero/{name}/{kind}.pt", {"param": shape}, dict)
+            for name, shape in shapes.items()
+        }
+        files += made.values()
+        layout = huggingface_layout(model, names, {name: file.tensors["param"] for name, file in made.items()}, {})
+        placements |= {f"{kind}/{name}": placement for name, placement in layout.placements.items()}
+    texts: dict[str, str | bytes] = {f"{tag}/zero/{name}/step.pt": _saved(step) for name in shapes}
+    texts[f"{tag}/zero/optimizer_state.pt"] = _saved(_optimizer_state(step))
+    for prefix in ("", "zero_pp_rank_0_"):  # ZeRO 3 reads the second
+        texts[f"{tag}/{prefix}mp_rank_00_model_states.pt"] = _saved(_engine_state(state))
+    texts[UNIVERSAL] = tag
+    return Target("universal", 1, CheckpointLayout(placements), tuple(files), texts)
+
+
+def _optimizer_state(step: torch.Tensor | int) -> dict[str, Any]:
+    """Returns what ZeRO reads of the optimizer besides its tensors.
+
+    Stages 1 and 2 walk through `param_groups` together with the optimizer's own groups and stop at the shorter list, so
+    there are more groups than any optimizer has. They are empty, so hyperparameters stay as the user chose them.
+    Stage 3 reads the nested dictionary.
+    """
+    groups: list[dict[str, Any]] = [{}] * MOST_GROUPS
+    nested = {"state": {0: {"step": step}}, "param_groups": groups}
+    return {"ds_version": DEEPSPEED, "param_groups": groups, "optimizer_state_dict": nested}
+
+
+def _engine_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what DeepSpeed's engine reads. `lr_scheduler` suits DeepSpeed's schedulers and torch's LambdaLR."""
+    step = state["step"]
+    return {
+        "module": {},
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "global_steps": step,
+        "global_samples": state["consumed_samples"],
+        "skipped_steps": 0,
+        "lr_scheduler": {
+            "last_batch_iteration": step - 1,
+            "last_epoch": step,
+            "_step_count": step + 1,
+            "lr_lambdas": [],
+        },
+        "ds_version": DEEPSPEED,
+    }
+
+
+def _saved(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
 
 
 def legacy_target(mapped: MappedCheckpoint, size: int, dtype: str | None = None) -> Target:

@@ -292,7 +292,7 @@ class Finetuning:
         scratch = path.with_name(f".{path.name}.tokenizer")
         on_first_rank(lambda: self._write_companions(scratch))
         with without_prompt(self.model):
-            save_whole(self.model, self.source, scratch, path, self.ranks)
+            save_whole(self.model, self.source, scratch, path)
 
         def finish() -> None:
             shutil.rmtree(scratch)

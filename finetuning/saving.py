@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.folder_files import STATE
-from ..convert import Options, merge
 from ..models.lora import save_adapter
-from ..trainer.checkpointing.extra_files import ExtraFiles, read_folder
-from ..trainer.checkpointing.snapshot import write_model
 from ..trainer.launch.rank_process import mark_run_as_begun
-from ..trainer.launch.ranks import Ranks, on_first_rank
+from ..trainer.launch.ranks import on_first_rank
 from ..trainer.run_folder import RunFolder, make_run_folder
 from ..trainer.run_lock import return_folder, take_folder
 from .arguments import FinetuningArguments
@@ -76,8 +73,8 @@ def write_companions(tokenizer: Any, source: ModelSource, folder: Path) -> None:
         shutil.copy2(stored, folder)
 
 
-def save_whole(model: Any, source: ModelSource, companions: Path, folder: Path, ranks: Ranks) -> None:
-    """Writes a Hugging Face folder of the whole model, or of its LoRA weights. Collective.
+def save_whole(model: Any, source: ModelSource, companions: Path, folder: Path) -> None:
+    """Writes a Hugging Face folder of the whole model with a model card, or of its LoRA weights. Collective.
 
     Args:
         companions: A folder whose files, such as the tokenizer's, are copied beside the weights.
@@ -86,20 +83,27 @@ def save_whole(model: Any, source: ModelSource, companions: Path, folder: Path, 
         ValueError: `folder` holds files other than a model that was saved there before.
     """
     on_first_rank(lambda: check_destination(folder))
-    if getattr(model, "lora", None) is not None:
-        _save_adapter(model, source, companions, folder)
-        return
-    if not source.native:
-        on_first_rank(lambda: _save_transformers(model, companions, folder))
-        return
-    shards = folder.with_name(f".{folder.name}.shards")
-    write_model(model, shards, ranks, ExtraFiles(read_folder(companions) if ranks.rank == 0 else {}))
+    partial = folder.with_name(f".{folder.name}.partial")
+    on_first_rank(lambda: shutil.rmtree(partial, ignore_errors=True))
+    adapted = getattr(model, "lora", None)
+    if adapted is not None:
+        save_adapter(model, partial, str(source.folder.resolve()))
+    elif source.native:
+        model.save_pretrained(partial)
+    else:
+        on_first_rank(lambda: model.save_pretrained(partial))
 
-    def merge_shards() -> None:
-        merge(shards, folder, Options(overwrite=True))
-        shutil.rmtree(shards)
+    def complete() -> None:
+        # peft's files do not hold the labels of a head.
+        if adapted is not None and adapted.config.task_type not in ("CAUSAL_LM", "SEQ_2_SEQ_LM"):
+            model.config.save(partial)
+        for file in companions.iterdir():
+            if file.is_file() and not (partial / file.name).exists():
+                shutil.copy2(file, partial)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
 
-    on_first_rank(merge_shards)
+    on_first_rank(complete)
 
 
 def check_destination(folder: Path) -> None:
@@ -112,33 +116,3 @@ def check_destination(folder: Path) -> None:
     ):
         raise ValueError(f"{folder} holds files other than a model; choose another folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
-
-
-def _save_adapter(model: Any, source: ModelSource, companions: Path, folder: Path) -> None:
-    """Writes peft's files, and the configuration of a head, whose labels they do not hold. Collective."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    on_first_rank(lambda: shutil.rmtree(partial, ignore_errors=True))
-    save_adapter(model, partial, str(source.folder.resolve()))
-
-    def complete() -> None:
-        if model.lora.config.task_type not in ("CAUSAL_LM", "SEQ_2_SEQ_LM"):
-            model.config.save(partial)
-        _complete(partial, companions, folder)
-
-    on_first_rank(complete)
-
-
-def _save_transformers(model: Any, companions: Path, folder: Path) -> None:
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    _complete(partial, companions, folder)
-
-
-def _complete(partial: Path, companions: Path, folder: Path) -> None:
-    """Copies the other files into a folder with the weights, and puts it in its place."""
-    for file in companions.iterdir():
-        if file.is_file() and not (partial / file.name).exists():
-            shutil.copy2(file, partial)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)

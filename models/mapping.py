@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -13,16 +14,19 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.dtypes import FLOATS, torch_name
 from ..checkpoint.file_io import open_for_reading, read_bytes
+from ..checkpoint.folder_files import STATE
 from ..checkpoint.formats.megatron import SavedRun
 from ..checkpoint.layout import CheckpointLayout, ParameterPlacement, ParameterSpec, TensorSlice, place_by_rank, slices
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.stored_tensor import StoredTensor, pieces
+from ..checkpoint.tensor_reader import TensorReader
 from .auto import build_on_meta, config_from_dict, infer_config
 from .common.config import ModelConfig
 from .common.megatron import EMBEDDING, TIED_HEAD, MegatronMap
@@ -52,6 +56,24 @@ class NativeModel:
     def spell(self, stored_name: str) -> str:
         """Returns the name that transformers' class of this architecture has for the tensor of an entry."""
         return self.name_map.spell(stored_name, self.config.architecture)
+
+    def module_name(self, stored_name: str) -> str:
+        """Returns the name that the tensor of an entry has in transformers' module of this architecture."""
+        return self.name_map.module_name(stored_name, self.config.architecture)
+
+    def module_names(self) -> StoredNames:
+        """Returns the name of each parameter's tensors in the state dictionary of transformers' module."""
+        entries = self.entries().items()
+        return StoredNames({name: tuple(map(self.module_name, entry.stored_names())) for name, entry in entries}, {})
+
+    def first_names(self) -> StoredNames:
+        """Returns the name of each parameter's tensors in `named_parameters` of transformers' module."""
+        names, swapped = self.module_names(), dict[str, str]()
+        if re.fullmatch(self.name_map.head_first, self.config.architecture):
+            body = self.name_map.prefix
+            swapped = {kept: alias for alias, kept in self.name_map.aliases if kept.startswith(body)}
+        own = names.by_parameter.items()
+        return StoredNames({name: tuple(swapped.get(s, s) for s in stored) for name, stored in own}, {})
 
     def new_names(self) -> dict[str, tuple[str, ...]]:
         """Returns native name -> names of its tensors in a new Hugging Face folder."""
@@ -359,6 +381,12 @@ def _map_shards(checkpoint: Checkpoint, model: NativeModel, absent: Collection[s
             if torch_name(part.tensor.dtype) != manifest.tensors[name].dtype:
                 wanted = manifest.tensors[name].dtype
                 raise ValueError(f"{part.tensor} has type {part.tensor.dtype}, but {wanted} in the manifest")
+    differing = {
+        name: _first_of_close(checkpoint.folder, placement)
+        for name, placement in layout.placements.items()
+        if len(placement.copies) > 1 and len(set(manifest.tensors[name].sha256)) > 1
+    }
+    layout = CheckpointLayout({**layout.placements, **differing}, extras)
     digests = {
         (tensors[name].file, name): digest
         for name, record in manifest.tensors.items()
@@ -371,6 +399,28 @@ def _map_shards(checkpoint: Checkpoint, model: NativeModel, absent: Collection[s
             raise ValueError(f"{tensor} is {mine}, but {recorded} in the manifest")
         digests[tensor.file, name] = extra.sha256
     return MappedCheckpoint(checkpoint, model, layout, _names_in_manifest(manifest, model), digests)
+
+
+def _first_of_close(folder: Path, placement: ParameterPlacement) -> ParameterPlacement:
+    """Returns the placement without the copies after the first one, which in a run may differ from it by rounding.
+
+    There, each tensor-parallel rank updates its own copy of a replicated parameter. If the ranks' parts are unequal,
+    ZeRO's flat buffers have it at different places, and a loop over vectors rounds the last elements in another way.
+    Raises ValueError if the copies differ by more, or are not those of a run.
+    """
+    if not (folder / STATE).exists():
+        name, count = placement.name, len(placement.copies)
+        raise ValueError(f"{folder}: tensor {name} must be the same on all {count} ranks, but its hashes differ")
+    with TensorReader() as reader:
+        first, *others = [reader.whole(copy[0].tensor).double() for copy in placement.copies]
+    relative = 2.0**-6 if torch_name(placement.dtype) in ("bfloat16", "float16") else 1e-4
+    for number, other in enumerate(others, 1):
+        if not torch.allclose(first, other, rtol=relative, atol=relative * float(first.abs().max())):
+            raise ValueError(
+                f"{placement.copies[number][0].tensor} differs from {placement.copies[0][0].tensor} by "
+                f"{float((first - other).abs().max()):.2g}; copies of a parameter may differ by rounding only"
+            )
+    return replace(placement, copies=placement.copies[:1])
 
 
 def _names_in_manifest(manifest: Manifest, model: NativeModel) -> StoredNames:

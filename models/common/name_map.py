@@ -61,6 +61,8 @@ class NameMap:
         zeros: Names among the ignored ones of tensors that must be zeros, because the model does not add them.
         spelled: Triples (regular expressions for an architecture and for a stored name, the name there) of what
             transformers' class of that architecture calls differently, and finds under no other name.
+        head_first: A regular expression for the architectures whose module creates the head before the body, so that
+            its first name of a tied tensor is the alias.
     """
 
     entries: tuple[Entry, ...]
@@ -70,6 +72,7 @@ class NameMap:
     ignored: tuple[str, ...] = ()
     zeros: tuple[str, ...] = ()
     spelled: tuple[tuple[str, str, str], ...] = ()
+    head_first: str = ""
 
     def resolve(self, native_names: Iterable[str]) -> Iterator[Entry]:
         """Yields the entry of each native parameter, with layer numbers filled in. Raises KeyError without an entry."""
@@ -88,6 +91,12 @@ class NameMap:
             if re.fullmatch(wanted, architecture) and (match := re.fullmatch(pattern, stored_name)):
                 return match.expand(replacement)
         return stored_name
+
+    def module_name(self, stored_name: str, architecture: str) -> str:
+        """Returns the name that the tensor of an entry has in transformers' module of an architecture."""
+        name = self.spell(stored_name, architecture)
+        is_body = architecture.endswith("Model") and not architecture.endswith("HeadModel")
+        return name.removeprefix(self.prefix) if is_body else name
 
     def is_ignored(self, stored_name: str) -> bool:
         return any(re.fullmatch(pattern, stored_name) for pattern in self.ignored)

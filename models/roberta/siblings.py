@@ -19,6 +19,7 @@ def sibling(prefix: str, config: type[RobertaConfig], presets: Mapping[str, Robe
         ROBERTA,
         config=config,
         architectures=with_heads(BertBody, prefix, HEADS),
+        name_map=replace(ROBERTA.name_map, head_first=f"{prefix}ForMaskedLM"),
         presets=presets,
         pretrains={samples: renamed(name, prefix) for samples, name in ROBERTA.pretrains.items()},
     )

@@ -67,6 +67,7 @@ def name_map(shares_bias: bool) -> NameMap:
             ("lm_head.weight", "shared.weight"),
         ),
         renamed=((r"transformer\.(.+)", r"\1"),),  # in classifiers
+        spelled=((r".*For(Sequence|Token)Classification", r"((shared|encoder|decoder)\..+)", r"transformer.\1"),),
         # A bias that the first releases stored and never used.
         ignored=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
     )

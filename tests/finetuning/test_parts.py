@@ -150,6 +150,7 @@ def test_a_soft_prompt_is_input_vectors_before_the_source(checkpoints, files, tm
     two.write_text('{"s": "<p0><p1>red one two", "t": "red"}\n')
     assert trainer.evaluate(str(two)) == trainer.evaluate(str(one))
     folder = trainer.save_model()
+    assert not native or "library_name: transformers" in (folder / "README.md").read_text()
     assert load_file(folder / "soft_prompt.safetensors")["prompt"].shape == (2, 32)
     stored = transformers.T5ForConditionalGeneration.from_pretrained(folder)
     for name, value in model.named_parameters():

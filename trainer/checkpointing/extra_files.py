@@ -77,7 +77,7 @@ def _of_first_rank(work: Callable[[], ExtraFiles]) -> ExtraFiles:
     return found
 
 
-def read_folder(folder: str | Path, own: set[str] | None = None) -> dict[str, bytes]:
+def read_folder(folder: str | Path, own: set[str]) -> dict[str, bytes]:
     """Returns the contents of a folder's files by name; inner folders are left out.
 
     `own` are names of files that the checkpoint has itself, besides the usual ones.
@@ -94,7 +94,7 @@ def read_folder(folder: str | Path, own: set[str] | None = None) -> dict[str, by
             raise ValueError(f"extra_files: {path} {problem}; name a folder of small files, such as a tokenizer's")
         files = [checked_file(path, entry.name) for entry in sorted(path.iterdir()) if not entry.is_dir()]
         for file in files:
-            if holds_weights(file.name) or file.name in {CONFIG, *(own or ())}:
+            if holds_weights(file.name) or file.name in {CONFIG, *own}:
                 raise ValueError(
                     f"extra_files: {file} would replace a file of the checkpoint; put the tokenizer's files into a "
                     "folder of their own, or leave extra_files out if the model was loaded from this folder"

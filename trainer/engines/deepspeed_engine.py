@@ -21,7 +21,7 @@ from deepspeed.utils import (
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...checkpoint.rank_files import TensorPart
+from ...checkpoint.rank_files import MASTER_WEIGHT, TensorPart
 from ...models.common.language_model import ModelOutput
 from ...mpu import grad_norm
 from ..arguments.training_arguments import TrainingArguments
@@ -29,7 +29,7 @@ from ..launch.ranks import Ranks
 from .deepspeed_config import deepspeed_config, zero_stage
 from .engine import Forward, StepOutcome
 from .optimizers import ELEMENT_STATES
-from .state import MASTER_WEIGHT, load_state_tensors, model_tensors, persistent_buffers, state_tensors
+from .state import load_state_tensors, model_tensors, persistent_buffers, state_tensors
 from .whole_matrix import WholeMatrixOptimizer
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...checkpoint.rank_files import MASTER_WEIGHT
 from ...models.common.pipeline import copied_parameters
 
-MASTER_WEIGHT = "master_weight"
 # Python's own numbers. Their 64-bit types distinguish them from an optimizer's fp32 scalars.
 NUMBERS = {int: torch.int64, float: torch.float64}
 UNSUPPORTED = object()  # stands for a value that JSON cannot hold, such as a function

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...checkpoint.rank_files import MASTER_WEIGHT
 from ...mpu import clip_grad_norm_, grad_norm
 from ..arguments.training_arguments import TrainingArguments
 from .engine import Forward, StepOutcome
-from .state import MASTER_WEIGHT, load_state_tensors, model_tensors, state_tensors
+from .state import load_state_tensors, model_tensors, state_tensors
 
 
 class TorchEngine:

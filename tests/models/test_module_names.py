@@ -1,0 +1,28 @@
+"""The names in transformers' modules, which `torch.distributed.checkpoint` and DeepSpeed look for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from matrix import architecture_of, load_rows
+
+from shardzoo.models.auto import config_from_dict
+from shardzoo.models.mapping import native_model
+
+ROWS = load_rows()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_each_parameter_has_the_name_that_the_module_has(name):
+    module_class = getattr(transformers, architecture_of(name))
+    with torch.device("meta"):
+        module = module_class(module_class.config_class(**ROWS[name][1].config))
+        if ROWS[name][1].untied:
+            module.lm_head.weight = torch.nn.Parameter(module.lm_head.weight.clone())
+    config = {**module.config.to_dict(), "architectures": [module_class.__name__]}
+    native = native_model(config_from_dict(config))
+    first = {stored for stored_names in native.first_names().by_parameter.values() for stored in stored_names}
+    assert first == dict(module.named_parameters()).keys()
+    names = {stored for stored_names in native.module_names().by_parameter.values() for stored in stored_names}
+    assert names <= module.state_dict().keys()
