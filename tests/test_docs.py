@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import user_environment
+from commands import warm_environment
 from documents import PAGES, ROOT, Block, blocks, commands
 from tiny_models import save_glm, save_model, text, tokenizer_like
 from training import Pairs
@@ -155,7 +155,7 @@ def run_command(command: str, folder: Path, run_ranks) -> None:
     if "pretrain.py" in words:
         command = f"{command} --config short.yaml"
     done = subprocess.run(
-        command, shell=True, cwd=folder, env=user_environment(), capture_output=True, text=True, timeout=280
+        command, shell=True, cwd=folder, env=warm_environment(), capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -241,7 +241,7 @@ def test_the_readmes_model_under_torchrun(workplace):
     Path("use.py").write_text(f"{given}{block.text}open(f'loss-{{mesh.rank}}', 'w').write(str(loss.item()))\n")
     done = subprocess.run(
         ["torchrun", "--nproc-per-node", "2", "use.py"],
-        cwd=workplace, env=user_environment(), capture_output=True, text=True, timeout=120,
+        cwd=workplace, env=warm_environment(), capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert float(Path("loss-0").read_text()) > 0

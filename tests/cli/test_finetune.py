@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import transformers
-from commands import user_environment
+from commands import warm_environment
 from documents import ROOT, blocks, commands
 from tiny_models import PRETRAINED, save_model, text
 
@@ -48,7 +48,7 @@ def test_scripts(command, workplace):
     """Started as a user does, where that is what is tested."""
     done = subprocess.run(
         f"{command} --config short.yaml", shell=True, cwd=workplace, capture_output=True, text=True, timeout=200,
-        env=user_environment(COLUMNS="200"),
+        env=warm_environment(COLUMNS="200"),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     [saved] = re.findall(r"^saved (\S+)$", done.stdout, re.MULTILINE)

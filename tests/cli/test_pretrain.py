@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from commands import user_environment
+from commands import user_environment, warm_environment
 from documents import commands
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ held_out_fraction: 0.3
 def run(*command: str, cwd: Path, seconds: int = 240, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs a command as a user would, away from the variables of this test's own processes."""
     of_make = dict.fromkeys(("MAKEFLAGS", "ARGS", "MODEL"))  # what `make test ARGS=…` passes on
-    variables = user_environment(COLUMNS="200", **{**of_make, **environment})
+    variables = warm_environment(COLUMNS="200", **{**of_make, **environment})
     return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=seconds)
 
 
@@ -114,7 +114,7 @@ def test_transformers_loads_the_export_and_agrees(finished, workspace):
 
 def test_a_second_run_does_not_touch_the_first(finished, workspace):
     before = (workspace / QUICKSTART / "metrics.jsonl").read_bytes()
-    again = run(sys.executable, PRETRAIN, "--config", "tiny.yaml", "--output-dir", str(QUICKSTART), cwd=workspace)
+    again = run("python", PRETRAIN, "--config", "tiny.yaml", "--output-dir", str(QUICKSTART), cwd=workspace)
     assert again.returncode == 2
     assert "holds another run (saved at step 6); resume it with --resume" in again.stderr
     assert "Traceback" not in again.stdout + again.stderr
@@ -122,8 +122,10 @@ def test_a_second_run_does_not_touch_the_first(finished, workspace):
 
 
 def test_a_killed_run_resumes_from_the_saved_step(workspace):
-    command = [sys.executable, PRETRAIN, "--config", "tiny.yaml", "--output-dir", "killed"]
-    process = subprocess.Popen([*command, "--train-steps", "100000"], cwd=workspace, stdout=subprocess.DEVNULL)
+    command = ["python", PRETRAIN, "--config", "tiny.yaml", "--output-dir", "killed"]
+    process = subprocess.Popen(
+        [sys.executable, *command[1:], "--train-steps", "100000"], cwd=workspace, stdout=subprocess.DEVNULL
+    )
     checkpoint = workspace / "killed" / "checkpoints" / "step-000003"
     deadline = time.monotonic() + 120
     while not checkpoint.exists() and time.monotonic() < deadline:
@@ -297,8 +299,7 @@ def test_a_mistake_that_one_rank_finds_ends_all(workspace, run_ranks, arguments,
 
 def test_a_mistake_in_a_started_job_is_one_message(workspace):
     failed = run(
-        *(sys.executable, PRETRAIN, "--model-parallel-size", "2", "--config", "tiny.yaml", "--data", "nowhere"),
-        cwd=workspace,
+        *("python", PRETRAIN, "--model-parallel-size", "2", "--config", "tiny.yaml", "--data", "nowhere"), cwd=workspace
     )
     assert failed.returncode == 2, failed.stdout + failed.stderr
     assert failed.stderr.count("error:") == 1
@@ -442,9 +443,11 @@ def test_a_quick_run_to_find_mistakes():
 
 def test_a_folder_in_use_is_left_alone(workspace):
     """A second run is refused while the first prepares or trains, and not once that has been killed."""
-    command = (sys.executable, PRETRAIN, "--config", "tiny.yaml", "--output-dir", "runs/shared")
+    command = ("python", PRETRAIN, "--config", "tiny.yaml", "--output-dir", "runs/shared")
     variables = user_environment(COLUMNS="200")
-    first = subprocess.Popen([*command, "--train-steps", "3000"], cwd=workspace, env=variables, stdout=subprocess.PIPE)
+    first = subprocess.Popen(
+        [sys.executable, *command[1:], "--train-steps", "3000"], cwd=workspace, env=variables, stdout=subprocess.PIPE
+    )
     lock = workspace / "runs" / "shared" / ".run.lock"
     try:
         deadline = time.monotonic() + 120

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import user_environment
+from commands import warm_environment
 from documents import ROOT, commands
 
 COMMANDS = commands("examples/README.md")
@@ -91,7 +91,7 @@ def run(folder, run_ranks):
         return ended[0][0]
 
     def by_itself(line: str) -> str:
-        environment = user_environment()
+        environment = warm_environment()
         done = subprocess.run(
             shlex.split(line), cwd=folder, env=environment, capture_output=True, text=True, timeout=200
         )

@@ -10,11 +10,10 @@ import json
 import runpy
 import statistics
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from commands import user_environment
+from commands import warm_environment
 from tiny_models import save_glm, save_model, text
 
 from shardzoo.cli.pretrain import RECIPES, read_arguments
@@ -283,8 +282,8 @@ def test_a_script_runs(name, folder, monkeypatch):
     path.write_text(SCRIPTS[name])
     monkeypatch.chdir(folder)
     if name in SEVERAL:
-        command = [sys.executable, str(path)]
-        ran = subprocess.run(command, env=user_environment(), capture_output=True, text=True, timeout=280)
+        command = ["python", str(path)]
+        ran = subprocess.run(command, env=warm_environment(), capture_output=True, text=True, timeout=280)
         assert ran.returncode == 0, ran.stdout + ran.stderr
     else:
         runpy.run_path(str(path), run_name="__main__")
@@ -328,8 +327,8 @@ def test_libais_configuration_of_mt5_trains(folder, monkeypatch):
     assert (made.train_steps, made.micro_batch_size, made.log_interval, made.eval_interval) == (24000, 16, 10, 5000)
     assert (made.save_interval, made.save_total_limit, made.output_dir, made.warmup_ratio) == (10, 20, "out", 0.0417)
     assert (made.model_parallel_size, made.precision, made.data) == (1, "fp32", ("texts.jsonl",))
-    command = [sys.executable, str(RECIPES.parent / "pretrain.py"), *words, *LIBAI_SMALL.split()]
-    ran = subprocess.run(command, env=user_environment(), capture_output=True, text=True, timeout=280)
+    command = ["python", str(RECIPES.parent / "pretrain.py"), *words, *LIBAI_SMALL.split()]
+    ran = subprocess.run(command, env=warm_environment(), capture_output=True, text=True, timeout=280)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     curve = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
     losses = [record["train/loss"] for record in curve if "train/loss" in record]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from commands import user_environment
+from commands import user_environment, warm_environment
 
 from shardzoo.trainer import TrainingArguments
 from shardzoo.trainer.launch import heartbeat
@@ -180,8 +180,8 @@ Thread 0x2 (most recent call first):
 
 def run(stage: str, folder: Path, *launcher: str, **arguments) -> tuple[int, str]:
     folder.mkdir()
-    command = [*(launcher or (sys.executable,)), str(SCRIPT), "--train", stage, str(folder), json.dumps(arguments)]
-    done = subprocess.run(command, env=user_environment(), capture_output=True, text=True, timeout=200)
+    command = ["python", *launcher, str(SCRIPT), "--train", stage, str(folder), json.dumps(arguments)]
+    done = subprocess.run(command, env=warm_environment(), capture_output=True, text=True, timeout=200)
     return done.returncode, done.stderr
 
 
@@ -254,7 +254,7 @@ def test_a_job_goes_on_with_fewer_ranks(tmp_path, monkeypatch):
 
 
 def test_ranks_of_another_launcher_notice_a_stopped_one(tmp_path):
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     code, messages = run("forward", tmp_path / "run", *launcher, stall_timeout=2)
     assert code != 0
     assert "rank 1 is stopped by a signal (SIGSTOP)" in messages

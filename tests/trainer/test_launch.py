@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import user_environment
+from commands import user_environment, warm_environment
 
 SCRIPT = """
 import os, signal, sys, threading, time
@@ -82,15 +82,18 @@ elif case == "wait":
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """`start(case, *launcher)`: the script as a process, by Python or a launcher."""
+    """`start(case, *launcher)`: the script as a process, by Python or a launcher.
+
+    Processes that the tests send signals to are those of Python itself.
+    """
     folder = tmp_path_factory.mktemp("launch")
     (folder / "script.py").write_text(SCRIPT)
 
     def start(case: str, *launcher: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [*(launcher or (sys.executable,)), "script.py", case],
+            [*(launcher or ("python",)), "script.py", case],
             cwd=folder,
-            env=user_environment(OMP_NUM_THREADS=None),
+            env=(user_environment if case == "wait" else warm_environment)(OMP_NUM_THREADS=None),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
