@@ -3,7 +3,7 @@
     python benchmarks/convert.py --folder /somewhere/with/space [--sizes 24x1024] [--families glm gpt2 llama]
 
 For each size it runs `cp` and `sha256sum` on the same bytes, then split, reshard and merge, each in a separate process,
-and repeats this `--repeat` times. `--formats` also writes and reads Megatron-LM's and DCP's folders. Memory is the peak
+and repeats this `--repeat` times. `--formats` also writes and reads other programs' folders. Memory is the peak
 resident memory (VmHWM) above that of `import torch`. No figure is printed for a conversion whose result is wrong.
 """
 
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from shutil import rmtree
+from shutil import copyfile, rmtree
 
 import numpy as np
 from safetensors import safe_open
@@ -170,6 +170,38 @@ def tensor_hashes(path: str) -> dict[str, str]:
         return {name: hashlib.sha256(file.get_tensor(name)).hexdigest() for name in file.keys()}  # noqa: SIM118
 
 
+def steps_of_formats(family: str, source: Path, root: Path) -> dict[str, tuple[object, ...]]:
+    """Returns the conversions to and from other programs' folders, each merged into a folder `of-…`."""
+    one_file = ("--max-file-gb", "1000")
+    steps: dict[str, tuple[object, ...]] = {
+        "to mp_rank files": ("split", source, root / "legacy", "--to", "legacy", "--tp", 2),
+        "from mp_rank files": ("merge", root / "legacy", root / "of-legacy", *one_file),
+        "to DCP": ("merge", source, root / "dcp", "--to", "dcp"),
+        "from DCP": ("merge", root / "dcp", root / "of-dcp", *one_file),
+    }
+    if family != "glm":
+        steps |= {
+            "to Megatron-LM, 2 x 2": ("split", source, root / "megatron", "--to", "megatron", "--tp", 2, "--pp", 2),
+            "from Megatron-LM": ("merge", root / "megatron", root / "of-megatron", *one_file),
+        }
+    if family == "gpt2":
+        write_layer_files(source, root / "layers")
+        steps["from layer files"] = ("merge", root / "layers", root / "of-layers", *one_file)
+    return steps
+
+
+def write_layer_files(source: Path, folder: Path) -> None:
+    """Writes Megatron-DeepSpeed's files of two tensor-parallel ranks, by the tests' own code. The folder may exist."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "harness"))
+    from megatron_files import Layout, gpt_modules, write_layers
+    from safetensors.torch import load_file
+
+    config = json.loads((source / "config.json").read_text())
+    modules = gpt_modules(load_file(source / "model.safetensors"), config["n_head"], config["n_layer"])
+    write_layers(folder, modules, Layout(2), "deepspeed")
+    copyfile(source / "config.json", folder / "config.json")
+
+
 def run(family: str, size: str, root: Path, repeat: int, formats: bool) -> None:
     layers, hidden = map(int, size.split("x"))
     config, shapes = FAMILIES[family](layers, hidden)
@@ -188,13 +220,8 @@ def run(family: str, size: str, root: Path, repeat: int, formats: bool) -> None:
             "reshard, 2 to 4": ("reshard", root / "two", root / "four", "--tp", "4"),
             "merge, 4 ranks": ("merge", root / "four", root / "merged", "--max-file-gb", "1000"),
         }
-        if formats and family != "glm":
-            steps |= {
-                "to Megatron-LM, 2 x 2": ("split", source, root / "megatron", "--to", "megatron", "--tp", 2, "--pp", 2),
-                "from Megatron-LM": ("merge", root / "megatron", root / "of-megatron", "--max-file-gb", "1000"),
-                "to DCP": ("merge", source, root / "dcp", "--to", "dcp"),
-                "from DCP": ("merge", root / "dcp", root / "of-dcp", "--max-file-gb", "1000"),
-            }
+        if formats:
+            steps |= steps_of_formats(family, source, root)
         results = {name: convert(*map(str, step)) for name, step in steps.items()}
         for path in (*root.glob("merged/model.safetensors"), *root.glob("of-*/model.safetensors")):
             if tensor_hashes(str(path)) != digests:
@@ -223,7 +250,7 @@ def main() -> None:
         help="layers x hidden size; by default 1.4 GB, and more than four times that in more tensors or larger ones",
     )
     parser.add_argument("--repeat", type=int, default=1)
-    parser.add_argument("--formats", action="store_true", help="Megatron-LM's and DCP's folders too")
+    parser.add_argument("--formats", action="store_true", help="other programs' folders too")
     arguments = parser.parse_args()
     root = arguments.folder / "convert-benchmark"
     root.mkdir(parents=True)

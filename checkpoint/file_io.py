@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from .stored_tensor import StoredTensor
 
 ZEROS = bytes(1 << 16)
+SPARE_FILES = 64  # that threads and libraries may open besides
 
 
 class OpenFiles:
@@ -24,9 +26,11 @@ class OpenFiles:
         self._descriptors: dict[Path, int] = {}
 
     def open(self, paths: Sequence[Path]) -> None:
-        for path in paths:
-            if path not in self._descriptors:
-                self._descriptors[path] = self._opener(path)
+        """Opens files. Raises ValueError if the system's limit of open files is too low, and OSError as `os.open`."""
+        new = [path for path in dict.fromkeys(paths) if path not in self._descriptors]
+        _allow_open_files(len(self._descriptors) + len(new))
+        for path in new:
+            self._descriptors[path] = self._opener(path)
 
     def __getitem__(self, path: Path) -> int:
         return self._descriptors[path]
@@ -43,6 +47,17 @@ class OpenFiles:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
+
+
+def _allow_open_files(count: int) -> None:
+    """Raises the process's soft limit of open files if it is too low for this many besides those of other users."""
+    needed = len(os.listdir("/dev/fd")) + count
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or needed + SPARE_FILES <= soft:
+        return
+    if hard != resource.RLIM_INFINITY and needed + SPARE_FILES > hard:
+        raise ValueError(f"{count:,} files must be open at once, but the limit is {hard:,}; raise it with `ulimit -Hn`")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed + SPARE_FILES, hard))
 
 
 def open_for_reading(path: Path) -> int:

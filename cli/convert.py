@@ -96,8 +96,8 @@ class MergeShards(Converting):
 
     to: Literal["hf", "dcp", "universal"] = "hf"
     """Format of the destination. A universal checkpoint has weights and optimizer of a training checkpoint in fp32."""
-    step: Literal["int", "tensor"] = "int"
-    """Of a universal checkpoint's step counts: as DeepSpeed's Adam optimizers keep them, or as torch's do."""
+    step: Literal["int", "tensor"] | None = None
+    """Of a universal checkpoint's step counts: as DeepSpeed's Adam optimizers keep them, the default, or torch's."""
     max_file_gb: float = 5.0
     """Largest weight file, in gigabytes of 10^9 bytes."""
 
@@ -213,6 +213,8 @@ def _options(command: Converting) -> Options:
     from ..checkpoint.dtypes import from_torch_name
     from ..convert.operations import LARGEST_FILE, Options
 
+    if isinstance(command, MergeShards) and command.step is not None and command.to != "universal":
+        raise ValueError(f"step is a property of universal checkpoints: leave it out for --to {command.to}")
     largest = getattr(command, "max_file_gb", LARGEST_FILE / 1e9)
     if not 0 < largest < 1e9:
         raise ValueError(f"max_file_gb must be more than 0, not {largest}")
@@ -224,7 +226,7 @@ def _options(command: Converting) -> Options:
         adapter=command.adapter,
         keep_adapter=command.keep_adapter,
         with_optimizer=getattr(command, "with_optimizer", False),
-        step_as_tensor=getattr(command, "step", "int") == "tensor",
+        step_as_tensor=getattr(command, "step", None) == "tensor",
         dtype=from_torch_name(command.dtype) if command.dtype else None,
         config_file=command.config,
         largest_file=int(largest * 1e9),

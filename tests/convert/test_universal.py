@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -163,6 +165,7 @@ MISTAKES = {
     "no moments of a kind": ({"optimizer": "adafactor", "zero_stage": 0}, [], "of Adafactor, has no exp_avg_sq/"),
     "a type": ({}, ["--dtype", "bfloat16"], "leave out adapter and dtype"),
     "no optimizer": ({"save_optim": False}, [], "with 0 files of an optimizer's state"),
+    "another format": ({}, ["--step", "tensor", "--to", "dcp"], "leave it out for --to dcp"),
 }
 
 
@@ -199,6 +202,26 @@ def test_every_bit_of_the_state_is_kept(precision, saved, tmp_path, capsys):
     capsys.readouterr()
     assert main(["inspect", str(tmp_path / "universal")]) == 2
     assert "universal checkpoint of DeepSpeed, which is written, but not read" in capsys.readouterr().err
+
+
+CONVERT = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))
+from shardzoo.cli.main import main
+sys.exit(main(["convert", "merge", sys.argv[3], sys.argv[4], "--to", "universal"]))
+"""
+
+
+@pytest.mark.parametrize(("most", "code"), [(4096, 0), (150, 2)])
+def test_many_files_need_a_higher_limit(most, code, saved, tmp_path):
+    source = str(saved("bert", 2))
+    done = subprocess.run(
+        [sys.executable, "-c", CONVERT, "100", str(most), source, str(tmp_path / "universal")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert code == 0 or "files must be open at once, but the limit is 150" in done.stderr
+    assert code == 0 or not list(tmp_path.iterdir())
 
 
 def test_an_interrupted_one_is_resumed(saved, tmp_path, file_tree):
