@@ -190,6 +190,13 @@ def steps_of_formats(family: str, source: Path, root: Path) -> dict[str, tuple[o
     return steps
 
 
+def check_and_remove(digests: dict[str, str], merged_from: Path, merged: Path) -> None:
+    if tensor_hashes(str(merged / "model.safetensors")) != digests:
+        raise SystemExit(f"{merged} differs from the file that was split")
+    rmtree(merged)
+    rmtree(merged_from)
+
+
 def write_layer_files(source: Path, folder: Path) -> None:
     """Writes Megatron-DeepSpeed's files of two tensor-parallel ranks, by the tests' own code. The folder may exist."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "harness"))
@@ -222,10 +229,11 @@ def run(family: str, size: str, root: Path, repeat: int, formats: bool) -> None:
         }
         if formats:
             steps |= steps_of_formats(family, source, root)
-        results = {name: convert(*map(str, step)) for name, step in steps.items()}
-        for path in (*root.glob("merged/model.safetensors"), *root.glob("of-*/model.safetensors")):
-            if tensor_hashes(str(path)) != digests:
-                raise SystemExit(f"{family}: {path} differs from the file that was split")
+        results: dict[str, tuple[float, float, int]] = {}
+        for name, step in steps.items():
+            results[name] = convert(*map(str, step))
+            if step[0] == "merge" and "--to" not in step:
+                check_and_remove(digests, Path(str(step[1])), Path(str(step[2])))
         base = copied + hashed
         print(f"  cp {copied:.2f} s + sha256sum {hashed:.2f} s = {base:.2f} s, {copying + hashing:.2f} s of CPU")
         for name, (seconds, cpu, peak) in results.items():
