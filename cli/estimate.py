@@ -19,12 +19,15 @@ from ..checkpoint.folder_files import CONFIG
 from ..checkpoint.hub import find_config_folder
 from ..data.files import read_folder_json
 from ..models import FAMILIES, find_config
+from ..models.common.config import ModelConfig
+from ..plan.layouts import Remedy, remedies
 from ..trainer.estimate import Estimate, Job, bubble, choose_blocks, estimate, estimate_stages, largest_micro_batch
 from ..trainer.estimate.tables import stage_rows, stage_table
 from .console import exit_code_of
 
 GIB = 1 << 30
 DOES_NOT_FIT = 1
+MOST_REMEDIES = 8
 
 
 @dataclass(frozen=True)
@@ -167,35 +170,84 @@ def verdict(found: Estimate, device_memory: float, largest: int, asked: int) -> 
     return text + Text("; no micro-batch fits", style="default not bold")
 
 
+OPTIONS = {
+    "accumulation_steps": "--accumulation-steps",
+    "micro_batch_size": "--micro-batch-size",
+    "optimizer": "--optimizer",
+    "recompute": "--recompute",
+    "sequence_parallel": "--sequence-parallel",
+    "tensor_parallel_size": "--tp",
+    "zero_stage": "--zero-stage",
+}
+
+
+def advice(found: Sequence[Remedy]) -> Table | Text:
+    """Returns a table of what makes a run fit, as options of this command."""
+    if not found:
+        return Text(
+            "No recomputation, ZeRO, micro-batch, tensor parallelism or Adafactor makes it fit; more devices may "
+            "(--dp with --zero-stage, or --pp)"
+        )
+    title = "What makes it fit, by predicted device time for a sequence"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+    for name in ("options", "GiB", "device time"):
+        table.add_column(name, justify="left" if name == "options" else "right")
+    for remedy in found:
+        words = [
+            f"{OPTIONS[name]} {value}" if value is not True else OPTIONS[name] for name, value in remedy.changes.items()
+        ]
+        table.add_row(" ".join(words), f"{remedy.memory / GIB:.2f}", f"{remedy.cost - 1:+.0%}")
+    return table
+
+
 def main(argv: list[str]) -> int:
     """Runs the command. Returns 0 if the run fits, 1 if it does not, 2 after a user's error."""
     arguments = tyro.cli(EstimateArguments, prog="shardzoo estimate", args=argv)
 
-    def run() -> int:
-        if arguments.device_memory is not None and not arguments.device_memory > 0:
-            raise ValueError(f"--device-memory must be above 0 GiB, not {arguments.device_memory:g}")
-        config, longest = find_any_config(arguments.model)
-        job = arguments.job(longest)
-        if arguments.pp > 1:
-            job = replace(job, pipeline_blocks=choose_blocks(config, arguments.pp, arguments.pipeline_partition, job))
-        stages = estimate_stages(config, job)
-        found = max(stages, key=lambda stage: stage.peak.total)
-        largest = None
-        if arguments.device_memory is not None:
-            memory = arguments.device_memory * GIB
-            largest = largest_micro_batch(
-                lambda size: estimate(config, replace(job, micro_batch_size=size)).peak.total <= memory
-            )
-        if arguments.json:
-            print(json.dumps(result_of(found, arguments, largest) | stages_result(stages, job), indent=2))
-        else:
-            console = Console(width=None if sys.stdout.isatty() else 120)
-            console.print(table_of(found, arguments))
-            if arguments.pp > 1:
-                console.print(stage_table(stages, job))
-            if arguments.device_memory is not None and largest is not None:
-                console.print(verdict(found, arguments.device_memory, largest, arguments.micro_batch_size))
-        fits = arguments.device_memory is None or found.peak.total <= arguments.device_memory * GIB
-        return 0 if fits else DOES_NOT_FIT
+    return exit_code_of(lambda: run(arguments))
 
-    return exit_code_of(run)
+
+def run(arguments: EstimateArguments) -> int:
+    """Estimates and prints. ValueError for a user's mistake."""
+    memory = None if arguments.device_memory is None else arguments.device_memory * GIB
+    if memory is not None and not memory > 0:
+        raise ValueError(f"--device-memory must be above 0 GiB, not {arguments.device_memory:g}")
+    config, longest = find_any_config(arguments.model)
+    job = arguments.job(longest)
+    if arguments.pp > 1:
+        job = replace(job, pipeline_blocks=choose_blocks(config, arguments.pp, arguments.pipeline_partition, job))
+    stages = estimate_stages(config, job)
+    found = max(stages, key=lambda stage: stage.peak.total)
+    fits, largest, others = True, None, None
+    if memory is not None:
+        fits = found.peak.total <= memory
+        largest = largest_micro_batch(
+            lambda size: estimate(config, replace(job, micro_batch_size=size)).peak.total <= memory
+        )
+        others = remedies(config, job, memory) if not fits and isinstance(config, ModelConfig) else None
+    if arguments.json:
+        result = result_of(found, arguments, largest) | stages_result(stages, job)
+        print(
+            json.dumps(result | ({"remedies": [vars(one) for one in others]} if others is not None else {}), indent=2)
+        )
+    else:
+        show(found, stages, job, arguments, largest, others)
+    return 0 if fits else DOES_NOT_FIT
+
+
+def show(
+    found: Estimate,
+    stages: Sequence[Estimate],
+    job: Job,
+    arguments: EstimateArguments,
+    largest: int | None,
+    others: Sequence[Remedy] | None,
+) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(table_of(found, arguments))
+    if arguments.pp > 1:
+        console.print(stage_table(stages, job))
+    if arguments.device_memory is not None and largest is not None:
+        console.print(verdict(found, arguments.device_memory, largest, arguments.micro_batch_size))
+    if others is not None:
+        console.print(advice(others[:MOST_REMEDIES]))

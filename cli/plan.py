@@ -39,7 +39,7 @@ class PlanArguments:
     gpus: int = 8
     """Devices."""
     device: str = "h100"
-    """v100, a100-40gb, a100, h100, h200, b200, mi300x or cpu."""
+    """v100, a100-40gb, a100, h100, h200, b200, mi300x or cpu, or a YAML file with a device's figures."""
     tokens: float = 300e9
     """Tokens to train on; in an encoder-decoder, of its sources."""
     global_batch_size: int = 512
@@ -51,14 +51,22 @@ class PlanArguments:
     precision: Literal["fp32", "bf16", "fp16"] | None = None
     """By default bf16, or fp32 on a CPU."""
     optimizer: Literal["adamw", "adafactor", "lion", "lamb"] = "adamw"
-    node_size: int = 8
-    """Devices in a node."""
+    peak: float | None = None
+    """The device's 16-bit products, in TFLOP/s."""
+    peak_fp32: float | None = None
+    """The device's fp32 products, in TFLOP/s."""
+    memory: float | None = None
+    """The device's memory, in GiB."""
+    bandwidth: float | None = None
+    """The device's memory bandwidth, in GB/s."""
     inside: str | None = None
-    """The link inside a node; by default that of the device's usual server, such as nvlink4."""
+    """The link inside a node, such as nvlink4, or its GB/s in one direction; by default the device's usual server's."""
     network: str | None = None
-    """A network adapter, such as infiniband-hdr; by default that of the usual server."""
+    """A network adapter, such as infiniband-hdr, or its GB/s; by default that of the usual server."""
+    node_size: int | None = None
+    """Devices in a node; by default 8."""
     adapters: int | None = None
-    """Network adapters of a node."""
+    """Network adapters of a node; by default those of the usual server."""
     best: int = 10
     """How many layouts are shown."""
     write: Path | None = None
@@ -66,8 +74,12 @@ class PlanArguments:
     json: bool = False
     """Print JSON; times are in seconds and sizes in bytes."""
 
-    def request(self, longest: int) -> Request:
-        on_cpu = self.device == "cpu"
+    def cluster(self) -> Cluster:
+        names = ("peak", "peak_fp32", "memory", "bandwidth", "inside", "network", "node_size", "adapters")
+        return cluster_of(self.device, **{name: getattr(self, name) for name in names})
+
+    def request(self, longest: int, cluster: Cluster) -> Request:
+        on_cpu = cluster.device.name == "cpu"
         return Request(
             self.gpus,
             self.global_batch_size,
@@ -169,15 +181,9 @@ def run(arguments: PlanArguments) -> int:
     """Plans, prints and writes. ValueError for a user's mistake."""
     if not arguments.tokens > 0 or arguments.best < 1:
         raise ValueError(f"tokens must be above 0 and best at least 1, not {arguments.tokens:g} and {arguments.best}")
-    cluster = cluster_of(
-        arguments.device,
-        inside=arguments.inside,
-        network=arguments.network,
-        node_size=arguments.node_size,
-        adapters=arguments.adapters,
-    )
+    cluster = arguments.cluster()
     config = find_config(arguments.model)
-    request = arguments.request(config.max_sequence_length)
+    request = arguments.request(config.max_sequence_length, cluster)
     found = plans(config, request, cluster, best=arguments.best)
     rows = [result_of(plan, cluster, arguments.tokens) for plan in found]
     console = Console(width=None if sys.stdout.isatty() else 120)

@@ -209,10 +209,10 @@ def step_time(network: Network, run: Run, cluster: Cluster, constants: Constants
     for stack, whole, attention in _stacks(network, run):
         again = {"none": Pass(), "selective": attention, "full": whole}[run.recompute]
         blocks += (whole * 3.0 + again) * (stack.layers * share)
-    busy = seconds(blocks + head_pass(network, run) * 3.0, cluster, constants)
+    busy = seconds(blocks + head_pass(network, run) * 3.0, run, cluster, constants)
     tensor = tensor_parallel_time(network, run, cluster, constants) * share
     messages = message_time(network, run, cluster, constants)
-    other_stages = sum(seconds(blocks, cluster, constants)) + tensor + messages
+    other_stages = sum(seconds(blocks, run, cluster, constants)) + tensor + messages
     count = run.micro_batches
     return StepTime(
         *(part * count for part in busy),
@@ -235,10 +235,10 @@ def _check(run: Run) -> None:
         )
 
 
-def seconds(work: Pass, cluster: Cluster, constants: Constants) -> tuple[float, float, float]:
+def seconds(work: Pass, run: Run, cluster: Cluster, constants: Constants) -> tuple[float, float, float]:
     """Returns the seconds of products, of memory traffic, and of waiting for launches."""
     bandwidth = cluster.device.bandwidth * constants.memory
-    products = work.flops / (cluster.device.peak * constants.compute) + work.operands / bandwidth
+    products = work.flops / (cluster.device.peak_of(run.itemsize) * constants.compute) + work.operands / bandwidth
     memory = work.traffic / bandwidth
     return products, memory, max(work.kernels * constants.launch - products - memory, 0.0)
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 
 @dataclass(frozen=True)
@@ -13,12 +19,18 @@ class Device:
         peak: Dense 16-bit matrix products with fp32 sums, in FLOP/s.
         memory: Bytes of device memory.
         bandwidth: Bytes per second from and to device memory.
+        peak_fp32: Matrix products of fp32 (not TF32, which the trainer does not turn on), in FLOP/s.
     """
 
     name: str
     peak: float
     memory: float
     bandwidth: float
+    peak_fp32: float
+
+    def peak_of(self, itemsize: int) -> float:
+        """Returns the FLOP/s of products of elements of 2 or 4 bytes."""
+        return self.peak if itemsize == 2 else self.peak_fp32
 
 
 @dataclass(frozen=True)
@@ -65,14 +77,14 @@ LINKS = {
 DEVICES = {
     device.name: device
     for device in (
-        Device("v100", 125 * TFLOPS, 32 * GIB, 900 * GB),
-        Device("a100-40gb", 312 * TFLOPS, 40 * GIB, 1555 * GB),
-        Device("a100", 312 * TFLOPS, 80 * GIB, 2039 * GB),
-        Device("h100", 989 * TFLOPS, 80 * GIB, 3350 * GB),
-        Device("h200", 989 * TFLOPS, 141 * GIB, 4800 * GB),
-        Device("b200", 2250 * TFLOPS, 180 * GIB, 8000 * GB),
-        Device("cpu", 0.1 * TFLOPS, 8 * GIB, 10 * GB),  # a process with one or two cores, in fp32
-        Device("mi300x", 1307 * TFLOPS, 192 * GIB, 5300 * GB),
+        Device("v100", 125 * TFLOPS, 32 * GIB, 900 * GB, 15.7 * TFLOPS),
+        Device("a100-40gb", 312 * TFLOPS, 40 * GIB, 1555 * GB, 19.5 * TFLOPS),
+        Device("a100", 312 * TFLOPS, 80 * GIB, 2039 * GB, 19.5 * TFLOPS),
+        Device("h100", 989 * TFLOPS, 80 * GIB, 3350 * GB, 67 * TFLOPS),
+        Device("h200", 989 * TFLOPS, 141 * GIB, 4800 * GB, 67 * TFLOPS),
+        Device("b200", 2250 * TFLOPS, 180 * GIB, 8000 * GB, 80 * TFLOPS),
+        Device("cpu", 0.1 * TFLOPS, 8 * GIB, 10 * GB, 0.1 * TFLOPS),  # a process with one or two cores
+        Device("mi300x", 1307 * TFLOPS, 192 * GIB, 5300 * GB, 163.4 * TFLOPS),
     )
 }
 
@@ -119,25 +131,65 @@ CLUSTERS = {
 }
 
 
-def cluster_of(
-    device: str,
-    *,
-    inside: str | None = None,
-    network: str | None = None,
-    node_size: int = 8,
-    adapters: int | None = None,
-) -> Cluster:
-    """Returns nodes of a device, with the links of its usual server or others. ValueError for a name not in a table."""
-    for name, table in ((device, CLUSTERS), (inside, LINKS), (network, LINKS)):
-        if name is not None and name not in table:
-            raise ValueError(f"there is no {name!r}; use one of {', '.join(table)}")
-    if node_size < 1 or (adapters is not None and adapters < 1):
-        raise ValueError(f"a node needs at least 1 device and 1 adapter, not {node_size} and {adapters}")
-    usual = CLUSTERS[device]
-    return replace(
-        usual,
-        inside=LINKS[inside] if inside else usual.inside,
-        network=LINKS[network] if network else usual.network,
-        node_size=node_size,
-        adapters=adapters or usual.adapters,
-    )
+UNITS = {"peak": TFLOPS, "peak_fp32": TFLOPS, "memory": GIB, "bandwidth": GB}
+"""Units of a device's figures in flags and files: TFLOP/s, GiB and GB/s."""
+FILES, LINK_NAMES, MOST = (".yaml", ".yml"), ("inside", "network"), 1e9
+
+
+def cluster_of(device: str, **changes: Any) -> Cluster:
+    """Returns nodes of a device, as its usual server has them or with changes.
+
+    Args:
+        device: A name in `CLUSTERS`, or a YAML file with some of the keys of `changes`, and `device` if it starts from
+            a name.
+        changes: `peak` and `peak_fp32` in TFLOP/s, `memory` in GiB, `bandwidth` in GB/s, `inside` and `network` as a
+            name in `LINKS` or in GB/s, `node_size`, `adapters`; None leaves a value.
+
+    Raises ValueError for a name that is not in a table or a value that is not above 0.
+    """
+    if device.endswith(FILES):
+        device, found = _read(Path(device))
+        changes = found | {name: value for name, value in changes.items() if value is not None}
+    usual = CLUSTERS[_known(device, CLUSTERS)]
+    changes = {name: value for name, value in changes.items() if value is not None}
+    for name in changes.keys() - set(LINK_NAMES):
+        whole = name in ("node_size", "adapters")
+        if type(changes[name]) not in ((int,) if whole else (int, float)) or not 0 < changes[name] < MOST:
+            raise ValueError(
+                f"{name} must be a {'whole ' if whole else ''}number above 0 and below {MOST:g}, not {changes[name]!r}"
+            )
+    figures = {name: changes.pop(name) * unit for name, unit in UNITS.items() if name in changes}
+    links = {name: _link(name, changes.pop(name), getattr(usual, name)) for name in LINK_NAMES if name in changes}
+    return replace(usual, device=replace(usual.device, **figures), **links, **changes)
+
+
+def _known(name: str, table: Mapping[str, Any]) -> str:
+    if not isinstance(name, str) or name not in table:
+        raise ValueError(f"there is no {name!r}; use one of {', '.join(table)}")
+    return name
+
+
+def _link(name: str, value: str | float, usual: Link) -> Link:
+    """Returns a link of the table, or one of so many GB/s with the usual latency."""
+    try:
+        speed = float(value)
+    except (TypeError, ValueError):
+        return LINKS[_known(str(value), LINKS)]
+    if isinstance(value, bool) or not (speed > 0 and isfinite(speed)):
+        raise ValueError(f"{name} must be a link's name or GB/s above 0, not {value!r}")
+    return Link(f"{speed:g} GB/s", speed * GB, usual.latency)
+
+
+def _read(path: Path) -> tuple[str, dict[str, Any]]:
+    """Returns the device that a file starts from, and the changes. ValueError for a key that has no meaning."""
+    try:
+        values = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML: {error}") from error
+    known = ("device", *UNITS, *LINK_NAMES, "node_size", "adapters")
+    if not isinstance(values, dict) or not set(values) <= set(known):
+        unknown = sorted(map(str, set(values) - set(known))) if isinstance(values, dict) else values
+        raise ValueError(f"{path} describes a device by {', '.join(known)}, not by {unknown}")
+    if "device" not in values and len(set(UNITS) & set(values)) < len(UNITS):
+        raise ValueError(f"{path} needs a device to start from, or all of {', '.join(UNITS)}")
+    return values.pop("device", "h100"), values

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import combinations, product
 from typing import Any, Literal
 
 from ..models.auto import build_on_meta
@@ -14,7 +14,7 @@ from ..models.registry import family
 from ..models.sizes import largest_size, parameter_sizes
 from ..trainer.estimate import Job, estimate
 from .cost import FITTED, Constants, Network, Recompute, Run, StepTime, network_of, step_time
-from .hardware import Cluster
+from .hardware import Cluster, cluster_of
 
 SPARE = 0.05
 """Share of the device's memory that is left to NCCL's buffers and the allocator's fragments (docs/estimate.md)."""
@@ -50,7 +50,7 @@ class Plan:
 
     def mfu(self, cluster: Cluster) -> float:
         """Returns the share of the devices' peak that the model's FLOPs reach, without those of recomputation."""
-        return self.time.flops / (self.time.total * self.run.gpus * cluster.device.peak)
+        return self.time.flops / (self.time.total * self.run.gpus * cluster.device.peak_of(self.run.itemsize))
 
 
 def network_of_config(config: ModelConfig) -> Network:
@@ -151,3 +151,91 @@ def plans(
         else:
             too_large[kind] = run.micro_batch
     return found
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Changes that make a job fit.
+
+    Attributes:
+        changes: The changed fields of the job.
+        memory: Bytes at the peak.
+        cost: Predicted device time for a sequence, relative to that of the job as it is.
+    """
+
+    changes: dict[str, Any]
+    memory: int
+    cost: float
+
+
+Ladder = Sequence[dict[str, Any]]
+"""Ways to save memory by one means, from the mildest to the strongest."""
+
+
+def remedies(config: ModelConfig, job: Job, memory: float) -> list[Remedy]:
+    """Returns what makes a job need at most `memory` bytes, the cheapest first; another optimizer always comes last.
+
+    Recomputation, ZeRO, smaller micro-batches with as many more of them, tensor parallelism over further devices, with
+    sequence parallelism, and Adafactor are tried alone and together. What does more than another remedy is left out.
+    """
+    network, ladders, found = network_of_config(config), _ladders(config, job), dict[tuple[int, ...], Remedy]()
+    before = _device_time(network, job)
+    for count in range(1, len(ladders) + 1):
+        for chosen in combinations(range(len(ladders)), count):
+            for rungs in product(*(range(1, len(ladders[number]) + 1) for number in chosen)):
+                steps = dict(zip(chosen, rungs, strict=True))
+                place = tuple(steps.get(number, 0) for number in range(len(ladders)))
+                if any(all(a <= b for a, b in zip(other, place, strict=True)) for other in found):
+                    continue
+                changes = {k: v for number, rung in steps.items() for k, v in ladders[number][rung - 1].items()}
+                if fitting := _fitting(config, job, changes, memory):
+                    changed, needed = fitting
+                    found[place] = Remedy(changes, needed, _device_time(network, changed) / before)
+    return sorted(found.values(), key=lambda remedy: ("optimizer" in remedy.changes, remedy.cost, remedy.memory))
+
+
+def _ladders(config: ModelConfig, job: Job) -> list[Ladder]:
+    batch, tensor, order = job.micro_batch_size, job.tensor_parallel_size, [*RECOMPUTE]
+    smaller = [size for size in reversed(divisors(batch)) if size < batch]
+    widest = min(largest_size(build_on_meta(config, None)), cluster_of("a100").node_size)
+    wider = [{"tensor_parallel_size": factor * tensor} for factor in (2, 4, 8) if factor * tensor <= widest]
+    stages = range((job.stage or 0) + 1, 4) if job.data_parallel_size > 1 else ()
+    ladders: list[Ladder] = [
+        [{"recompute": value} for value in order[order.index(job.recompute) + 1 :]],
+        [{"zero_stage": stage} for stage in stages],
+        [{"micro_batch_size": s, "accumulation_steps": job.accumulation_steps * batch // s} for s in smaller],
+        wider,
+        [{"sequence_parallel": True}] if not job.sequence_parallel else [],
+        [{"optimizer": "adafactor"}] if job.optimizer != "adafactor" else [],
+    ]
+    return [ladder for ladder in ladders if ladder]
+
+
+def _fitting(config: ModelConfig, job: Job, changes: dict[str, Any], memory: float) -> tuple[Job, int] | None:
+    """Returns the changed job and its bytes, or None if the trainer refuses it or it needs more than `memory`."""
+    try:
+        changed = replace(job, **changes)
+        if changed.sequence_parallel and (changed.tensor_parallel_size == 1 or _odd(changed)):
+            return None
+        needed = estimate(config, changed).peak.total
+    except ValueError:
+        return None
+    return (changed, needed) if needed <= memory else None
+
+
+def _odd(job: Job) -> bool:
+    """Returns whether a sequence does not divide among the tensor-parallel ranks."""
+    return any(length % job.tensor_parallel_size for length in (job.length, job.target_length or 0))
+
+
+def _device_time(network: Network, job: Job) -> float:
+    """Returns the predicted seconds of all devices for one sequence of a job, on A100 or on CPUs."""
+    gpus = job.tensor_parallel_size * job.pipeline_parallel_size * job.data_parallel_size
+    batch = job.micro_batch_size * job.accumulation_steps * job.data_parallel_size
+    run = Run(
+        gpus, batch, job.micro_batch_size, job.length, job.target_length or 0, job.tensor_parallel_size,
+        job.pipeline_parallel_size, recompute=job.recompute, sequence_parallel=job.sequence_parallel,
+        zero_stage=job.stage or 0, itemsize=job.itemsize, gradient_itemsize=job.itemsize,
+    )  # fmt: skip
+    cluster = cluster_of("a100" if job.device == "cuda" else "cpu")
+    return step_time(network, run, cluster).total * gpus / batch

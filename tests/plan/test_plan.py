@@ -154,7 +154,11 @@ def test_the_recipe_of_every_layout_is_accepted():
         (["--network", "ethernet"], "there is no 'ethernet'"),
         (["--gpus", "0"], "gpus must be at least 1, not 0"),
         (["--tokens", "-1"], "tokens must be above 0"),
-        (["--node-size", "0"], "at least 1 device"),
+        (["--node-size", "0"], "node_size must be a whole number above 0 and below 1e+09, not 0"),
+        (["--peak", "nan"], "peak must be a number above 0 and below 1e+09, not nan"),
+        (["--memory", "-80"], "memory must be a number above 0"),
+        (["--inside", "0"], "inside must be a link's name or GB/s above 0, not '0'"),
+        (["--device", "missing.yaml"], "missing.yaml"),
         (["--length", "4096"], "1024"),
     ],
 )
@@ -163,6 +167,66 @@ def test_mistakes_are_one_line(words, message, capsys):
     error = capsys.readouterr().err
     assert message in " ".join(error.split())
     assert error.startswith("error: ")
+
+
+DESCRIBED = {
+    "peak": 500, "peak_fp32": 40.5, "memory": 64, "bandwidth": 1800, "inside": 200, "network": "infiniband-hdr",
+    "node_size": 4, "adapters": 2,
+}  # fmt: skip
+
+
+def test_a_device_is_described_by_flags_or_a_file(tmp_path, capsys):
+    """Both say the same, and the figures are those that the prediction uses."""
+    path = tmp_path / "own.yaml"
+    path.write_text(yaml.safe_dump(DESCRIBED))
+    shape = ["--gpus", "8", "--length", "512", "--json"]
+    flags = [word for name, value in DESCRIBED.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    assert main(["plan", "gpt2-xl", "--device", str(path), *shape]) == 0
+    by_file = json.loads(capsys.readouterr().out)
+    assert main(["plan", "gpt2-xl", "--device", "a100", *flags, *shape]) == 0
+    assert json.loads(capsys.readouterr().out) == by_file
+    cluster = cluster_of(str(path))
+    assert cluster.device.memory == 64 * 2**30 >= by_file[0]["memory"]
+    assert (cluster.device.peak_of(2), cluster.device.peak_of(4), cluster.device.bandwidth) == (5e14, 4.05e13, 1.8e12)
+    assert (cluster.inside.bandwidth, cluster.network, cluster.node_size) == (2e11, LINKS["infiniband-hdr"], 4)
+    assert cluster.link(8, 1).bandwidth == 2 * 25e9  # two adapters for the one ring that crosses a node
+    assert cluster_of(str(path), memory=16.0).device.memory == 16 * 2**30  # a flag goes first
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("peak: 300", "needs a device to start from, or all of peak, peak_fp32, memory, bandwidth"),
+        ("device: h100\npeek: 300", "not by ['peek']"),
+        ("device: h100\nnode_size: true", "node_size must be a whole number"),
+        ("device: h100\nnode_size: 2.5", "node_size must be a whole number"),
+        ("device: h100\ninside: [1]", "there is no '[1]'"),
+        ("device: h100\ninside: true", "not True"),
+        ("device: [h100]", "there is no ['h100']"),
+        ("device: tpu", "there is no 'tpu'"),
+        ("peak: '300'\ndevice: h100", "not '300'"),
+        ("- h100", "not by ['h100']"),
+        ("", "not by None"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_a_file_that_describes_no_device_is_refused(text, message, tmp_path):
+    path = tmp_path / "device.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        cluster_of(str(path))
+    assert message in str(caught.value)
+
+
+def test_fp32_products_take_the_devices_fp32_rate():
+    """The products' share grows by the ratio of the peaks; an A100's is 16."""
+    config, request_ = tiny(n_embd=4096, n_head=32), Request(1, 8, 128)
+    cluster = cluster_of("a100", bandwidth=1e6)  # so much that operands take no time
+    half = step_time(network_of_config(config), Run(1, 8, 8, 128, itemsize=2), cluster)
+    full = step_time(network_of_config(config), Run(1, 8, 8, 128, itemsize=4), cluster)
+    assert full.products / half.products == pytest.approx(312 / 19.5, rel=0.02)
+    both = [plans(config, replace(request_, precision=name), cluster)[0] for name in ("bf16", "fp32")]
+    assert all(0.1 < plan.mfu(cluster) < 1 for plan in both)
 
 
 def test_a_model_that_no_layout_holds_exits_with_1(capsys):
