@@ -32,10 +32,8 @@ def build(objects: Path, target: Path, cuda: Path = CSRC / "cuda", flags: tuple[
         (objects / source.name).write_text(rewrite(source.read_text()))
     cxx, torch = library.compiler(), library.package_folder("torch")
     common = [*cxx, "-fPIC", "-std=c++17", "-w", *flags, "-I", str(HERE), "-c"]
-    jobs = [
-        [*common, "-x", "c++", str(path), "-o", str(path.with_suffix(".cuda.o"))]
-        for path in sorted(objects.glob("*.cu"))
-    ]
+    sources = sorted(objects.glob("*.cu"))
+    jobs = [[*common, "-x", "c++", str(s), "-o", str(s.with_suffix(".cuda.o"))] for s in sources]
     jobs.append([*common, str(HERE / "emulator.cpp"), "-o", str(objects / "emulator.o")])
     jobs += [command for *_, command in library.binding_jobs(cxx, objects, torch, False)]
     native = [command for _, _, command in library.cpu_jobs(cxx, objects)]
