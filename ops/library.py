@@ -14,7 +14,7 @@ what `torch.ops.shardzoo.<name>` does, but skips PyTorch's dispatcher if nothing
     auto       the fastest variant that exists for the tensor's device, else the reference (the default)
     reference  PyTorch's own operators
     cpp        the compiled kernels for CPU tensors
-    cuda       the compiled kernels for CUDA tensors
+    cuda       the compiled kernels for CUDA tensors (for CPU tensors in the build of tests/ops/cuda_emulation)
     triton     the Triton kernels (CUDA tensors, or CPU tensors under TRITON_INTERPRET=1)
 
 If a forced variant cannot run on this machine, that is an error. A single call that a variant does not support (mixed
@@ -330,6 +330,8 @@ def unavailable(variant: str, device_type: str) -> str | None:
         return None
     if variant == "triton":
         return triton_runs_on(device_type)
+    if device_type == "cpu" and emulates_cuda():
+        return None if variant == "cuda" else "this build of the library runs its CUDA kernels on CPU tensors"
     if device_type != ("cpu" if variant == "cpp" else "cuda"):
         return f"{variant} kernels do not run on {device_type} tensors"
     return missing_kernels(device_type)
@@ -396,6 +398,12 @@ def _symbols() -> ctypes.CDLL:
 def has_cuda_kernels() -> bool:
     """Returns whether the library was compiled with the CUDA kernels."""
     return load_error() is None and bool(_symbols().shardzoo_has_cuda())
+
+
+@functools.cache
+def emulates_cuda() -> bool:
+    """Returns whether the library is that of tests/ops/cuda_emulation, which runs CUDA kernels on CPU tensors."""
+    return load_error() is None and hasattr(_symbols(), "shardzoo_emulates_cuda")
 
 
 def cpu_isa() -> str:

@@ -11,7 +11,7 @@ import torch
 from shardzoo import ops
 from shardzoo.ops import library
 
-VARIANTS = [v for v in ("reference", "cpp", "triton") if library.unavailable(v, "cpu") is None]
+VARIANTS = [v for v in ("reference", "cpp", "cuda", "triton") if library.unavailable(v, "cpu") is None]
 GPU_VARIANTS = [v for v in ("cuda", "triton") if library.unavailable(v, "cuda") is None]
 collect_ignore = [] if torch.cuda.is_available() else ["test_gpu.py"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

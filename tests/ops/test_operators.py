@@ -166,6 +166,18 @@ def test_dispatch(monkeypatch, caplog, tmp_path):
         ops.bias_gelu(torch.ones(3))
 
 
+@pytest.mark.skipif(not library.emulates_cuda(), reason="test_cuda_emulation.py runs this with its own library")
+def test_library_that_emulates_cuda_runs_its_kernels_on_cpu_tensors():
+    x = torch.randn(2, 8)
+    with ops.kernels("cuda"):
+        assert library.choose_variant("cpu") == "cuda"
+        torch.testing.assert_close(ops.bias_gelu(x), torch.nn.functional.gelu(x))
+    with ops.kernels("auto"):
+        assert library.choose_variant("cpu") == "reference"
+    with ops.kernels("cpp"), pytest.raises(RuntimeError, match="runs its CUDA kernels on CPU tensors"):
+        ops.bias_gelu(x)
+
+
 def test_choice_is_logged_once(caplog):
     library.log_choice.cache_clear()
     with caplog.at_level(logging.INFO, "shardzoo.ops"), ops.kernels("reference"):

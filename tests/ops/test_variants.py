@@ -21,6 +21,20 @@ def test_matches_fp64(zoo, case_name, variant, dtype, sizes):
     zoo.close(case.run(variant, dtype), expected, dtype, slack=slack, floor=1.0 if cancels else 0.0)
 
 
+@pytest.mark.parametrize(
+    "long",
+    [(torch.float16, 3, 520), (torch.float32, 2, 2057), (torch.bfloat16, 1, 16400)],
+    ids=lambda long: f"{long[2]}",
+)
+def test_long_rows_match_fp64(zoo, case_name, variant, long):
+    """On a GPU, vectors over several warps; rows too long for registers, element by element and in vectors."""
+    if variant not in ("cpp", "cuda"):
+        return
+    dtype, rows, columns = long
+    case = zoo.cases(rows, columns)[case_name]
+    zoo.close(case.run(variant, dtype), case.rounded(dtype).run("reference", torch.float64), dtype)
+
+
 def test_gradcheck(zoo, case_name, variant):
     """The gradient formulas against finite differences, in fp64; Triton's kernels have no fp64."""
     if variant == "triton":

@@ -7,10 +7,7 @@
 #include <functional>
 
 #define __device__
-#define __global__
 #define __forceinline__ inline
-#define __launch_bounds__(...)
-#define __shared__ static  // blocks run one at a time
 
 struct dim3 {
   unsigned x, y, z;
@@ -28,6 +25,14 @@ extern dim3 thread_index, block_index, block_size, grid_size;
 // Runs a kernel. Aborts on a launch that a device would refuse, and on a barrier or shuffle that not all threads reach.
 void launch(dim3 grid, dim3 block, const std::function<void()>& kernel);
 void block_barrier();
+
+// Called where a kernel declares shared memory, which is static because blocks run one at a time: fills it with NaN
+// when a block's first thread gets there. A device does not keep what an earlier block left in it either.
+void begin_shared(void* start, size_t bytes);
+
+// Aborts if the block has more threads than the kernel's launch bounds.
+void check_bounds(unsigned most_threads);
+
 uint64_t shuffle_xor(unsigned mask, uint64_t bits, int offset);
 }  // namespace emulation
 

@@ -1,5 +1,7 @@
 // Runs the threads of a block as fibers. In the chosen order, each warp runs as far as barriers allow before the next
-// warp starts, so that a missing barrier gives wrong numbers. SHARDZOO_EMULATION_ORDER: forward, reversed or a seed.
+// warp starts, so that a missing barrier gives wrong numbers. SHARDZOO_EMULATION_ORDER: forward, reversed or a seed;
+// it orders the blocks, the warps of a block between two barriers, and the lanes of a warp between two shuffles.
+#include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
@@ -10,12 +12,11 @@
 #include <numeric>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "../../../csrc/kernels.h"
+#include "kernels.h"
 #include "cuda_runtime.h"
-
-extern "C" int native_cpu_run(int kernel, int dtype, const void* parameters, int64_t begin, int64_t end);
 
 namespace emulation {
 
@@ -28,40 +29,60 @@ constexpr int kMostThreads = 1024, kWarp = 32;
 
 enum State { kReady, kAtBarrier, kAtShuffle, kDone };
 
-struct Fiber {
+// A place to continue. swapcontext makes two system calls, so only a fiber's first start uses it, and jumps do the rest;
+// AddressSanitizer knows stacks by swapcontext alone.
+struct Place {
   ucontext_t context;
+#ifndef __SANITIZE_ADDRESS__
+  jmp_buf registers;
+#endif
+};
+
+struct Fiber {
+  Place place;
+  bool started;
   dim3 index;
   State state;
   uint64_t given;
 };
 
-ucontext_t scheduler;
+Place scheduler;
 Fiber fibers[kMostThreads];
 uint64_t taken[kMostThreads];  // what the lanes gave to the last complete shuffle of their warp
 Fiber* self = nullptr;
 const std::function<void()>* body = nullptr;
+std::vector<void*> shared;  // the block's shared variables
 
 [[noreturn]] void refuse(const char* what) {
   std::fprintf(stderr, "CUDA emulation: %s\n", what);
   std::abort();
 }
 
-void enter() {
-  (*body)();
-  self->state = kDone;
-  swapcontext(&self->context, &scheduler);
+void leave(Place& from, Place& to, bool start) {
+#ifdef __SANITIZE_ADDRESS__
+  swapcontext(&from.context, &to.context);
+#else
+  if (_setjmp(from.registers) != 0) return;
+  if (start) setcontext(&to.context);
+  _longjmp(to.registers, 1);
+#endif
 }
 
 void wait(State state) {
   Fiber* const me = self;
   me->state = state;
-  swapcontext(&me->context, &scheduler);
+  leave(me->place, scheduler, false);
+}
+
+void enter() {
+  (*body)();
+  wait(kDone);
 }
 
 void resume(Fiber& fiber) {
   self = &fiber;
   thread_index = fiber.index;
-  swapcontext(&scheduler, &fiber.context);
+  leave(scheduler, fiber.place, !std::exchange(fiber.started, true));
 }
 
 std::vector<int> ordered(int count) {
@@ -93,16 +114,21 @@ void run_warp(int first, int lanes) {
 void run_block(int threads) {
   static char* const stacks = static_cast<char*>(mmap(nullptr, kStack * kMostThreads, PROT_READ | PROT_WRITE,
                                                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  ucontext_t blank;
+  getcontext(&blank);
   for (int i = 0; i < threads; ++i) {
     Fiber& fiber = fibers[i];
     fiber.index = dim3(i % block_size.x, i / block_size.x % block_size.y, i / block_size.x / block_size.y);
     fiber.state = kReady;
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = stacks + i * kStack;
-    fiber.context.uc_stack.ss_size = kStack;
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, enter, 0);
+    fiber.started = false;
+    ucontext_t& context = fiber.place.context;
+    context = blank;
+    context.uc_stack.ss_sp = stacks + i * kStack;
+    context.uc_stack.ss_size = kStack;
+    context.uc_link = nullptr;
+    makecontext(&context, enter, 0);
   }
+  shared.clear();
   while (true) {
     for (const int warp : ordered((threads + kWarp - 1) / kWarp)) {
       run_warp(warp * kWarp, std::min(kWarp, threads - warp * kWarp));
@@ -121,8 +147,8 @@ void launch(dim3 grid, dim3 block, const std::function<void()>& kernel) {
   if (threads == 0 || threads > kMostThreads) refuse("a block must have 1 to 1,024 threads");
   if (grid.x == 0 || grid.y == 0 || grid.x > 0x7FFFFFFF || grid.y > 65535) refuse("a grid's size is out of range");
   body = &kernel, block_size = block, grid_size = grid;
-  for (unsigned y = 0; y < grid.y; ++y) {
-    for (unsigned x = 0; x < grid.x; ++x) {
+  for (const unsigned y : ordered(static_cast<int>(grid.y))) {
+    for (const unsigned x : ordered(static_cast<int>(grid.x))) {
       block_index = dim3(x, y, 0);
       run_block(static_cast<int>(threads));
     }
@@ -130,6 +156,16 @@ void launch(dim3 grid, dim3 block, const std::function<void()>& kernel) {
 }
 
 void block_barrier() { wait(kAtBarrier); }
+
+void begin_shared(void* start, size_t bytes) {
+  if (std::find(shared.begin(), shared.end(), start) != shared.end()) return;
+  shared.push_back(start);
+  std::memset(start, 0xFF, bytes);
+}
+
+void check_bounds(unsigned most_threads) {
+  if (block_size.x * block_size.y * block_size.z > most_threads) refuse("a block exceeds the kernel's launch bounds");
+}
 
 uint64_t shuffle_xor(unsigned mask, uint64_t bits, int offset) {
   if (mask != 0xFFFFFFFFu) refuse("only shuffles of whole warps are emulated");
@@ -142,10 +178,15 @@ uint64_t shuffle_xor(unsigned mask, uint64_t bits, int offset) {
 }  // namespace emulation
 
 // The binding splits a CPU kernel's units among threads; the call with the first unit runs the whole CUDA kernel.
-extern "C" int shardzoo_cpu_run(int kernel, int dtype, const void* parameters, int64_t begin, int64_t end) {
-  if (kernel == shardzoo::kLinearForward) return native_cpu_run(kernel, dtype, parameters, begin, end);
+extern "C" int shardzoo_cpu_run(int kernel, int dtype, const void* parameters, int64_t begin, int64_t) {
   if (begin != 0) return 0;
   static std::mutex one;
   const std::lock_guard<std::mutex> lock(one);
-  return shardzoo_cuda_run(kernel, dtype, parameters, nullptr);
+  if (shardzoo_cuda_run(kernel, dtype, parameters, nullptr) != 0) emulation::refuse("there is no such kernel");
+  return 0;
 }
+extern "C" const char* shardzoo_cpu_isa() { return "CUDA emulation"; }
+extern "C" int shardzoo_cpu_is_amd() { return 0; }
+
+// By this symbol shardzoo.ops knows the build.
+extern "C" SHARDZOO_EXPORT int shardzoo_emulates_cuda() { return 1; }

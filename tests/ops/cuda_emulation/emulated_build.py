@@ -1,0 +1,120 @@
+"""Builds a kernel library whose CPU entries are the CUDA kernels, run by fibers.
+
+    python tests/ops/cuda_emulation/emulated_build.py FOLDER            # prints the path of the library
+    python tests/ops/cuda_emulation/emulated_build.py FOLDER --sanitize # with AddressSanitizer as well as UBSan
+
+A library and each object file are named by a hash of what they are made of, so that only what changed is compiled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+CSRC = HERE.parents[2] / "csrc"
+sys.path.insert(0, str(CSRC))
+import build as library  # noqa: E402
+
+UNDEFINED = ("-fsanitize=undefined", "-fno-sanitize-recover=all")
+SANITIZERS = ("-g1", "-fsanitize=address")
+LAUNCH = re.compile(r"([\w<>]+?)<<<(.+), (dim3\(.*?\)|[\w.]+), 0, stream>>>\((.*?)\);")
+SHARED = re.compile(r"__shared__ ([^;\[]+? (\w+)(?:\[\d+\])+);")
+BOUNDS = re.compile(r"__global__ void __launch_bounds__\((\w+)\) (\w+\([^)]*\) \{)")
+
+
+def rewrite(text: str) -> str:
+    """Returns a CUDA source as C++: with launches, shared memory and launch bounds by the emulator.
+
+    Raises:
+        ValueError: A launch, a shared variable or a kernel is written in a way that the emulation does not know.
+    """
+    text = LAUNCH.sub(r"emulation::launch(\2, \3, [&] { \1(\4); });", text)
+    text = SHARED.sub(r"static \1; emulation::begin_shared(\2, sizeof(\2));", text)
+    text = BOUNDS.sub(r"void \2 emulation::check_bounds(\1);", text)
+    if left := re.search(r"<<<|__shared__|__global__|__launch_bounds__", text):
+        raise ValueError(f"the emulation of CUDA does not know how to rewrite {text[left.start() :][:80]!r}")
+    return text.replace('#include "../', f'#include "{CSRC}/')
+
+
+def sources(changed: dict[str, str]) -> dict[str, str]:
+    """Returns the CUDA sources by name, rewritten; `changed` has those that replace a file of csrc/cuda."""
+    found = {path.name: path.read_text() for path in sorted((CSRC / "cuda").glob("*.cu*"))}
+    return {name: rewrite(text) for name, text in {**found, **changed}.items()}
+
+
+def jobs(folder: Path, changed: dict[str, str], flags: tuple[str, ...]) -> list[tuple[Path, list[str]]]:
+    """Returns (object, its command) of every part. Sources lie in folders named by their hash, below `folder`."""
+    cxx, texts = library.compiler(), sources(changed)
+    headers = "".join(path.read_text() for path in [*sorted(HERE.glob("*.h")), CSRC / "kernels.h", CSRC / "hash.h"])
+    headers += "".join(text for name, text in texts.items() if name.endswith(".cuh"))
+    common = [*cxx, "-fPIC", "-std=c++17", "-O1", "-w", *UNDEFINED, *flags, "-I", str(HERE)]
+    made = []
+    for name, text in [*texts.items(), ("emulator.cpp", (HERE / "emulator.cpp").read_text())]:
+        if name.endswith(".cuh"):
+            continue
+        place = folder / hashlib.sha256(repr((text, headers, common)).encode()).hexdigest()[:16]
+        place.mkdir(parents=True, exist_ok=True)
+        for other in [name, *(header for header in texts if header.endswith(".cuh"))]:
+            (place / other).write_text(text if other == name else texts[other])
+        command = [*common, "-I", str(CSRC), "-x", "c++", "-c", str(place / name), "-o"]
+        made.append((place / f"{name}.o", command))
+    torch = library.package_folder("torch")
+    for source, target, command in library.binding_jobs(cxx, folder, torch, False):
+        text = "".join(path.read_text() for path in [source, *(CSRC / "binding").glob("*.h"), CSRC / "kernels.h"])
+        version = (torch / "version.py").read_text()
+        digest = hashlib.sha256(repr((text, version, command)).encode()).hexdigest()[:16]
+        command = [part.replace("-O2", "-O0") for part in command if part not in ("-o", str(target))]
+        made.append((folder / f"{digest}.o", [*command, "-o"]))
+    return made
+
+
+def make(job: tuple[Path, list[str]]) -> None:
+    """Runs a command whose last argument is to be its output, unless the output exists. Safe among processes."""
+    target, command = job
+    if not target.exists():
+        part = target.with_suffix(f".{os.getpid()}.part")
+        subprocess.run([*command, str(part)], check=True)
+        part.replace(target)
+
+
+def build(folder: Path, *, sanitize: bool = False, changed: dict[str, str] | None = None) -> Path:
+    """Returns the library below `folder`, built if what it is made of has changed.
+
+    Args:
+        changed: Texts that replace files of csrc/cuda, by name.
+
+    Raises:
+        build.CannotBuild: There is no C++ compiler.
+        subprocess.CalledProcessError: The compiler failed.
+    """
+    flags = SANITIZERS if sanitize else ()
+    parts = jobs(folder.resolve(), changed or {}, flags)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(make, parts))
+    objects = [str(target) for target, _ in parts]
+    link = [*UNDEFINED, "-L" + str(library.package_folder("torch") / "lib"), "-ltorch_cpu", "-ldl", "-shared", "-o"]
+    target = folder.resolve() / f"{hashlib.sha256(repr((objects, flags)).encode()).hexdigest()[:16]}.so"
+    make((target, [*library.compiler(), *flags, *objects, *link]))
+    return target
+
+
+def environment(built: Path, order: str = "forward", *, sanitize: bool = False) -> dict[str, str]:
+    """Returns the environment of a Python process that uses a library (see emulated.py) in a thread order."""
+    changes = {"SHARDZOO_EMULATED": str(built), "SHARDZOO_EMULATION_ORDER": order}
+    if sanitize:
+        named = [subprocess.check_output([*library.compiler(), f"-print-file-name=lib{name}.so"], text=True).strip()
+                 for name in ("asan", "ubsan")]  # fmt: skip
+        # Python and torch free nothing at their end; fibers have stacks that ASan does not know
+        changes["LD_PRELOAD"] = " ".join(named)
+        changes["ASAN_OPTIONS"] = "detect_leaks=0:detect_stack_use_after_return=0:abort_on_error=1"
+    return {**os.environ, **changes, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
+
+
+if __name__ == "__main__":
+    print(build(Path(sys.argv[1]), sanitize="--sanitize" in sys.argv))
