@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from commands import warm_environment
 from tiny_models import PRETRAINED, hf_model, save_glm, save_model, tokenizer_like
 from training import without_digests
 
@@ -246,11 +246,11 @@ def test_a_tokenizer_that_does_not_belong_to_the_model_is_refused(folders, tmp_p
 
 
 def test_two_processes_read_standard_input_once(folders, tmp_path):
-    command = [sys.executable, "-m", "shardzoo.cli.main", "generate", "--model", str(folders["gpt2"])]
+    command = ["python", "-m", "shardzoo.cli.main", "generate", "--model", str(folders["gpt2"])]
     command += ["--max-new-tokens", "6", "--tp", "2", "--batch-size", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment, given = warm_environment(), "\n".join(TEXTS)
     done = subprocess.run(
-        command, input="\n".join(TEXTS), capture_output=True, text=True, timeout=240, cwd=tmp_path, env=environment
+        command, input=given, capture_output=True, text=True, timeout=240, cwd=tmp_path, env=environment
     )
     assert done.returncode == 0, done.stderr
     entries = [json.loads(line) for line in done.stdout.splitlines()]
