@@ -150,7 +150,7 @@ def reason(plans: Sequence[Plan]) -> str:
 
 
 def recipe(plan: Plan, request: Request, arguments: PlanArguments) -> dict[str, Any]:
-    """Returns the arguments of `pretrain.py`: those of the model's own recipe, if it has one, with the layout."""
+    """Returns the arguments of `pretrain.py`: those of the model's own recipe, if it has one, with layout and nodes."""
     run, own = plan.run, {path.stem: path for path in RECIPES.glob("*.yaml")}.get(arguments.model)
     values = dict(read_yaml(PretrainCommand, own)) if own else {"model": arguments.model}
     values.pop("gradient_accumulation_steps", None)
@@ -168,6 +168,9 @@ def recipe(plan: Plan, request: Request, arguments: PlanArguments) -> dict[str, 
         "optimizer": request.optimizer,
         "train_steps": ceil(arguments.tokens / (run.global_batch * run.length)),
     }
+    nodes = ceil(run.gpus / arguments.cluster().node_size)
+    if run.gpus % nodes == 0:  # so that pretrain.py starts as many processes, or asks for a hostfile
+        layout |= {"num_nodes": nodes, "num_gpus": run.gpus // nodes}
     return values | layout | ({"target_length": run.target_length} if run.target_length else {})
 
 

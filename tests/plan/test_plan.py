@@ -5,15 +5,19 @@ from __future__ import annotations
 import importlib.util
 import json
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from pretraining_runs import run_pretraining, train_losses
 
+from shardzoo.cli.arguments import read_yaml
 from shardzoo.cli.main import main
 from shardzoo.cli.plan import PlanArguments, recipe
+from shardzoo.cli.pretrain import PretrainCommand
 from shardzoo.models import find_config
 from shardzoo.models.sizes import parameter_sizes
 from shardzoo.plan import Constants, Run, cluster_of, step_time
@@ -134,6 +138,32 @@ def test_the_command_prints_the_best_layouts_and_writes_a_recipe(tmp_path, capsy
     for name in ("micro_batch_size", "recompute", "zero_stage"):
         assert written[name] == first[name]
     assert written["lr"]  # from the model's own recipe
+
+
+def test_the_first_recipe_for_four_processes_runs(run_mesh, tmp_path):
+    """As many steps as the tokens need, each of the whole global batch, on a mesh of the layout that was written."""
+    path, text = tmp_path / "plan.yaml", tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"line {number} of {number**3} and {number**5}" for number in range(2000)))
+    shape = ["--global-batch-size", "8", "--length", "64", "--tokens", "2000"]
+    words = ["plan", "gpt2-quickstart", "--gpus", "4", "--device", "cpu", *shape, "--write", str(path)]
+    assert main(words) == 0
+    values = read_yaml(PretrainCommand, path)
+    assert (values["num_gpus"], values["num_nodes"], values["train_steps"]) == (4, 1, 4)
+    tensor, stages = values.pop("model_parallel_size"), values["pipeline_parallel_size"]
+    small = {"data": (str(text),), "vocab_size": 300, "final_eval_sequences": 5}
+    run = partial(run_pretraining, folder=tmp_path / "run", export=False, **values | small)
+    metrics = run_mesh(tensor, run, data=4 // tensor // stages, pipeline=stages)
+    assert len(train_losses(metrics[0])) == 4
+    assert metrics[0][-1]["final/loss"] < 7
+
+
+@pytest.mark.parametrize(("gpus", "size", "nodes"), [(8, 8, (1, 8)), (16, 8, (2, 8)), (12, 8, (2, 6)), (4, 8, (1, 4))])
+def test_the_recipe_names_its_processes(gpus, size, nodes):
+    arguments = PlanArguments("gpt2", gpus=gpus, global_batch_size=2 * gpus, node_size=size)
+    request_ = arguments.request(1024, arguments.cluster())
+    [plan] = plans(find_config("gpt2"), request_, arguments.cluster(), best=1)
+    values = recipe(plan, request_, arguments)
+    assert (values["num_nodes"], values["num_gpus"]) == nodes
 
 
 def test_the_recipe_of_every_layout_is_accepted():
