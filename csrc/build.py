@@ -29,7 +29,12 @@ KERNELS = "shardzoo.ops._kernels"
 BUILD_INFO = "shardzoo.ops._build_info"
 TORCH_TARGET = "0x020b000000000000"  # the oldest torch whose stable ABI the library uses: 2.11
 CPU_SOURCES = ("activation", "cross_entropy", "dropout", "linear", "norm", "softmax")
-X86_FLAGS = {"v4": "-march=x86-64-v4", "v3": "-march=x86-64-v3", "baseline": "-march=x86-64"}
+X86_FLAGS = {
+    "v4bf16": ["-march=x86-64-v4", "-mavx512bf16"],
+    "v4": ["-march=x86-64-v4"],
+    "v3": ["-march=x86-64-v3"],
+    "baseline": ["-march=x86-64"],
+}
 COMMON = ["-fPIC", "-Wall", "-Wextra", "-fvisibility=hidden"]
 # Without -ffast-math, rounding happens as written. Contraction to FMA, errno and trapping do not change finite results.
 CPU_FLAGS = [
@@ -176,9 +181,9 @@ def cpu_jobs(cxx: list[str], objects: Path) -> list[tuple[Path, Path, list[str]]
     x86 = platform.machine() in ("x86_64", "AMD64")
     clang = "clang" in Path(cxx[0]).name
     jobs = []
-    for isa, march in X86_FLAGS.items() if x86 else (("baseline", ""),):
-        width = ["-mprefer-vector-width=512"] if isa == "v4" else []
-        flags = [*COMMON, *CPU_FLAGS, *width, *filter(None, [march]), f"-DSHARDZOO_ISA={isa}"]
+    for isa, march in X86_FLAGS.items() if x86 else (("baseline", []),):
+        width = ["-mprefer-vector-width=512"] if isa.startswith("v4") else []
+        flags = [*COMMON, *CPU_FLAGS, *width, *march, f"-DSHARDZOO_ISA={isa}"]
         for name in CPU_SOURCES:
             source, target = CSRC / "cpu" / f"{name}.cpp", objects / f"{name}.{isa}.o"
             jobs.append((source, target, [*cxx, *flags, "-c", str(source), "-o", str(target)]))

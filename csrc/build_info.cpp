@@ -25,7 +25,7 @@ PYBIND11_MODULE(_build_info, m) {
   m.attr("cuda_code") = SHARDZOO_CUDA_CODE;
   m.attr("torch_stable_abi") = torch_target();
 #ifdef __x86_64__
-  m.attr("cpu_instruction_sets") = "x86-64-v4 x86-64-v3 baseline";
+  m.attr("cpu_instruction_sets") = "x86-64-v4+bf16 x86-64-v4 x86-64-v3 baseline";
 #else
   m.attr("cpu_instruction_sets") = "baseline";
 #endif

@@ -163,7 +163,7 @@ extern "C" {
 // kernel or dtype does not exist.
 int shardzoo_cpu_run(int kernel, int dtype, const void* parameters, int64_t begin, int64_t end);
 
-// The instruction set chosen at load time: "x86-64-v4", "x86-64-v3" or "baseline".
+// The instruction set chosen at load time: "x86-64-v4+bf16", "x86-64-v4", "x86-64-v3" or "baseline".
 SHARDZOO_EXPORT const char* shardzoo_cpu_isa();
 
 // Whether the processor is AMD's.

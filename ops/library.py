@@ -413,7 +413,7 @@ def cpu_isa() -> str:
 
 def is_amd_with_avx512() -> bool:
     """Returns whether the processor is AMD's and the CPU kernels use AVX-512; False without the library."""
-    return load_error() is None and bool(_symbols().shardzoo_cpu_is_amd()) and cpu_isa() == "x86-64-v4"
+    return load_error() is None and bool(_symbols().shardzoo_cpu_is_amd()) and cpu_isa().startswith("x86-64-v4")
 
 
 @functools.cache

@@ -19,6 +19,7 @@ SHARDZOO_EACH_KERNEL(baseline)
 #ifdef SHARDZOO_X86
 SHARDZOO_EACH_KERNEL(v3)
 SHARDZOO_EACH_KERNEL(v4)
+SHARDZOO_EACH_KERNEL(v4bf16)
 #endif
 #undef X
 
@@ -34,6 +35,7 @@ constexpr Isa kBaseline = {"baseline", {SHARDZOO_EACH_KERNEL(baseline)}};
 #ifdef SHARDZOO_X86
 constexpr Isa kV3 = {"x86-64-v3", {SHARDZOO_EACH_KERNEL(v3)}};
 constexpr Isa kV4 = {"x86-64-v4", {SHARDZOO_EACH_KERNEL(v4)}};
+constexpr Isa kV4Bf16 = {"x86-64-v4+bf16", {SHARDZOO_EACH_KERNEL(v4bf16)}};
 #endif
 #undef X
 
@@ -47,7 +49,9 @@ const Isa& choose() {
   // A lower instruction set can be requested, as tests do; one that the processor lacks is never used.
   const char* wanted = std::getenv("SHARDZOO_CPU_ISA");
   const bool any = wanted == nullptr || *wanted == '\0';
-  if (v4 && (any || std::strcmp(wanted, kV4.name) == 0)) return kV4;
+  const bool bf16 = v4 && __builtin_cpu_supports("avx512bf16");
+  if (bf16 && (any || std::strcmp(wanted, kV4Bf16.name) == 0)) return kV4Bf16;
+  if (v4 && (any || std::strncmp(wanted, kV4.name, std::strlen(kV4.name)) == 0)) return kV4;
   if (v3 && (any || std::strcmp(wanted, kBaseline.name) != 0)) return kV3;
 #endif
   return kBaseline;
