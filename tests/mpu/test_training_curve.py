@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from every_case import every_day
 from small_transformer import build_transformer
 
 from shardzoo import mpu
@@ -62,7 +63,9 @@ def single():
     return train(None, build_transformer, False, "none")
 
 
-@pytest.mark.parametrize(("tp", "data", "recompute"), [(2, 1, "full"), (4, 1, "selective"), (2, 2, "selective")])
+@pytest.mark.parametrize(
+    ("tp", "data", "recompute"), every_day([(2, 1, "full"), (2, 2, "selective")], more=[(4, 1, "selective")])
+)
 def test_every_layout_trains_the_same_curve(tp, data, recompute, single, run_mesh):
     expected_curve, (expected_start, expected_end) = single
     results = run_mesh(tp, train, build_transformer, True, recompute, data=data)

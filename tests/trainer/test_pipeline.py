@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from every_case import EVERY_CASE
+from every_case import EVERY_CASE, every_day
 from tiny_models import tiny
 from training import losses, on_ranks, run_training
 
@@ -30,11 +30,11 @@ STEPS = 20
 # tensor-parallel, data-parallel, stages. `make test-all` runs all of them for each family.
 LAYOUTS = [(1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 2)]
 QUICK = {
-    "gpt2": LAYOUTS,
+    "gpt2": [(2, 1, 2)],
     "bert": [(1, 2, 2)],
     "roberta": [],
     "glm": [(2, 1, 2)],
-    "t5": [(1, 1, 4), (2, 1, 2)],
+    "t5": [(1, 1, 4)],
     "mt5": [],
     "electra": [],
     "modernbert": [(2, 1, 2)],
@@ -159,7 +159,7 @@ def perturbed(mesh, family: str, seed: int):
     return model
 
 
-@pytest.mark.parametrize("family", ["mt5", "umt5"])
+@pytest.mark.parametrize("family", every_day(["mt5"], more=["umt5"]))
 def test_rounding_errors_stay_small(run_mesh, tmp_path, whole, family):
     """The tolerance of `test_stages_change_nothing` is above what rounding alone does, and not far above it."""
     arguments = settings(family) | {"model": partial(perturbed, family=family, seed=1)}
@@ -170,12 +170,14 @@ def test_rounding_errors_stay_small(run_mesh, tmp_path, whole, family):
 
 @pytest.mark.parametrize(
     ("layout", "changes"),
-    [
-        ((1, 1, 2), {"zero_stage": 0}),
-        ((2, 1, 2), {"sequence_parallel": True, "recompute": "full", "data": Samples(2)}),
-        ((1, 1, 2), {"recompute": "selective"}),
-        ((1, 1, 3), {"pipeline_blocks": (1, 2, 1)}),
-    ],
+    every_day(
+        [
+            ((1, 1, 2), {"zero_stage": 0}),
+            ((2, 1, 2), {"sequence_parallel": True, "recompute": "full", "data": Samples(2)}),
+            ((1, 1, 3), {"pipeline_blocks": (1, 2, 1)}),
+        ],
+        more=[((1, 1, 2), {"recompute": "selective"})],
+    ),
 )
 def test_options_change_nothing(run_mesh, tmp_path, whole, layout, changes):
     base = {"data": changes["data"]} if "data" in changes else {}
@@ -183,7 +185,7 @@ def test_options_change_nothing(run_mesh, tmp_path, whole, layout, changes):
         assert losses(steps) == pytest.approx(whole("gpt2", **base)[1], **SAME_LOSS)
 
 
-@pytest.mark.parametrize("blocks", [(2, 3, 3), (5, 3), (3, 1, 4)])
+@pytest.mark.parametrize("blocks", every_day([(2, 3, 3), (3, 1, 4)], more=[(5, 3)]))
 def test_encoder_and_decoder_may_be_cut_anywhere(run_mesh, tmp_path, whole, blocks):
     """Four blocks each: a stage with blocks of both, a boundary in the decoder, and one between them."""
     for steps, _ in on_ranks(run_mesh, tmp_path, **settings("t5", 1, 1, len(blocks), pipeline_blocks=blocks)):
@@ -205,7 +207,7 @@ def test_bf16(run_mesh, tmp_path, whole, family, layout):
         assert found == pytest.approx(norms, rel=2e-2 if family == "gpt2" else 0.1)
 
 
-@pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}])
+@pytest.mark.parametrize("changes", every_day([{"precision": "bf16"}], more=[{}]))
 def test_the_same_layout_goes_on_bit_for_bit(run_mesh, tmp_path, changes):
     arguments = settings("gpt2", 1, 2, 2, save_interval=8, **changes)
     before = on_ranks(run_mesh, tmp_path / "whole", **arguments)
@@ -219,7 +221,10 @@ def test_the_same_layout_goes_on_bit_for_bit(run_mesh, tmp_path, changes):
 RESUMED = [(1, 1, 1), (2, 2, 1), (1, 1, 4)]
 
 
-@pytest.mark.parametrize(("family", "layouts"), [("gpt2", RESUMED), ("t5", RESUMED if EVERY_CASE else RESUMED[:1])])
+@pytest.mark.parametrize(
+    ("family", "layouts"),
+    [("gpt2", RESUMED if EVERY_CASE else RESUMED[1:2]), ("t5", RESUMED if EVERY_CASE else RESUMED[2:])],
+)
 def test_any_layout_goes_on_from_any_other(run_mesh, tmp_path, whole, family, layouts):
     """2 stages x 2 tensor-parallel ranks are saved, and go on in others, and from those back."""
     _, expected, _, weights = whole(family)
@@ -286,7 +291,9 @@ def with_vectors_in_the_last_stage(mesh, precision: str):
     return model
 
 
-@pytest.mark.parametrize(("precision", "layout"), [("fp32", (1, 1, 2)), ("fp32", (1, 2, 2)), ("bf16", (1, 1, 2))])
+@pytest.mark.parametrize(
+    ("precision", "layout"), every_day([("fp32", (1, 2, 2)), ("bf16", (1, 1, 2))], more=[("fp32", (1, 1, 2))])
+)
 def test_stages_may_have_different_parameter_groups(run_mesh, tmp_path, precision, layout):
     """ZeRO adds up the gradient norm of each group over the stages; the first stage has no group without decay."""
     model = {"model": partial(with_vectors_in_the_last_stage, precision=precision)}
