@@ -222,29 +222,35 @@ def lay_out_diagonals(values: Tensor, queries: int, keys: int) -> Tensor:
 class _LayOutDiagonals(Function):
     """Implements `lay_out_diagonals`.
 
-    The gradient sums the diagonals, in fp32 for 16-bit types, for a block of rows at a time. To align the diagonals as
-    columns, it pads the rows with zeros and views them with rows that are one element longer, which shifts each row by
-    one more.
+    The gradient sums the diagonals, in fp32 for 16-bit types.
     """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, queries: int, keys: int) -> Tensor:
-        ctx.shape = values.shape
         # Row i begins at Sq - 1 - i. The result is contiguous; otherwise the softmax of each layer would copy it.
         return values.contiguous().unfold(1, keys, 1).flip(1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (grad,) = grads  # [N, Sq, Sk]
-        queries, keys = grad.shape[1:]
-        total = grad.new_zeros(ctx.shape, dtype=torch.promote_types(grad.dtype, torch.float32))
-        for first in range(0, queries, ROWS_AT_ONCE):
-            rows = grad[:, first : first + ROWS_AT_ONCE]
-            size = rows.shape[1]
-            width = keys + size - 1
-            shifted = grad.new_zeros(len(grad), size * (width + 1))
-            shifted[:, size - 1 :][:, : size * width].unflatten(1, (size, width))[..., :keys] = rows
-            sums = torch.sum(shifted.view(-1, size, width + 1), 1, dtype=total.dtype)
-            total[:, queries - first - size :][:, :width] += sums[:, :width]
-        return total.to(grad.dtype), None, None
+        return sum_diagonals(grads[0]).to(grads[0].dtype), None, None
+
+
+def sum_diagonals(grad: Tensor) -> Tensor:
+    """Returns the sums of the diagonals of [N, Sq, Sk], [N, Sq + Sk - 1], in fp32 for 16-bit types.
+
+    The order is that of `lay_out_diagonals`. A block of rows is summed at a time. To align the diagonals as columns,
+    the rows are padded with zeros and viewed with rows that are one element longer, which shifts each row by one more.
+    """
+    heads, queries, keys = grad.shape
+    dtype = torch.promote_types(grad.dtype, torch.float32)
+    total = grad.new_zeros(heads, queries + keys - 1, dtype=dtype)
+    for first in range(0, queries, ROWS_AT_ONCE):
+        rows = grad[:, first : first + ROWS_AT_ONCE]
+        size = rows.shape[1]
+        width = keys + size - 1
+        shifted = grad.new_zeros(heads, size * (width + 1))
+        shifted[:, size - 1 :][:, : size * width].unflatten(1, (size, width))[..., :keys] = rows
+        sums = torch.sum(shifted.view(-1, size, width + 1), 1, dtype=dtype)
+        total[:, queries - first - size :][:, :width] += sums[:, :width]
+    return total

@@ -1,0 +1,175 @@
+"""Attention in linear memory against written-out attention in fp64."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardzoo import ops
+from shardzoo.ops.attention import attention, backward_reference, reference
+
+SCALE = 0.3
+BOUND = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # of the largest value
+
+
+def written_out(q, k, v, *, relative_bias, mask, causal, prefix, key_lengths, dropout, keys, first_head, first_row):
+    """Returns softmax(SCALE * q·kᵀ + bias)·v and the kept elements, with one Python decision per element."""
+    batch, heads, queries, _ = q.shape
+    total, served = k.shape[2], heads // k.shape[1]
+    k, v = k.repeat_interleave(served, 1), v.repeat_interleave(served, 1)
+    distance = torch.arange(total) - torch.arange(queries)[:, None] + queries - 1
+    z = SCALE * torch.einsum("bnid,bnjd->bnij", q, k)
+    z = z if relative_bias is None else z + relative_bias[:, distance]
+    z = z if mask is None or mask.dtype == torch.bool else z + mask
+    seen = torch.zeros(z.shape, dtype=torch.bool)
+    for b in range(batch):
+        for i in range(queries):
+            for j in range(total):
+                by_rule = not causal or j <= i + total - queries or (prefix is not None and j < prefix[b])
+                seen[b, :, i, j] = by_rule and (key_lengths is None or j < key_lengths[b])
+    seen = seen & mask if mask is not None and mask.dtype == torch.bool else seen
+    probs = z.masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0.0)  # rows without a key are NaN before
+    if dropout:
+        probs = probs * kept(keys, probs.shape, dropout, first_head, first_row) / (1 - dropout)
+    return probs @ v
+
+
+def kept(keys, shape, dropout, first_head, first_row):
+    """Returns the dropout mask that `masked_softmax` applies, [B, N, Sq, Sk]."""
+    batch, heads, queries, columns = shape
+    whole = torch.zeros(batch, heads, first_row + queries, columns)
+    dropped = ops.masked_softmax(whole, dropout=dropout, keys=keys, first_head=first_head)
+    return dropped[:, :, first_row:] != 0
+
+
+@st.composite
+def problems(draw):
+    served, pairs = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    batch, queries, total = draw(st.integers(1, 3)), draw(st.integers(1, 9)), draw(st.integers(1, 11))
+    size = draw(st.sampled_from([8, 24, 64]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    q = normal(batch, served * pairs, queries, size)
+    k, v = normal(batch, pairs, total, size), normal(batch, pairs, total, size)
+    rules = dict.fromkeys(("relative_bias", "mask", "prefix", "key_lengths", "keys"))
+    rules |= {"causal": draw(st.booleans()), "dropout": draw(st.sampled_from([0.0, 0.1, 0.9]))}
+    rules |= {"first_head": draw(st.sampled_from([0, 5])), "first_row": draw(st.sampled_from([0, 3]))}
+    if rules["dropout"]:
+        rules["keys"] = ops.dropout_keys(77, 4, batch)
+    if draw(st.booleans()):
+        rules["relative_bias"] = normal(q.shape[1], queries + total - 1)
+    if rules["causal"] and draw(st.booleans()):
+        rules["prefix"] = torch.randint(total + 2, (batch,), generator=generator)
+    if draw(st.booleans()):
+        rules["key_lengths"] = torch.randint(total + 1, (batch,), generator=generator)
+    kind = draw(st.sampled_from(["none", "bool", "added"]))
+    if kind != "none":
+        mask = normal(batch, 1, draw(st.sampled_from([1, queries])), total)
+        rules["mask"] = mask > -0.5 if kind == "bool" else mask
+    return q, k, v, rules
+
+
+def gradients(function, tensors, grad):
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors if tensor is not None]
+    out = function(*leaves)
+    # a bias on keys that no query sees has no gradient in the written-out form either: both are zero
+    return out.detach(), torch.autograd.grad(out, leaves, grad)
+
+
+def both(q, k, v, rules, dtype):
+    """Returns (ours, expected): output and gradients; the expected ones in fp64 from the rounded tensors."""
+    bias, others = rules["relative_bias"], {name: value for name, value in rules.items() if name != "relative_bias"}
+    tensors = [None if t is None else t.to(dtype) for t in (q, k, v, bias)]
+    mask = others["mask"]
+    if mask is not None and mask.is_floating_point():
+        others["mask"] = mask.to(dtype)
+    grad = torch.linspace(-1, 1, q.numel(), dtype=torch.float64).reshape(q.shape).to(dtype)
+    ours = gradients(
+        lambda q, k, v, b=None: attention(q, k, v, scale=SCALE, relative_bias=b, **others)[0], tensors, grad
+    )
+    wide = [None if t is None else t.double() for t in tensors]
+    if others["mask"] is not None and mask.is_floating_point():
+        others["mask"] = others["mask"].double()
+    expected = gradients(lambda q, k, v, b=None: written_out(q, k, v, relative_bias=b, **others), wide, grad.double())
+    return (ours[0], *ours[1]), (expected[0], *expected[1])
+
+
+@pytest.mark.parametrize("rows", [2, 128])
+@pytest.mark.parametrize("dtype", list(BOUND))
+@settings(max_examples=25, deadline=None)
+@given(problem=problems())
+def test_attention_is_written_out_attention(problem, dtype, rows):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardzoo.ops.attention.ROWS_AT_ONCE", rows)
+        for ours, expected in zip(*both(*problem, dtype), strict=True):
+            assert ours.dtype == dtype
+            assert (ours.double() - expected).abs().max() <= BOUND[dtype] * max(1.0, expected.abs().max())
+
+
+def test_the_dropout_mask_is_that_of_the_softmax():
+    """With v the identity and equal scores, the output is the dropout mask over the number of keys."""
+    keys, shape = ops.dropout_keys(5, 9, 2), (2, 3, 7, 8)
+    q, v = torch.zeros(2, 3, 7, 8), torch.eye(8).expand(2, 3, 8, 8)
+    for first_row in (0, 2):
+        out, _ = attention(q, v, v, scale=1.0, dropout=0.5, keys=keys, first_head=4, first_row=first_row)
+        assert torch.equal(out != 0, kept(keys, shape, 0.5, 4, first_row))
+    assert 0 < (out != 0).sum() < out.numel()
+
+
+def test_the_mask_of_keys_does_not_depend_on_padding():
+    q, k, v = (torch.randn(2, 3, 6, 8, dtype=torch.float64) for _ in range(3))
+    keys, lengths, bias = ops.dropout_keys(5, 9, 2), torch.tensor([6, 4]), torch.randn(3, 11, dtype=torch.float64)
+
+    def padded(width):
+        wide = [torch.nn.functional.pad(t, (0, 0, 0, width - 6)) for t in (q, k, v)]
+        by_distance = torch.nn.functional.pad(bias, (width - 6, width - 6))  # other distances are of padding alone
+        rules = {"key_lengths": lengths, "dropout": 0.3, "keys": keys, "relative_bias": by_distance}
+        return attention(*wide, scale=SCALE, **rules)[0][:, :, :6]
+
+    torch.testing.assert_close(padded(6), padded(11), rtol=1e-13, atol=1e-13)
+
+
+def test_blocks_and_the_whole_definition_agree():
+    q, k, v, grad = (torch.randn(2, 3, 300, 16, dtype=torch.float64) for _ in range(4))
+    bias = torch.randn(3, 599, dtype=torch.float64)
+    rules = (bias, None, torch.tensor([20, 170]), torch.tensor([300, 250]), ops.dropout_keys(1, 0, 2))
+    settings_ = (SCALE, True, 0.2, 0, 0)
+    whole = reference(q, k, v, *rules, *settings_)
+    blocks = torch.ops.shardzoo.attention(q, k, v, *rules, *settings_)
+    expected = backward_reference(grad, q, k, v, *whole, *rules, *settings_)
+    grads = torch.ops.shardzoo.attention_backward(grad, q, k, v, *blocks, *rules, *settings_)
+    for value, wanted in zip((*blocks, *grads), (*whole, *expected), strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("rules", [{}, {"causal": True, "dropout": 0.2}])
+def test_opcheck(rules):
+    q, k, v = (torch.randn(2, 2, 5, 8, requires_grad=True) for _ in range(3))
+    bias, keys = torch.randn(2, 9, requires_grad=True), ops.dropout_keys(1, 0, 2)
+    dropout = rules.get("dropout", 0.0)
+    arguments = (q, k, v, bias, None, None, None, keys, SCALE, rules.get("causal", False), dropout, 0, 0)
+    torch.library.opcheck(torch.ops.shardzoo.attention.default, arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": torch.zeros(2, 2, 5, 8)}, "N a multiple of K"),
+        ({"relative_bias": torch.zeros(3, 8)}, r"\[N, Sq \+ Sk - 1\] = \(3, 9\), got \(3, 8\)"),
+        ({"mask": torch.ones(5, 5) > 0}, "give it four dimensions"),
+        ({"mask": torch.zeros(1, 1, 5, 5, dtype=torch.int64)}, "must be boolean"),
+        ({"prefix": torch.tensor([1, 2])}, "needs causal=True"),
+        ({"key_lengths": torch.tensor([1])}, r"one integer per sample, shape \(2,\)"),
+        ({"dropout": 0.1}, "needs int64 `keys`"),
+        ({"dropout": 1.0}, "less than 1, got 1.0"),
+    ],
+)
+def test_mistakes_are_named(change, message):
+    arguments = dict.fromkeys(("q", "k", "v"), torch.zeros(2, 3, 5, 8)) | {"scale": 1.0} | change
+    with pytest.raises(ValueError, match=message):
+        attention(**arguments)
