@@ -69,14 +69,15 @@ def _backward_by_blocks(grad, q, k, v, out, log_sum, *rules):
 
 
 def _blocks(q: Tensor, k: Tensor, rules: Rules) -> Iterator[Block]:
-    """Yields blocks of queries, each with the keys up to the last that one of them may see."""
+    """Yields blocks of queries, each with the keys up to the last that one of them may see; skips those without any."""
     queries, total = q.shape[2], k.shape[2]
     reach = _largest(rules.prefix, 0)
     longest = min(_largest(rules.key_lengths, total), total)
     for start in range(0, queries, ROWS_AT_ONCE):
         end = min(start + ROWS_AT_ONCE, queries)
         limit = max(end + total - queries, reach) if rules.causal else total
-        yield Block(start, end, max(min(limit, longest), 0), queries, total)
+        if (columns := min(limit, longest)) > 0:
+            yield Block(start, end, columns, queries, total)
 
 
 def _largest(lengths: Tensor | None, default: int) -> int:
@@ -88,7 +89,7 @@ def _forward(q, k, v, rules, blocks):
     out, log_sum = torch.zeros_like(q, dtype=dtype), q.new_full(q.shape[:3], float("-inf"), dtype=dtype)
     for block in blocks:
         z = _scores(q, k, rules, block)
-        top = z.logsumexp(-1) if block.columns else log_sum[:, :, block.start : block.end]
+        top = z.logsumexp(-1)
         dropped = _dropped(_probabilities(z, top), rules, block)
         out[:, :, block.start : block.end] = _product(dropped, v[:, :, : block.columns].to(dtype))
         log_sum[:, :, block.start : block.end] = top
@@ -133,7 +134,7 @@ def _scores(q: Tensor, k: Tensor, rules: Rules, block: Block) -> Tensor:
     """Returns the scores of a block, [B, N, R, columns], with -inf where a query may not attend."""
     dtype, rows = compute_dtype(q), slice(block.start, block.end)
     z = _product(q[:, :, rows].to(dtype), k[:, :, : block.columns].to(dtype).mT) * rules.scale
-    if rules.relative_bias is not None and block.columns:
+    if rules.relative_bias is not None:
         # Row i begins at Sq - 1 - i, so the block's last row comes first.
         values = rules.relative_bias[:, block.queries - block.end :][:, : block.end - block.start + block.columns - 1]
         z = z + values.to(dtype).unfold(1, block.columns, 1).flip(1)

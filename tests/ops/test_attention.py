@@ -77,7 +77,6 @@ def problems(draw):
 def gradients(function, tensors, grad):
     leaves = [tensor.detach().requires_grad_() for tensor in tensors if tensor is not None]
     out = function(*leaves)
-    # a bias on keys that no query sees has no gradient in the written-out form either: both are zero
     return out.detach(), torch.autograd.grad(out, leaves, grad)
 
 
