@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..mpu.shard import first_unit
+from ..ops.attention import rows_at_once
 from .common.parallel_config import ParallelConfig
-from .common.transformer import MAX_EAGER_SCORES
+from .common.transformer import MAX_EAGER_SCORES, suits_blocks
 
 FP32 = 4
 INT64 = 8
@@ -193,15 +194,19 @@ def _kept(stack: Stack, batch: Batch, layout: Layout, *, without_core: bool) -> 
         lengths.append(batch.length)
     for number, keys in enumerate(lengths):
         total += _core(stack, batch, layout, keys, crosses=number == 1, recomputed=without_core)
-    if block.own_bias and without_core:  # an input of the recomputed core
+    if block.own_bias and _in_blocks(block, lengths[0], lengths[0], crosses=False):
+        total += block.heads * (2 * lengths[0] - 1) * e
+    elif block.own_bias and without_core:  # an input of the recomputed core
         total += block.heads * lengths[0] ** 2 * e
     if block.borrows:
         total += (inner + 2 * block.key_value_size) * block.hidden * e  # the weight, as it is put together
     total += block.mlp_kept * tokens * block.feed_forward * e
     if block.gated and not block.fused and t > 1:
         total += 2 * block.feed_forward * block.hidden * e  # weights of gate and up, stacked for a single collective
-    keys_of_dropouts = block.dropouts + (len(lengths) if block.attention_dropout and not without_core else 0)
-    return total + keys_of_dropouts * batch.size * INT64
+    if block.attention_dropout:
+        dropping = [not without_core or suits_blocks(lengths[0], keys) for keys in lengths]
+        total += sum(dropping) * batch.size * INT64
+    return total + block.dropouts * batch.size * INT64
 
 
 def _attention_features(stack: Stack, batch: Batch, layout: Layout, *, without_core: bool) -> int:
@@ -224,13 +229,11 @@ def _own_length(stack: Stack, batch: Batch) -> int:
 def _core(stack: Stack, batch: Batch, layout: Layout, keys: int, *, crosses: bool, recomputed: bool) -> int:
     """Returns the bytes that attention keeps besides queries, keys, values and its output."""
     block, queries = stack.block, _own_length(stack, batch)
-    if recomputed:
+    if recomputed or _in_blocks(block, queries, keys, crosses):
         return 0
     weights = batch.size * block.heads * queries * keys * layout.itemsize
-    if block.attention_dropout:
-        return 2 * weights
     if _materializes_weights(block, layout, queries, keys, crosses):
-        return weights
+        return weights * (2 if block.attention_dropout else 1)
     log_sums = batch.size * block.heads * queries * FP32
     windowed = block.window is not None and keys > block.window + 1
     padded = batch.padded and not (stack.is_decoder and not crosses)  # a target's padding is behind its tokens
@@ -242,8 +245,14 @@ def _core(stack: Stack, batch: Batch, layout: Layout, keys: int, *, crosses: boo
 
 def _materializes_weights(block: Block, layout: Layout, queries: int, keys: int, crosses: bool) -> bool:
     """Returns whether attention writes its weights to memory, instead of running a fused kernel."""
-    eager_is_faster = layout.device == "cpu" and layout.itemsize == 2 and queries * keys <= MAX_EAGER_SCORES
-    return block.attention_dropout or (block.bias and not crosses) or eager_is_faster
+    if block.attention_dropout or (block.bias and not crosses):
+        return not suits_blocks(queries, keys)
+    return layout.device == "cpu" and layout.itemsize == 2 and queries * keys <= MAX_EAGER_SCORES
+
+
+def _in_blocks(block: Block, queries: int, keys: int, crosses: bool) -> bool:
+    """Returns whether attention computes a block of queries at a time and keeps none of its weights."""
+    return (block.attention_dropout or (block.bias and not crosses)) and suits_blocks(queries, keys)
 
 
 def _working(stack: Stack, batch: Batch, layout: Layout, recomputed: int = 0) -> int:
@@ -262,6 +271,11 @@ def _working(stack: Stack, batch: Batch, layout: Layout, recomputed: int = 0) ->
     if _materializes_weights(block, layout, length, length, crosses=False):
         # While the gradient of the weights exists, the only others are those of the output and of the values.
         attention = max(batch.size * block.heads * length**2 * e + 2 * inner, attention)
+    elif _in_blocks(block, length, length, crosses=False):
+        # Six tensors of a block's scores, and the sums of the gradients of k and v in fp32.
+        heads = batch.size * block.heads
+        scores = heads * min(rows_at_once(heads * length * e, layout.device), length) * length
+        attention += 6 * scores * e + 2 * inner // e * FP32
     # By then the feed-forward block's kept tensors, its norm's input and output included, are freed.
     attention += recomputed - block.mlp_kept * wide - 2 * _stream(stack, batch, layout)
     return 2 * tokens * block.hidden * e + max(wide * (2 if block.gated else 1), attention)

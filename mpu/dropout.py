@@ -133,6 +133,13 @@ class Dropout(nn.Module):
             arguments["first_row"] = self.first_of(tensor.shape[1]) * math.prod(tensor.shape[2:-1])
         return arguments
 
+    def of_heads(self, tensor: Tensor) -> dict[str, Any]:
+        """Returns the arguments of `ops` for attention with this rank's heads, tensor [B, Np, ...]; none if nothing is
+        dropped."""
+        if not self.drops:
+            return {}
+        return {"dropout": self.p, "keys": self.keys(tensor), "first_head": self.first_of(tensor.shape[1])}
+
     def first_of(self, local: int) -> int:
         """Returns the index over all ranks of the first of this rank's `local` heads, features or positions."""
         if self.mesh is None or self.mesh.tp_size == 1:
@@ -189,10 +196,7 @@ def scaled_masked_softmax(
     Returns:
         [B, Np, Sq, Sk] in the dtype of scores.
     """
-    dropped: dict[str, Any] = {}
-    if dropout is not None and dropout.drops:
-        first_head = dropout.first_of(scores.shape[1])
-        dropped = {"dropout": dropout.p, "keys": dropout.keys(scores), "first_head": first_head}
+    dropped = {} if dropout is None else dropout.of_heads(scores)
     return masked_softmax(scores, mask, bias, scale=scale, causal=causal, **dropped)
 
 

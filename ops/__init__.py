@@ -4,6 +4,7 @@ They compute on one rank's tensors and do not communicate. Callers pass offsets 
 """
 
 from .activation import bias_gelu, geglu, relu, swiglu
+from .attention import attention
 from .cross_entropy import (
     cross_entropy,
     cross_entropy_grad,
@@ -20,7 +21,7 @@ from .softmax import masked_softmax
 
 # fmt: off
 __all__ = [
-    "add_layer_norm", "add_rms_norm", "addmm", "autocast_arguments", "bias_dropout_residual", "bias_gelu",
+    "add_layer_norm", "add_rms_norm", "addmm", "attention", "autocast_arguments", "bias_dropout_residual", "bias_gelu",
     "cross_entropy", "cross_entropy_grad", "cross_entropy_loss", "cross_entropy_stats", "current_choice", "dropout",
     "dropout_keep", "dropout_keys", "geglu", "in_inference_mode", "kernels", "layer_norm", "linear",
     "linear_cross_entropy", "masked_softmax", "matmul", "relu", "rms_norm", "swiglu", "token_cross_entropy", "use_key",

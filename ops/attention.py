@@ -2,11 +2,12 @@
 
     z = scale * q·kᵀ + bias + mask,   out = dropout(softmax(z, keys))·v
 
-The bias depends on the distance key - query alone: it is one number per head and diagonal of the scores, and so is its
-gradient. Which probabilities dropout keeps is a function of the sample, head, query and key alone (ops/dropout.py), so
-a tile computes its own part of the mask. The forward pass saves the log of each row's sum of exp, from which the
-backward pass computes the probabilities again (Dao et al., 2022, arXiv:2205.14135). A query without any allowed key
-gets zeros. Everything is computed in fp32 (fp64 for fp64 tensors) and rounded once.
+The queries are taken in blocks. The scores and probabilities of a block exist at a time, and the backward pass computes
+them again from q and k, so nothing but q, k and v is kept and the memory grows linearly with the sequence. The products
+and the softmax of a block are `matmul` and `masked_softmax` in whatever variant is chosen. The bias depends on the
+distance key - query alone: it is one number per head and diagonal of the scores, and so is its gradient. Which
+probabilities dropout keeps is a function of the sample, head, query and key alone (ops/dropout.py), so a block computes
+its own part of the mask. A query without any allowed key gets zeros.
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .dropout import kept_elements, row_keys
-from .library import Op, compute_dtype, empty_placeholder, empty_pooled
-from .softmax import sum_diagonals
+from . import softmax
+from .dropout import keys_from_row
+from .library import Op, empty_placeholder, empty_pooled
+from .matmul import autocast_arguments, matmul
 
-ROWS_AT_ONCE = 128  # queries whose scores exist at a time in the PyTorch form
+# Bytes of the scores that exist at a time, over all samples and heads. On a CPU, smaller blocks are slower because the
+# sums of the gradients of k and v are read and written more often; on an accelerator, they would leave it idle.
+BYTES_AT_ONCE = {"cpu": 3 << 23, "cuda": 1 << 28}
+MIN_ROWS = 32  # queries of a block, whatever the number of its scores
 
 
 class Rules(NamedTuple):
@@ -45,119 +50,126 @@ class Block(NamedTuple):
     start: int
     end: int
     columns: int
-    queries: int  # of the whole tensor, as `total`
-    total: int
+    first_distance: int  # where the block's diagonals begin in the relative bias
+    diagonal: int  # the number of keys that the causal rule allows the last query
 
 
-def reference(q, k, v, *rules):
-    """Computes the definition for all queries at a time. The arguments are as in the schema."""
-    return _forward(q, k, v, Rules(*rules), [Block(0, q.shape[2], k.shape[2], q.shape[2], k.shape[2])])
+def rows_at_once(size: int, device: str) -> int:
+    """Returns the queries of a block, given the bytes of one query's scores over all samples and heads.
 
-
-def backward_reference(grad, q, k, v, out, log_sum, *rules):
-    """Returns the gradients of q, k, v and of the relative bias, all queries at a time."""
-    whole = Block(0, q.shape[2], k.shape[2], q.shape[2], k.shape[2])
-    return _backward_blocks(grad, q, k, v, out, log_sum, Rules(*rules), [whole])
-
-
-def _by_blocks(q, k, v, *rules):
-    return _forward(q, k, v, Rules(*rules), _blocks(q, k, Rules(*rules)))
-
-
-def _backward_by_blocks(grad, q, k, v, out, log_sum, *rules):
-    return _backward_blocks(grad, q, k, v, out, log_sum, Rules(*rules), _blocks(q, k, Rules(*rules)))
+    `device` is PyTorch's type of device.
+    """
+    return max(MIN_ROWS, BYTES_AT_ONCE.get(device, BYTES_AT_ONCE["cuda"]) // max(size, 1))
 
 
 def _blocks(q: Tensor, k: Tensor, rules: Rules) -> Iterator[Block]:
-    """Yields blocks of queries, each with the keys up to the last that one of them may see; skips those without any."""
-    queries, total = q.shape[2], k.shape[2]
+    """Yields blocks of queries, each with the keys up to the last that one of them may see."""
+    (batch, heads, queries, _), total = q.shape, k.shape[2]
+    rows = rows_at_once(batch * heads * total * q.itemsize, q.device.type)
     reach = _largest(rules.prefix, 0)
     longest = min(_largest(rules.key_lengths, total), total)
-    for start in range(0, queries, ROWS_AT_ONCE):
-        end = min(start + ROWS_AT_ONCE, queries)
-        limit = max(end + total - queries, reach) if rules.causal else total
-        if (columns := min(limit, longest)) > 0:
-            yield Block(start, end, columns, queries, total)
+    for start in range(0, queries, rows):
+        end = min(start + rows, queries)
+        diagonal = end + total - queries
+        limit = max(diagonal, reach) if rules.causal else total
+        yield Block(start, end, max(min(limit, longest), 0), queries - end, diagonal)
 
 
 def _largest(lengths: Tensor | None, default: int) -> int:
     return default if lengths is None or not lengths.numel() else int(lengths.max())
 
 
-def _forward(q, k, v, rules, blocks):
-    dtype = compute_dtype(q)
-    out, log_sum = torch.zeros_like(q, dtype=dtype), q.new_full(q.shape[:3], float("-inf"), dtype=dtype)
-    for block in blocks:
-        z = _scores(q, k, rules, block)
-        top = z.logsumexp(-1)
-        dropped = _dropped(_probabilities(z, top), rules, block)
-        out[:, :, block.start : block.end] = _product(dropped, v[:, :, : block.columns].to(dtype))
-        log_sum[:, :, block.start : block.end] = top
-    return out.to(q.dtype), log_sum
+@torch.no_grad()
+def reference(q, k, v, *arguments):
+    """Computes the output block by block. The arguments are as in the schema."""
+    rules, k, v = Rules(*arguments), k.contiguous(), v.contiguous()
+    out = empty_pooled(q)
+    for block in _blocks(q, k, rules):
+        rows = slice(block.start, block.end)
+        if not block.columns:
+            out[:, :, rows] = 0.0
+            continue
+        probs, dropped = _probabilities(q, k, rules, block)
+        weights = dropped if rules.dropout else probs
+        out[:, :, rows] = matmul(_fold(weights, k), _first(v, block)).view(q[:, :, rows].shape)
+    return (out,)
 
 
-def _backward_blocks(grad, q, k, v, out, log_sum, rules, blocks):
-    dtype = compute_dtype(q)
-    grad_q = torch.zeros_like(q, dtype=dtype)
-    grad_k, grad_v = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
-    bias = rules.relative_bias
-    grad_bias = empty_placeholder(q) if bias is None else torch.zeros_like(bias, dtype=dtype)
-    for block in blocks:
-        rows, columns = slice(block.start, block.end), slice(block.columns)
-        p = _probabilities(_scores(q, k, rules, block), log_sum[:, :, rows])
-        grad_out = grad[:, :, rows].to(dtype)
-        grad_v[:, :, columns] += _sum_groups(_dropped(p, rules, block).mT @ grad_out, v.shape[1])
-        grad_p = _dropped(_product(grad_out, v[:, :, columns].to(dtype).mT), rules, block)
-        grad_z = p * (grad_p - (grad_p * p).sum(-1, keepdim=True))
+@torch.no_grad()
+def backward_reference(grad, q, k, v, *arguments):
+    """Returns the gradients of q, k, v and of the relative bias, which are summed over the blocks in fp32."""
+    rules, k, v = Rules(*arguments), k.contiguous(), v.contiguous()
+    wide, bias = torch.promote_types(q.dtype, torch.float32), rules.relative_bias
+    grad_q, grad_k, grad_v = empty_pooled(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    grad_bias = empty_placeholder(q) if bias is None else torch.zeros_like(bias, dtype=wide)
+    for block in _blocks(q, k, rules):
+        rows = slice(block.start, block.end)
+        if not block.columns:
+            grad_q[:, :, rows] = 0.0
+            continue
+        grad_scores, of_bias = _backward_scores(grad, q, k, v, rules, block, grad_v)
         if bias is not None:
-            first = block.queries - block.end
-            sums = sum_diagonals(grad_z.sum(0))
-            grad_bias[:, first : first + sums.shape[1]] += sums
-        grad_z = grad_z * rules.scale
-        grad_q[:, :, rows] = _product(grad_z, k[:, :, columns].to(dtype))
-        grad_k[:, :, columns] += _sum_groups(grad_z.mT @ q[:, :, rows].to(dtype), k.shape[1])
-    grad_bias = grad_bias if bias is None else grad_bias.to(bias.dtype)
-    return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), grad_bias
+            sums = softmax.sum_diagonals(of_bias[0])
+            grad_bias[:, block.first_distance :][:, : sums.shape[1]] += sums
+        grad_scores = _fold(grad_scores, k)
+        grad_q[:, :, rows] = matmul(grad_scores, _first(k, block)).view(q[:, :, rows].shape)
+        _add_product(_first(grad_k, block), grad_scores.mT, _fold(q[:, :, rows], k))
+    return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), grad_bias if bias is None else grad_bias.to(bias.dtype)
 
 
-def _product(x: Tensor, y: Tensor) -> Tensor:
-    """Returns x·y for x [B, N, R, I] and y [B, K, I, C], each head of which serves N / K heads of x: [B, N, R, C]."""
-    return (x.unflatten(1, (y.shape[1], -1)) @ y[:, :, None]).flatten(1, 2)
+def _backward_scores(grad, q, k, v, rules, block, grad_v):
+    """Returns the gradients of a block's scores [B, N, R, columns] and of its bias; adds that of v to `grad_v`."""
+    probs, dropped = _probabilities(q, k, rules, block)
+    weights = dropped if rules.dropout else probs
+    grad_out = _fold(grad[:, :, block.start : block.end], k)
+    _add_product(_first(grad_v, block), _fold(weights, k).mT, grad_out)
+    del dropped, weights
+    grad_weights = matmul(grad_out, _first(v, block).mT).view(probs.shape)
+    keys, has_bias = _block_keys(rules, block), rules.relative_bias is not None
+    return softmax.backward_op(grad_weights, probs, keys, rules.scale, rules.dropout, rules.first_head, int(has_bias))
 
 
-def _sum_groups(x: Tensor, heads: int) -> Tensor:
-    """Sums [B, N, C, D] over the query heads of each key-value head: [B, heads, C, D]."""
-    return x.unflatten(1, (heads, -1)).sum(2)
+def _probabilities(q: Tensor, k: Tensor, rules: Rules, block: Block) -> tuple[Tensor, Tensor]:
+    """Returns a block's probabilities [B, N, R, columns], and those with dropout (of size 0 without)."""
+    rows = slice(block.start, block.end)
+    scores = matmul(_fold(q[:, :, rows], k), _first(k, block).mT).view(*q[:, :, rows].shape[:3], block.columns)
+    bias = rules.relative_bias
+    if bias is not None:
+        # Row i begins at Sq - 1 - i, so the block's last row comes first. (`flip` would put the columns together.)
+        size = block.end - block.start
+        diagonals = (
+            bias[:, block.first_distance :][:, : size + block.columns - 1].to(q.dtype).unfold(1, block.columns, 1)
+        )
+        bias = diagonals.index_select(1, torch.arange(size, device=q.device).flip(0))[None]
+    causal, prefix, others = False, None, rules
+    if rules.causal and block.columns == block.diagonal:  # the softmax applies these two itself
+        causal, prefix, others = True, rules.prefix, rules._replace(causal=False, prefix=None)
+    mask, keys = _block_mask(others, block, q.device), _block_keys(rules, block)
+    return softmax.forward_op(scores, mask, bias, prefix, keys, rules.scale, causal, rules.dropout, rules.first_head)
 
 
-def _scores(q: Tensor, k: Tensor, rules: Rules, block: Block) -> Tensor:
-    """Returns the scores of a block, [B, N, R, columns], with -inf where a query may not attend."""
-    dtype, rows = compute_dtype(q), slice(block.start, block.end)
-    z = _product(q[:, :, rows].to(dtype), k[:, :, : block.columns].to(dtype).mT) * rules.scale
-    if rules.relative_bias is not None:
-        # Row i begins at Sq - 1 - i, so the block's last row comes first.
-        values = rules.relative_bias[:, block.queries - block.end :][:, : block.end - block.start + block.columns - 1]
-        z = z + values.to(dtype).unfold(1, block.columns, 1).flip(1)
-    mask = None if rules.mask is None else _cut(rules.mask, rows, block.columns)
-    if mask is not None and mask.dtype != torch.bool:
-        z = z + mask.to(dtype)
-    visible = _visible(rules, block, z.device)
-    if mask is not None and mask.dtype == torch.bool:
-        visible = mask if visible is None else mask & visible
-    return z if visible is None else z.masked_fill(~visible, float("-inf"))
+def _block_keys(rules: Rules, block: Block) -> Tensor | None:
+    return None if rules.keys is None else keys_from_row(rules.keys, rules.first_row + block.start)
 
 
-def _cut(mask: Tensor, rows: slice, columns: int) -> Tensor:
-    mask = mask if mask.shape[2] == 1 else mask[:, :, rows]
-    return mask if mask.shape[3] == 1 else mask[..., :columns]
+def _block_mask(rules: Rules, block: Block, device: torch.device) -> Tensor | None:
+    """Returns the mask of a block with all rules applied, boolean or of numbers that are added."""
+    mask, visible = rules.mask, _visible(rules, block, device)
+    if mask is not None:
+        mask = mask if mask.shape[2] == 1 else mask[:, :, block.start : block.end]
+        mask = mask if mask.shape[3] == 1 else mask[..., : block.columns]
+    if visible is None or mask is None:
+        return mask if visible is None else visible
+    return mask & visible if mask.dtype == torch.bool else torch.where(visible, mask, float("-inf"))
 
 
 def _visible(rules: Rules, block: Block, device: torch.device) -> Tensor | None:
+    """Returns which keys the causal rule, the prefix and the lengths allow, broadcastable to the block's scores."""
     key = torch.arange(block.columns, device=device)
     visible = None
     if rules.causal:
-        last = torch.arange(block.start, block.end, device=device)[:, None] + (block.total - block.queries)
-        visible = key <= last  # [R, columns]
+        seen = torch.arange(block.start - block.end, 0, device=device) + 1 + block.diagonal
+        visible = key < seen[:, None]  # [R, columns]
         if rules.prefix is not None:
             visible = visible | (key < rules.prefix.reshape(-1, 1, 1, 1))
     if rules.key_lengths is not None:
@@ -166,32 +178,27 @@ def _visible(rules: Rules, block: Block, device: torch.device) -> Tensor | None:
     return visible
 
 
-def _probabilities(z: Tensor, log_sum: Tensor) -> Tensor:
-    """Returns exp(z - log_sum); 0 in rows that see no key, where both are -inf."""
-    return (z - log_sum.masked_fill(log_sum == float("-inf"), 0.0)[..., None]).exp()
+def _fold(x: Tensor, k: Tensor) -> Tensor:
+    """Returns [B, N, R, C] as [B * K, N / K * R, C]: the rows of all query heads that share a key-value head."""
+    return x.reshape(k.shape[0] * k.shape[1], -1, x.shape[3])
 
 
-def _dropped(probs: Tensor, rules: Rules, block: Block) -> Tensor:
-    if rules.dropout == 0.0 or rules.keys is None:
-        return probs
-    heads = torch.arange(rules.first_head, rules.first_head + probs.shape[1], device=probs.device)
-    queries = torch.arange(block.start, block.end, device=probs.device) + rules.first_row
-    rows = ((heads << 32)[:, None] + queries).flatten()
-    keep = kept_elements(row_keys(rules.keys, rows), block.columns, rules.dropout).reshape(probs.shape)
-    return torch.where(keep, probs / (1.0 - rules.dropout), 0.0)
+def _first(x: Tensor, block: Block) -> Tensor:
+    """Returns the block's keys of a contiguous [B, K, Sk, D] as a view [B * K, columns, D]."""
+    return x.flatten(0, 1)[:, : block.columns]
 
 
-def _allocate(q, k, v, *rules):
-    return empty_pooled(q), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
+def _add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
+    """Adds x·y to `total`, which is fp32 for 16-bit factors."""
+    if total.dtype == x.dtype:
+        total.baddbmm_(x, y)
+    else:
+        total += matmul(x, y)
 
 
-def _allocate_backward(grad, q, k, v, out, log_sum, relative_bias, *rules):
+def _allocate_backward(grad, q, k, v, relative_bias, *rules):
     bias = empty_placeholder(q) if relative_bias is None else torch.empty_like(relative_bias)
     return empty_pooled(q), empty_pooled(k), empty_pooled(v), bias
-
-
-def _prepare(*arguments):
-    return "no compiled kernel for attention"
 
 
 _RULES = (
@@ -201,32 +208,27 @@ _RULES = (
 forward_op = Op(
     "attention",
     "Tensor q, Tensor k, Tensor v, " + _RULES,
-    ("out", "log_sum"),
-    allocate=_allocate,
-    reference=_by_blocks,
-    prepare=_prepare,
+    ("out",),
+    allocate=lambda q, *_: (empty_pooled(q),),
+    reference=reference,
+    prepare=None,
 )
 backward_op = Op(
     "attention_backward",
-    "Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor log_sum, " + _RULES,
+    "Tensor grad, Tensor q, Tensor k, Tensor v, " + _RULES,
     ("grad_q", "grad_k", "grad_v", "grad_bias"),
     allocate=_allocate_backward,
-    reference=_backward_by_blocks,
-    prepare=_prepare,
+    reference=backward_reference,
+    prepare=None,
 )
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, *tensors = inputs[:8]
     ctx.settings = inputs[8:]
-    ctx.save_for_backward(q, k, v, *output, *tensors)
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:8])
 
 
-def _backward(ctx, grad, _):
-    if grad is None:
-        return (None,) * 13
+def _backward(ctx, grad):
     *grads, grad_bias = backward_op(grad, *ctx.saved_tensors, *ctx.settings)
     return *grads, grad_bias if ctx.needs_input_grad[3] else None, *(None,) * 9
 
@@ -249,8 +251,8 @@ def attention(
     keys: Tensor | None = None,
     first_head: int = 0,
     first_row: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """Returns the output [B, N, Sq, D], and of each row the log of its sum of exp [B, N, Sq], in fp32 (fp64 for fp64).
+) -> Tensor:
+    """Returns the output [B, N, Sq, D] in the dtype of q.
 
     Args:
         q: [B, N, Sq, D], fp32, bf16, fp16 or fp64.
@@ -277,7 +279,9 @@ def attention(
     if dropout and (keys is None or keys.dtype != torch.int64 or tuple(keys.shape) != (q.shape[0],)):
         raise ValueError(f"dropout needs int64 `keys`, one per sample, shape ({q.shape[0]},) (see dropout_keys)")
     tensors = (relative_bias, mask, prefix, key_lengths, keys if dropout else None)
-    return forward_op(q, k, v, *tensors, float(scale), causal, float(dropout), first_head, first_row)
+    return forward_op(
+        *autocast_arguments(q, k, v), *tensors, float(scale), causal, float(dropout), first_head, first_row
+    )
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, relative_bias: Tensor | None, mask: Tensor | None) -> None:

@@ -189,6 +189,14 @@ def row_keys(keys: Tensor, rows: Tensor) -> Tensor:
     return _chain(keys.reshape(-1, 1), rows)
 
 
+def keys_from_row(keys: Tensor, first_row: int) -> Tensor:
+    """Returns keys with which row r has the mask that row first_row + r has with `keys`.
+
+    The key of a row depends on the sum of the sample's key and a multiple of the row.
+    """
+    return keys + _signed(_GOLDEN * first_row)
+
+
 def attention_rows(first_head: int, heads: int, queries: int, device: torch.device | str) -> Tensor:
     """Returns the row of each (head, query) in attention probabilities, int64 [heads * queries]: head * 2^32 + query.
 

@@ -4,7 +4,8 @@ An op is described by pure functions:
 
     allocate(*arguments) -> tuple of new, uninitialized outputs; it is also the fake kernel
     reference(*arguments) -> tuple of outputs, computed with PyTorch operators; defines the results of all variants
-    prepare(*arguments) -> the arguments for the compiled kernels (contiguous), or a string: why they cannot run
+    prepare(*arguments) -> the arguments for the compiled kernels (contiguous), or a string: why they cannot run;
+        None for an op without kernels of its own, whose reference calls ops that have them
 
 An op `name` also has a form `name_out` that writes into tensors passed by the caller. Calling the `Op` itself does
 what `torch.ops.shardzoo.<name>` does, but skips PyTorch's dispatcher if nothing needs it.
@@ -70,7 +71,7 @@ class Op:
         *,
         allocate: Callable[..., Outputs],
         reference: Callable[..., Outputs],
-        prepare: Callable[..., tuple | str],
+        prepare: Callable[..., tuple | str] | None,
     ) -> None:
         self.name, self.outputs = name, tuple(outputs)
         self.allocate, self.reference, self.prepare = allocate, reference, prepare
@@ -140,7 +141,7 @@ class Op:
             if other.device != first.device:
                 raise ValueError(f"{self.name} got tensors on {first.device} and on {other.device}; use one device")
         variant = choose_variant(first.device.type)
-        if variant == "reference":
+        if variant == "reference" or self.prepare is None:
             return False
         prepared = "an empty tensor" if first.numel() == 0 else self.prepare(*arguments)
         if not isinstance(prepared, str) and variant == "triton":

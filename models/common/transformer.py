@@ -33,7 +33,7 @@ from ...mpu import (
 )
 from ...mpu.parameter import split_parameter
 from ...mpu.shard import first_unit
-from ...ops import bias_gelu, geglu, in_inference_mode, linear, matmul, relu, swiglu
+from ...ops import attention, bias_gelu, geglu, in_inference_mode, linear, matmul, relu, swiglu
 from ...ops.autograd import Function, once_differentiable
 from ...ops.library import can_bypass_dispatcher, empty_pooled, needs_gradient
 from ...ops.softmax import lay_out_diagonals
@@ -42,6 +42,7 @@ from .parallel_config import LayerArguments, ParallelConfig
 from .rotary import Rotary, rotate
 
 MAX_EAGER_SCORES = 512 * 512  # scores per head, for `eager_beats_sdpa`
+MIN_BLOCKED_SCORES = 2048 * 2048  # scores per head, for `suits_blocks`
 
 gelu_tanh = partial(F.gelu, approximate="tanh")
 
@@ -149,7 +150,8 @@ class RelativeBias(nn.Module):
         self.weight = split_parameter(self.shard, mesh)  # [buckets, Np]
 
     def forward(self, queries: int, keys: int, buckets: Tensor | None = None) -> Tensor:
-        """Returns the bias [1, Np, Sq, Sk]. The last query is at the last key's position.
+        """Returns the bias [1, Np, Sq, Sk], or of each distance, [Np, Sq + Sk - 1], where attention takes it so (see
+        `suits_blocks`). The last query is at the last key's position.
 
         `buckets` is the result of `distance_buckets`, which is the same for all layers of a stack.
         """
@@ -160,7 +162,7 @@ class RelativeBias(nn.Module):
         # Many distances share a bucket, so their gradients are summed in fp32.
         wide = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
         by_distance = F.embedding(buckets, wide).to(self.weight.dtype).t()  # [Np, Sq + Sk - 1]
-        return lay_out_diagonals(by_distance, queries, keys)[None]
+        return by_distance if suits_blocks(queries, keys) else lay_out_diagonals(by_distance, queries, keys)[None]
 
     def extra_repr(self) -> str:
         return f"{self.shard.describe()}, bidirectional={self.bidirectional}"
@@ -287,7 +289,7 @@ class SelfAttention(Attention):
         Args:
             x: [B, S, H].
             mask: bool, broadcastable to [B, Np, S, S], True where a query attends to a key; None for all.
-            position_bias: [1 or B, Np, S, S], added to the scaled scores; it may be trained.
+            position_bias: Added to the scaled scores, and perhaps trained: from `RelativeBias`, or [1 or B, Np, S, S].
             causal: Without a mask, each position attends to itself and to earlier positions only.
             memory: [B, M, H], the hidden states of the positions before x, which x attends to as well. Not supported
                 under sequence parallelism, where x is a part of the sequence.
@@ -341,7 +343,7 @@ class CoreAttention(nn.Module):
     """Computes softmax(scale · q·kᵀ + position_bias)·v for this rank's heads, over the keys that the mask allows.
 
     A query without any allowed key gets zeros, as in `scaled_dot_product_attention`. Selective recomputation keeps only
-    q, k and v for the backward pass.
+    q, k and v for the backward pass, and so does attention in blocks.
     """
 
     def __init__(
@@ -372,6 +374,8 @@ class CoreAttention(nn.Module):
             q: [B, Np, Sq, D].
             k, v: [B, Kp, Sk, D]; each key-value head serves consecutive query heads.
         """
+        if self.by_blocks(q, k, position_bias):
+            return self.attend_in_blocks(q, k, v, mask, position_bias, causal and mask is None)
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self.attend, q, k, v, mask, position_bias, causal)
         return self.attend(q, k, v, mask, position_bias, causal)
@@ -400,6 +404,21 @@ class CoreAttention(nn.Module):
         )
         return matmul(weights, v)
 
+    def by_blocks(self, q: Tensor, k: Tensor, position_bias: Tensor | None) -> bool:
+        """Whether the probabilities are needed, but are too many to exist whole."""
+        if position_bias is not None:
+            return position_bias.dim() == 2  # as `RelativeBias` decided
+        return self.dropout.drops and suits_blocks(q.shape[2], k.shape[2])
+
+    def attend_in_blocks(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, by_distance: Tensor | None, causal: bool
+    ) -> Tensor:
+        if self.served:
+            k, v = repeat_unequally(k, self.served), repeat_unequally(v, self.served)
+        rules: dict[str, Any] = {"relative_bias": by_distance, "causal": causal, **self.dropout.of_heads(q)}
+        mask = mask if mask is None or mask.dim() == 4 else mask[None, None]
+        return attention(q, k, v, scale=self.scale, mask=mask, **rules)
+
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
     """Repeats each head consecutively: [B, Kp, S, D] -> [B, heads, S, D]."""
@@ -411,6 +430,14 @@ def repeat_unequally(x: Tensor, counts: tuple[int, ...]) -> Tensor:
     return torch.cat(
         [head.expand(-1, count, -1, -1) for head, count in zip(torch.split(x, 1, 1), counts, strict=True)], 1
     )
+
+
+def suits_blocks(queries: int, keys: int) -> bool:
+    """Whether attention with dropout or a trained bias computes a block of queries at a time.
+
+    Of shorter sequences the scores are written to memory whole: the backward pass need not compute them again.
+    """
+    return queries * keys >= MIN_BLOCKED_SCORES
 
 
 def eager_beats_sdpa(q: Tensor, k: Tensor) -> bool:
