@@ -104,6 +104,11 @@ def layouts(config: ModelConfig, request: Request, node_size: int) -> Iterator[R
                 yield run
 
 
+def _split(run: Run) -> tuple[int, int, int, bool]:
+    """Returns all that decides the memory in the optimizer's step: it holds no activations."""
+    return run.tensor, run.pipeline, run.zero_stage, run.micro_batches > 1
+
+
 def divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
@@ -141,15 +146,18 @@ def plans(
     timed = [(step_time(network, run, cluster, constants), run) for run in layouts(config, request, cluster.node_size)]
     found: list[Plan] = []
     too_large: dict[Run, int] = {}
+    hopeless = set[tuple[int, int, int, bool]]()
     for time, run in sorted(timed, key=lambda pair: pair[0].total):
-        kind = replace(run, micro_batch=1)
-        if len(found) == best or run.micro_batch >= too_large.get(kind, run.micro_batch + 1):
+        kind, split = replace(run, micro_batch=1), _split(run)
+        if len(found) == best or split in hopeless or run.micro_batch >= too_large.get(kind, run.micro_batch + 1):
             continue
-        memory = estimate(config, job_of(run, request)).peak.total
-        if memory <= room:
-            found.append(Plan(run, time, memory))
-        else:
-            too_large[kind] = run.micro_batch
+        needed = estimate(config, job_of(run, request))
+        if needed.peak.total <= room:
+            found.append(Plan(run, time, needed.peak.total))
+            continue
+        too_large[kind] = run.micro_batch
+        if needed.moments[-1].total > room:
+            hopeless.add(split)
     return found
 
 

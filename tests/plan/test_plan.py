@@ -105,6 +105,21 @@ def test_the_memory_is_that_of_the_estimate():
         assert job_of(run, request_) == job
 
 
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_only_layouts_that_do_not_fit_are_left_out(share):
+    """The plans are what remains of all layouts if each is estimated by itself."""
+    config, request_ = tiny(n_embd=512, n_layer=6), Request(4, 16, 128)
+    cluster, network = cluster_of("h100"), network_of_config(config)
+    peaks = {run: estimate(config, job_of(run, request_)).peak.total for run in layouts(config, request_, 8)}
+    least, most = min(peaks.values()), max(peaks.values())
+    memory = least + share * (most - least)
+    cluster = replace(cluster, device=replace(cluster.device, memory=memory / 0.95))
+    fitting = sorted((step_time(network, run, cluster).total, peak) for run, peak in peaks.items() if peak < memory)
+    assert 0 < len(fitting) < 0.9 * len(peaks)
+    found = plans(config, request_, cluster, best=len(peaks))
+    assert sorted((plan.time.total, plan.memory) for plan in found) == fitting
+
+
 def test_a_device_with_little_memory_gets_other_layouts():
     config, request_ = tiny(n_embd=1024, n_layer=12, n_head=16), Request(4, 16, 128)
     cluster = cluster_of("h100")
