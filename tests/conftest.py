@@ -19,6 +19,11 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parent / "harness"))
 
 
+def pytest_collection_modifyitems(items):
+    """The longest file comes first, so that no worker is left alone with it at the end."""
+    items.sort(key=lambda item: item.path.name != "test_matrix.py")
+
+
 @pytest.fixture(autouse=True)
 def threads_come_back():
     """Rounding in 16 bits depends on the number of threads, which code under test may set."""
