@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from ..mpu.shard import first_unit
 from ..ops.attention import rows_at_once
+from ..ops.cross_entropy import AT_A_TIME, suits_chunks
 from .common.parallel_config import ParallelConfig
 from .common.transformer import MAX_EAGER_SCORES, suits_blocks
 
@@ -163,9 +164,15 @@ def end_bytes(activations: Activations, batch: Batch, layout: Layout) -> int:
 
 
 def logit_bytes(columns: int, batch: Batch, layout: Layout) -> int:
-    """Returns the bytes of a rank's logits, which have `columns` features; their gradient is as large."""
-    length = batch.target_length or batch.length
-    return batch.size * length * columns * layout.itemsize
+    """Returns the bytes of a rank's logits, [.., columns], that exist at a time; the gradient replaces them."""
+    tokens = batch.size * (batch.target_length or batch.length)
+    return (min(tokens * columns, AT_A_TIME) if suits_chunks(tokens, columns) else tokens * columns) * layout.itemsize
+
+
+def head_sum_bytes(shape: tuple[int, ...], batch: Batch, layout: Layout) -> int:
+    """Returns the bytes in which the loss sums the gradient of a rank's 16-bit head, [Vp, H], over chunks of logits."""
+    tokens = batch.size * (batch.target_length or batch.length)
+    return FP32 * shape[0] * shape[1] if layout.itemsize < FP32 and suits_chunks(tokens, shape[0]) else 0
 
 
 def _stream(stack: Stack, batch: Batch, layout: Layout) -> int:

@@ -28,6 +28,9 @@ from .matmul import addmm, autocast_arguments, matmul
 
 IGNORE_INDEX = -100
 CHUNK_ELEMENTS = 1 << 21  # logits that are widened at once: 8 MiB in fp32
+# Logits of `linear_cross_entropy` that exist at a time if there are more than MOST_WHOLE. The backward pass computes
+# them again, which is a fourth product besides three; fewer logits are therefore kept.
+MOST_WHOLE, AT_A_TIME = 10**9, 1 << 26
 Gather = Callable[[Tensor], Tensor]  # each rank's [3, T] -> [ranks, 3, T]
 SumGrad = Callable[[Tensor], Callable[[], Tensor]]  # starts the sum over the ranks; the returned function finishes it
 
@@ -282,7 +285,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Returns the differentiable losses [T] of the logits hidden @ weight.T + bias.
 
-    Only this function holds the logits, so it writes their gradient over them.
+    Only this function holds the logits, so it writes their gradient over them. More than MOST_WHOLE logits never exist
+    whole: they are computed in chunks of rows, and again in the backward pass, where the gradients of weight and bias
+    are summed over the chunks in fp32.
 
     Args:
         hidden: [T, H].
@@ -300,7 +305,9 @@ class _TokenCrossEntropy(Function):
 
     @staticmethod
     def forward(ctx, logits: Tensor, target: Tensor, settings: tuple) -> Tensor:
-        losses, log_z, ctx.settings = _token_losses(logits, target, *settings)
+        columns = _columns(logits.shape[1], settings)
+        stats = _statistics(logits, target, settings[-2], columns)
+        losses, log_z, ctx.settings = _token_losses(stats, columns, target, *settings)
         ctx.save_for_backward(logits, target, log_z)
         return losses
 
@@ -329,8 +336,15 @@ class _LinearCrossEntropy(Function):
         settings: tuple,
         sum_grad: SumGrad | None,
     ) -> Tensor:
-        logits = addmm(bias, hidden, weight.t())  # [T, Vp]
-        losses, log_z, ctx.settings = _token_losses(logits, target, *settings)
+        columns = _columns(len(weight), settings)
+        if suits_chunks(len(hidden), len(weight)):
+            parts = _chunks(len(hidden), len(weight), AT_A_TIME)
+            each = (_statistics(addmm(bias, hidden[i], weight.t()), target[i], settings[-2], columns) for i in parts)
+            logits, stats = None, torch.cat(tuple(each), 1)
+        else:
+            logits = addmm(bias, hidden, weight.t())  # [T, Vp]
+            stats = _statistics(logits, target, settings[-2], columns)
+        losses, log_z, ctx.settings = _token_losses(stats, columns, target, *settings)
         ctx.save_for_backward(hidden, weight, bias, logits, target, log_z)
         ctx.sum_grad, ctx.spent = sum_grad, False
         return losses
@@ -339,6 +353,8 @@ class _LinearCrossEntropy(Function):
     @once_differentiable
     def backward(ctx, *grads: Tensor):
         hidden, weight, bias, logits, target, log_z = ctx.saved_tensors
+        if logits is None:
+            return *_chunked_grads(ctx, grads[0], hidden, weight, bias, target, log_z), None, None, None
         if ctx.spent:  # a second pass over a retained graph
             logits = addmm(bias, hidden, weight.t())
         grad, ctx.spent = logits.data, True  # writing to .data keeps the saved tensors valid for a second pass
@@ -354,8 +370,58 @@ class _LinearCrossEntropy(Function):
         return finish() if finish else input_grad, weight_grad, bias_grad, None, None, None
 
 
+def suits_chunks(rows: int, columns: int) -> bool:
+    """Returns whether `linear_cross_entropy` computes so many logits in chunks of rows."""
+    return rows * columns > MOST_WHOLE
+
+
+def _chunked_grads(ctx, grad, hidden, weight, bias, target, log_z):
+    """Returns the gradients of hidden, weight and bias; the logits of a chunk of rows exist at a time."""
+    needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    input_grad = empty_pooled(hidden) if needs_input else None
+    weight_grad = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+    bias_grad = torch.zeros_like(bias, dtype=wide) if needs_bias else None
+    for part in _chunks(len(hidden), len(weight), AT_A_TIME):
+        logits = addmm(bias, hidden[part], weight.t())
+        for rows in _chunks(*logits.shape):
+            settings = (grad[part][rows], log_z[part][rows], *ctx.settings)
+            torch.ops.shardzoo.cross_entropy_grad_(logits[rows], target[part][rows], *settings)
+        if input_grad is not None:
+            input_grad[part] = matmul(logits, weight)
+        if weight_grad is not None and wide == weight.dtype:
+            weight_grad.addmm_(logits.t(), hidden[part])
+        elif weight_grad is not None:
+            weight_grad += matmul(logits.t(), hidden[part])
+        if bias_grad is not None:
+            bias_grad += logits.sum(0, dtype=wide)
+        del logits  # before the next are computed
+    if input_grad is not None and ctx.sum_grad:
+        input_grad = ctx.sum_grad(input_grad)()
+    narrow = (None if total is None else total.to(weight.dtype) for total in (weight_grad, bias_grad))
+    return input_grad, *narrow
+
+
+def _columns(width: int, settings: tuple) -> int:
+    """Returns the number of columns that are not padding, with the settings of `_token_losses`."""
+    return min(max(settings[0] - settings[-2], 0), width)
+
+
+def _statistics(logits: Tensor, target: Tensor, first: int, columns: int) -> Tensor:
+    """Returns [3, T]: the log of the sum of exp, the target's logit and the sum of logits of this rank's columns."""
+    stats = logits.new_empty(3, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32))
+    for rows in _chunks(*logits.shape):
+        maximum, sum_exp, picked, total = torch.ops.shardzoo.cross_entropy_stats(
+            logits[rows], target[rows], first, columns
+        )
+        stats[0, rows] = maximum + sum_exp.log()
+        stats[1, rows], stats[2, rows] = picked, total
+    return stats
+
+
 def _token_losses(
-    logits: Tensor,
+    stats: Tensor,
+    columns: int,
     target: Tensor,
     num_classes: int,
     ignore_index: int,
@@ -364,15 +430,10 @@ def _token_losses(
     first: int,
     gather: Gather | None,
 ) -> tuple[Tensor, Tensor, tuple]:
-    """Returns, outside autograd, the losses [T], the log of the sum of exp [T], and `cross_entropy_grad`'s settings."""
-    columns = min(max(num_classes - first, 0), logits.shape[1])  # columns that are not padding
-    stats = logits.new_empty(3, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32))
-    for rows in _chunks(*logits.shape):
-        maximum, sum_exp, picked, total = torch.ops.shardzoo.cross_entropy_stats(
-            logits[rows], target[rows], first, columns
-        )
-        stats[0, rows] = maximum + sum_exp.log()
-        stats[1, rows], stats[2, rows] = picked, total
+    """Returns, outside autograd, the losses [T], the log of the sum of exp [T], and `cross_entropy_grad`'s settings.
+
+    `stats` and `columns` are those of `_statistics`.
+    """
     stats = stats if smoothing else stats[:2]
     stats = gather(stats) if gather else stats[None]  # [ranks, 3, T]
     log_z = stats[:, 0].logsumexp(0)  # [T]
@@ -385,6 +446,6 @@ def _token_losses(
     return losses, log_z, (first, columns, num_classes, smoothing, z_loss, ignore_index)
 
 
-def _chunks(rows: int, width: int) -> Iterator[slice]:
-    step = max(1, CHUNK_ELEMENTS // max(width, 1))
+def _chunks(rows: int, width: int, elements: int | None = None) -> Iterator[slice]:
+    step = max(1, (elements or CHUNK_ELEMENTS) // max(width, 1))
     return (slice(start, start + step) for start in range(0, rows, step))

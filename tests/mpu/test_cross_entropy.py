@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from memory import peak_of
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -183,7 +184,11 @@ def split_head_losses(mesh, hidden, weight, bias, labels, grad):
     return losses.detach(), *once
 
 
-def test_losses_of_a_head(run_mesh):
+@pytest.mark.parametrize("chunked", [False, True])
+def test_losses_of_a_head(chunked, run_mesh, monkeypatch):
+    if chunked:  # of two rows
+        monkeypatch.setattr(import_module("shardzoo.ops.cross_entropy"), "MOST_WHOLE", 1)
+        monkeypatch.setattr(import_module("shardzoo.ops.cross_entropy"), "AT_A_TIME", 8)
     generator = torch.Generator().manual_seed(0)
     hidden, weight, bias, grad = (torch.randn(s, generator=generator) for s in ((5, 3), (8, 3), (8,), (5,)))
     labels = torch.tensor([0, 6, -100, 3, 5])
@@ -199,3 +204,27 @@ def test_losses_of_a_head(run_mesh):
         torch.testing.assert_close(torch.cat([rank[split] for rank in ranks]), parameter_grad, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match=r"label 7 is outside 0\.\.6"):
         head_losses(hidden, weight, bias, torch.full((5,), 7), num_classes=7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_many_logits_never_exist_whole(dtype, has_bias, monkeypatch):
+    hidden, weight, bias = torch.randn(200, 16).to(dtype), torch.randn(1000, 16).to(dtype), torch.randn(1000).to(dtype)
+    labels, grad = torch.randint(990, (200,)), torch.rand(200)
+    labels[3] = -100
+
+    def run():
+        leaves = [tensor.detach().requires_grad_() for tensor in (hidden, weight, bias)[: 2 + has_bias]]
+        losses = head_losses(*leaves, *[None] * (not has_bias), labels, num_classes=990)
+        results.append((losses.detach(), *torch.autograd.grad(losses, leaves, grad)))
+
+    results = []
+    peaks = [peak_of(run)]
+    monkeypatch.setattr(import_module("shardzoo.ops.cross_entropy"), "MOST_WHOLE", 1)
+    monkeypatch.setattr(import_module("shardzoo.ops.cross_entropy"), "AT_A_TIME", 7000)
+    peaks.append(peak_of(run))
+    assert peaks[1] < 200 * 1000 * dtype.itemsize < peaks[0]
+    tolerance = 1e-6 if dtype == torch.float32 else 2**-7
+    for ours, expected in zip(results[1], results[0], strict=True):
+        assert (ours - expected).abs().max() <= tolerance * expected.abs().max()
+        assert ours.dtype == expected.dtype

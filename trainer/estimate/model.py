@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ...models.activations import FP32, Batch, BlockBytes, Layout, block_bytes, end_bytes, logit_bytes
+from ...models.activations import FP32, Batch, BlockBytes, Layout, block_bytes, end_bytes, head_sum_bytes, logit_bytes
 from ...models.auto import build_on_meta, model_class
 from ...models.common.config import ModelConfig
 from ...models.common.language_model import LanguageModel
@@ -93,7 +93,9 @@ def model_memory(config: ModelConfig, job: Job) -> ModelMemory:
         trained=tuple(trained),
         parts=tuple(parts),
         logits=logits,
-        loss=0,  # the gradient overwrites the logits
+        loss=head_sum_bytes(head.local_shape, batch, layout)
+        if predicts_words
+        else 0,  # the gradient overwrites the logits
         ends=end_bytes(activations, batch, layout),
         head=head if predicts_words and head in trained else None,
         table=table if table in trained else None,
