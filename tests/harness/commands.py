@@ -11,6 +11,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+import torch
+
 BIN = Path(sys.executable).parent  # of this interpreter, and of the programs installed beside it
 PLACE_IN_A_JOB = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -29,8 +31,11 @@ def warm_environment(*folders: Path, **variables: str | None) -> dict[str, str]:
     """`user_environment`, in which `python` and the scripts beside it start in no time: see warm_server.py.
 
     They do what they do for a user, but for the import of torch and for the process id that the one who starts them
-    sees. Tests of kills and of other programs' signals take `user_environment`.
+    sees. Tests of kills and of other programs' signals take `user_environment`, which this is where there are GPUs: a
+    copy of a process cannot use them once that has looked for them.
     """
+    if torch.cuda.is_available():
+        return user_environment(*folders, **variables)
     return user_environment(*folders, warm_programs(), **variables)
 
 

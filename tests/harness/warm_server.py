@@ -274,10 +274,12 @@ def run_program(run: list[str]) -> None:
         sys.path.insert(0, "")
         exec(compile(name, "<string>", "exec"), main.__dict__)
     else:
+        if not os.path.isfile(name):
+            os.execv(sys.executable, sys.orig_argv)  # Python knows what to say, and how to run a folder
         sys.argv = [name, *arguments]
         sys.path.insert(0, os.path.dirname(os.path.realpath(name)))
-        main.__file__ = name
-        exec(compile(Path(name).read_bytes(), name, "exec"), main.__dict__)
+        main.__file__ = os.path.abspath(name)
+        exec(compile(Path(name).read_bytes(), main.__file__, "exec"), main.__dict__)
 
 
 def main() -> None:
