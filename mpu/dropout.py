@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
@@ -28,15 +29,23 @@ class DropoutKey(NamedTuple):
         seed: The seed of the run.
         first_sample: The global index of the first sample of the micro-batch.
         visits: The number of uses of each site so far under this key.
+        known: The uses that the key before this one saw: their 64-bit keys, and the row of each in a table.
+        tables: The keys of the samples for all known uses, int64 [uses, batch], by first sample, batch and device.
     """
 
     seed: int
     first_sample: int
     visits: dict[int, int]
+    known: dict[int, int]
+    tables: dict[tuple[int, int, torch.device], Tensor]
 
 
 class DropoutState:
-    """Holds the key of the current forward pass. Each process has one instance, `dropout_state`."""
+    """Holds the key of the current forward pass. Each process has one instance, `dropout_state`.
+
+    The keys of one use are some sixteen operators on as many numbers as there are samples. A pass computes those of all
+    uses that the pass before it made as one table, so that a step launches these operators once instead of per site.
+    """
 
     def __init__(self) -> None:
         self._key: DropoutKey | None = None
@@ -49,7 +58,15 @@ class DropoutState:
             first_sample: The global index of the first sample of this micro-batch; row b is sample first_sample + b.
                 It must never repeat during a run, across epochs either, because masks would repeat with it.
         """
-        self._key = DropoutKey(int(seed), int(first_sample), {})
+        self._key = DropoutKey(int(seed), int(first_sample), {}, self._uses_so_far(), {})
+
+    def _uses_so_far(self) -> dict[int, int]:
+        """Returns `known` of the next key. The same passes share one dictionary."""
+        if self._key is None:
+            return {}
+        seed, _, visits, known, _ = self._key
+        uses = [use_key(seed, site, visit) for site, count in visits.items() for visit in range(count)]
+        return known if uses == list(known) else {use: row for row, use in enumerate(uses)}
 
     def capture(self) -> DropoutKey | None:
         """Returns a copy of the current key for a later `replay`."""
@@ -74,14 +91,20 @@ class DropoutState:
         finally:
             self._key = current
 
-    def visit(self, site: int) -> tuple[int, int]:
-        """Returns the 64-bit key of this use of the site, and the first sample. Raises RuntimeError before `set`."""
+    def visit(self, site: int, batch: int, device: torch.device) -> Tensor:
+        """Returns the keys of the samples for this use of the site, int64 [batch]. Raises RuntimeError before `set`."""
         if self._key is None:
             raise RuntimeError("call dropout_state.set(seed, first_sample) before a forward pass with dropout")
-        seed, first_sample, visits = self._key
+        seed, first_sample, visits, known, tables = self._key
         count = visits.get(site, 0)
         visits[site] = count + 1
-        return use_key(seed, site, count), first_sample
+        use, name = use_key(seed, site, count), (first_sample, batch, device)
+        if use not in known:
+            return dropout_keys(use, *name)
+        table = tables[name] if name in tables else dropout_keys(list(known), *name)
+        if type(table) is Tensor and not table.is_inference():  # others are of no use outside their mode
+            tables[name] = table
+        return table[known[use]]
 
 
 dropout_state = DropoutState()
@@ -151,8 +174,7 @@ class Dropout(nn.Module):
         """Returns the keys of the samples of a tensor [B, ...] for this use of the site, int64 [B]."""
         if self.site is None:
             raise RuntimeError("call assign_dropout_sites(model) once after building the model")
-        key, first_sample = dropout_state.visit(self.site)
-        return dropout_keys(key, first_sample, tensor.shape[0], tensor.device)
+        return dropout_state.visit(self.site, tensor.shape[0], tensor.device)
 
     # torch.compiler.disable sets this attribute too, but imports dynamo. The method must not be compiled, because
     # each step has a new key, which would be a new constant.

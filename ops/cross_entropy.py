@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from .library import LIBRARY, Op, compute_dtype, empty_pooled, same_dtype
+from .library import LIBRARY, Op, compute_dtype, empty_pooled, runs_compiled, same_dtype
 from .matmul import addmm, autocast_arguments, matmul
 
 IGNORE_INDEX = -100
@@ -260,7 +260,7 @@ def token_cross_entropy(
 ) -> Tensor:
     """Returns the losses [T], the same on every rank; they can be differentiated only once.
 
-    Rows are processed in chunks, so no fp32 copy of the logits exists.
+    The reference processes rows in chunks, so no fp32 copy of the logits exists.
 
     Args:
         logits: [T, Vp], the columns of the vocabulary that begin at `first`, then padding.
@@ -316,7 +316,7 @@ class _TokenCrossEntropy(Function):
     def backward(ctx, *grads: Tensor):
         logits, target, log_z = ctx.saved_tensors
         logits_grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        for rows in _chunks(*logits.shape):
+        for rows in _calls(logits):
             torch.ops.shardzoo.cross_entropy_grad_out(
                 logits[rows], target[rows], grads[0][rows], log_z[rows], *ctx.settings, grad_logits=logits_grad[rows]
             )
@@ -358,7 +358,7 @@ class _LinearCrossEntropy(Function):
         if ctx.spent:  # a second pass over a retained graph
             logits = addmm(bias, hidden, weight.t())
         grad, ctx.spent = logits.data, True  # writing to .data keeps the saved tensors valid for a second pass
-        for rows in _chunks(*grad.shape):
+        for rows in _calls(grad):
             torch.ops.shardzoo.cross_entropy_grad_(grad[rows], target[rows], grads[0][rows], log_z[rows], *ctx.settings)
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         input_grad = finish = None
@@ -384,7 +384,7 @@ def _chunked_grads(ctx, grad, hidden, weight, bias, target, log_z):
     bias_grad = torch.zeros_like(bias, dtype=wide) if needs_bias else None
     for part in _chunks(len(hidden), len(weight), AT_A_TIME):
         logits = addmm(bias, hidden[part], weight.t())
-        for rows in _chunks(*logits.shape):
+        for rows in _calls(logits):
             settings = (grad[part][rows], log_z[part][rows], *ctx.settings)
             torch.ops.shardzoo.cross_entropy_grad_(logits[rows], target[part][rows], *settings)
         if input_grad is not None:
@@ -410,7 +410,7 @@ def _columns(width: int, settings: tuple) -> int:
 def _statistics(logits: Tensor, target: Tensor, first: int, columns: int) -> Tensor:
     """Returns [3, T]: the log of the sum of exp, the target's logit and the sum of logits of this rank's columns."""
     stats = logits.new_empty(3, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32))
-    for rows in _chunks(*logits.shape):
+    for rows in _calls(logits):
         maximum, sum_exp, picked, total = torch.ops.shardzoo.cross_entropy_stats(
             logits[rows], target[rows], first, columns
         )
@@ -446,6 +446,12 @@ def _token_losses(
     return losses, log_z, (first, columns, num_classes, smoothing, z_loss, ignore_index)
 
 
-def _chunks(rows: int, width: int, elements: int | None = None) -> Iterator[slice]:
-    step = max(1, (elements or CHUNK_ELEMENTS) // max(width, 1))
+def _calls(logits: Tensor) -> Iterator[slice]:
+    """Returns the rows of each call: all of them for a compiled kernel, else few, because the reference widens them."""
+    rows, width = logits.shape
+    return _chunks(rows, width, rows * width if runs_compiled(logits) else CHUNK_ELEMENTS)
+
+
+def _chunks(rows: int, width: int, elements: int) -> Iterator[slice]:
+    step = max(1, elements // max(width, 1))
     return (slice(start, start + step) for start in range(0, rows, step))

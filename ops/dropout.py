@@ -178,10 +178,17 @@ def use_key(seed: int, site: int, visit: int) -> int:
     return key
 
 
-def dropout_keys(key: int, first_sample: int, batch: int, device: torch.device | str = "cpu") -> Tensor:
-    """Returns one key per sample, int64 [batch]: chain(key, first_sample + b), with the 64-bit key of one use."""
+def dropout_keys(key: int | list[int], first_sample: int, batch: int, device: torch.device | str = "cpu") -> Tensor:
+    """Returns one key per sample, chain(key, first_sample + b): int64 [batch], or [uses, batch] for several keys.
+
+    Args:
+        key: The 64-bit key of one use, or those of several.
+        first_sample, batch: The samples.
+    """
     samples = torch.arange(first_sample, first_sample + batch, device=device)
-    return _chain(torch.full_like(samples, _signed(key)), samples)
+    if isinstance(key, int):
+        return _chain(torch.full_like(samples, _signed(key)), samples)
+    return _chain(torch.tensor([_signed(use) for use in key], device=device)[:, None], samples)
 
 
 def row_keys(keys: Tensor, rows: Tensor) -> Tensor:

@@ -300,6 +300,17 @@ def _validated(choice: str) -> str:
     return choice
 
 
+def runs_compiled(tensor: torch.Tensor) -> bool:
+    """Returns whether an op whose first tensor this is runs in a compiled kernel, which widens nothing but registers.
+
+    Tensors without data count as compiled, so that counting a step's operators needs no device.
+    """
+    if tensor.is_meta or not tensor.is_contiguous() or same_dtype(tensor) is not None:
+        return tensor.is_meta
+    variant = choose_variant(tensor.device.type)
+    return variant in ("cpp", "cuda") or (variant == "triton" and unfit_for_triton(tensor) is None)
+
+
 def choose_variant(device_type: str) -> str:
     """Returns the variant for tensors of `device_type` under the current choice.
 

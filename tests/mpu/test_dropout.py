@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardzoo import mpu
 from shardzoo.mpu import dropout
@@ -211,13 +212,65 @@ def test_no_batch_and_half_precision():
     assert torch.equal(layer(torch.ones(2, 4, 4, dtype=torch.bfloat16)).float(), wide)
 
 
+class Counted(TorchDispatchMode):
+    """Counts operators that compute; views do not."""
+
+    computed = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.computed += not any(result.alias_info for result in func._schema.returns)
+        return func(*args, **(kwargs or {}))
+
+
+def masks_of(layers, first, batch):
+    """Masks of a pass in which the second of three sites runs twice."""
+    mpu.dropout_state.set(3, first)
+    return [layers[name](torch.ones(batch, 5, 7)) != 0 for name in ("a", "b", "b", "c")]
+
+
+def test_a_table_of_keys_is_the_keys_of_each_use():
+    """Also of another batch size, of sites that the pass before did not use, and replayed after later passes."""
+    layers = keys("a", "b", "c", "d")
+    mpu.dropout_state.set(0, 0)
+    direct = {(first, batch): masks_of(keys("a", "b", "c"), first, batch) for first, batch in ((40, 3), (50, 1))}
+    mpu.dropout_state.set(3, 7)
+    layers["d"](torch.ones(2, 3))
+    masks_of(layers, 1, 2)
+    for (first, batch), expected in direct.items():
+        assert all(torch.equal(a, b) for a, b in zip(masks_of(layers, first, batch), expected, strict=True))
+        mpu.dropout_state.set(3, first)
+        key = mpu.dropout_state.capture()
+        for _ in range(2):
+            mpu.dropout_state.set(3, 99)
+            layers["d"](torch.ones(1, 2))
+        with mpu.dropout_state.replay(key):
+            again = [layers[name](torch.ones(batch, 5, 7)) != 0 for name in ("c", "a")]
+        assert torch.equal(again[0], expected[3])
+        assert torch.equal(again[1], expected[0])
+        masks_of(layers, 1, 2)
+
+
+def test_keys_cost_a_site_no_operators_after_the_first_pass():
+    """Twenty sites more cost twenty dropouts more."""
+    counts, x = [], torch.ones(4, 3)
+    for sites in (2, 22):
+        layers = keys(*(f"site{i}" for i in range(sites)))
+        for first in (0, 8):
+            mpu.dropout_state.set(5, first)
+            with Counted() as counted:
+                for layer in layers.values():
+                    layer(x)
+        counts.append(counted.computed)
+    assert counts[1] - counts[0] == 20
+
+
 def test_misuse_is_an_error():
     with pytest.raises(ValueError, match=r"dropout probability 1\.0 must be at least 0 and below 1"):
         mpu.Dropout(1.0)
     with pytest.raises(RuntimeError, match=r"call assign_dropout_sites\(model\) once"):
         mpu.Dropout(0.1)(torch.ones(2, 2))
     with pytest.raises(RuntimeError, match=r"call dropout_state\.set\(seed, first_sample\) before"):
-        dropout.DropoutState().visit(0)
+        dropout.DropoutState().visit(0, 1, torch.device("cpu"))
 
 
 def test_scaled_masked_softmax():

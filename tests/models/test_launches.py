@@ -1,0 +1,34 @@
+"""Budgets of the operators that a training step launches, counted by benchmarks/launches.py on the meta device."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+from every_case import EVERY_CASE
+
+# the share of transformers' operators in a step with dropout, and the host's reads of the device
+BUDGETS = {"gpt2": (0.55, 0), "bert": (0.65, 1), "roberta": (0.65, 1), "t5": (0.40, 0), "mt5": (0.37, 0)}
+
+
+@pytest.fixture(scope="module")
+def launches():
+    path = Path(__file__).parents[2] / "benchmarks" / "launches.py"
+    spec = importlib.util.spec_from_file_location("launches", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["launches"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["launches"]
+
+
+@pytest.mark.parametrize("family", BUDGETS if EVERY_CASE else ["gpt2", "bert"])
+def test_a_step_launches_no_more_than_its_budget(launches, family):
+    ours, theirs = launches.native(family, True, 8), launches.foreign(family, True, 8, "sdpa")
+    share, reads = BUDGETS[family]
+    assert ours.total() <= share * theirs.total(), ours.most_common(20)
+    assert sum(ours[name] for name in launches.READS) <= reads
+    assert ours["shardzoo::cross_entropy_stats"] <= 1
