@@ -170,6 +170,9 @@ def in_megatron_core(written: Path, place: Path, ids: torch.Tensor) -> torch.Ten
     torch.distributed.barrier()
     common = {"args": state["args"], "checkpoint_version": 3.0, "iteration": 50}
     dist_checkpointing.save({**model.sharded_state_dict(prefix=""), **common}, str(place))
+    for child in multiprocessing.active_children():  # it would outlive this process
+        child.terminate()
+        child.join()
     length = ids.shape[1]
     positions = torch.arange(length)[None].expand_as(ids)
     with torch.no_grad():
