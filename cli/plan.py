@@ -17,14 +17,17 @@ from rich.console import Console
 from rich.table import Table
 
 from ..models import find_config
+from ..plan.cost import Network
 from ..plan.hardware import Cluster, cluster_of
-from ..plan.layouts import Plan, Request, plans
+from ..plan.layouts import Plan, Request, network_of_config, plans
+from ..plan.simulate import Failures, Stragglers, outlook, save_interval, simulate_step, young_interval
 from .arguments import read_yaml
 from .console import exit_code_of
 from .pretrain import RECIPES, PretrainCommand
 
 GIB, DAY = 1 << 30, 86400
 NO_LAYOUT_FITS = 1
+STEPS = 5  # simulated with stragglers, and averaged
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,22 @@ class PlanArguments:
     """Write the first layout as a recipe for `pretrain.py --config`."""
     json: bool = False
     """Print JSON; times are in seconds and sizes in bytes."""
+    simulate: bool = False
+    """Run the first layout's step as events on every rank, and the whole run with failures."""
+    mtbf: float = 50_000.0
+    """Simulation: mean hours between failures of one device."""
+    save_seconds: float | None = None
+    """Simulation: seconds that a save costs; by default one step, because runs save in the background."""
+    restart_seconds: float = 600.0
+    """Simulation: seconds from a failure to the first repeated step."""
+    slow_share: float = 0.0
+    """Simulation: probability that a device is slow during a step."""
+    slowdown: float = 1.2
+    """Simulation: how many times as long a slow device needs."""
+    jitter: float = 0.0
+    """Simulation: relative deviation of the times of single passes, such as 0.05."""
+    seed: int = 0
+    """Simulation: of slow devices, jitter and failures."""
 
     def cluster(self) -> Cluster:
         names = ("peak", "peak_fp32", "memory", "bandwidth", "inside", "network", "node_size", "adapters")
@@ -149,6 +168,45 @@ def reason(plans: Sequence[Plan]) -> str:
     return text
 
 
+def simulated(plan: Plan, network: Network, cluster: Cluster, arguments: PlanArguments) -> dict[str, Any]:
+    """Returns what `--simulate` prints of a layout, in seconds: its step from events, and the run with failures."""
+    stragglers = Stragglers(arguments.slow_share, arguments.slowdown, arguments.jitter)
+    samples = STEPS if stragglers.jitter or stragglers.share else 1
+    seeds = range(arguments.seed, arguments.seed + samples)
+    steps = [simulate_step(network, plan.run, cluster, stragglers=stragglers, seed=seed) for seed in seeds]
+    step = sum(steps) / samples
+    save = arguments.save_seconds if arguments.save_seconds is not None else step
+    failures, devices = Failures(arguments.mtbf * 3600, save, arguments.restart_seconds), plan.run.gpus
+    work = arguments.tokens / (plan.run.global_batch * plan.run.length) * step
+    found = outlook(failures, devices, work, seed=arguments.seed)
+    return {
+        "step_alike": simulate_step(network, plan.run, cluster),
+        "step": step,
+        "save": save,
+        "intervals": {
+            "simulated": found.interval,
+            "young": young_interval(failures, devices),
+            "daly": save_interval(failures, devices),
+        },
+        "failures": found.failures,
+        "useful_share": work / found.seconds,
+        "days": found.seconds / DAY,
+        "days_95_percent": found.late / DAY,
+    }
+
+
+def account(values: dict[str, Any], plan: Plan) -> str:
+    """Says in words what `simulated` found."""
+    intervals = ", ".join(f"{name} {seconds:,.0f} s" for name, seconds in values["intervals"].items())
+    return (
+        f"Simulated on {plan.run.gpus:,} ranks: a step takes {values['step_alike']:.4g} s if all are alike "
+        f"({plan.time.total:.4g} s by the formulas), {values['step']:.4g} s with stragglers. "
+        f"With a save of {values['save']:.3g} s, training between saves should last ({intervals}). "
+        f"The run meets {values['failures']:,.3g} failures, {values['useful_share']:.1%} of its time moves it forward, "
+        f"and it takes {values['days']:,.1f} days; one run in twenty takes over {values['days_95_percent']:,.1f}."
+    )
+
+
 def recipe(plan: Plan, request: Request, arguments: PlanArguments) -> dict[str, Any]:
     """Returns the arguments of `pretrain.py`: those of the model's own recipe, if it has one, with layout and nodes."""
     run, own = plan.run, {path.stem: path for path in RECIPES.glob("*.yaml")}.get(arguments.model)
@@ -189,12 +247,16 @@ def run(arguments: PlanArguments) -> int:
     request = arguments.request(config.max_sequence_length, cluster)
     found = plans(config, request, cluster, best=arguments.best)
     rows = [result_of(plan, cluster, arguments.tokens) for plan in found]
+    if found and arguments.simulate:
+        rows[0]["simulated"] = simulated(found[0], network_of_config(config), cluster, arguments)
     console = Console(width=None if sys.stdout.isatty() else 120)
     if arguments.json:
         print(json.dumps(rows, indent=2))
     elif found:
         console.print(table_of(rows, arguments))
         console.print(reason(found))
+        if arguments.simulate:
+            console.print(account(rows[0]["simulated"], found[0]))
     else:
         room = cluster.device.memory / GIB
         console.print(f"no layout of {arguments.gpus} x {arguments.device} with {room:.0f} GiB holds {arguments.model}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -103,6 +105,24 @@ def build_on_meta(
     """Builds this rank's part of the model on the meta device: parameters have their `.shard` but no storage."""
     with torch.device("meta"):
         return model_class(config)(config, mesh=mesh, parallel_config=parallel_config or ParallelConfig())
+
+
+@dataclass(frozen=True)
+class _Described:
+    """A configuration that a cache can look up: some have fields that cannot be hashed."""
+
+    text: str
+    config: ModelConfig = field(compare=False)
+
+
+def unsplit_on_meta(config: ModelConfig) -> nn.Module:
+    """Returns the unsplit model on the meta device, which is built once for equal configurations: do not change it."""
+    return _unsplit(_Described(repr(config), config))
+
+
+@lru_cache(maxsize=2)
+def _unsplit(described: _Described) -> nn.Module:
+    return build_on_meta(described.config, None)
 
 
 def whole_parameters(model: Any) -> dict[str, nn.Parameter]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..mpu import Shard, VocabParallelEmbedding
 from ..mpu.parameter import SplitParameter
-from .auto import build_on_meta
+from .auto import unsplit_on_meta
 from .common.config import ModelConfig
 
 
@@ -33,7 +33,7 @@ class ParameterSize:
 
 def parameter_sizes(config: ModelConfig, tensor_parallel_size: int = 1) -> list[ParameterSize]:
     """Returns the size of each parameter. ValueError, naming the sizes that work, if the model cannot be split so."""
-    return sizes_of(build_on_meta(config, None), tensor_parallel_size)
+    return sizes_of(unsplit_on_meta(config), tensor_parallel_size)
 
 
 def sizes_of(model: nn.Module, tensor_parallel_size: int) -> list[ParameterSize]:

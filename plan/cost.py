@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from operator import mul
 from typing import Literal
 
 from ..models.activations import Activations, Block, Stack
@@ -203,26 +205,71 @@ def _stacks(network: Network, run: Run) -> Iterator[tuple[Stack, Pass, Pass]]:
 def step_time(network: Network, run: Run, cluster: Cluster, constants: Constants = FITTED) -> StepTime:
     """Predicts the time of an optimizer step. ValueError if the devices or the batch cannot be divided so."""
     _check(run)
-    # The slowest stage holds as many blocks as any other, and the head.
-    share = -(-network.layers // run.pipeline) / network.layers
-    blocks = Pass()
-    for stack, whole, attention in _stacks(network, run):
-        again = {"none": Pass(), "selective": attention, "full": whole}[run.recompute]
-        blocks += (whole * 3.0 + again) * (stack.layers * share)
-    busy = seconds(blocks + head_pass(network, run) * 3.0, run, cluster, constants)
-    tensor = tensor_parallel_time(network, run, cluster, constants) * share
+    stages = stage_times(network, run, cluster, constants)
+    slowest = max(stages, key=lambda stage: stage.total)
     messages = message_time(network, run, cluster, constants)
-    other_stages = sum(seconds(blocks, run, cluster, constants)) + tensor + messages
+    others = sum(stage.total for stage in stages) - slowest.total + (run.pipeline - 1) * messages
     count = run.micro_batches
     return StepTime(
-        *(part * count for part in busy),
-        tensor_parallel=tensor * count,
+        *(part * count for part in slowest.busy),
+        tensor_parallel=slowest.tensor_parallel * count,
         pipeline_messages=messages * count,
-        bubble=(run.pipeline - 1) / run.chunks * other_stages,
-        gradients=gradient_time(network, run, cluster, constants, 2 / 3 * sum(busy)),
+        bubble=others / run.chunks,
+        gradients=gradient_time(network, run, cluster, constants, 2 / 3 * sum(slowest.busy)),
         update=update_time(network, run, cluster, constants),
         flops=model_flops(network, run),
     )
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """The seconds of a micro-batch's two passes through a pipeline stage.
+
+    Attributes:
+        busy: Products, memory traffic and waiting for launches.
+        tensor_parallel: All-reduces of the tensor-parallel ranks.
+        forward: The forward pass's share of `busy` and of `tensor_parallel`.
+    """
+
+    busy: tuple[float, float, float]
+    tensor_parallel: float
+    forward: tuple[float, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.busy) + self.tensor_parallel
+
+
+def stage_times(network: Network, run: Run, cluster: Cluster, constants: Constants = FITTED) -> list[StageTime]:
+    """Returns the time of each pipeline stage. Blocks are dealt evenly in their order; the last stage has the head."""
+    stacks, found = list(_stacks(network, run)), dict[tuple[tuple[int, ...], bool], StageTime]()
+    rings = [tensor_parallel_time(stack, run, network.hidden, cluster, constants) for stack in network.stacks]
+    deal = [(counts, stage == run.pipeline - 1) for stage, counts in enumerate(_dealt(network, run.pipeline))]
+    for counts, is_last in dict.fromkeys(deal):
+        once, every = Pass(), Pass()
+        for (_, whole, attention), count in zip(stacks, counts, strict=True):
+            again = {"none": Pass(), "selective": attention, "full": whole}[run.recompute]
+            once, every = once + whole * count, every + (whole * 3.0 + again) * count
+        if is_last:
+            head = head_pass(network, run)
+            once, every = once + head, every + head * 3.0
+        busy, tensor = seconds(every, run, cluster, constants), sum(map(mul, rings, counts))
+        forward = sum(seconds(once, run, cluster, constants)) / (sum(busy) or 1.0), 1 / _passes(run)
+        found[counts, is_last] = StageTime(busy, tensor, forward)
+    return [found[stage] for stage in deal]
+
+
+def _dealt(network: Network, stages: int) -> Iterator[tuple[int, ...]]:
+    """Yields how many blocks of each stack a stage holds. If they do not divide, the last stages hold one more."""
+    ends = [0, *accumulate(stack.layers for stack in network.stacks)]
+    for stage in range(stages):
+        first, end = (network.layers * place // stages for place in (stage, stage + 1))
+        yield tuple(max(min(end, b) - max(first, a), 0) for a, b in pairwise(ends))
+
+
+def _passes(run: Run) -> int:
+    """Returns how often a micro-batch goes through a block: forward, backward, and again for recomputation."""
+    return 3 if run.recompute == "full" else 2
 
 
 def _check(run: Run) -> None:
@@ -250,17 +297,13 @@ def head_pass(network: Network, run: Run) -> Pass:
     return matmul(tokens, network.hidden, rows, run.itemsize) + Pass(traffic=3 * 4 * tokens * rows, kernels=10)
 
 
-def tensor_parallel_time(network: Network, run: Run, cluster: Cluster, constants: Constants) -> float:
-    """Returns the seconds of all blocks' all-reduces in a micro-batch: one after each half, in each direction.
+def tensor_parallel_time(stack: Stack, run: Run, hidden: int, cluster: Cluster, constants: Constants) -> float:
+    """Returns the seconds of a block's all-reduces in a micro-batch: one after each part, in each direction.
 
     Sequence parallelism replaces an all-reduce by a reduce-scatter and an all-gather of the same bytes.
     """
-    link, found = cluster.link(run.tensor, 1), 0.0
-    for stack in network.stacks:
-        size = run.micro_batch * run.tokens(stack) * network.hidden * run.itemsize
-        passes = 3 if run.recompute == "full" else 2
-        found += stack.layers * passes * (2 + stack.block.cross) * ring_all_reduce(size, run.tensor, link, constants)
-    return found
+    size, link = run.micro_batch * run.tokens(stack) * hidden * run.itemsize, cluster.link(run.tensor, 1)
+    return _passes(run) * (2 + stack.block.cross) * ring_all_reduce(size, run.tensor, link, constants)
 
 
 def message_time(network: Network, run: Run, cluster: Cluster, constants: Constants) -> float:
@@ -274,14 +317,19 @@ def message_time(network: Network, run: Run, cluster: Cluster, constants: Consta
 
 def gradient_time(network: Network, run: Run, cluster: Cluster, constants: Constants, backward: float) -> float:
     """Returns the seconds of the gradients' reduction that the backward pass does not hide."""
+    whole, rounds = gradient_ring(network, run, cluster, constants)
+    backward *= run.micro_batches if run.zero_stage > 1 else 1
+    return max(whole * rounds - constants.overlap * backward, 0.0)
+
+
+def gradient_ring(network: Network, run: Run, cluster: Cluster, constants: Constants) -> tuple[float, float]:
+    """Returns the seconds of an all-reduce of a rank's gradients, and how many of them a step needs."""
     size = network.parameters / (run.tensor * run.pipeline) * run.gradient_itemsize
     link = cluster.link(run.data, run.tensor)
     # Stage 2 scatters the gradients of each micro-batch and gathers the weights once, each half of an all-reduce.
     # Stage 3 gathers the weights for both passes of each micro-batch too (Rajbhandari et al. 2020, section 7).
     rounds = {2: (run.micro_batches + 1) / 2, 3: 1.5 * run.micro_batches}.get(run.zero_stage, 1.0)
-    whole = ring_all_reduce(size, run.data, link, constants) * rounds
-    backward *= run.micro_batches if run.zero_stage > 1 else 1
-    return max(whole - constants.overlap * backward, 0.0)
+    return ring_all_reduce(size, run.data, link, constants), rounds
 
 
 def update_time(network: Network, run: Run, cluster: Cluster, constants: Constants) -> float:

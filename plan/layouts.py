@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any, Literal
 
-from ..models.auto import build_on_meta
+from ..models.auto import unsplit_on_meta
 from ..models.common.config import ModelConfig
 from ..models.common.pipeline import equal_counts
 from ..models.registry import family
@@ -83,7 +83,7 @@ def job_of(run: Run, request: Request) -> Job:
 
 def layouts(config: ModelConfig, request: Request, node_size: int) -> Iterator[Run]:
     """Yields every layout that the trainer accepts, with tensor parallelism inside nodes and equal pipeline stages."""
-    model = build_on_meta(config, None)
+    model = unsplit_on_meta(config)
     widest = min(largest_size(model), node_size)
     itemsize = 4 if request.precision == "fp32" else 2
     for tensor, pipeline in product(divisors(request.gpus), divisors(request.gpus)):
@@ -205,7 +205,7 @@ def remedies(config: ModelConfig, job: Job, memory: float) -> list[Remedy]:
 def _ladders(config: ModelConfig, job: Job) -> list[Ladder]:
     batch, tensor, order = job.micro_batch_size, job.tensor_parallel_size, [*RECOMPUTE]
     smaller = [size for size in reversed(divisors(batch)) if size < batch]
-    widest = min(largest_size(build_on_meta(config, None)), cluster_of("a100").node_size)
+    widest = min(largest_size(unsplit_on_meta(config)), cluster_of("a100").node_size)
     wider = [{"tensor_parallel_size": factor * tensor} for factor in (2, 4, 8) if factor * tensor <= widest]
     stages = range((job.stage or 0) + 1, 4) if job.data_parallel_size > 1 else ()
     ladders: list[Ladder] = [

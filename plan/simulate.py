@@ -1,26 +1,99 @@
-"""Runs a pipeline's schedule as events, and a long run with failures, from times that the cost model predicts."""
+"""Runs a step as events over ranks and links, and a long run with failures, from the cost model's times.
+
+An event is a pass of one micro-batch through one stage of a replica, a message between stages, or one round of a ring.
+Ranks that wait for each other at every event are one row of an array: the tensor-parallel ranks of a stage leave each
+all-reduce together. So a step of 10,000 ranks is some thousand operations on arrays.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import sqrt
+from math import inf, sqrt
 
 import numpy as np
 
+from .cost import FITTED, Constants, Network, Run, gradient_ring, message_time, stage_times, update_time
+from .hardware import Cluster
 
-def pipeline_makespan(forward: np.ndarray, backward: np.ndarray, micro_batches: int, message: float = 0.0) -> float:
-    """Returns the seconds of a 1F1B schedule (Narayanan et al. 2019, section 3.2) from its events.
+LONGEST_RESTART = 3.0
+"""Mean times between failures that a restart and a save may take together; above, hardly any of them succeeds."""
+FAILURES = 1000
+"""Failures by which intervals are compared, and the most that are drawn of a run; a longer one is scaled up."""
+INTERVALS = np.geomspace(0.25, 2.5, 24)
+"""Intervals between saves that are tried, as multiples of Daly's."""
 
-    An event is a pass of one micro-batch through one stage. It begins when the stage has ended its previous event and
-    the message from the neighbor is there. Replicas of a pipeline are further rows: with stragglers each has its own
-    times, and the slowest decides.
+
+@dataclass(frozen=True)
+class Stragglers:
+    """How the ranks' times differ.
+
+    Attributes:
+        share: Probability that a device is slow during a step.
+        slowdown: How many times as long a slow device needs.
+        jitter: Standard deviation of the logarithm of each pass's time on each device; the mean stays the same.
+    """
+
+    share: float = 0.0
+    slowdown: float = 1.0
+    jitter: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.share <= 1 and 1 <= self.slowdown < inf and 0 <= self.jitter <= 1):
+            raise ValueError(f"share and jitter must be from 0 to 1 and slowdown at least 1, not {self}")
+
+
+NO_STRAGGLERS = Stragglers()
+
+
+def simulate_step(
+    network: Network, run: Run, cluster: Cluster, constants: Constants = FITTED,
+    stragglers: Stragglers = NO_STRAGGLERS, seed: int = 0,
+) -> float:  # fmt: skip
+    """Returns the seconds of a step from its events. ValueError for an interleaved schedule, which is not simulated."""
+    if run.chunks > 1:
+        raise ValueError(f"the simulated schedule is 1F1B, with 1 group of layers on a rank, not {run.chunks}")
+    draw, stages = np.random.default_rng(seed), stage_times(network, run, cluster, constants)
+    slow = np.where(draw.random((run.pipeline, run.data, run.tensor)) < stragglers.share, stragglers.slowdown, 1.0)
+    busy, tensor = (
+        np.array(values) for values in zip(*((sum(s.busy), s.tensor_parallel) for s in stages), strict=True)
+    )
+    shares = np.array([stage.forward for stage in stages]).T  # [2, P]
+    passes = [
+        _varied(busy * share[0], slow, stragglers.jitter, run.micro_batches, draw) + (tensor * share[1])[:, None]
+        for share in (shares, 1 - shares)
+    ]  # forward and backward, [M, P, D]
+    ring, rounds = gradient_ring(network, run, cluster, constants)
+    hidden = constants.overlap * 2 / 3 * busy[:, None] * slow.max(-1)  # [P, D]
+    if run.zero_stage > 1:  # replicas exchange weights or gradients in each pass, so the slowest decides
+        passes = [times.max(-1, keepdims=True) for times in passes]
+    ended = pipeline_ends(*passes, message_time(network, run, cluster, constants) / 2)  # [P, D]
+    if run.zero_stage > 1:
+        ended = ended + max(ring * rounds - run.micro_batches * hidden.max(), 0.0)
+    elif run.data > 1:
+        hops = np.full(run.data, ring / (2 * (run.data - 1)))
+        ended = np.maximum(ended, ring_ends(ended - hidden, hops))
+    return float(ended.max()) + update_time(network, run, cluster, constants)
+
+
+def _varied(seconds: np.ndarray, slow: np.ndarray, jitter: float, count: int, draw: np.random.Generator) -> np.ndarray:
+    """Returns the times of `count` passes through each stage, [M, P, D]: the slowest tensor-parallel rank decides."""
+    if not jitter:
+        return np.broadcast_to(seconds[:, None] * slow.max(-1), (count, *slow.shape[:2]))
+    factors = (draw.lognormal(-(jitter**2) / 2, jitter, slow.shape) for _ in range(count))
+    return seconds[:, None] * np.stack([(slow * factor).max(-1) for factor in factors])
+
+
+def pipeline_ends(forward: np.ndarray, backward: np.ndarray, message: float = 0.0) -> np.ndarray:
+    """Returns when each stage of each replica ends its last pass, [P, D], under 1F1B (Narayanan et al. 2019).
+
+    A pass begins when the stage is free and the neighbor's message is there. A stage is not free while it sends.
 
     Args:
-        forward, backward: Seconds of a micro-batch's passes, [replicas, stages].
+        forward, backward: Seconds of each micro-batch's pass through each stage, [M, P, D].
         message: Seconds of a message between two stages.
     """
-    replicas, stages = forward.shape
-    ended = np.zeros((2, stages, micro_batches, replicas))  # by kind: 0 forward, 1 backward
+    micro_batches, stages, replicas = forward.shape
+    sent = np.zeros((2, stages, micro_batches, replicas))  # by kind: 0 forward, 1 backward
     free = np.zeros((stages, replicas))
     waiting = [_order(stage, stages, micro_batches) for stage in range(stages)]
     done, place = [[0, 0] for _ in range(stages)], [0] * stages
@@ -29,16 +102,16 @@ def pipeline_makespan(forward: np.ndarray, backward: np.ndarray, micro_batches: 
         stage = ready.pop()
         while place[stage] < len(waiting[stage]):
             kind, batch = waiting[stage][place[stage]]
-            source = stage - 1 if kind == 0 else stage + 1
+            source, target = (stage - 1, stage + 1) if kind == 0 else (stage + 1, stage - 1)
             if 0 <= source < stages and done[source][kind] <= batch:
                 break
-            arrived = ended[kind, source, batch] + message if 0 <= source < stages else 0.0
-            own = (forward, backward)[kind][:, stage]
-            ended[kind, stage, batch] = free[stage] = np.maximum(free[stage], arrived) + own
+            begun = np.maximum(free[stage], sent[kind, source, batch]) if 0 <= source < stages else free[stage]
+            own = (forward, backward)[kind][batch, stage]
+            free[stage] = sent[kind, stage, batch] = begun + own + (message if 0 <= target < stages else 0.0)
             done[stage][kind] += 1
             place[stage] += 1
             ready.extend(other for other in (stage - 1, stage + 1) if 0 <= other < stages)
-    return float(free.max())
+    return free
 
 
 def _order(stage: int, stages: int, micro_batches: int) -> list[tuple[int, int]]:
@@ -50,17 +123,20 @@ def _order(stage: int, stages: int, micro_batches: int) -> list[tuple[int, int]]
     return events + [(1, batch) for batch in range(micro_batches - early, micro_batches)]
 
 
-def ring_seconds(size: float, bandwidths: np.ndarray, latency: float) -> float:
-    """Returns the seconds of a ring all-reduce from its messages, with the bandwidth of each rank's link, [ranks].
+def ring_ends(begun: np.ndarray, hops: np.ndarray) -> np.ndarray:
+    """Returns when each rank of a ring ends an all-reduce, from its messages.
 
     In each of 2 (r - 1) rounds a rank sends the part that it received in the round before.
+
+    Args:
+        begun: When each rank begins, [..., ranks].
+        hops: Seconds of each rank's link for a message, [ranks].
     """
-    ranks = len(bandwidths)
-    at = np.zeros(ranks)
-    for _ in range(2 * (ranks - 1)):
-        sent = at + size / ranks / bandwidths + latency
-        at = np.maximum(sent, np.roll(sent, 1))  # a rank has sent its part and received its neighbor's
-    return float(at.max())
+    at = begun
+    for _ in range(2 * (len(hops) - 1)):
+        sent = at + hops
+        at = np.maximum(sent, np.roll(sent, 1, -1))  # a rank has sent its part and received its neighbor's
+    return at
 
 
 @dataclass(frozen=True)
@@ -78,8 +154,13 @@ class Failures:
     restart: float
 
     def __post_init__(self) -> None:
-        if not (self.device_mtbf > 0 and self.save > 0 and self.restart >= 0):
+        if not (0 < self.device_mtbf < inf and 0 < self.save < inf and 0 <= self.restart < inf):
             raise ValueError(f"device_mtbf and save must be above 0 and restart at least 0, not {self}")
+
+
+def young_interval(failures: Failures, devices: int) -> float:
+    """Returns the seconds of training between two saves that lose least in first order: Young (1974)."""
+    return sqrt(2 * failures.save * failures.device_mtbf / devices)
 
 
 def save_interval(failures: Failures, devices: int) -> float:
@@ -90,19 +171,69 @@ def save_interval(failures: Failures, devices: int) -> float:
     return sqrt(2 * save * mean) * (1 + sqrt(save / (2 * mean)) / 3 + save / (18 * mean)) - save
 
 
-def useful_share(failures: Failures, devices: int, interval: float, *, seconds: float, seed: int = 0) -> float:
-    """Returns the share of a run's time that moves it forward, by drawing failures.
+@dataclass(frozen=True)
+class Outlook:
+    """What a run takes with failures, in seconds, if it saves at the best of `INTERVALS`.
+
+    Attributes:
+        seconds: The mean of the drawn runs.
+        late: One run in twenty takes longer.
+        interval: Training between two saves.
+        failures: Mean number of failures.
+    """
+
+    seconds: float
+    late: float
+    interval: float
+    failures: float
+
+
+def outlook(failures: Failures, devices: int, work: float, *, runs: int = 200, seed: int = 0) -> Outlook:
+    """Draws long runs with each interval between saves, and runs of `work` seconds of training with the best.
+
+    ValueError if failures come too often for a run to end.
+    """
+    intervals, mean = save_interval(failures, devices) * INTERVALS, failures.device_mtbf / devices
+    long = run_seconds(failures, devices, intervals, FAILURES * mean, runs=20, seed=seed)
+    interval = intervals[[long.mean(1).argmin()]]
+    drawn = min(work, FAILURES * mean)
+    ended = run_seconds(failures, devices, interval, drawn, runs=runs, seed=seed) * (work / drawn)
+    seconds = float(ended.mean())
+    return Outlook(seconds, float(np.quantile(ended, 0.95)), float(interval[0]), seconds / mean)
+
+
+def run_seconds(
+    failures: Failures, devices: int, intervals: np.ndarray, work: float, *, runs: int = 200, seed: int = 0
+) -> np.ndarray:
+    """Returns how long runs of `work` seconds of training take with failures, [intervals, runs].
 
     A failure loses what was trained since the last save, and the restart; a failure within a restart begins it again.
+    All intervals meet the same failures.
     """
-    draw = np.random.default_rng(seed)
-    mean, period = failures.device_mtbf / devices, interval + failures.save
-    clock = useful = 0.0
-    while clock < seconds:
-        lived = draw.exponential(mean)
-        useful += lived // period * interval
-        clock += lived
-        while (again := draw.exponential(mean)) < failures.restart:
-            clock += again
-        clock += failures.restart
-    return useful / clock
+    mean, draw = failures.device_mtbf / devices, np.random.default_rng(seed)
+    if failures.save + failures.restart > LONGEST_RESTART * mean:
+        raise ValueError(
+            f"{devices} devices fail every {mean:.3g} s, so a run whose save and restart take {failures.save:.3g} s "
+            f"and {failures.restart:.3g} s makes no progress; use fewer devices, or ones that fail less often"
+        )
+    left = np.full((len(intervals), runs), float(work))
+    clock, ended = np.zeros_like(left), np.full_like(left, inf)
+    every = intervals[:, None]
+    while np.isinf(ended).any():
+        lived = draw.exponential(mean, runs)
+        last = left * (every + failures.save) / every
+        ended = np.where(np.isinf(ended) & (lived >= last), clock + last, ended)
+        left = left - lived // (every + failures.save) * every
+        clock = clock + lived + _restart(failures.restart, mean, runs, draw)
+    return ended
+
+
+def _restart(restart: float, mean: float, runs: int, draw: np.random.Generator) -> np.ndarray:
+    """Returns the seconds until the restarts succeed, [runs]."""
+    lost = np.zeros(runs)
+    failed = np.arange(runs)
+    while len(failed):
+        again = draw.exponential(mean, len(failed))
+        failed, again = failed[again < restart], again[again < restart]
+        lost[failed] += again
+    return lost + restart

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...models.activations import FP32, Batch, BlockBytes, Layout, block_bytes, end_bytes, head_sum_bytes, logit_bytes
-from ...models.auto import build_on_meta, model_class
+from ...models.auto import build_on_meta, model_class, unsplit_on_meta
 from ...models.common.config import ModelConfig
 from ...models.common.language_model import LanguageModel
 from ...models.common.parallel_config import ParallelConfig
@@ -105,7 +105,7 @@ def model_memory(config: ModelConfig, job: Job) -> ModelMemory:
 
 def _sizes_and_trained(config: ModelConfig, job: Job) -> tuple[list[ParameterSize], list[ParameterSize]]:
     """Returns the sizes of all parameters, with those of LoRA weights, and of the trained ones."""
-    model = build_on_meta(config, None)
+    model = build_on_meta(config, None) if job.lora_rank else unsplit_on_meta(config)
     if job.lora_rank:
         attach_factors(model, lora_config(r=job.lora_rank, target_modules=job.lora_target_modules))
     trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...models.auto import build_on_meta, from_config
+from ...models.auto import from_config, unsplit_on_meta
 from ...models.common.config import ModelConfig
 from ...models.common.pipeline import balanced_counts, check_counts, equal_counts, stacks_of, stages_of_parameters
 from ...models.common.transformer import check_heads
@@ -49,7 +49,7 @@ def choose_blocks(config: ModelConfig, stages: int, partition: Partition, job: J
     Raises:
         ValueError: The blocks cannot be dealt so, or this machine lacks the job's device; the message says what works.
     """
-    model = build_on_meta(config, None)
+    model = unsplit_on_meta(config)
     if partition == "uniform":
         return equal_counts(model, stages)
     blocks = [len(stack) for _, stack in stacks_of(model)]
@@ -142,7 +142,7 @@ def stage_memory(whole: ModelMemory, config: ModelConfig, job: Job, stage: int) 
     Blocks keep their tensors for every micro-batch in flight. A micro-batch in flight also keeps the hidden states that
     were received, the copy that the blocks read, and those that were sent.
     """
-    model = build_on_meta(config, None)
+    model = unsplit_on_meta(config)
     counts = job.pipeline_blocks or equal_counts(model, job.pipeline_parallel_size)
     check_counts(model, counts, job.pipeline_parallel_size)
     places = stages_of_parameters(model, counts)
