@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ..models import find_config
-from ..plan.cost import Network
+from ..models.common.config import ModelConfig
 from ..plan.hardware import Cluster, cluster_of
-from ..plan.layouts import Plan, Request, network_of_config, plans
+from ..plan.layouts import Plan, Request, network_of_config, plans, save_seconds
 from ..plan.simulate import Failures, Stragglers, outlook, save_interval, simulate_step, young_interval
 from .arguments import read_yaml
 from .console import exit_code_of
@@ -81,7 +81,7 @@ class PlanArguments:
     mtbf: float = 50_000.0
     """Simulation: mean hours between failures of one device."""
     save_seconds: float | None = None
-    """Simulation: seconds that a save costs; by default one step, because runs save in the background."""
+    """Simulation: seconds that a save costs; by default those of copying a rank's state to the host."""
     restart_seconds: float = 600.0
     """Simulation: seconds from a failure to the first repeated step."""
     slow_share: float = 0.0
@@ -168,14 +168,15 @@ def reason(plans: Sequence[Plan]) -> str:
     return text
 
 
-def simulated(plan: Plan, network: Network, cluster: Cluster, arguments: PlanArguments) -> dict[str, Any]:
+def simulated(plan: Plan, config: ModelConfig, request: Request, arguments: PlanArguments) -> dict[str, Any]:
     """Returns what `--simulate` prints of a layout, in seconds: its step from events, and the run with failures."""
+    network, cluster = network_of_config(config), arguments.cluster()
     stragglers = Stragglers(arguments.slow_share, arguments.slowdown, arguments.jitter)
     samples = STEPS if stragglers.jitter or stragglers.share else 1
     seeds = range(arguments.seed, arguments.seed + samples)
     steps = [simulate_step(network, plan.run, cluster, stragglers=stragglers, seed=seed) for seed in seeds]
     step = sum(steps) / samples
-    save = arguments.save_seconds if arguments.save_seconds is not None else step
+    save = save_seconds(config, plan.run, request) if arguments.save_seconds is None else arguments.save_seconds
     failures, devices = Failures(arguments.mtbf * 3600, save, arguments.restart_seconds), plan.run.gpus
     work = arguments.tokens / (plan.run.global_batch * plan.run.length) * step
     found = outlook(failures, devices, work, seed=arguments.seed)
@@ -248,7 +249,7 @@ def run(arguments: PlanArguments) -> int:
     found = plans(config, request, cluster, best=arguments.best)
     rows = [result_of(plan, cluster, arguments.tokens) for plan in found]
     if found and arguments.simulate:
-        rows[0]["simulated"] = simulated(found[0], network_of_config(config), cluster, arguments)
+        rows[0]["simulated"] = simulated(found[0], config, request, arguments)
     console = Console(width=None if sys.stdout.isatty() else 120)
     if arguments.json:
         print(json.dumps(rows, indent=2))

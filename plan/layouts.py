@@ -18,6 +18,8 @@ from .hardware import Cluster, cluster_of
 
 SPARE = 0.05
 """Share of the device's memory that is left to NCCL's buffers and the allocator's fragments (docs/estimate.md)."""
+HOST_BANDWIDTH = 10e9
+"""Bytes per second from a device to pageable memory of the host, over PCIe 4 or 5."""
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
@@ -79,6 +81,12 @@ def job_of(run: Run, request: Request) -> Job:
         optimizer=request.optimizer,
         device=request.device,
     )
+
+
+def save_seconds(config: ModelConfig, run: Run, request: Request) -> float:
+    """Returns how long a save stops training at most: a rank copies its weights and optimizer state to the host."""
+    lines = estimate(config, job_of(run, request)).moments[-1].lines
+    return sum(lines[name] for name in ("parameters", "fp32 master weights", "optimizer state")) / HOST_BANDWIDTH
 
 
 def layouts(config: ModelConfig, request: Request, node_size: int) -> Iterator[Run]:
