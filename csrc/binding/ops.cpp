@@ -183,7 +183,7 @@ void cross_entropy_grad(const Tensor& logits, const Tensor& target, const Tensor
 }
 
 void linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& y) {
-  constexpr int64_t block = 8;  // a few of the kernel's tiles, which fit into any second-level cache
+  constexpr int64_t block = 12;  // a few of the kernel's tiles, which fit into any second-level cache
   const int64_t features = weight.size(0), columns = weight.size(1);
   const LinearForward a = {input(x), input(weight), input(bias), output(y), x.numel() / columns, columns, features, block};
   check_sizes(a.rows * columns, {x});

@@ -3,13 +3,15 @@
 namespace shardzoo {
 namespace {
 
-// The number of sums that fit into registers: 16 of 32 with AVX-512; elsewhere a vector takes two or four registers.
-#ifdef __AVX512F__
-constexpr int kSums = 16;
+// The number of sums that fit into registers (32 with AVX-512, elsewhere 16) beside their factors.
+#if defined(__AVX512F__)
+constexpr int kSums = 24;
+#elif defined(__AVX2__)
+constexpr int kSums = 12;
 #else
-constexpr int kSums = 4;
+constexpr int kSums = 8;
 #endif
-constexpr int kTileRows = 4;
+constexpr int64_t kAhead = 16384;  // bytes from the weight that is used to the one that is prefetched
 
 // Products of `Rows` rows of x (wide, padded to `width`) with `Features` rows of the weight. Every sum has a separate
 // register and adds the vectors in order, so that it is the same for any number of rows and in every tile.
@@ -23,10 +25,11 @@ INLINE void linear_tile(const LinearForward& a, const Compute<T>* x, int64_t wid
     V w[Features];
 #pragma GCC unroll 4
     for (int f = 0; f < Features; ++f) {
-      w[f] = load(weight + f * a.columns + i, part);
-      if constexpr (Rows == kTileRows) prefetch(weight + (Features + f) * a.columns + i);
+      const T* p = weight + f * a.columns + i;
+      w[f] = load(p, part);
+      if (row == 0 && i * sizeof(T) % 64 == 0) prefetch_far(reinterpret_cast<const char*>(p) + kAhead);
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) {
       const V value = load(x + (row + r) * width + i, Full{});
 #pragma GCC unroll 4
@@ -34,7 +37,7 @@ INLINE void linear_tile(const LinearForward& a, const Compute<T>* x, int64_t wid
     }
   });
   const Part part{Features};
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) {
     V y = {};
 #pragma GCC unroll 4
@@ -48,12 +51,20 @@ template <class T, int Rows>
 INLINE void linear_rows(const LinearForward& a, const Compute<T>* x, int64_t width, int64_t row, int64_t feature,
                         int64_t end) {
   // One row needs so little arithmetic that it waits for memory, which is fastest when it is read in one piece.
-  constexpr int kFeatures = Rows == 1 ? 1 : kSums / Rows < 4 ? kSums / Rows : 4;
+  constexpr int kMost = kLanes<T> < 4 ? kLanes<T> : 4;
+  constexpr int kFeatures = Rows == 1 ? 1 : kSums / Rows < kMost ? kSums / Rows : kMost;
   for (; feature + kFeatures <= end; feature += kFeatures) linear_tile<T, Rows, kFeatures>(a, x, width, row, feature);
   for (; feature < end; ++feature) linear_tile<T, Rows, 1>(a, x, width, row, feature);
 }
 
-// Processes four rows of x at a time, while a block of the weight stays in the cache.
+// Processes `Rows` rows of x at a time, while a block of the weight stays in the cache, and then the rest.
+template <class T, int Rows>
+INLINE void linear_block(const LinearForward& a, const Compute<T>* x, int64_t width, int64_t row, int64_t first,
+                         int64_t last) {
+  for (; row + Rows <= a.rows; row += Rows) linear_rows<T, Rows>(a, x, width, row, first, last);
+  if constexpr (Rows > 1) linear_block<T, Rows == 8 ? 4 : Rows - 1>(a, x, width, row, first, last);
+}
+
 template <class T>
 void linear_forward(const LinearForward& a, int64_t begin, int64_t end) {
   const int64_t width = (a.columns + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
@@ -66,11 +77,9 @@ void linear_forward(const LinearForward& a, int64_t begin, int64_t end) {
   }
   for (int64_t unit = begin; unit < end; ++unit) {
     const int64_t first = first_row(unit, a.block), last = end_row(unit, a.block, a.features);
-    int64_t row = 0;
-    for (; row + kTileRows <= a.rows; row += kTileRows) linear_rows<T, kTileRows>(a, x, width, row, first, last);
-    if (a.rows - row == 3) linear_rows<T, 3>(a, x, width, row, first, last);
-    if (a.rows - row == 2) linear_rows<T, 2>(a, x, width, row, first, last);
-    if (a.rows - row == 1) linear_rows<T, 1>(a, x, width, row, first, last);
+    // Four rows of many stay in the first-level cache with the block.
+    if (a.rows > 8) linear_block<T, 4>(a, x, width, 0, first, last);
+    else linear_block<T, 8>(a, x, width, 0, first, last);
   }
 }
 

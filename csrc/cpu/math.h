@@ -44,7 +44,7 @@ INLINE VF exp(VF x) {
 }
 template <bool kNegative = false>
 INLINE VD exp(VD x) {
-  for (int i = 0; i < 8; ++i) x[i] = std::exp(x[i]);
+  for (int i = 0; i < Wide<double>::lanes; ++i) x[i] = std::exp(x[i]);
   return x;
 }
 
@@ -75,7 +75,7 @@ INLINE VF normal_cdf(VF z) {
   return 0.5f + (VF)((VI)inner ^ sign);
 }
 INLINE VD normal_cdf(VD z) {
-  for (int i = 0; i < 8; ++i) z[i] = 0.5 * (1 + std::erf(z[i] * kSqrtHalf));
+  for (int i = 0; i < Wide<double>::lanes; ++i) z[i] = 0.5 * (1 + std::erf(z[i] * kSqrtHalf));
   return z;
 }
 

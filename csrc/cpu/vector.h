@@ -1,8 +1,7 @@
-// Vectors of 64 bytes in the type of the computation, loaded from and stored to every dtype.
+// Vectors in the type of the computation, loaded from and stored to every dtype.
 //
-// They use the compilers' vector extension instead of intrinsics: the same source, compiled once per instruction set,
-// becomes AVX-512 registers, pairs of AVX2 registers, or quadruples of SSE2 (or NEON) registers. The number of lanes,
-// and so the order of every sum, is the same on all of them.
+// They use the compilers' vector extension instead of intrinsics: the same source is compiled once per instruction set.
+// A vector has the size of a register: GCC keeps larger ones in memory. So the order of a sum depends on the set.
 #pragma once
 
 #include <cstdint>
@@ -23,26 +22,34 @@ extern "C" int shardzoo_cpu_is_amd();
 namespace shardzoo {
 namespace {
 
+#if defined(__AVX512F__)
+constexpr int kBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kBytes = 32;
+#else
+constexpr int kBytes = 16;  // SSE2 or NEON
+#endif
+
 template <class C>
 struct Wide;
 template <>
 struct Wide<float> {
-  static constexpr int lanes = 16;
-  typedef float V __attribute__((vector_size(64)));
-  typedef int32_t I __attribute__((vector_size(64)));
-  typedef uint32_t U __attribute__((vector_size(64)));
+  static constexpr int lanes = kBytes / 4;
+  typedef float V __attribute__((vector_size(kBytes)));
+  typedef int32_t I __attribute__((vector_size(kBytes)));
+  typedef uint32_t U __attribute__((vector_size(kBytes)));
 };
 template <>
 struct Wide<double> {
-  static constexpr int lanes = 8;
-  typedef double V __attribute__((vector_size(64)));
-  typedef int64_t I __attribute__((vector_size(64)));
+  static constexpr int lanes = kBytes / 8;
+  typedef double V __attribute__((vector_size(kBytes)));
+  typedef int64_t I __attribute__((vector_size(kBytes)));
 };
 using VF = Wide<float>::V;
 using VI = Wide<float>::I;
 using VU = Wide<float>::U;
 using VD = Wide<double>::V;
-typedef uint16_t V16 __attribute__((vector_size(32)));
+typedef uint16_t V16 __attribute__((vector_size(kBytes / 2)));
 
 struct BFloat16 {
   uint16_t bits;
@@ -82,15 +89,12 @@ INLINE V read(const T* from) {
 INLINE VF widen(const float* p) { return read<VF>(p); }
 INLINE VD widen(const double* p) { return read<VD>(p); }
 
-// Converts 16 integers of 16 bits to 32 and back with one instruction; GCC's __builtin_convertvector needs several.
+// Converts integers of 16 bits to 32 and back with one instruction; GCC's __builtin_convertvector needs several.
 INLINE VU extend(const void* p) {
 #if defined(__AVX512F__)
   return (VU)_mm512_maskz_cvtepu16_epi32(0xFFFF, _mm256_loadu_si256(static_cast<const __m256i*>(p)));
 #elif defined(__AVX2__)
-  const __m128i* halves = static_cast<const __m128i*>(p);
-  const __m256i both[2] = {_mm256_cvtepu16_epi32(_mm_loadu_si128(halves)),
-                           _mm256_cvtepu16_epi32(_mm_loadu_si128(halves + 1))};
-  return read<VU>(both);
+  return (VU)_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
 #else
   return __builtin_convertvector(read<V16>(p), VU);
 #endif
@@ -108,13 +112,16 @@ INLINE VF widen(const BFloat16* p) { return (VF)(extend(p) << 16); }
 INLINE VF widen(const Half* p) {
 #if defined(__AVX512F__)
   return (VF)_mm512_maskz_cvtph_ps(0xFFFF, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-#endif
+#elif defined(__AVX2__) && defined(__F16C__)
+  return (VF)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
   const VU h = extend(p);
   const VU magnitude = (h & 0x7FFF) << 13;
   // the exponent's bias differs by 112; multiplying also normalizes subnormal halves
   const VU finite = (VU)((VF)magnitude * 0x1p112f);
   const VU value = (VI)((h & 0x7C00) == 0x7C00) ? (magnitude | 0x7F800000u) : finite;
   return (VF)(value | ((h & 0x8000) << 16));
+#endif
 }
 
 INLINE void narrow_to(float* p, VF v) { std::memcpy(p, &v, sizeof v); }
@@ -132,8 +139,9 @@ INLINE void narrow_to(BFloat16* p, VF v) {
 INLINE void narrow_to(Half* p, VF v) {
 #if defined(__AVX512F__)
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_maskz_cvtps_ph(0xFFFF, (__m512)v, _MM_FROUND_TO_NEAREST_INT));
-  return;
-#endif
+#elif defined(__AVX2__) && defined(__F16C__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+#else
   const VU sign = (VU)v & 0x80000000u, u = (VU)v ^ sign;
   const VU special = (VI)(u > 0x7F800000u) ? (VU{} + 0x7E00u) : (VU{} + 0x7C00u);
   const VU subnormal = (VU)((VF)u + 0.5f) - 0x3F000000u;  // adding 0.5 rounds at the half's last place
@@ -141,6 +149,7 @@ INLINE void narrow_to(Half* p, VF v) {
   VU bits = (VI)(u < 0x38800000u) ? subnormal : normal;
   bits = (VI)(u >= 0x47800000u) ? special : bits;
   truncate_to(p, bits | (sign >> 16));
+#endif
 }
 
 template <class T>
@@ -179,22 +188,20 @@ INLINE void stream(T* p, VectorOf<T> v) {
   if constexpr (sizeof stored == 64) return _mm512_stream_si512((__m512i*)p, _mm512_loadu_si512(stored));
 #endif
 #if defined(__AVX2__)
-  for (size_t i = 0; i < sizeof stored / 32; ++i) {
-    _mm256_stream_si256((__m256i*)p + i, _mm256_loadu_si256((const __m256i*)stored + i));
-  }
-#elif defined(__SSE2__)
-  for (size_t i = 0; i < sizeof stored / 16; ++i) {
-    _mm_stream_si128((__m128i*)p + i, _mm_loadu_si128((const __m128i*)stored + i));
-  }
-#else
-  std::memcpy(p, stored, sizeof stored);
+  if constexpr (sizeof stored == 32) return _mm256_stream_si256((__m256i*)p, _mm256_loadu_si256((__m256i*)stored));
 #endif
+#if defined(__SSE2__)
+  if constexpr (sizeof stored == 16) return _mm_stream_si128((__m128i*)p, _mm_loadu_si128((__m128i*)stored));
+#endif
+  std::memcpy(p, stored, sizeof stored);
 }
 
 // Prefetches the line at p, for loops that compute so long on data in the cache that memory would be idle. Any address
 // is allowed: one after the end of a tensor costs nothing. For short loops the processor's own prefetching is better
 // (the norms were slower with this function).
 INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
+// The same into the second-level cache, which can wait for more lines at once.
+INLINE void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // Makes streamed stores visible to the thread that uses the result.
 INLINE void fence() {
@@ -281,9 +288,9 @@ INLINE auto fold(V v) {
 // Sums and maxima over the lanes, always in the same order: halves, quarters, ...
 template <class C, class V>
 INLINE C sum_lanes(V v) {
-  const auto quarter = fold<C, 32>(fold<C, 64>(v));
-  if constexpr (sizeof(C) == 8) return quarter[0] + quarter[1];
-  else return (quarter[0] + quarter[2]) + (quarter[1] + quarter[3]);
+  if constexpr (sizeof v > 16) return sum_lanes<C>(fold<C, sizeof v>(v));
+  else if constexpr (sizeof(C) == 8) return v[0] + v[1];
+  else return (v[0] + v[2]) + (v[1] + v[3]);
 }
 template <class C, class V>
 INLINE C max_lanes(V v) {
@@ -314,8 +321,8 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 // Multipliers of lanes in columns `column`, column + 1, ...: keep_scale where the element is kept, else 0.
 template <class C>
 INLINE typename Wide<C>::V keep_factor(uint64_t key, int64_t column, uint32_t threshold, double keep_scale) {
-  const VU lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const VU hash = element_hash<VU>(key, lane + static_cast<uint32_t>(column));
+  static constexpr uint32_t kLane[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const VU hash = element_hash<VU>(key, read<VU>(kLane) + static_cast<uint32_t>(column));
   typename Wide<C>::V factor;
   if constexpr (sizeof(C) == sizeof(float)) {
     factor = (VI)(hash >= threshold) ? (VF{} + static_cast<float>(keep_scale)) : VF{};
