@@ -246,7 +246,7 @@ def _pieces(tensor: StoredTensor, block: Tensor, along: int, start: int) -> Iter
     blocks = cast(tuple[Tensor, ...], cast(Any, block).split(rows)) if block.numel() else ()
     for piece in blocks:
         data = tensor_bytes(cast(Tensor, cast(Any, piece).cpu().contiguous()))
-        if along == 0:
+        if along == 0 or line == stride:  # nothing of others lies between the lines
             yield first + done, data
             done += len(data)
             continue
