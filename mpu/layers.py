@@ -17,7 +17,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..ops import autocast_arguments, in_inference_mode, layer_norm, linear, linear_cross_entropy, matmul, rms_norm
+from ..ops import (
+    autocast_arguments,
+    empty_pooled,
+    in_inference_mode,
+    layer_norm,
+    linear,
+    linear_cross_entropy,
+    matmul,
+    rms_norm,
+)
 from ..ops.autograd import Function, once_differentiable
 from .collectives import (
     SEQUENCE_DIM,
@@ -460,7 +469,7 @@ class _Embedding(Function):
             return None, own if total is None else total.add_(own), None
         if ctx.padding_idx is not None:
             rows = rows.masked_fill((ids == ctx.padding_idx).unsqueeze(-1), 0)
-        total = rows.new_zeros(ctx.shape) if total is None else total.contiguous()
+        total = empty_pooled(rows, *ctx.shape).zero_() if total is None else total.contiguous()
         return None, add_rows(total, ids.flatten(), rows.flatten(0, -2)), None
 
 
