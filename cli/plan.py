@@ -58,6 +58,8 @@ class PlanArguments:
     """The device's 16-bit products, in TFLOP/s."""
     peak_fp32: float | None = None
     """The device's fp32 products, in TFLOP/s."""
+    sustained: float | None = None
+    """The share of its peak that the device keeps up under its power limit, relative to an A100."""
     memory: float | None = None
     """The device's memory, in GiB."""
     bandwidth: float | None = None
@@ -94,7 +96,7 @@ class PlanArguments:
     """Simulation: of slow devices, jitter and failures."""
 
     def cluster(self) -> Cluster:
-        names = ("peak", "peak_fp32", "memory", "bandwidth", "inside", "network", "node_size", "adapters")
+        names = ("peak", "peak_fp32", "sustained", "memory", "bandwidth", "inside", "network", "node_size", "adapters")
         return cluster_of(self.device, **{name: getattr(self, name) for name in names})
 
     def request(self, longest: int, cluster: Cluster) -> Request:

@@ -29,16 +29,18 @@ class Constants:
 
     Attributes:
         compute: Share of the peak that large products reach.
+        attention: Share of the peak that fused attention reaches.
         memory: Share of the memory's bandwidth that elementwise kernels reach.
         link: Share of a link's bandwidth that collectives reach.
         overlap: Share of the last backward pass behind which gradients are reduced.
         launch: Seconds that the host needs to launch one kernel; not fitted.
     """
 
-    compute: float = 0.79
-    memory: float = 0.94
-    link: float = 0.79
-    overlap: float = 0.18
+    compute: float = 0.8
+    attention: float = 0.31
+    memory: float = 0.92
+    link: float = 0.8
+    overlap: float = 0.17
     launch: float = 6e-6
 
 
@@ -133,12 +135,17 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Pass:
-    """The forward pass of one micro-batch through some blocks: FLOPs and bytes of products, other bytes, kernels."""
+    """The forward pass of one micro-batch through some blocks: FLOPs and bytes of products, other bytes, kernels.
+
+    `fused` are the FLOPs of fused attention, a third of those of both passes: the backward pass computes the scores
+    again, so it has five products where the forward pass has two (Dao et al. 2022, algorithm 4).
+    """
 
     flops: float = 0.0
     operands: float = 0.0
     traffic: float = 0.0
     kernels: float = 0.0
+    fused: float = 0.0
 
     def __add__(self, other: Pass) -> Pass:
         return Pass(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
@@ -186,7 +193,8 @@ def attention_pass(part: Block, run: Run, tokens: int, source: int) -> Pass:
         if run.fused_attention:
             moved = run.itemsize * heads * d * 2 * (tokens + keys)
             # A causal mask skips half of the blocks of scores.
-            found += Pass(4 * scores * d * (0.5 if part.causal and keys == tokens else 1.0), moved, 0.0, 1.0)
+            seen = 0.5 if part.causal and keys == tokens else 1.0
+            found += Pass(operands=moved, kernels=1.0, fused=(2 + 5) / 3 * 2 * scores * d * seen)
         else:
             products = matmul(tokens, d, keys, run.itemsize, heads) + matmul(tokens, keys, d, run.itemsize, heads)
             dropped = 3 if part.attention_dropout else 0  # reads, writes, and the mask's byte twice
@@ -285,7 +293,9 @@ def _check(run: Run) -> None:
 def seconds(work: Pass, run: Run, cluster: Cluster, constants: Constants) -> tuple[float, float, float]:
     """Returns the seconds of products, of memory traffic, and of waiting for launches."""
     bandwidth = cluster.device.bandwidth * constants.memory
-    products = work.flops / (cluster.device.peak_of(run.itemsize) * constants.compute) + work.operands / bandwidth
+    peak = cluster.device.peak_of(run.itemsize) * cluster.device.sustained
+    products = work.flops / (peak * constants.compute) + work.fused / (peak * constants.attention)
+    products += work.operands / bandwidth
     memory = work.traffic / bandwidth
     return products, memory, max(work.kernels * constants.launch - products - memory, 0.0)
 

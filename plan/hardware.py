@@ -20,6 +20,7 @@ class Device:
         memory: Bytes of device memory.
         bandwidth: Bytes per second from and to device memory.
         peak_fp32: Matrix products of fp32 (not TF32, which the trainer does not turn on), in FLOP/s.
+        sustained: Share of the peaks that long products keep up under the device's power limit, relative to an A100.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Device:
     memory: float
     bandwidth: float
     peak_fp32: float
+    sustained: float = 1.0
 
     def peak_of(self, itemsize: int) -> float:
         """Returns the FLOP/s of products of elements of 2 or 4 bytes."""
@@ -80,8 +82,8 @@ DEVICES = {
         Device("v100", 125 * TFLOPS, 32 * GIB, 900 * GB, 15.7 * TFLOPS),
         Device("a100-40gb", 312 * TFLOPS, 40 * GIB, 1555 * GB, 19.5 * TFLOPS),
         Device("a100", 312 * TFLOPS, 80 * GIB, 2039 * GB, 19.5 * TFLOPS),
-        Device("h100", 989 * TFLOPS, 80 * GIB, 3350 * GB, 67 * TFLOPS),
-        Device("h200", 989 * TFLOPS, 141 * GIB, 4800 * GB, 67 * TFLOPS),
+        Device("h100", 989 * TFLOPS, 80 * GIB, 3350 * GB, 67 * TFLOPS, sustained=0.71),
+        Device("h200", 989 * TFLOPS, 141 * GIB, 4800 * GB, 67 * TFLOPS, sustained=0.71),  # an H100 with other memory
         Device("b200", 2250 * TFLOPS, 180 * GIB, 8000 * GB, 80 * TFLOPS),
         Device("cpu", 0.1 * TFLOPS, 8 * GIB, 10 * GB, 0.1 * TFLOPS),  # a process with one or two cores
         Device("mi300x", 1307 * TFLOPS, 192 * GIB, 5300 * GB, 163.4 * TFLOPS),
@@ -142,8 +144,8 @@ def cluster_of(device: str, **changes: Any) -> Cluster:
     Args:
         device: A name in `CLUSTERS`, or a YAML file with some of the keys of `changes`, and `device` if it starts from
             a name.
-        changes: `peak` and `peak_fp32` in TFLOP/s, `memory` in GiB, `bandwidth` in GB/s, `inside` and `network` as a
-            name in `LINKS` or in GB/s, `node_size`, `adapters`; None leaves a value.
+        changes: `peak` and `peak_fp32` in TFLOP/s, `sustained`, `memory` in GiB, `bandwidth` in GB/s, `inside` and
+            `network` as a name in `LINKS` or in GB/s, `node_size`, `adapters`; None leaves a value.
 
     Raises ValueError for a name that is not in a table or a value that is not above 0.
     """
@@ -158,7 +160,10 @@ def cluster_of(device: str, **changes: Any) -> Cluster:
             raise ValueError(
                 f"{name} must be a {'whole ' if whole else ''}number above 0 and below {MOST:g}, not {changes[name]!r}"
             )
-    figures = {name: changes.pop(name) * unit for name, unit in UNITS.items() if name in changes}
+    if changes.get("sustained", 1) > 1:
+        raise ValueError(f"sustained is a share of the peak, at most 1, not {changes['sustained']!r}")
+    units = UNITS | {"sustained": 1.0}
+    figures = {name: changes.pop(name) * unit for name, unit in units.items() if name in changes}
     links = {name: _link(name, changes.pop(name), getattr(usual, name)) for name in LINK_NAMES if name in changes}
     return replace(usual, device=replace(usual.device, **figures), **links, **changes)
 
@@ -186,10 +191,12 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
         values = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {error}") from error
-    known = ("device", *UNITS, *LINK_NAMES, "node_size", "adapters")
+    known = ("device", *UNITS, "sustained", *LINK_NAMES, "node_size", "adapters")
     if not isinstance(values, dict) or not set(values) <= set(known):
         unknown = sorted(map(str, set(values) - set(known))) if isinstance(values, dict) else values
         raise ValueError(f"{path} describes a device by {', '.join(known)}, not by {unknown}")
     if "device" not in values and len(set(UNITS) & set(values)) < len(UNITS):
         raise ValueError(f"{path} needs a device to start from, or all of {', '.join(UNITS)}")
+    if "device" not in values:
+        values.setdefault("sustained", 1.0)
     return values.pop("device", "h100"), values
