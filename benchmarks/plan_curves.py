@@ -24,7 +24,7 @@ DRAWS = 8
 SHOWN = (8, 64, 512, 2048, 10_240)  # in the table
 BATCH, TOKENS = 5120, 300e9
 MTBF, RESTART = 50_000 * 3600.0, 600.0
-STRAGGLERS = Stragglers(share=0.001, slowdown=1.2, jitter=0.03)
+STRAGGLERS = Stragglers(slow_share=0.001, slowdown=1.2, jitter=0.03)
 
 
 def models() -> dict[str, tuple[ModelConfig, int]]:

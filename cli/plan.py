@@ -174,7 +174,7 @@ def simulated(plan: Plan, config: ModelConfig, request: Request, arguments: Plan
     """Returns what `--simulate` prints of a layout, in seconds: its step from events, and the run with failures."""
     network, cluster = network_of_config(config), arguments.cluster()
     stragglers = Stragglers(arguments.slow_share, arguments.slowdown, arguments.jitter)
-    samples = STEPS if stragglers.jitter or stragglers.share else 1
+    samples = STEPS if stragglers.jitter or stragglers.slow_share else 1
     seeds = range(arguments.seed, arguments.seed + samples)
     steps = [simulate_step(network, plan.run, cluster, stragglers=stragglers, seed=seed) for seed in seeds]
     step = sum(steps) / samples
@@ -203,7 +203,7 @@ def account(values: dict[str, Any], plan: Plan) -> str:
     intervals = ", ".join(f"{name} {seconds:,.0f} s" for name, seconds in values["intervals"].items())
     return (
         f"Simulated on {plan.run.gpus:,} ranks: a step takes {values['step_alike']:.4g} s if all are alike "
-        f"({plan.time.total:.4g} s by the formulas), {values['step']:.4g} s with stragglers. "
+        f"({plan.time.total:.4g} s by the formulas), {values['step']:.4g} s with the stragglers that were asked for. "
         f"With a save of {values['save']:.3g} s, training between saves should last ({intervals}). "
         f"The run meets {values['failures']:,.3g} failures, {values['useful_share']:.1%} of its time moves it forward, "
         f"and it takes {values['days']:,.1f} days; one run in twenty takes over {values['days_95_percent']:,.1f}."
@@ -245,6 +245,8 @@ def run(arguments: PlanArguments) -> int:
     """Plans, prints and writes. ValueError for a user's mistake."""
     if not arguments.tokens > 0 or arguments.best < 1:
         raise ValueError(f"tokens must be above 0 and best at least 1, not {arguments.tokens:g} and {arguments.best}")
+    if arguments.seed < 0:
+        raise ValueError(f"seed must be 0 or more, not {arguments.seed}")
     cluster = arguments.cluster()
     config = find_config(arguments.model)
     request = arguments.request(config.max_sequence_length, cluster)

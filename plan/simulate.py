@@ -28,18 +28,19 @@ class Stragglers:
     """How the ranks' times differ.
 
     Attributes:
-        share: Probability that a device is slow during a step.
+        slow_share: Probability that a device is slow during a step.
         slowdown: How many times as long a slow device needs.
         jitter: Standard deviation of the logarithm of each pass's time on each device; the mean stays the same.
     """
 
-    share: float = 0.0
+    slow_share: float = 0.0
     slowdown: float = 1.0
     jitter: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (0 <= self.share <= 1 and 1 <= self.slowdown < inf and 0 <= self.jitter <= 1):
-            raise ValueError(f"share and jitter must be from 0 to 1 and slowdown at least 1, not {self}")
+        for name, low, high in (("slow_share", 0, 1), ("slowdown", 1, 1000), ("jitter", 0, 1)):
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name} must be from {low} to {high}, not {getattr(self, name)}")
 
 
 NO_STRAGGLERS = Stragglers()
@@ -53,7 +54,7 @@ def simulate_step(
     if run.chunks > 1:
         raise ValueError(f"the simulated schedule is 1F1B, with 1 group of layers on a rank, not {run.chunks}")
     draw, stages = np.random.default_rng(seed), stage_times(network, run, cluster, constants)
-    slow = np.where(draw.random((run.pipeline, run.data, run.tensor)) < stragglers.share, stragglers.slowdown, 1.0)
+    slow = np.where(draw.random((run.pipeline, run.data, run.tensor)) < stragglers.slow_share, stragglers.slowdown, 1.0)
     busy, tensor = (
         np.array(values) for values in zip(*((sum(s.busy), s.tensor_parallel) for s in stages), strict=True)
     )
@@ -154,8 +155,12 @@ class Failures:
     restart: float
 
     def __post_init__(self) -> None:
-        if not (0 < self.device_mtbf < inf and 0 < self.save < inf and 0 <= self.restart < inf):
-            raise ValueError(f"device_mtbf and save must be above 0 and restart at least 0, not {self}")
+        if not 0 < self.device_mtbf < inf:
+            raise ValueError(f"the mean time between a device's failures must be above 0 s, not {self.device_mtbf}")
+        if not 0 < self.save < inf:
+            raise ValueError(f"a save must take more than 0 s, not {self.save}")
+        if not 0 <= self.restart < inf:
+            raise ValueError(f"a restart must take 0 s or more, not {self.restart}")
 
 
 def young_interval(failures: Failures, devices: int) -> float:

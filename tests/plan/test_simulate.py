@@ -121,8 +121,8 @@ def test_one_slow_device_delays_all():
     network, cluster = network_of_config(find_config("gpt2-xl")), CLUSTERS["a100"]
     run = Run(gpus=64, global_batch=256, micro_batch=2, tensor=2, pipeline=4)
     quick = simulate_step(network, run, cluster)
-    every = simulate_step(network, run, cluster, stragglers=Stragglers(share=1.0, slowdown=1.5))
-    some = simulate_step(network, run, cluster, stragglers=Stragglers(share=0.05, slowdown=1.5))
+    every = simulate_step(network, run, cluster, stragglers=Stragglers(slow_share=1.0, slowdown=1.5))
+    some = simulate_step(network, run, cluster, stragglers=Stragglers(slow_share=0.05, slowdown=1.5))
     assert quick < some <= every
     parts = step_time(network, run, cluster)
     busy = parts.products + parts.memory + parts.launches
@@ -207,9 +207,9 @@ def test_a_run_without_failures_takes_its_saves():
 
 
 def test_impossible_values_are_refused():
-    with pytest.raises(ValueError, match="save must be above 0"):
+    with pytest.raises(ValueError, match="a save must take more than 0 s"):
         Failures(device_mtbf=1.0, save=0.0, restart=1.0)
-    with pytest.raises(ValueError, match="slowdown at least 1"):
+    with pytest.raises(ValueError, match="slowdown must be from 1 to 1000"):
         Stragglers(slowdown=0.5)
     with pytest.raises(ValueError, match="makes no progress"):
         outlook(Failures(device_mtbf=3.6e5, save=1.0, restart=600.0), 10_000, 1e6)
@@ -232,4 +232,4 @@ def test_the_command_simulates_the_first_layout(capsys):
     assert main(words) == 0
     assert "Simulated on 48 ranks: a step takes" in capsys.readouterr().out
     assert main([*words, "--mtbf", "0"]) == 2
-    assert "device_mtbf and save must be above 0" in capsys.readouterr().err
+    assert "failures must be above 0 s, not 0.0" in capsys.readouterr().err
