@@ -50,6 +50,22 @@ def test_published_runs_are_predicted():
         assert errors[-1] < 0.35
 
 
+def test_the_docs_show_the_measured_exponents():
+    """No cost grows faster than expected by more than 0.1, except the one whose reason docs/scale.md gives."""
+    found = json.loads((ROOT / "benchmarks" / "results" / "scaling_cpu.json").read_text())
+    page = (ROOT / "docs" / "scale.md").read_text()
+    too_fast = []
+    for title, figures in found.items():
+        for name, row in figures.items():
+            line = next(
+                line for line in page.splitlines() if line.startswith(f"| {title}: {name.removesuffix(' s')} |")
+            )
+            assert line.endswith(f"| {row['exponent']:.2f} | {row['expected']:.2f} |")
+            if row["exponent"] > row["expected"] + 0.1:
+                too_fast.append(f"{title}: {name}")
+    assert too_fast == ["saving and loading over width: saving s"]
+
+
 def test_flops_are_six_for_each_weight_and_token():
     config = tiny(n_embd=256, n_layer=8)
     run = Run(gpus=1, global_batch=16, length=64)
