@@ -46,6 +46,7 @@ _KNOWN = frozenset({
     "collections.OrderedDict",
     "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",
     "pathlib.PosixPath",
+    "pathlib._local.PosixPath",  # Python 3.13
     "torch.Size",
     "torch.serialization._get_layout",
 })  # fmt: skip

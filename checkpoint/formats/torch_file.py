@@ -63,6 +63,7 @@ PLACEHOLDER_TYPES = (
     "numpy.dtype",
     "numpy.ndarray",
     "pathlib.PosixPath",
+    "pathlib._local.PosixPath",  # Python 3.13
     "signal.Signals",
 )
 

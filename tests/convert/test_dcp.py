@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing
+import pathlib
 import shutil
+import sys
 import warnings
 from argparse import Namespace
 from functools import partial
@@ -77,16 +79,20 @@ def test_chunks_of_every_kind_become_the_original_bytes(name, layout, request, r
     assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
 
 
-def test_enumerations_that_python_pickles_by_name_are_read(gpt, hashes, tmp_path, monkeypatch):
-    """Python 3.11.2 pickles a member as `getattr(kind, name)`, later releases by its value."""
+def test_what_other_versions_of_python_pickle_is_read(gpt, hashes, tmp_path, monkeypatch):
+    """Python 3.11.2 pickles a member as `getattr(kind, name)`, others by its value; 3.13 moves paths."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as ENCODING
 
+    monkeypatch.setitem(sys.modules, "pathlib._local", pathlib)
+    monkeypatch.setattr(pathlib.PosixPath, "__module__", "pathlib._local")
     monkeypatch.setattr(ENCODING, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(load_file(gpt / "model.safetensors"), checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
-    assert b"getattr" in (tmp_path / "dcp" / ".metadata").read_bytes()
+    metadata = (tmp_path / "dcp" / ".metadata").read_bytes()
+    assert b"getattr" in metadata
+    assert b"_local" in metadata
     shutil.copy(gpt / "config.json", tmp_path / "dcp")
     merge(tmp_path / "dcp", tmp_path / "hf")
     assert hashes(tmp_path / "hf") == hashes(gpt)
