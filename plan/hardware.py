@@ -195,8 +195,9 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
     if not isinstance(values, dict) or not set(values) <= set(known):
         unknown = sorted(map(str, set(values) - set(known))) if isinstance(values, dict) else values
         raise ValueError(f"{path} describes a device by {', '.join(known)}, not by {unknown}")
-    if "device" not in values and len(set(UNITS) & set(values)) < len(UNITS):
-        raise ValueError(f"{path} needs a device to start from, or all of {', '.join(UNITS)}")
+    needed = (*UNITS, *LINK_NAMES)
+    if "device" not in values and not set(needed) <= set(values):
+        raise ValueError(f"{path} needs a device to start from, or all of {', '.join(needed)}")
     if "device" not in values:
         values.setdefault("sustained", 1.0)
     return values.pop("device", "h100"), values

@@ -257,7 +257,8 @@ def test_a_device_is_described_by_flags_or_a_file(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("peak: 300", "needs a device to start from, or all of peak, peak_fp32, memory, bandwidth"),
+        ("peak: 300", "needs a device to start from, or all of peak, peak_fp32, memory, bandwidth, inside, network"),
+        ("peak: 1\npeak_fp32: 1\nmemory: 1\nbandwidth: 1", "needs a device to start from"),  # whose links?
         ("device: h100\npeek: 300", "not by ['peek']"),
         ("device: h100\nnode_size: true", "node_size must be a whole number"),
         ("device: h100\nnode_size: 2.5", "node_size must be a whole number"),
