@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import pathlib
 import shutil
 import sys
@@ -17,7 +16,7 @@ from typing import Any
 import megatron_files
 import pytest
 import torch
-from megatron_files import Layout, gpt_modules
+from megatron_files import Layout, gpt_modules, in_megatron_core
 from safetensors.torch import load_file
 from tiny_models import save_model
 
@@ -138,7 +137,7 @@ def test_an_interrupted_conversion_resumes(gpt, hashes, tmp_path):
     assert hashes(tmp_path / "back") == hashes(gpt)
 
 
-def core_gpt(rows: int) -> Any:
+def core_gpt(given: Namespace) -> Any:
     """megatron-core's GPT of local layers, on a CPU: without fused kernels and without its GPU random states."""
     from megatron.core import tensor_parallel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -156,33 +155,9 @@ def core_gpt(rows: int) -> Any:
         bias_dropout_fusion=False,
     )  # fmt: skip
     spec = get_gpt_layer_local_spec(normalization="LayerNorm")
-    return GPTModel(sizes, spec, rows, 64, share_embeddings_and_output_weights=True, parallel_output=False)
-
-
-def in_megatron_core(written: Path, place: Path, ids: torch.Tensor) -> torch.Tensor:
-    """Called on two ranks: loads our files into megatron-core's model, saves it by its own code, returns its logits."""
-    warnings.simplefilter("ignore")
-    multiprocessing.current_process()._config["daemon"] = False  # megatron-core writes in a process of its own
-    from megatron.core import dist_checkpointing, parallel_state
-
-    parallel_state.initialize_model_parallel(2, 1)
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    state = torch.load(written / "release" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt", weights_only=False)
-    model = core_gpt(state["args"].padded_vocab_size).eval()
-    missing, unexpected = model.load_state_dict(state["model"], strict=False)
-    assert not unexpected
-    assert all("_extra_state" in name for name in missing)
-    place.mkdir(exist_ok=True)
-    torch.distributed.barrier()
-    common = {"args": state["args"], "checkpoint_version": 3.0, "iteration": 50}
-    dist_checkpointing.save({**model.sharded_state_dict(prefix=""), **common}, str(place))
-    for child in multiprocessing.active_children():  # it would outlive this process
-        child.terminate()
-        child.join()
-    length = ids.shape[1]
-    positions = torch.arange(length)[None].expand_as(ids)
-    with torch.no_grad():
-        return model(ids, positions, torch.ones(1, 1, length, length).tril() < 0.5)
+    return GPTModel(
+        sizes, spec, given.padded_vocab_size, 64, share_embeddings_and_output_weights=True, parallel_output=False
+    )
 
 
 def test_megatron_core_runs_what_is_written_and_its_checkpoints_are_read(gpt, run_ranks, hashes, tmp_path, capsys):
@@ -190,7 +165,7 @@ def test_megatron_core_runs_what_is_written_and_its_checkpoints_are_read(gpt, ru
 
     split(gpt, tmp_path / "megatron", 2, style="megatron", names="local")
     ids = torch.randint(300, (2, 17), generator=torch.Generator().manual_seed(0))
-    logits = run_ranks(2, in_megatron_core, tmp_path / "megatron", tmp_path / "dist", ids, isolated=True)[0]
+    logits = run_ranks(2, in_megatron_core, core_gpt, tmp_path / "megatron", tmp_path / "dist", ids, isolated=True)[0]
     model = transformers.AutoModelForCausalLM.from_pretrained(gpt, attn_implementation="eager").eval()
     with torch.no_grad():
         wanted = model(ids).logits

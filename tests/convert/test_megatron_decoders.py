@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import shutil
-import warnings
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from megatron_files import in_megatron_core
 from parity import randomize
 from safetensors.torch import load_file
 from tiny_models import hf_model
@@ -291,36 +290,15 @@ def core_decoder(arguments: Namespace) -> Any:
     )  # fmt: skip
 
 
-def in_megatron_core(written: Path, place: Path, ids: torch.Tensor) -> torch.Tensor:
-    """Called on two ranks: loads our files into megatron-core's model, saves it by its own code, returns its logits."""
-    warnings.simplefilter("ignore")
-    multiprocessing.current_process()._config["daemon"] = False  # megatron-core writes in a process of its own
-    from megatron.core import dist_checkpointing, parallel_state
-
-    parallel_state.initialize_model_parallel(2, 1)
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    state = torch.load(written / "release" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt", weights_only=False)
-    model = core_decoder(state["args"]).eval()
-    missing, unexpected = model.load_state_dict(state["model"], strict=False)
-    assert not unexpected, unexpected
-    assert all("_extra_state" in name for name in missing), missing
-    place.mkdir(exist_ok=True)
-    torch.distributed.barrier()
-    common = {"args": state["args"], "checkpoint_version": 3.0, "iteration": 50}
-    dist_checkpointing.save({**model.sharded_state_dict(prefix=""), **common}, str(place))
-    length = ids.shape[1]
-    positions = torch.arange(length)[None].expand_as(ids)
-    with torch.no_grad():
-        return model(ids, positions, torch.ones(1, 1, length, length).tril() < 0.5)
-
-
 @pytest.mark.parametrize("case", ["llama", "tied", "qwen2", "qwen3"])
 def test_megatron_core_runs_what_is_written_and_its_checkpoints_are_read(case, folders, run_ranks, hashes, tmp_path):
     import transformers
 
     split(folders(case), tmp_path / "megatron", 2, style="megatron", names="local")
     ids = torch.randint(90, (2, 17), generator=torch.Generator().manual_seed(0))
-    logits = run_ranks(2, in_megatron_core, tmp_path / "megatron", tmp_path / "dist", ids, isolated=True)[0]
+    logits = run_ranks(2, in_megatron_core, core_decoder, tmp_path / "megatron", tmp_path / "dist", ids, isolated=True)[
+        0
+    ]
     model = transformers.AutoModelForCausalLM.from_pretrained(folders(case), attn_implementation="eager").eval()
     with torch.no_grad():
         wanted = model(ids).logits

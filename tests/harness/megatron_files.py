@@ -6,6 +6,8 @@ Names are those of tools/checkpoint/schema_core.py and of megatron/legacy/model;
 
 from __future__ import annotations
 
+import multiprocessing
+import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -276,3 +278,29 @@ def write_layers(
         torch.save(content, place / name)
     (folder / "latest").write_text("global_step90")
     return folder
+
+
+def in_megatron_core(build: Callable[[Namespace], Any], written: Path, place: Path, ids: Tensor) -> Tensor:
+    """Called on two ranks: loads our files into megatron-core's model, saves it by its own code, returns its logits."""
+    warnings.simplefilter("ignore")
+    multiprocessing.current_process()._config["daemon"] = False  # megatron-core writes in a process of its own
+    from megatron.core import dist_checkpointing, parallel_state
+
+    parallel_state.initialize_model_parallel(2, 1)
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    state = torch.load(written / "release" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt", weights_only=False)
+    model = build(state["args"]).eval()
+    missing, unexpected = model.load_state_dict(state["model"], strict=False)
+    assert not unexpected, unexpected
+    assert all("_extra_state" in name for name in missing), missing
+    place.mkdir(exist_ok=True)
+    torch.distributed.barrier()
+    common = {"args": state["args"], "checkpoint_version": 3.0, "iteration": 50}
+    dist_checkpointing.save({**model.sharded_state_dict(prefix=""), **common}, str(place))
+    for child in multiprocessing.active_children():  # the writer would outlive this process
+        child.terminate()
+        child.join()
+    length = ids.shape[1]
+    positions = torch.arange(length)[None].expand_as(ids)
+    with torch.no_grad():
+        return model(ids, positions, torch.ones(1, 1, length, length).tril() < 0.5)
