@@ -1,4 +1,4 @@
-"""Compares the predictions of `shardzoo plan` with published runs, and fits the constants to half of them.
+"""Compares the predictions of `shardzoo plan` with published runs, and fits the rates to half of them.
 
     python benchmarks/published_runs.py [--fit] [--by-source]
 
@@ -34,7 +34,7 @@ from statistics import median
 import numpy as np
 
 from shardzoo.models.activations import Activations, Block, Stack
-from shardzoo.plan import CLUSTERS, Constants, Network, Run, StepTime, network_of, step_time
+from shardzoo.plan import CLUSTERS, Network, Rates, Run, StepTime, network_of, step_time
 from shardzoo.plan.hardware import DEVICES
 
 RUNS = Path(__file__).with_name("published_runs.csv")
@@ -48,7 +48,7 @@ STARTS = (  # a fit stops at the first minimum that it finds, so it is begun at 
 # LiBai's page has two frameworks. The H100 runs are the only ones of their device, so they cannot be held out.
 SOURCES = ("libai", "narayanan", "korthikanti", "bloom", "glm", "llm-foundry-2023-a100")
 H100 = "h100"
-Fit = tuple[Constants, float]
+Fit = tuple[Rates, float]
 
 
 def published(path: Path = RUNS) -> list[dict[str, str]]:
@@ -79,27 +79,28 @@ def run_of(row: dict[str, str]) -> Run:
     )
 
 
-def error(row: dict[str, str], constants: Constants, sustained: float = DEVICES[H100].sustained) -> float:
+def error(row: dict[str, str], rates: Rates, sustained: float = DEVICES[H100].sustained) -> float:
     """Returns the relative error of the predicted step time: above 0 if it is too long."""
-    return predicted(row, constants, sustained).total / float(row["seconds"]) - 1
+    return predicted(row, rates, sustained).total / float(row["seconds"]) - 1
 
 
-def predicted(row: dict[str, str], constants: Constants, sustained: float = DEVICES[H100].sustained) -> StepTime:
-    cluster = CLUSTERS[row["cluster"]]
+def predicted(row: dict[str, str], rates: Rates, sustained: float = DEVICES[H100].sustained) -> StepTime:
+    cluster = replace(CLUSTERS[row["cluster"]], rates=rates)
     if row["cluster"] == H100:
         cluster = replace(cluster, device=replace(cluster.device, sustained=sustained))
     if row["source"].startswith("libai"):
         cluster = replace(cluster, adapters=1)
-    return step_time(network(row), run_of(row), cluster, constants)
+    return step_time(network(row), run_of(row), cluster)
 
 
 def fit(rows: Sequence[dict[str, str]]) -> Fit:
-    """Returns the constants with the smallest sum of squared errors among the minima that are found from `STARTS`."""
+    """Returns the rates with the smallest sum of squared errors among the minima that are found from `STARTS`."""
     from scipy.optimize import least_squares  # imported here because predictions do not need it
 
     def found_at(values: np.ndarray) -> Fit:
-        *constants, sustained = map(float, values)
-        return replace(Constants(), **dict(zip(FITTED, constants, strict=True))), sustained
+        *shares, sustained = map(float, values)
+        found = dict(zip(FITTED, shares, strict=True))
+        return Rates(**found, update=found["memory"]), sustained
 
     def errors(values: np.ndarray) -> list[float]:
         return [error(row, *found_at(values)) for row in rows]
@@ -108,9 +109,9 @@ def fit(rows: Sequence[dict[str, str]]) -> Fit:
     return found_at(min(minima, key=lambda minimum: minimum.cost).x)
 
 
-def report(name: str, rows: Sequence[dict[str, str]], constants: Constants, sustained: float) -> tuple[float, float]:
+def report(name: str, rows: Sequence[dict[str, str]], rates: Rates, sustained: float) -> tuple[float, float]:
     """Prints and returns the median and the largest error of some runs."""
-    errors = [abs(error(row, constants, sustained)) for row in rows]
+    errors = [abs(error(row, rates, sustained)) for row in rows]
     found = median(errors), max(errors)
     print(f"{name:28} {len(rows):3} runs, error: median {found[0]:6.1%}, worst {found[1]:6.1%}")
     return found
@@ -118,11 +119,11 @@ def report(name: str, rows: Sequence[dict[str, str]], constants: Constants, sust
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fit", action="store_true", help="fit the constants again to half of the runs")
+    parser.add_argument("--fit", action="store_true", help="fit the rates again to half of the runs")
     parser.add_argument("--by-source", action="store_true", help="hold out one source after the other")
     parser.add_argument("--rows", action="store_true", help="print each run")
     arguments = parser.parse_args()
-    rows, found = published(), (Constants(), DEVICES[H100].sustained)
+    rows, found = published(), (Rates(), DEVICES[H100].sustained)
     fitted = [row for number, row in enumerate(rows) if number % 4 < 2]
     held_out = [row for number, row in enumerate(rows) if number % 4 >= 2]
     if arguments.fit:

@@ -18,33 +18,9 @@ from operator import mul
 from typing import Literal
 
 from ..models.activations import Activations, Block, Stack
-from .hardware import Cluster, Link
+from .hardware import Cluster, Link, Rates
 
 Recompute = Literal["none", "selective", "full"]
-
-
-@dataclass(frozen=True)
-class Constants:
-    """What is fitted to published runs (benchmarks/published_runs.py); all else is arithmetic.
-
-    Attributes:
-        compute: Share of the peak that large products reach.
-        attention: Share of the peak that fused attention reaches.
-        memory: Share of the memory's bandwidth that elementwise kernels reach.
-        link: Share of a link's bandwidth that collectives reach.
-        overlap: Share of the last backward pass behind which gradients are reduced.
-        launch: Seconds that the host needs to launch one kernel; not fitted.
-    """
-
-    compute: float = 0.8
-    attention: float = 0.31
-    memory: float = 0.92
-    link: float = 0.8
-    overlap: float = 0.17
-    launch: float = 6e-6
-
-
-FITTED = Constants()
 
 
 @dataclass(frozen=True)
@@ -137,8 +113,9 @@ class StepTime:
 class Pass:
     """The forward pass of one micro-batch through some blocks: FLOPs and bytes of products, other bytes, kernels.
 
-    `fused` are the FLOPs of fused attention, a third of those of both passes: the backward pass computes the scores
-    again, so it has five products where the forward pass has two (Dao et al. 2022, algorithm 4).
+    `masked` are elements to which a dropout mask is applied. `fused` are the FLOPs of fused attention, a third of those
+    of both passes: the backward pass computes the scores again, so it has five products where the forward pass has two
+    (Dao et al. 2022, algorithm 4).
     """
 
     flops: float = 0.0
@@ -146,6 +123,7 @@ class Pass:
     traffic: float = 0.0
     kernels: float = 0.0
     fused: float = 0.0
+    masked: float = 0.0
 
     def __add__(self, other: Pass) -> Pass:
         return Pass(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
@@ -154,11 +132,11 @@ class Pass:
         return Pass(*(factor * value for value in vars(self).values()))
 
 
-def ring_all_reduce(size: float, ranks: int, link: Link, constants: Constants) -> float:
+def ring_all_reduce(size: float, ranks: int, link: Link, rates: Rates) -> float:
     """Returns the seconds of an all-reduce of `size` bytes over a ring."""
     if ranks == 1:
         return 0.0
-    return 2 * (ranks - 1) * (size / ranks / (link.bandwidth * constants.link) + link.latency)
+    return 2 * (ranks - 1) * (size / ranks / (link.bandwidth * rates.link) + link.latency)
 
 
 def matmul(m: float, k: float, n: float, itemsize: int, count: float = 1.0) -> Pass:
@@ -180,7 +158,8 @@ def block_pass(block: Block, run: Run, tokens: int, source: int) -> Pass:
     # bias reads and writes the inner features; the heads are rearranged once.
     stream = 2 * 5 * m * h / (run.tensor if run.sequence_parallel else 1)
     inside = (2 + block.gated) * m * part.feed_forward + 2 * m * (inner + 2 * part.key_value_size)
-    elementwise = Pass(traffic=e * (stream + inside), kernels=10 + 3 * block.cross)
+    masked = block.dropouts * m * h / (run.tensor if run.sequence_parallel else 1)
+    elementwise = Pass(traffic=e * (stream + inside), kernels=10 + 3 * block.cross, masked=masked)
     return sum(linear, elementwise) + attention_pass(part, run, tokens, source)
 
 
@@ -190,15 +169,16 @@ def attention_pass(part: Block, run: Run, tokens: int, source: int) -> Pass:
     for keys in (tokens, source) if part.cross else (tokens,):
         heads, d = run.micro_batch * part.heads, part.head_size
         scores = heads * tokens * keys
+        masked = float(scores) if part.attention_dropout else 0.0
         if run.fused_attention:
             moved = run.itemsize * heads * d * 2 * (tokens + keys)
             # A causal mask skips half of the blocks of scores.
             seen = 0.5 if part.causal and keys == tokens else 1.0
-            found += Pass(operands=moved, kernels=1.0, fused=(2 + 5) / 3 * 2 * scores * d * seen)
+            found += Pass(operands=moved, kernels=1.0, fused=(2 + 5) / 3 * 2 * scores * d * seen, masked=masked * seen)
         else:
             products = matmul(tokens, d, keys, run.itemsize, heads) + matmul(tokens, keys, d, run.itemsize, heads)
             dropped = 3 if part.attention_dropout else 0  # reads, writes, and the mask's byte twice
-            found += products + Pass(traffic=run.itemsize * scores * (2 + dropped), kernels=2)
+            found += products + Pass(traffic=run.itemsize * scores * (2 + dropped), kernels=2, masked=masked)
     return found
 
 
@@ -210,21 +190,24 @@ def _stacks(network: Network, run: Run) -> Iterator[tuple[Stack, Pass, Pass]]:
         yield stack, block_pass(stack.block, run, tokens, source), attention_pass(part, run, tokens, source)
 
 
-def step_time(network: Network, run: Run, cluster: Cluster, constants: Constants = FITTED) -> StepTime:
+def step_time(network: Network, run: Run, cluster: Cluster) -> StepTime:
     """Predicts the time of an optimizer step. ValueError if the devices or the batch cannot be divided so."""
     _check(run)
-    stages = stage_times(network, run, cluster, constants)
+    stages = stage_times(network, run, cluster)
     slowest = max(stages, key=lambda stage: stage.total)
-    messages = message_time(network, run, cluster, constants)
+    messages = message_time(network, run, cluster)
     others = sum(stage.total for stage in stages) - slowest.total + (run.pipeline - 1) * messages
     count = run.micro_batches
+    products, memory, launches = (part * count for part in slowest.busy)
     return StepTime(
-        *(part * count for part in slowest.busy),
+        products,
+        memory,
+        launches + cluster.rates.step,
         tensor_parallel=slowest.tensor_parallel * count,
         pipeline_messages=messages * count,
         bubble=others / run.chunks,
-        gradients=gradient_time(network, run, cluster, constants, 2 / 3 * sum(slowest.busy)),
-        update=update_time(network, run, cluster, constants),
+        gradients=gradient_time(network, run, cluster, 2 / 3 * sum(slowest.busy)),
+        update=update_time(network, run, cluster),
         flops=model_flops(network, run),
     )
 
@@ -248,23 +231,29 @@ class StageTime:
         return sum(self.busy) + self.tensor_parallel
 
 
-def stage_times(network: Network, run: Run, cluster: Cluster, constants: Constants = FITTED) -> list[StageTime]:
+def stage_times(network: Network, run: Run, cluster: Cluster) -> list[StageTime]:
     """Returns the time of each pipeline stage. Blocks are dealt evenly in their order; the last stage has the head."""
-    stacks, found = list(_stacks(network, run)), dict[tuple[tuple[int, ...], bool], StageTime]()
-    rings = [tensor_parallel_time(stack, run, network.hidden, cluster, constants) for stack in network.stacks]
+    found = dict[tuple[tuple[int, ...], bool], StageTime]()
+    rings = [tensor_parallel_time(stack, run, network.hidden, cluster) for stack in network.stacks]
     deal = [(counts, stage == run.pipeline - 1) for stage, counts in enumerate(_dealt(network, run.pipeline))]
     for counts, is_last in dict.fromkeys(deal):
-        once, every = Pass(), Pass()
-        for (_, whole, attention), count in zip(stacks, counts, strict=True):
-            again = {"none": Pass(), "selective": attention, "full": whole}[run.recompute]
-            once, every = once + whole * count, every + (whole * 3.0 + again) * count
-        if is_last:
-            head = head_pass(network, run)
-            once, every = once + head, every + head * 3.0
-        busy, tensor = seconds(every, run, cluster, constants), sum(map(mul, rings, counts))
-        forward = sum(seconds(once, run, cluster, constants)) / (sum(busy) or 1.0), 1 / _passes(run)
+        once, every = stage_work(network, run, counts, is_last)
+        busy, tensor = seconds(every, run, cluster), sum(map(mul, rings, counts))
+        forward = sum(seconds(once, run, cluster)) / (sum(busy) or 1.0), 1 / _passes(run)
         found[counts, is_last] = StageTime(busy, tensor, forward)
     return [found[stage] for stage in deal]
+
+
+def stage_work(network: Network, run: Run, counts: tuple[int, ...], is_last: bool) -> tuple[Pass, Pass]:
+    """Returns the forward pass of a stage with so many blocks of each stack, and all its passes together."""
+    once, every = Pass(), Pass()
+    for (_, whole, attention), count in zip(_stacks(network, run), counts, strict=True):
+        again = {"none": Pass(), "selective": attention, "full": whole}[run.recompute]
+        once, every = once + whole * count, every + (whole * 3.0 + again) * count
+    if is_last:
+        head = head_pass(network, run)
+        once, every = once + head, every + head * 3.0
+    return once, every
 
 
 def _dealt(network: Network, stages: int) -> Iterator[tuple[int, ...]]:
@@ -290,14 +279,15 @@ def _check(run: Run) -> None:
         )
 
 
-def seconds(work: Pass, run: Run, cluster: Cluster, constants: Constants) -> tuple[float, float, float]:
-    """Returns the seconds of products, of memory traffic, and of waiting for launches."""
-    bandwidth = cluster.device.bandwidth * constants.memory
-    peak = cluster.device.peak_of(run.itemsize) * cluster.device.sustained
-    products = work.flops / (peak * constants.compute) + work.fused / (peak * constants.attention)
+def seconds(work: Pass, run: Run, cluster: Cluster) -> tuple[float, float, float]:
+    """Returns the seconds of products, of memory traffic, and of launches that the device waits for."""
+    device, rates = cluster.device, cluster.rates
+    bandwidth, peak = device.bandwidth * rates.memory, device.peak_of(run.itemsize) * device.sustained
+    products = work.flops / (peak * rates.compute) + work.fused / (peak * rates.attention)
     products += work.operands / bandwidth
-    memory = work.traffic / bandwidth
-    return products, memory, max(work.kernels * constants.launch - products - memory, 0.0)
+    memory = work.traffic / bandwidth + work.masked * rates.dropout
+    launches = work.kernels * rates.launch
+    return products, memory, max(launches - products - memory, 0.0) if rates.asynchronous else launches
 
 
 def head_pass(network: Network, run: Run) -> Pass:
@@ -307,49 +297,49 @@ def head_pass(network: Network, run: Run) -> Pass:
     return matmul(tokens, network.hidden, rows, run.itemsize) + Pass(traffic=3 * 4 * tokens * rows, kernels=10)
 
 
-def tensor_parallel_time(stack: Stack, run: Run, hidden: int, cluster: Cluster, constants: Constants) -> float:
+def tensor_parallel_time(stack: Stack, run: Run, hidden: int, cluster: Cluster) -> float:
     """Returns the seconds of a block's all-reduces in a micro-batch: one after each part, in each direction.
 
     Sequence parallelism replaces an all-reduce by a reduce-scatter and an all-gather of the same bytes.
     """
     size, link = run.micro_batch * run.tokens(stack) * hidden * run.itemsize, cluster.link(run.tensor, 1)
-    return _passes(run) * (2 + stack.block.cross) * ring_all_reduce(size, run.tensor, link, constants)
+    return _passes(run) * (2 + stack.block.cross) * ring_all_reduce(size, run.tensor, link, cluster.rates)
 
 
-def message_time(network: Network, run: Run, cluster: Cluster, constants: Constants) -> float:
+def message_time(network: Network, run: Run, cluster: Cluster) -> float:
     """Returns the seconds in which a stage waits for a micro-batch's messages: one in each direction and chunk."""
     if run.pipeline == 1:
         return 0.0
     link = cluster.link(run.pipeline, run.tensor * run.data)
     size = run.micro_batch * run.length * network.hidden * run.itemsize
-    return 2 * run.chunks * (size / run.tensor / (link.bandwidth * constants.link) + link.latency)
+    return 2 * run.chunks * (size / run.tensor / (link.bandwidth * cluster.rates.link) + link.latency)
 
 
-def gradient_time(network: Network, run: Run, cluster: Cluster, constants: Constants, backward: float) -> float:
+def gradient_time(network: Network, run: Run, cluster: Cluster, backward: float) -> float:
     """Returns the seconds of the gradients' reduction that the backward pass does not hide."""
-    whole, rounds = gradient_ring(network, run, cluster, constants)
+    whole, rounds = gradient_ring(network, run, cluster)
     backward *= run.micro_batches if run.zero_stage > 1 else 1
-    return max(whole * rounds - constants.overlap * backward, 0.0)
+    return max(whole * rounds - cluster.rates.overlap * backward, 0.0)
 
 
-def gradient_ring(network: Network, run: Run, cluster: Cluster, constants: Constants) -> tuple[float, float]:
+def gradient_ring(network: Network, run: Run, cluster: Cluster) -> tuple[float, float]:
     """Returns the seconds of an all-reduce of a rank's gradients, and how many of them a step needs."""
     size = network.parameters / (run.tensor * run.pipeline) * run.gradient_itemsize
     link = cluster.link(run.data, run.tensor)
     # Stage 2 scatters the gradients of each micro-batch and gathers the weights once, each half of an all-reduce.
     # Stage 3 gathers the weights for both passes of each micro-batch too (Rajbhandari et al. 2020, section 7).
     rounds = {2: (run.micro_batches + 1) / 2, 3: 1.5 * run.micro_batches}.get(run.zero_stage, 1.0)
-    return ring_all_reduce(size, run.data, link, constants), rounds
+    return ring_all_reduce(size, run.data, link, cluster.rates), rounds
 
 
-def update_time(network: Network, run: Run, cluster: Cluster, constants: Constants) -> float:
+def update_time(network: Network, run: Run, cluster: Cluster) -> float:
     """Returns the seconds of clipping and AdamW.
 
     Per element: 4 bytes to read for the norm; the update reads gradient, weight and two moments of 4 bytes, and writes
     the last three and a weight of `itemsize` bytes.
     """
     own = network.parameters / (run.tensor * run.pipeline) / (run.data if run.zero_stage else 1)
-    return own * (4 + 28 + run.itemsize) / (cluster.device.bandwidth * constants.memory)
+    return own * (4 + 28 + run.itemsize) / (cluster.device.bandwidth * cluster.rates.update)
 
 
 def model_flops(network: Network, run: Run) -> float:

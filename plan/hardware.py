@@ -92,10 +92,46 @@ DEVICES = {
 
 
 @dataclass(frozen=True)
+class Rates:
+    """What a device and its links reach of their figures.
+
+    The defaults are fitted to published runs (benchmarks/published_runs.py) or, for `launch`, assumed;
+    `calibrate` measures all of them on a machine (calibration.py).
+
+    Attributes:
+        compute: Share of the peak that large products reach.
+        attention: Share of the peak that fused attention reaches.
+        memory: Share of the memory's bandwidth that elementwise kernels reach.
+        update: Share of the memory's bandwidth that clipping and the optimizer reach.
+        link: Share of a link's bandwidth that collectives reach.
+        overlap: Share of the last backward pass behind which gradients are reduced.
+        launch: Seconds that the host needs to launch one kernel.
+        dropout: Seconds to draw one element of a dropout mask, if reading and writing the elements does not hide it.
+        step: Seconds of an optimizer step that do not depend on the model.
+        asynchronous: Whether the device computes while the host launches further kernels.
+    """
+
+    compute: float = 0.8
+    attention: float = 0.31
+    memory: float = 0.92
+    update: float = 0.92
+    link: float = 0.8
+    overlap: float = 0.17
+    launch: float = 6e-6
+    dropout: float = 0.0
+    step: float = 0.0
+    asynchronous: bool = True
+
+
+FITTED = Rates()
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Nodes of equal devices.
 
     Attributes:
+        rates: What the devices and links reach of their figures.
         inside: The link of a device to the others of its node.
         network: One network adapter.
         node_size: Devices in a node.
@@ -107,6 +143,7 @@ class Cluster:
     network: Link
     node_size: int = 8
     adapters: int = 8
+    rates: Rates = FITTED
 
     def link(self, ranks: int, stride: int) -> Link:
         """Returns the link of each rank of a ring over `ranks` ranks that are `stride` apart.

@@ -13,7 +13,7 @@ from ..models.common.pipeline import equal_counts
 from ..models.registry import family
 from ..models.sizes import largest_size, parameter_sizes
 from ..trainer.estimate import Job, estimate
-from .cost import FITTED, Constants, Network, Recompute, Run, StepTime, network_of, step_time
+from .cost import Network, Recompute, Run, StepTime, network_of, step_time
 from .hardware import Cluster, cluster_of
 
 SPARE = 0.05
@@ -144,14 +144,14 @@ def _accepts(run: Run, request: Request) -> bool:
 
 
 def plans(
-    config: ModelConfig, request: Request, cluster: Cluster, constants: Constants = FITTED, best: int = 10
+    config: ModelConfig, request: Request, cluster: Cluster, best: int = 10
 ) -> list[Plan]:
     """Returns the `best` layouts that fit, the fastest first. ValueError if the model does not allow the lengths.
 
     Layouts are examined in the order of their predicted times. One that does not fit rules out larger micro-batches.
     """
     network, room = network_of_config(config), cluster.device.memory * (1 - SPARE)
-    timed = [(step_time(network, run, cluster, constants), run) for run in layouts(config, request, cluster.node_size)]
+    timed = [(step_time(network, run, cluster), run) for run in layouts(config, request, cluster.node_size)]
     found: list[Plan] = []
     too_large: dict[Run, int] = {}
     hopeless = set[tuple[int, int, int, bool]]()

@@ -12,7 +12,7 @@ from math import inf, sqrt
 
 import numpy as np
 
-from .cost import FITTED, Constants, Network, Run, gradient_ring, message_time, stage_times, update_time
+from .cost import Network, Run, gradient_ring, message_time, stage_times, update_time
 from .hardware import Cluster
 
 LONGEST_RESTART = 3.0
@@ -47,13 +47,13 @@ NO_STRAGGLERS = Stragglers()
 
 
 def simulate_step(
-    network: Network, run: Run, cluster: Cluster, constants: Constants = FITTED,
+    network: Network, run: Run, cluster: Cluster,
     stragglers: Stragglers = NO_STRAGGLERS, seed: int = 0,
 ) -> float:  # fmt: skip
     """Returns the seconds of a step from its events. ValueError for an interleaved schedule, which is not simulated."""
     if run.chunks > 1:
         raise ValueError(f"the simulated schedule is 1F1B, with 1 group of layers on a rank, not {run.chunks}")
-    draw, stages = np.random.default_rng(seed), stage_times(network, run, cluster, constants)
+    draw, stages = np.random.default_rng(seed), stage_times(network, run, cluster)
     slow = np.where(draw.random((run.pipeline, run.data, run.tensor)) < stragglers.slow_share, stragglers.slowdown, 1.0)
     busy, tensor = (
         np.array(values) for values in zip(*((sum(s.busy), s.tensor_parallel) for s in stages), strict=True)
@@ -63,17 +63,17 @@ def simulate_step(
         _varied(busy * share[0], slow, stragglers.jitter, run.micro_batches, draw) + (tensor * share[1])[:, None]
         for share in (shares, 1 - shares)
     ]  # forward and backward, [M, P, D]
-    ring, rounds = gradient_ring(network, run, cluster, constants)
-    hidden = constants.overlap * 2 / 3 * busy[:, None] * slow.max(-1)  # [P, D]
+    ring, rounds = gradient_ring(network, run, cluster)
+    hidden = cluster.rates.overlap * 2 / 3 * busy[:, None] * slow.max(-1)  # [P, D]
     if run.zero_stage > 1:  # replicas exchange weights or gradients in each pass, so the slowest decides
         passes = [times.max(-1, keepdims=True) for times in passes]
-    ended = pipeline_ends(*passes, message_time(network, run, cluster, constants) / 2)  # [P, D]
+    ended = pipeline_ends(*passes, message_time(network, run, cluster) / 2)  # [P, D]
     if run.zero_stage > 1:
         ended = ended + max(ring * rounds - run.micro_batches * hidden.max(), 0.0)
     elif run.data > 1:
         hops = np.full(run.data, ring / (2 * (run.data - 1)))
         ended = np.maximum(ended, ring_ends(ended - hidden, hops))
-    return float(ended.max()) + update_time(network, run, cluster, constants)
+    return float(ended.max()) + update_time(network, run, cluster) + cluster.rates.step
 
 
 def _varied(seconds: np.ndarray, slow: np.ndarray, jitter: float, count: int, draw: np.random.Generator) -> np.ndarray:

@@ -20,7 +20,7 @@ from shardzoo.cli.plan import PlanArguments, recipe
 from shardzoo.cli.pretrain import PretrainCommand
 from shardzoo.models import find_config
 from shardzoo.models.sizes import parameter_sizes
-from shardzoo.plan import Constants, Run, cluster_of, step_time
+from shardzoo.plan import Rates, Run, cluster_of, step_time
 from shardzoo.plan.hardware import LINKS
 from shardzoo.plan.layouts import Plan, Request, job_of, layouts, network_of_config, plans
 from shardzoo.pretraining.arguments import PretrainingArguments
@@ -45,7 +45,7 @@ def test_published_runs_are_predicted():
     rows = script.published()
     assert len(rows) == 228
     for part in (rows, [row for number, row in enumerate(rows) if number % 4 >= 2]):
-        errors = sorted(abs(script.error(row, Constants())) for row in part)
+        errors = sorted(abs(script.error(row, Rates())) for row in part)
         assert errors[len(errors) // 2] < 0.15
         assert errors[-1] < 0.35
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from shardzoo.cli.main import main
 from shardzoo.models import find_config
-from shardzoo.plan import CLUSTERS, Constants, Run, step_time
+from shardzoo.plan import CLUSTERS, Rates, Run, step_time
 from shardzoo.plan.cost import message_time, ring_all_reduce, stage_times
 from shardzoo.plan.layouts import Request, layouts, network_of_config
 from shardzoo.plan.simulate import (
@@ -67,7 +67,7 @@ def test_the_slowest_stage_sets_the_pace():
 @given(st.integers(1, 60), st.floats(1, 1e11), st.integers(0, 59), st.floats(0, 1))
 def test_a_ring_takes_as_long_as_the_formula_says_after_its_last_rank(ranks, size, late, delay):
     link = CLUSTERS["h100"].network
-    expected = ring_all_reduce(size, ranks, link, Constants(link=1.0))
+    expected = ring_all_reduce(size, ranks, link, Rates(link=1.0))
     begun = np.zeros((2, ranks))
     begun[:, late % ranks] = delay
     ends = ring_ends(begun, np.full(ranks, size / ranks / link.bandwidth + link.latency))
@@ -111,7 +111,7 @@ def test_stages_of_an_encoder_and_of_a_decoder_take_different_times():
     first, second = stage_times(network, run, CLUSTERS["a100"])
     assert second.total > 1.2 * first.total
     step = step_time(network, run, CLUSTERS["a100"])
-    turn = second.total + message_time(network, run, CLUSTERS["a100"], Constants())
+    turn = second.total + message_time(network, run, CLUSTERS["a100"])
     work = step.products + step.memory + step.launches + step.tensor_parallel + step.pipeline_messages
     assert work == pytest.approx(run.micro_batches * turn)
     assert step.bubble == pytest.approx(turn - second.total + first.total)
