@@ -143,9 +143,7 @@ def _accepts(run: Run, request: Request) -> bool:
     return True
 
 
-def plans(
-    config: ModelConfig, request: Request, cluster: Cluster, best: int = 10
-) -> list[Plan]:
+def plans(config: ModelConfig, request: Request, cluster: Cluster, best: int = 10) -> list[Plan]:
     """Returns the `best` layouts that fit, the fastest first. ValueError if the model does not allow the lengths.
 
     Layouts are examined in the order of their predicted times. One that does not fit rules out larger micro-batches.

@@ -129,7 +129,8 @@ class DecoderConfig(HeadsConfig):
         values, rope = super().to_dict(), self.rope
         outside = {name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope}
         values |= {**outside, "rope_scaling": None if rope["rope_type"] == "default" else rope}
-        if self.head_dim is None:
+        values["head_dim"] = self.head_size
+        if self.head_dim is type(self).head_dim is None:
             del values["head_dim"]  # some versions of transformers do not expect a null
         return values
 

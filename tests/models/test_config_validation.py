@@ -185,6 +185,12 @@ def test_what_transformers_writes_is_accepted(name, tmp_path):
     shardzoo.models.auto.as_config(config)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3", "glm4"])
+def test_heads_of_the_usual_size_keep_it_where_the_family_has_another(name):
+    config = CONFIGS[name](hidden_size=256, num_attention_heads=8, num_key_value_heads=2, head_dim=None)
+    assert config_from_dict(config.to_dict()).head_size == 32
+
+
 def test_ends_may_be_several():
     assert CONFIGS["gpt2"](eos_token_id=[3, 4]).eos_token_id == [3, 4]
     labels = transformers.BertConfig(id2label={0: "no", 1: "yes", 2: "perhaps"})  # integers as keys
