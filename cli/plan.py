@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,7 +18,8 @@ from rich.table import Table
 
 from ..models import find_config
 from ..models.common.config import ModelConfig
-from ..plan.hardware import Cluster, cluster_of
+from ..plan.calibration import calibrate
+from ..plan.hardware import FILES, Cluster, cluster_of
 from ..plan.layouts import Plan, Request, network_of_config, plans, save_seconds
 from ..plan.simulate import Failures, Stragglers, outlook, save_interval, simulate_step, young_interval
 from .arguments import read_yaml
@@ -37,7 +38,7 @@ class PlanArguments:
     The exit code is 0 if a layout fits the devices, 1 if none does.
     """
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[str | None, tyro.conf.Positional] = None
     """A preset, or a folder or file with a Hugging Face config.json, of a family of the zoo."""
     gpus: int = 8
     """Devices."""
@@ -74,6 +75,9 @@ class PlanArguments:
     """Network adapters of a node; by default those of the usual server."""
     best: int = 10
     """How many layouts are shown."""
+    calibrate: Path | None = None
+    """Measure this machine, for about a minute, and write a file for `--device`. `--node-size` processes share it, by
+    default one for each GPU, or one on a CPU. With a MODEL, plan with these figures."""
     write: Path | None = None
     """Write the first layout as a recipe for `pretrain.py --config`."""
     json: bool = False
@@ -212,8 +216,8 @@ def account(values: dict[str, Any], plan: Plan) -> str:
 
 def recipe(plan: Plan, request: Request, arguments: PlanArguments) -> dict[str, Any]:
     """Returns the arguments of `pretrain.py`: those of the model's own recipe, if it has one, with layout and nodes."""
-    run, own = plan.run, {path.stem: path for path in RECIPES.glob("*.yaml")}.get(arguments.model)
-    values = dict(read_yaml(PretrainCommand, own)) if own else {"model": arguments.model}
+    run, own = plan.run, {path.stem: path for path in RECIPES.glob("*.yaml")}.get(arguments.model or "")
+    values: dict[str, Any] = dict(read_yaml(PretrainCommand, own)) if own else {"model": arguments.model}
     values.pop("gradient_accumulation_steps", None)
     layout = {
         "model_parallel_size": run.tensor,
@@ -241,12 +245,29 @@ def main(argv: list[str]) -> int:
     return exit_code_of(lambda: run(arguments))
 
 
+def measure(arguments: PlanArguments, path: Path) -> None:
+    """Measures this machine, and writes its figures. ValueError if another kind of file or more processes are asked."""
+    if path.suffix not in FILES:
+        raise ValueError(f"--calibrate writes a YAML file, so its name must end with {' or '.join(FILES)}, not {path}")
+    with Console(stderr=True).status("training small models, to measure this machine"):
+        figures = calibrate(arguments.node_size, arguments.precision)
+    text = f"# Measured by shardzoo plan --calibrate; the rates hold for {figures['node_size']} processes on a node.\n"
+    path.write_text(text + yaml.safe_dump(figures, sort_keys=False))
+
+
 def run(arguments: PlanArguments) -> int:
     """Plans, prints and writes. ValueError for a user's mistake."""
     if not arguments.tokens > 0 or arguments.best < 1:
         raise ValueError(f"tokens must be above 0 and best at least 1, not {arguments.tokens:g} and {arguments.best}")
     if arguments.seed < 0:
         raise ValueError(f"seed must be 0 or more, not {arguments.seed}")
+    if arguments.calibrate:
+        measure(arguments, arguments.calibrate)
+        if arguments.model is None:
+            return 0
+        arguments = replace(arguments, device=str(arguments.calibrate))
+    if arguments.model is None:
+        raise ValueError("name a MODEL: a preset, or a folder or file with a Hugging Face config.json")
     cluster = arguments.cluster()
     config = find_config(arguments.model)
     request = arguments.request(config.max_sequence_length, cluster)

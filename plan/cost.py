@@ -333,13 +333,18 @@ def gradient_ring(network: Network, run: Run, cluster: Cluster) -> tuple[float, 
 
 
 def update_time(network: Network, run: Run, cluster: Cluster) -> float:
-    """Returns the seconds of clipping and AdamW.
+    """Returns the seconds of clipping and AdamW."""
+    return update_bytes(network, run) / (cluster.device.bandwidth * cluster.rates.update)
+
+
+def update_bytes(network: Network, run: Run) -> float:
+    """Returns the bytes that a rank's clipping and AdamW read and write.
 
     Per element: 4 bytes to read for the norm; the update reads gradient, weight and two moments of 4 bytes, and writes
     the last three and a weight of `itemsize` bytes.
     """
     own = network.parameters / (run.tensor * run.pipeline) / (run.data if run.zero_stage else 1)
-    return own * (4 + 28 + run.itemsize) / (cluster.device.bandwidth * cluster.rates.update)
+    return own * (4 + 28 + run.itemsize)
 
 
 def model_flops(network: Network, run: Run) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -173,6 +173,7 @@ CLUSTERS = {
 UNITS = {"peak": TFLOPS, "peak_fp32": TFLOPS, "memory": GIB, "bandwidth": GB}
 """Units of a device's figures in flags and files: TFLOP/s, GiB and GB/s."""
 FILES, LINK_NAMES, MOST = (".yaml", ".yml"), ("inside", "network"), 1e9
+SHARES = ("compute", "attention", "memory", "update", "link")  # rates that something is divided by
 
 
 def cluster_of(device: str, **changes: Any) -> Cluster:
@@ -182,7 +183,8 @@ def cluster_of(device: str, **changes: Any) -> Cluster:
         device: A name in `CLUSTERS`, or a YAML file with some of the keys of `changes`, and `device` if it starts from
             a name.
         changes: `peak` and `peak_fp32` in TFLOP/s, `sustained`, `memory` in GiB, `bandwidth` in GB/s, `inside` and
-            `network` as a name in `LINKS` or in GB/s, `node_size`, `adapters`; None leaves a value.
+            `network` as a name in `LINKS` or in GB/s, `node_size`, `adapters`; None leaves a value. A file may also
+            have `rates`, the fields of `Rates`, and a link as its `bandwidth` in GB/s and `latency` in seconds.
 
     Raises ValueError for a name that is not in a table or a value that is not above 0.
     """
@@ -191,18 +193,34 @@ def cluster_of(device: str, **changes: Any) -> Cluster:
         changes = found | {name: value for name, value in changes.items() if value is not None}
     usual = CLUSTERS[_known(device, CLUSTERS)]
     changes = {name: value for name, value in changes.items() if value is not None}
+    rates = _rates(changes.pop("rates", {}))
     for name in changes.keys() - set(LINK_NAMES):
-        whole = name in ("node_size", "adapters")
-        if type(changes[name]) not in ((int,) if whole else (int, float)) or not 0 < changes[name] < MOST:
-            raise ValueError(
-                f"{name} must be a {'whole ' if whole else ''}number above 0 and below {MOST:g}, not {changes[name]!r}"
-            )
+        _check_number(name, changes[name], whole=name in ("node_size", "adapters"))
     if changes.get("sustained", 1) > 1:
         raise ValueError(f"sustained is a share of the peak, at most 1, not {changes['sustained']!r}")
     units = UNITS | {"sustained": 1.0}
     figures = {name: changes.pop(name) * unit for name, unit in units.items() if name in changes}
     links = {name: _link(name, changes.pop(name), getattr(usual, name)) for name in LINK_NAMES if name in changes}
-    return replace(usual, device=replace(usual.device, **figures), **links, **changes)
+    return replace(usual, device=replace(usual.device, **figures), rates=rates, **links, **changes)
+
+
+def _check_number(name: str, value: Any, *, whole: bool = False, zero: bool = False) -> None:
+    """Raises ValueError if the value is not a number above 0, or 0 if `zero`, and below `MOST`."""
+    if type(value) not in ((int,) if whole else (int, float)) or not 0 <= value < MOST or not (value or zero):
+        kind = f"a {'whole ' if whole else ''}number {'from' if zero else 'above'} 0"
+        raise ValueError(f"{name} must be {kind} and below {MOST:g}, not {value!r}")
+
+
+def _rates(values: Any) -> Rates:
+    names = [field.name for field in fields(Rates)]
+    if not isinstance(values, dict) or not set(values) <= set(names):
+        raise ValueError(f"rates are some of {', '.join(names)}, not {values!r}")
+    for name, value in values.items():
+        if name != "asynchronous":
+            _check_number(name, value, zero=name not in SHARES)
+        elif not isinstance(value, bool):
+            raise ValueError(f"asynchronous must be true or false, not {value!r}")
+    return Rates(**values)
 
 
 def _known(name: str, table: Mapping[str, Any]) -> str:
@@ -211,10 +229,13 @@ def _known(name: str, table: Mapping[str, Any]) -> str:
     return name
 
 
-def _link(name: str, value: str | float, usual: Link) -> Link:
-    """Returns a link of the table, or one of so many GB/s with the usual latency."""
+def _link(name: str, value: str | float | dict[str, Any], usual: Link) -> Link:
+    """Returns a link of the table, or one of so many GB/s with the usual latency, or with its own in a mapping."""
+    if isinstance(value, dict) and set(value) == {"bandwidth", "latency"}:
+        _check_number(f"{name}'s latency", value["latency"], zero=True)
+        return replace(_link(name, value["bandwidth"], usual), latency=float(value["latency"]))
     try:
-        speed = float(value)
+        speed = float(value)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError):
         return LINKS[_known(str(value), LINKS)]
     if isinstance(value, bool) or not (speed > 0 and isfinite(speed)):
@@ -228,7 +249,7 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
         values = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {error}") from error
-    known = ("device", *UNITS, "sustained", *LINK_NAMES, "node_size", "adapters")
+    known = ("device", *UNITS, "sustained", *LINK_NAMES, "node_size", "adapters", "rates")
     if not isinstance(values, dict) or not set(values) <= set(known):
         unknown = sorted(map(str, set(values) - set(known))) if isinstance(values, dict) else values
         raise ValueError(f"{path} describes a device by {', '.join(known)}, not by {unknown}")
