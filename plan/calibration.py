@@ -62,13 +62,13 @@ class Case:
         )  # fmt: skip
 
 
-def gpt2(width: int, layers: int, vocabulary: int, dropout: float, *shape: int) -> Case:
+def decoder(width: int, layers: int, vocabulary: int, dropout: float, *shape: int) -> Case:
     drops = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), dropout)
     sizes = {"n_embd": width, "n_layer": layers, "n_head": width // 64, "vocab_size": vocabulary, "n_positions": 2048}
-    return Case("gpt2", sizes | drops, *shape)
+    return Case("gpt2-medium", sizes | drops, *shape)
 
 
-def t5(width: int, layers: int, vocabulary: int, dropout: float, *shape: int) -> Case:
+def encoder_decoder(width: int, layers: int, vocabulary: int, dropout: float, *shape: int) -> Case:
     sizes = {"d_model": width, "d_ff": 4 * width, "num_heads": width // 64, "d_kv": 64, "vocab_size": vocabulary}
     return Case(
         "t5-small", sizes | {"num_layers": layers, "num_decoder_layers": layers, "dropout_rate": dropout}, *shape
@@ -79,22 +79,22 @@ def cases() -> list[Case]:
     """Returns models from so small that launches decide to so large that products do."""
     s = 4 if torch.cuda.is_available() else 1
     return [
-        gpt2(128, 1, 512, 0.0, 1, 16),
-        gpt2(128, 4, 512, 0.0, 1, 16),
-        gpt2(128, 4, 512, 0.1, 1, 16, 0, 4),
-        gpt2(128 * s, 2, 1024, 0.1, 8 * s, 128),
-        gpt2(128 * s, 2, 1024, 0.0, s, 1024),
-        gpt2(256 * s, 4, 1024, 0.0, 8 * s, 128),
-        gpt2(256 * s, 2, 32_000, 0.0, 2 * s, 128),
-        gpt2(256 * s, 2, 1024, 0.1, 4 * s, 512),
-        gpt2(256 * s, 2, 1024, 0.0, 4 * s, 512),
-        gpt2(512 * s, 2, 4096, 0.1, 4 * s, 256),
-        gpt2(768 * s, 2, 4096, 0.0, 4 * s, 128),
-        gpt2(1024 * s, 2, 1024, 0.0, 2 * s, 32),
-        gpt2(1024 * s, 2, 1024, 0.0, 2 * s, 256),
-        t5(256 * s, 2, 2048, 0.1, 8 * s, 128, 32),
-        t5(256 * s, 2, 2048, 0.0, 8 * s, 128, 128),
-        t5(512 * s, 2, 8192, 0.1, 4 * s, 256, 64),
+        decoder(128, 1, 512, 0.0, 1, 16),
+        decoder(128, 4, 512, 0.0, 1, 16),
+        decoder(128, 4, 512, 0.1, 1, 16, 0, 4),
+        decoder(128 * s, 2, 1024, 0.1, 8 * s, 128),
+        decoder(128 * s, 2, 1024, 0.0, s, 1024),
+        decoder(256 * s, 4, 1024, 0.0, 8 * s, 128),
+        decoder(256 * s, 2, 32_000, 0.0, 2 * s, 128),
+        decoder(256 * s, 2, 1024, 0.1, 4 * s, 512),
+        decoder(256 * s, 2, 1024, 0.0, 4 * s, 512),
+        decoder(512 * s, 2, 4096, 0.1, 4 * s, 256),
+        decoder(768 * s, 2, 4096, 0.0, 4 * s, 128),
+        decoder(1024 * s, 2, 1024, 0.0, 2 * s, 32),
+        decoder(1024 * s, 2, 1024, 0.0, 2 * s, 256),
+        encoder_decoder(256 * s, 2, 2048, 0.1, 8 * s, 128, 32),
+        encoder_decoder(256 * s, 2, 2048, 0.0, 8 * s, 128, 128),
+        encoder_decoder(512 * s, 2, 8192, 0.1, 4 * s, 256, 64),
     ]
 
 

@@ -13,12 +13,16 @@ import yaml
 
 from shardzoo.cli.main import main
 from shardzoo.plan import Rates, cluster_of, step_time
-from shardzoo.plan.calibration import calibrate, cases, figures, gpt2, solve, t5
+from shardzoo.plan.calibration import calibrate, cases, decoder, encoder_decoder, figures, solve
 from shardzoo.plan.cost import update_time
 from shardzoo.plan.layouts import network_of_config
 
 ROOT = Path(__file__).parents[2]
-SMALL = [gpt2(128, 1, 512, 0.1, 1, 16), gpt2(128, 2, 512, 0.0, 2, 64), t5(128, 1, 512, 0.1, 1, 32, 8, 2)]
+SMALL = [
+    decoder(128, 1, 512, 0.1, 1, 16),
+    decoder(128, 2, 512, 0.0, 2, 64),
+    encoder_decoder(128, 1, 512, 0.1, 1, 32, 8, 2),
+]
 
 
 def machine(**rates):
