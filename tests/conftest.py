@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -17,11 +18,13 @@ if not torch.cuda.is_available():
 
 # Workers import the harness by name, and so must this process; pytest's importlib mode adds no path by itself.
 sys.path.insert(0, str(Path(__file__).parent / "harness"))
+importlib.import_module("quick_disk")
 
 
 def pytest_collection_modifyitems(items):
-    """The longest file comes first, so that no worker is left alone with it at the end."""
-    items.sort(key=lambda item: item.path.name != "test_matrix.py")
+    """The longest files come first, so that no worker is left alone with one at the end."""
+    long = ("test_pipeline.py", "test_matrix.py", "test_resume.py", "test_tasks.py", "test_whole_matrix.py")
+    items.sort(key=lambda item: item.path.name not in long)
 
 
 @pytest.fixture(autouse=True)

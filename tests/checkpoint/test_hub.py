@@ -8,13 +8,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import user_environment, warm_environment
 from tiny_models import save_model
 
 from shardzoo.models import from_pretrained
@@ -164,25 +164,43 @@ def hub(tmp_path):
     thread.join()
 
 
-MODULE = ("-m", "shardzoo.cli.main")
-
-
 def address(hub: Hub | None) -> str:
     """Of the server, or one that nothing listens at."""
     return f"http://127.0.0.1:{9 if hub is None else hub.server_address[1]}"
 
 
+COMMAND = """
+import sys
+from shardzoo.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+# The client reads these variables when it is imported, which a warm process has done.
+IMPORTED_AGAIN = """
+import json, os, sys
+for name in [name for name in os.environ if name.startswith(("HF_", "HUGGINGFACE"))]:
+    del os.environ[name]
+os.environ |= json.loads(sys.argv.pop(1))
+for name in [name for name in sys.modules if name.partition(".")[0] == "huggingface_hub"]:
+    del sys.modules[name]
+"""
+
+
 def shardzoo(
-    hub: Hub | None, folder: Path, *arguments: str, python: tuple[str, ...] = MODULE
+    hub: Hub | None, folder: Path, *arguments: str, code: str = COMMAND, warm: bool = True
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command, or arguments of Python, with the server, or without a network. The cache is in `folder`."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGINGFACE"))}
-    environment |= {
+    """Runs a command, or code, with the server, or without a network. The cache is in `folder`."""
+    theirs = [name for name in os.environ if name.startswith(("HF_", "HUGGINGFACE"))]
+    own = {
         "HF_ENDPOINT": address(hub), "HF_HOME": str(folder), "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1",
     }  # fmt: skip
-    command = [sys.executable, *python, *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True, timeout=120)
+    if warm:
+        environment, words = warm_environment(), ["python", "-c", IMPORTED_AGAIN + code, json.dumps(own)]
+    else:
+        environment, words = user_environment(**{**dict.fromkeys(theirs), **own}), ["python", "-c", code]
+    return subprocess.run(
+        [*words, *arguments], cwd=folder, env=environment, text=True, capture_output=True, timeout=120
+    )
 
 
 def refusal(result: subprocess.CompletedProcess[str]) -> str:
@@ -248,7 +266,7 @@ def test_weights_that_are_pickles_alone(hub, tmp_path):
 
 
 def test_sizes_need_the_configuration_alone(hub, tmp_path):
-    result = shardzoo(hub, tmp_path, "models", "me/tiny@v1")
+    result = shardzoo(hub, tmp_path, "models", "me/tiny@v1", warm=False)
     assert result.returncode == 0, result.stderr
     assert "me/tiny@v1" in result.stdout
     assert hub.sent == ["config.json"]
@@ -269,7 +287,7 @@ sys.exit(any([main(["generate", "--max-new-tokens", "3", "--prompt", "the cat", 
 
 
 def test_text_is_generated_with_a_name(hub, tmp_path):
-    result = shardzoo(hub, tmp_path, python=("-c", GENERATE))
+    result = shardzoo(hub, tmp_path, code=GENERATE)
     assert result.returncode == 0, result.stderr
     by_name, by_folder, other = result.stdout.splitlines()
     assert by_name == by_folder != other

@@ -207,6 +207,8 @@ def mistaken(makers: tuple[int, ...]) -> tuple[int, str]:
     """The exit code and message of this rank, if it is one of those that make a mistake."""
     import contextlib
     import io
+    from datetime import timedelta
+    from unittest import mock
 
     import torch.distributed as dist
 
@@ -216,7 +218,8 @@ def mistaken(makers: tuple[int, ...]) -> tuple[int, str]:
         return 0
 
     rank, size = dist.get_rank(), dist.get_world_size()
-    with contextlib.redirect_stderr(io.StringIO()) as shown:
+    patience = mock.patch("shardzoo.cli.rank_errors.REPORT_TIMEOUT", timedelta(seconds=1))
+    with contextlib.redirect_stderr(io.StringIO()) as shown, patience:
         code = exit_code_of_rank(work, RankInfo(rank, size, rank, size))
     return code, shown.getvalue().strip()
 

@@ -61,8 +61,9 @@ def workspace(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def finished(workspace) -> subprocess.CompletedProcess[str]:
     """The README's own command, on a tiny model: `deepspeed pretrain.py --model-parallel-size 2`, as make has it."""
-    installed = ("-o", f"{sys.prefix}/.complete")  # whatever has changed since
-    arguments = {"VENV": sys.prefix, "ARGS": "--config tiny.yaml --eval_interval 3"}
+    environment = Path(warm_environment()["PATH"].partition(":")[0]).parent
+    installed = ("-o", f"{environment}/.complete")  # whatever has changed since
+    arguments = {"VENV": str(environment), "ARGS": "--config tiny.yaml --eval_interval 3"}
     return run("make", "pretrain", *installed, cwd=workspace, **arguments)
 
 

@@ -290,19 +290,30 @@ def core_decoder(arguments: Namespace) -> Any:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", ["llama", "tied", "qwen2", "qwen3"])
-def test_megatron_core_runs_what_is_written_and_its_checkpoints_are_read(case, folders, run_ranks, hashes, tmp_path):
+RUN = ("llama", "tied", "qwen2", "qwen3")
+IDS = torch.randint(90, (2, 17), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def run_by_core(folders, run_ranks, tmp_path_factory) -> dict[str, tuple[torch.Tensor, Path]]:
+    """The logits and the checkpoint of each case, from processes that import megatron-core once."""
+    written, places = tmp_path_factory.mktemp("megatron"), tmp_path_factory.mktemp("dist")
+    for case in RUN:
+        split(folders(case), written / case, 2, style="megatron", names="local")
+    pairs = [(written / case, places / case) for case in RUN]
+    logits = run_ranks(2, in_megatron_core, core_decoder, pairs, IDS, isolated=True)[0]
+    return {case: (found, places / case) for case, found in zip(RUN, logits, strict=True)}
+
+
+@pytest.mark.parametrize("case", RUN)
+def test_megatron_core_runs_what_is_written_and_its_checkpoints_are_read(case, folders, run_by_core, hashes, tmp_path):
     import transformers
 
-    split(folders(case), tmp_path / "megatron", 2, style="megatron", names="local")
-    ids = torch.randint(90, (2, 17), generator=torch.Generator().manual_seed(0))
-    logits = run_ranks(2, in_megatron_core, core_decoder, tmp_path / "megatron", tmp_path / "dist", ids, isolated=True)[
-        0
-    ]
+    logits, place = run_by_core[case]
     model = transformers.AutoModelForCausalLM.from_pretrained(folders(case), attn_implementation="eager").eval()
     with torch.no_grad():
-        wanted = model(ids).logits
+        wanted = model(IDS).logits
     assert wanted.abs().max() > 0.5
     torch.testing.assert_close(logits[..., : wanted.shape[-1]], wanted, rtol=1e-5, atol=1e-5)
-    merge(tmp_path / "dist", tmp_path / "hf", vocabulary_of(folders(case), tmp_path / "c.json"))
+    merge(place, tmp_path / "hf", vocabulary_of(folders(case), tmp_path / "c.json"))
     assert hashes(tmp_path / "hf") == hashes(folders(case))

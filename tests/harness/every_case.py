@@ -7,6 +7,11 @@ from typing import Any
 EVERY_CASE = os.environ.get("SHARDZOO_TESTS") == "all"
 
 
+def by_turns(cases: Iterable[Any], step: int) -> list[Any]:
+    """Of cases that are alike, the first of each `step` ones; with `make test-all` all of them."""
+    return list(cases)[:: 1 if EVERY_CASE else step]
+
+
 def every_day(cases: Iterable[Any], *, more: Iterable[Any]) -> list[Any]:
     """The cases of `make test`; with `make test-all` also the others, which are no harder for the code under test."""
     return [*cases, *(more if EVERY_CASE else ())]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -280,13 +280,28 @@ def write_layers(
     return folder
 
 
-def in_megatron_core(build: Callable[[Namespace], Any], written: Path, place: Path, ids: Tensor) -> Tensor:
-    """Called on two ranks: loads our files into megatron-core's model, saves it by its own code, returns its logits."""
+def in_megatron_core(
+    build: Callable[[Namespace], Any], folders: Sequence[tuple[Path, Path]], ids: Tensor
+) -> list[Tensor]:
+    """Called on two ranks, once in a process: loads our files into megatron-core's models, saves those by its own code.
+
+    folders: Pairs of our folder and of the one to save to. Returns each model's logits.
+    """
     warnings.simplefilter("ignore")
     multiprocessing.current_process()._config["daemon"] = False  # megatron-core writes in a process of its own
-    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(2, 1)
+    logits = [_load_save_and_run(build, written, place, ids) for written, place in folders]
+    for child in multiprocessing.active_children():  # the writer would outlive this process
+        child.terminate()
+        child.join()
+    return logits
+
+
+def _load_save_and_run(build: Callable[[Namespace], Any], written: Path, place: Path, ids: Tensor) -> Tensor:
+    from megatron.core import dist_checkpointing, parallel_state
+
     rank = parallel_state.get_tensor_model_parallel_rank()
     state = torch.load(written / "release" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt", weights_only=False)
     model = build(state["args"]).eval()
@@ -297,9 +312,6 @@ def in_megatron_core(build: Callable[[Namespace], Any], written: Path, place: Pa
     torch.distributed.barrier()
     common = {"args": state["args"], "checkpoint_version": 3.0, "iteration": 50}
     dist_checkpointing.save({**model.sharded_state_dict(prefix=""), **common}, str(place))
-    for child in multiprocessing.active_children():  # the writer would outlive this process
-        child.terminate()
-        child.join()
     length = ids.shape[1]
     positions = torch.arange(length)[None].expand_as(ids)
     with torch.no_grad():

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-STEPS = 20
+from every_case import EVERY_CASE
+
+STEPS = 20 if EVERY_CASE else 10
 SHORT: dict[str, Any] = {
     "train_steps": STEPS, "warmup_steps": 4, "lr": 5e-3, "sequence_length": 64, "vocab_size": 400,
     "micro_batch_size": 4, "held_out_fraction": 0.1, "eval_sequences": 2, "final_eval_sequences": 5,

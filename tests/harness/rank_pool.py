@@ -35,6 +35,8 @@ PRELOADED = [
     "torch.distributed.device_mesh",
     "torch.utils.tensorboard",
     "cloudpickle",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.backends.backend_svg",
     "matplotlib.figure",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.t5.modeling_t5",
@@ -139,7 +141,7 @@ class RankPools:
         self._store: dist.TCPStore | None = None
         self._pools: dict[int, RankPool] = {}
         self._numbers = itertools.count()
-        self._known_modules = 0
+        self._known_modules: set[str] = set()
 
     def _start(self, size: int) -> RankPool:
         if self._store is None:
@@ -148,13 +150,14 @@ class RankPools:
 
     def _ship_tests_by_value(self) -> None:
         """Test modules cannot be imported by a worker, so cloudpickle must send what they define."""
-        if self._known_modules == len(sys.modules):
+        if len(self._known_modules) == len(sys.modules):
             return
-        for module in list(sys.modules.values()):
-            path = getattr(module, "__file__", None)
-            if path and TESTS in Path(path).parents and module.__name__ not in ("rank_pool", "rank_worker"):
+        new = [(name, module) for name, module in list(sys.modules.items()) if name not in self._known_modules]
+        for name, module in new:
+            path = getattr(module, "__file__", None) or ""
+            if path.startswith(f"{TESTS}{os.sep}") and name not in ("rank_pool", "rank_worker"):
                 cloudpickle.register_pickle_by_value(module)
-        self._known_modules = len(sys.modules)
+        self._known_modules.update(name for name, _ in new)
 
     def run_ranks(self, size: int, function, *args, timeout: float = SECONDS_IN_ALL, isolated: bool = False, **kwargs):
         """Call `function(*args, **kwargs)` in `size` processes of one gloo group; the results in rank order.

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
+import quick_disk  # noqa: F401 - for what it does
 import torch
 import torch.distributed as dist
 

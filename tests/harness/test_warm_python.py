@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import BIN, user_environment, warm_environment
+from every_case import by_turns
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs, every program is a new process")
 WARM = "import sys; print('torch' in sys.modules)"
@@ -29,7 +30,7 @@ PROGRAMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", by_turns(PROGRAMS, 2))
 def test_a_program_does_the_same(name, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     results = []

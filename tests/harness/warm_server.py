@@ -44,6 +44,8 @@ PRELOADED = [
     "torch.utils.tensorboard",
     "deepspeed.launcher.launch",
     "deepspeed.launcher.runner",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.backends.backend_svg",
     "matplotlib.figure",
     "tokenizers",
     "transformers.models.gpt2.modeling_gpt2",
@@ -64,7 +66,7 @@ PRELOADED = [
 # of pages, which no result depends on. Others must be those of the server.
 HARMLESS = re.compile(
     r"(TORCH_NCCL_|LOCAL_|CROSS_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|PYTEST_|SHARDZOO_|MAKE|MFLAGS)\w*"
-    r"|RANK|WORLD_SIZE|COLUMNS|LINES|OMP_NUM_THREADS|THP_MEM_ALLOC_ENABLE|CUDA_VISIBLE_DEVICES|PATH|PWD|OLDPWD|SHLVL|_"
+    r"|ARGS|VENV|RANK|WORLD_SIZE|COLUMNS|LINES|OMP_NUM_THREADS|THP_MEM_ALLOC_ENABLE|CUDA_VISIBLE_DEVICES|PATH|PWD|OLDPWD|SHLVL|_"
     r"|PYTORCH_NVML_BASED_CUDA_CHECK|TORCHINDUCTOR_CACHE_DIR"  # set by torch itself
 )
 SPARES = 6  # of each program that is no rank of a job
@@ -285,6 +287,7 @@ def run_program(run: list[str]) -> None:
 def main() -> None:
     """Becomes, in a copy, the program that is asked for; a copy of that becomes a program that it starts; and so on."""
     baseline = dict(os.environ)
+    importlib.import_module("quick_disk")
     sys.path.pop(0)  # this file's folder
     sys.dont_write_bytecode = False
     gc.disable()  # it would take a fifth of the time of the imports

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
+from every_case import EVERY_CASE, by_turns
 from memory import kept_bytes
 from small_transformer import build_transformer
 from tiny_models import TINY, tiny
@@ -42,7 +45,7 @@ def documented(tp, sequence_parallel, recompute):
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", by_turns([4, 1, 2], 3))
 def test_a_layer_keeps_what_the_documentation_says(tp, sequence_parallel, recompute, run_mesh):
     options = {"sequence_parallel": sequence_parallel, "recompute": recompute}
     one, three = (run_mesh(tp, kept_by_layers, layers, options)[0] for layers in (1, 3))
@@ -86,9 +89,11 @@ def formula(name, drops, padded, layout):
     return sum(block_bytes(stack, batch, layout).kept for stack in stacks)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("itemsize", [4, 2])
-@pytest.mark.parametrize("drops", [False, True])
+# Of each family, every day, all things on and all of them off.
+HOW = list(product((False, True), (4, 2), (False, True))) if EVERY_CASE else [(True, 2, True), (False, 4, False)]
+
+
+@pytest.mark.parametrize(("drops", "itemsize", "padded"), HOW)
 @pytest.mark.parametrize("name", TINY)
 def test_a_block_keeps_what_the_formula_says(name, drops, itemsize, padded):
     parallel_config = ParallelConfig()
@@ -97,7 +102,7 @@ def test_a_block_keeps_what_the_formula_says(name, drops, itemsize, padded):
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("drops", by_turns([True, False], 2))
 @pytest.mark.parametrize("name", TINY)
 def test_recomputation_keeps_what_the_formula_says(name, drops, recompute):
     parallel_config = ParallelConfig(recompute=recompute)

@@ -6,6 +6,7 @@ import importlib
 
 import pytest
 import torch
+from every_case import by_turns
 from memory import kept_bytes, peak_of
 from tiny_models import TINY, tiny
 
@@ -52,7 +53,7 @@ def step(mesh, name, padded, parallel_config):
     return loss.detach(), grads
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", by_turns([True, False], 2))
 @pytest.mark.parametrize("name", TINY)
 def test_a_step_is_that_of_attention_written_out(name, padded, blocks):
     loss, grads = step(None, name, padded, ParallelConfig())
@@ -67,7 +68,7 @@ def loss_of(mesh: ParallelMesh | None, name, recompute, sequence_parallel):
     return step(mesh, name, True, ParallelConfig(sequence_parallel=sequence_parallel, recompute=recompute))[0]
 
 
-@pytest.mark.parametrize(("recompute", "tp"), [("selective", 3), ("full", 2), ("none", 4)])
+@pytest.mark.parametrize(("recompute", "tp"), by_turns([("selective", 3), ("full", 2), ("none", 4)], 2))
 @pytest.mark.parametrize("name", ["t5", "umt5", "gpt2", "glm"])
 def test_layouts_and_recomputation_change_nothing(name, recompute, tp, blocks, run_mesh):
     expected = step(None, name, True, ParallelConfig())[0]

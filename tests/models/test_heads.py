@@ -7,6 +7,7 @@ import hashlib
 import pytest
 import torch
 import transformers
+from every_case import by_turns
 from matrix import architecture_of, load_rows
 from safetensors.torch import save_file
 
@@ -124,7 +125,7 @@ def test_the_modules_that_a_checkpoint_lacks(tmp_path):
             assert found == expected, architecture
 
 
-@pytest.mark.parametrize("name", sorted(load_rows()))
+@pytest.mark.parametrize("name", by_turns(sorted(load_rows()), 3))
 def test_transformers_loads_every_new_model(name, tmp_path):
     """As after training: shards of a model that no Hugging Face folder gave names, merged into such a folder."""
     architecture, (_, case) = architecture_of(name), load_rows()[name]

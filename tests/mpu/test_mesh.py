@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from commands import warm_environment
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -92,10 +92,9 @@ def test_every_method_that_deepspeed_calls_exists(run_ranks):
 
 def in_a_process(code: str, *launcher: str, **environment: str) -> subprocess.CompletedProcess:
     """Runs Python code in a process of its own, or in those of a launcher."""
-    plain = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     command = [*launcher, "-c", code] if not launcher else [*launcher, "--no-python", sys.executable, "-c", code]
     return subprocess.run(
-        [sys.executable, *command], env={**plain, **environment}, capture_output=True, text=True, timeout=120
+        ["python", *command], env=warm_environment(**environment), capture_output=True, text=True, timeout=120
     )
 
 

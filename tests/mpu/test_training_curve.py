@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from every_case import every_day
+from every_case import EVERY_CASE, every_day
 from small_transformer import build_transformer
 
 from shardzoo import mpu
 
-STEPS, ACCUMULATION, MICRO_BATCH, POSITIONS, VOCABULARY = 50, 3, 4, 16, 1009
+STEPS, ACCUMULATION, MICRO_BATCH, POSITIONS, VOCABULARY = 50 if EVERY_CASE else 30, 3, 4, 16, 1009
 SEED, MAX_NORM = 17, 1.0
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from every_case import EVERY_CASE, every_day
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +20,10 @@ from shardzoo import ops
 
 NAN, INF = float("nan"), float("inf")
 RELAXED = settings(
-    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
+    max_examples=6 if EVERY_CASE else 4,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    derandomize=True,
 )
 
 
@@ -224,7 +228,7 @@ def test_offsets_beyond_two_to_the_31(zoo):
         assert not x[:32].any()
 
 
-@pytest.mark.parametrize("isa", ["baseline", "x86-64-v3", "x86-64-v4", "x86-64-v4+bf16"])
+@pytest.mark.parametrize("isa", every_day(["baseline", "x86-64-v3"], more=["x86-64-v4", "x86-64-v4+bf16"]))
 def test_every_instruction_set(isa):
     """The same cases on the code for older processors, in a process that asks for it."""
     chosen = "(test_matches_fp64 and cpp and 5 and 37) or test_few_rows or test_a_row"

@@ -19,7 +19,7 @@ import pytest
 from training import Pairs, Stream, native_t5, run_training
 
 KILLS = int(os.environ.get("SHARDZOO_KILLS", "0"))
-STEPS = 30 if KILLS else 16
+STEPS = 30 if KILLS else 10
 
 RUNS = {
     "pytorch": ({"env_type": "pytorch"}, 1, 1),

@@ -26,7 +26,7 @@ FAMILIES = {
     "umt5": {},
 }
 MORE = ("mistral", "qwen2", "qwen3", "glm4", "distilbert", "bart", "mbart", "m2m_100")
-STEPS = 20
+STEPS, SAVED = (20, 8) if EVERY_CASE else (10, 4)
 # tensor-parallel, data-parallel, stages. `make test-all` runs all of them for each family.
 LAYOUTS = [(1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 2)]
 QUICK = {
@@ -38,7 +38,7 @@ QUICK = {
     "mt5": [],
     "electra": [],
     "modernbert": [(2, 1, 2)],
-    "llama": [(1, 1, 2)],
+    "llama": [],
     "umt5": [],
 }
 EIGHT = [("gpt2", (2, 2, 2)), ("t5", (2, 2, 2))]
@@ -120,7 +120,7 @@ def whole(run_mesh, tmp_path_factory):
         key = family, *sorted(changes.items(), key=str)
         if key not in runs:
             folder = tmp_path_factory.mktemp("whole")
-            [(steps, weights)] = on_ranks(run_mesh, folder, save_interval=8, **settings(family, **changes))
+            [(steps, weights)] = on_ranks(run_mesh, folder, save_interval=SAVED, **settings(family, **changes))
             runs[key] = folder, losses(steps), [step["grad_norm"] for step in steps], weights
         return runs[key]
 
@@ -209,12 +209,12 @@ def test_bf16(run_mesh, tmp_path, whole, family, layout):
 
 @pytest.mark.parametrize("changes", every_day([{"precision": "bf16"}], more=[{}]))
 def test_the_same_layout_goes_on_bit_for_bit(run_mesh, tmp_path, changes):
-    arguments = settings("gpt2", 1, 2, 2, save_interval=8, **changes)
+    arguments = settings("gpt2", 1, 2, 2, save_interval=SAVED, **changes)
     before = on_ranks(run_mesh, tmp_path / "whole", **arguments)
-    load = {"load_dir": checkpoint(tmp_path / "whole", 8)}
+    load = {"load_dir": checkpoint(tmp_path / "whole", SAVED)}
     after = on_ranks(run_mesh, tmp_path / "rest", **arguments, **load)
     for (steps, weights), (later, same) in zip(before, after, strict=True):
-        assert losses(later) == losses(steps)[8:]
+        assert losses(later) == losses(steps)[SAVED:]
         assert all(torch.equal(value, same[name]) for name, value in weights.items())
 
 
@@ -228,15 +228,15 @@ RESUMED = [(1, 1, 1), (2, 2, 1), (1, 1, 4)]
 def test_any_layout_goes_on_from_any_other(run_mesh, tmp_path, whole, family, layouts):
     """2 stages x 2 tensor-parallel ranks are saved, and go on in others, and from those back."""
     _, expected, _, weights = whole(family)
-    on_ranks(run_mesh, tmp_path / "first", **settings(family, 2, 1, 2, save_interval=8))
+    on_ranks(run_mesh, tmp_path / "first", **settings(family, 2, 1, 2, save_interval=SAVED))
     for layout in layouts:
         folder, back = (tmp_path / f"{name} {layout}" for name in ("there", "back"))
-        load = {"load_dir": checkpoint(tmp_path / "first", 8), "save_interval": 8}
+        load = {"load_dir": checkpoint(tmp_path / "first", SAVED), "save_interval": SAVED}
         for steps, _ in on_ranks(run_mesh, folder, **settings(family, *layout, **load)):
-            assert losses(steps) == pytest.approx(expected[8:], **SAME_LOSS)
-        load = {"load_dir": checkpoint(folder, 16)}
+            assert losses(steps) == pytest.approx(expected[SAVED:], **SAME_LOSS)
+        load = {"load_dir": checkpoint(folder, 2 * SAVED)}
         for steps, _ in on_ranks(run_mesh, back, **settings(family, 2, 1, 2, **load)):
-            assert losses(steps) == pytest.approx(expected[16:], **SAME_LOSS)
+            assert losses(steps) == pytest.approx(expected[2 * SAVED :], **SAME_LOSS)
         found = weights_of(back)
         for name, value in weights.items():
             torch.testing.assert_close(found[name].data, value, rtol=1e-5, atol=1e-5, msg=name)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every_case import EVERY_CASE
 from tiny_models import tiny
 from training import losses, on_ranks
 
@@ -40,10 +41,14 @@ def build(mesh: Any, family: str) -> torch.nn.Module:
     return from_config(tiny(family, 0.1, layers=2, **architectures), mesh)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bert", "roberta", "t5", "mt5", "glm"])
+FAMILIES = ["gpt2", "bert", "roberta", "t5", "mt5", "glm"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_ragged_samples_train_alike_in_micro_batches_of_any_size(run_mesh, tmp_path, family):
     runs = {}
-    for tp, data, size in LAYOUTS:
+    first = FAMILIES.index(family) % 2  # every day, the other layouts by turns
+    for tp, data, size in LAYOUTS if EVERY_CASE else [LAYOUTS[0], *LAYOUTS[2 + first :: 2]]:
         engine = "deepspeed+mpu" if tp > 1 else "pytorchDDP"
         [(steps, _), *_] = on_ranks(
             run_mesh, tmp_path / f"{tp}-{data}-{size}", tp=tp, data_ranks=data, env_type=engine,

@@ -163,7 +163,7 @@ def oracles() -> dict[str, dict[str, torch.Tensor]]:
 # tensor-parallel, data-parallel, ZeRO. `make test-all` runs all that eight processes can.
 LAYOUTS = [(1, 1, 0), (1, 3, 2), (2, 2, 1), (3, 1, 0), (4, 1, 2)]
 if EVERY_CASE:
-    LAYOUTS = [(tp, data, zero) for tp in (1, 2, 3, 4) for data in (1, 2) for zero in (0, 1, 2)]
+    LAYOUTS = [(1, 3, 2), *((tp, data, zero) for tp in (1, 2, 3, 4) for data in (1, 2) for zero in (0, 1, 2))]
 
 
 @pytest.mark.parametrize(("tp", "data", "zero"), LAYOUTS)
@@ -238,7 +238,8 @@ def test_a_run_goes_on_in_every_layout(train, kind):
     split = train("split", 2, 2, zero_stage=2, **RUNS[kind])
     assert split == pytest.approx(whole, rel=1e-5)
     assert train("same", 2, 2, start="split", zero_stage=2, **RUNS[kind]) == split[4:]
-    for folder, layout, start in (("stages", (1, 2, 2), "split"), ("three", (3, 1, 1), "whole")):
+    elsewhere = [("stages", (1, 2, 2), "split"), ("three", (3, 1, 1), "whole")]
+    for folder, layout, start in elsewhere if EVERY_CASE else elsewhere[kind == "lamb" :][:1]:
         assert train(folder, *layout, start=start, zero_stage=1, **RUNS[kind]) == pytest.approx(whole[4:], rel=1e-5)
 
 
