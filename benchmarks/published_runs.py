@@ -14,6 +14,13 @@ published_runs.csv has one run in a line. Its sources:
 - llm-foundry-2023-a100, llm-foundry-2023-h100: tokens per second of MPT under FSDP with fused attention,
   github.com/mosaicml/llm-foundry, scripts/train/benchmarking/README.md, bf16, 760M to 70B; sizes from its yamls folder.
 
+Two more sources are compared and never fitted, because their models are of other shapes (`OTHERS`):
+
+- llama-3-2024: arXiv:2407.21783, table 4, the 405B decoder on 8,192 and 16,384 H100, seconds from its 430 and 400
+  TFLOP/s per GPU by 6 FLOPs for each parameter and token; one layer in a chunk of its schedule is assumed;
+- libai-mt5-2022: the figures that LiBai's mT5 project prints for 1 and 8 A100 in TF32; its pipelines have one
+  micro-batch.
+
 LiBai's page does not name the network; its authors' other benchmarks (github.com/Oneflow-Inc/DLPerf) ran on V100 nodes
 with one adapter of 100 Gb/s, which is assumed here. The rows of the papers' tables were compared with transcriptions by
 others; GLM-130B's batch of 4,224 and its micro-batch of 1 are not confirmed.
@@ -34,7 +41,7 @@ from statistics import median
 import numpy as np
 
 from shardzoo.models.activations import Activations, Block, Stack
-from shardzoo.plan import CLUSTERS, Network, Rates, Run, StepTime, network_of, step_time
+from shardzoo.plan import CLUSTERS, Cluster, Network, Rates, Run, StepTime, network_of, step_time
 from shardzoo.plan.hardware import DEVICES
 
 RUNS = Path(__file__).with_name("published_runs.csv")
@@ -49,6 +56,43 @@ STARTS = (  # a fit stops at the first minimum that it finds, so it is begun at 
 SOURCES = ("libai", "narayanan", "korthikanti", "bloom", "glm", "llm-foundry-2023-a100")
 H100 = "h100"
 Fit = tuple[Rates, float]
+
+
+def llama_3(gpus: int, seconds: float) -> tuple[Network, Run, Cluster, float]:
+    block = Block(
+        hidden=16_384, heads=128, head_size=128, feed_forward=53_248, mlp_kept=2, attention_dropout=False, dropouts=0,
+        statistics=1, causal=True, gated=True, key_value_heads=8,
+    )  # fmt: skip
+    model = network_of(Activations((Stack("", 126, block),)), 128_256, 405_853_388_800)
+    layout = {"tensor": 8, "pipeline": 16, "chunks": 8, "sequence_parallel": True}
+    return model, Run(gpus, 2048, 1, 8192, **layout), CLUSTERS[H100], seconds
+
+
+def mt5(gpus: int, batch: int, tensor: int, pipeline: int, seconds: float) -> tuple[Network, Run, Cluster, float]:
+    block = Block(
+        hidden=768, heads=12, head_size=64, feed_forward=2048, mlp_kept=2, attention_dropout=False, dropouts=0,
+        statistics=1, bias=True, gated=True,
+    )  # fmt: skip
+    stacks = Stack("encoder", 12, block), Stack("decoder", 12, replace(block, causal=True, cross=True), is_decoder=True)
+    usual = CLUSTERS["a100"]
+    layout = {"tensor": tensor, "pipeline": pipeline, "fused_attention": False, "zero_stage": 0}
+    return (
+        network_of(Activations(stacks), 21_248, 230_817_792),
+        Run(gpus, batch, 16, 512, 128, itemsize=4, gradient_itemsize=4, **layout),
+        replace(usual, device=replace(usual.device, peak_fp32=usual.device.peak / 2)),  # TF32
+        seconds,
+    )
+
+
+OTHERS = {
+    "llama-3-2024": [llama_3(8192, 11.598), llama_3(16_384, 6.2339)],
+    "libai-mt5-2022": [mt5(1, 16, 1, 1, 0.23), mt5(8, 128, 1, 1, 0.3), mt5(8, 16, 1, 8, 0.73), mt5(8, 32, 2, 2, 0.34)],
+}
+
+
+def other_errors(source: str) -> list[float]:
+    """Returns the relative errors of the runs of a source in `OTHERS`."""
+    return [step_time(model, run, cluster).total / seconds - 1 for model, run, cluster, seconds in OTHERS[source]]
 
 
 def published(path: Path = RUNS) -> list[dict[str, str]]:
@@ -143,6 +187,8 @@ def main() -> int:
         for source in SOURCES:
             without = fit([row for row in rows if not row["source"].startswith(source)])
             report(f"{source}, held out", [row for row in rows if row["source"].startswith(source)], *without)
+    for source in OTHERS:
+        print(f"{source}: {', '.join(f'{error:+.1%}' for error in other_errors(source))}")
     report("fitted", fitted, *found)
     middle, worst = report("held out", held_out, *found)
     return int(middle > MEDIAN or worst > WORST)

@@ -48,6 +48,8 @@ def test_published_runs_are_predicted():
         errors = sorted(abs(script.error(row, Rates())) for row in part)
         assert errors[len(errors) // 2] < 0.15
         assert errors[-1] < 0.35
+    assert script.other_errors("llama-3-2024") == pytest.approx([0.248, 0.242], abs=5e-4)  # as docs/scale.md says
+    assert script.other_errors("libai-mt5-2022") == pytest.approx([-0.512, -0.626, -0.849, -0.802], abs=5e-4)
 
 
 def test_the_docs_show_the_measured_exponents():
