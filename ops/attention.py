@@ -2,9 +2,10 @@
 
     z = scale * q·kᵀ + bias + mask,   out = dropout(softmax(z, keys))·v
 
-The queries are taken in blocks. The scores and probabilities of a block exist at a time, and the backward pass computes
-them again from q and k, so nothing but q, k and v is kept and the memory grows linearly with the sequence. The products
-and the softmax of a block are `matmul` and `masked_softmax` in whatever variant is chosen. The bias depends on the
+Scores and probabilities exist for a part of the queries at a time, and the backward pass computes them again from q and
+k, so the memory grows linearly with the sequence. The reference takes the queries in blocks, whose products and softmax
+are `matmul` and `masked_softmax` in whatever variant is chosen. Kernels take tiles of queries and keys; their backward
+pass needs the output and, of each query, lse = log(sum(exp(z))), which is -inf without a key. The bias depends on the
 distance key - query alone: it is one number per head and diagonal of the scores, and so is its gradient. Which
 probabilities dropout keeps is a function of the sample, head, query and key alone (ops/dropout.py), so a block computes
 its own part of the mask. A query without any allowed key gets zeros.
@@ -20,12 +21,13 @@ from torch import Tensor
 
 from . import softmax
 from .dropout import keys_from_row
-from .library import Op, empty_placeholder, empty_pooled
+from .library import Op, compute_dtype, empty_placeholder, empty_pooled, same_dtype
 from .matmul import autocast_arguments, matmul
 
 # Bytes of the scores that exist at a time, over all samples and heads. On a CPU, smaller blocks are slower because the
 # sums of the gradients of k and v are read and written more often; on an accelerator, they would leave it idle.
 BYTES_AT_ONCE = {"cpu": 3 << 23, "cuda": 1 << 28}
+WIDEST_HEAD = 256  # of the kernels
 MIN_ROWS = 32  # queries of a block, whatever the number of its scores
 
 
@@ -81,22 +83,38 @@ def _largest(lengths: Tensor | None, default: int) -> int:
 
 @torch.no_grad()
 def reference(q, k, v, *arguments):
-    """Computes the output block by block. The arguments are as in the schema."""
+    """Computes the output and lse block by block. The arguments are as in the schema."""
     rules, k, v = Rules(*arguments), k.contiguous(), v.contiguous()
-    out = empty_pooled(q)
+    out, lse = _allocate(q)
     for block in _blocks(q, k, rules):
         rows = slice(block.start, block.end)
         if not block.columns:
-            out[:, :, rows] = 0.0
+            out[:, :, rows], lse[:, :, rows] = 0.0, float("-inf")
             continue
-        probs, dropped = _probabilities(q, k, rules, block)
+        scores = _scores(q, k, block)
+        probs, dropped = _probabilities(scores, rules, block)
+        lse[:, :, rows] = _log_sum_exp(scores, probs, rules, block)
         weights = dropped if rules.dropout else probs
         out[:, :, rows] = matmul(_fold(weights, k), _first(v, block)).view(q[:, :, rows].shape)
-    return (out,)
+    return out, lse
+
+
+def _log_sum_exp(scores, probs, rules, block):
+    """Returns lse [B, N, R]: the largest probability of a query is exp(z - lse), with the z of its key."""
+    largest, key = (x.unsqueeze(-1) for x in probs.to(compute_dtype(probs)).max(-1))
+    z = scores.gather(3, key).to(largest.dtype) * rules.scale
+    if rules.relative_bias is not None:
+        query = torch.arange(block.start, block.end, device=key.device)[:, None]
+        head = torch.arange(key.shape[1], device=key.device)[:, None, None]
+        z += rules.relative_bias[head, key - query + (block.first_distance + block.end - 1)]
+    mask = _part_of_mask(rules, block)
+    if mask is not None and mask.dtype != torch.bool:
+        z += mask.expand(scores.shape).gather(3, key)
+    return torch.where(largest == 0.0, float("-inf"), z - largest.log()).squeeze(-1)
 
 
 @torch.no_grad()
-def backward_reference(grad, q, k, v, *arguments):
+def backward_reference(grad, out, lse, q, k, v, *arguments):
     """Returns the gradients of q, k, v and of the relative bias, which are summed over the blocks in fp32."""
     rules, k, v = Rules(*arguments), k.contiguous(), v.contiguous()
     wide, bias = torch.promote_types(q.dtype, torch.float32), rules.relative_bias
@@ -119,7 +137,7 @@ def backward_reference(grad, q, k, v, *arguments):
 
 def _backward_scores(grad, q, k, v, rules, block, grad_v):
     """Returns the gradients of a block's scores [B, N, R, columns] and of its bias; adds that of v to `grad_v`."""
-    probs, dropped = _probabilities(q, k, rules, block)
+    probs, dropped = _probabilities(_scores(q, k, block), rules, block)
     weights = dropped if rules.dropout else probs
     grad_out = _fold(grad[:, :, block.start : block.end], k)
     _add_product(_first(grad_v, block), _fold(weights, k).mT, grad_out)
@@ -129,22 +147,26 @@ def _backward_scores(grad, q, k, v, rules, block, grad_v):
     return softmax.backward_op(grad_weights, probs, keys, rules.scale, rules.dropout, rules.first_head, int(has_bias))
 
 
-def _probabilities(q: Tensor, k: Tensor, rules: Rules, block: Block) -> tuple[Tensor, Tensor]:
+def _scores(q: Tensor, k: Tensor, block: Block) -> Tensor:
+    """Returns a block's products of queries and keys, [B, N, R, columns]."""
+    rows = q[:, :, block.start : block.end]
+    return matmul(_fold(rows, k), _first(k, block).mT).view(*rows.shape[:3], block.columns)
+
+
+def _probabilities(scores: Tensor, rules: Rules, block: Block) -> tuple[Tensor, Tensor]:
     """Returns a block's probabilities [B, N, R, columns], and those with dropout (of size 0 without)."""
-    rows = slice(block.start, block.end)
-    scores = matmul(_fold(q[:, :, rows], k), _first(k, block).mT).view(*q[:, :, rows].shape[:3], block.columns)
     bias = rules.relative_bias
     if bias is not None:
         # Row i begins at Sq - 1 - i, so the block's last row comes first. (`flip` would put the columns together.)
         size = block.end - block.start
         diagonals = (
-            bias[:, block.first_distance :][:, : size + block.columns - 1].to(q.dtype).unfold(1, block.columns, 1)
+            bias[:, block.first_distance :][:, : size + block.columns - 1].to(scores.dtype).unfold(1, block.columns, 1)
         )
-        bias = diagonals.index_select(1, torch.arange(size, device=q.device).flip(0))[None]
+        bias = diagonals.index_select(1, torch.arange(size, device=scores.device).flip(0))[None]
     causal, prefix, others = False, None, rules
     if rules.causal and block.columns == block.diagonal:  # the softmax applies these two itself
         causal, prefix, others = True, rules.prefix, rules._replace(causal=False, prefix=None)
-    mask, keys = _block_mask(others, block, q.device), _block_keys(rules, block)
+    mask, keys = _block_mask(others, block, scores.device), _block_keys(rules, block)
     return softmax.forward_op(scores, mask, bias, prefix, keys, rules.scale, causal, rules.dropout, rules.first_head)
 
 
@@ -154,13 +176,18 @@ def _block_keys(rules: Rules, block: Block) -> Tensor | None:
 
 def _block_mask(rules: Rules, block: Block, device: torch.device) -> Tensor | None:
     """Returns the mask of a block with all rules applied, boolean or of numbers that are added."""
-    mask, visible = rules.mask, _visible(rules, block, device)
-    if mask is not None:
-        mask = mask if mask.shape[2] == 1 else mask[:, :, block.start : block.end]
-        mask = mask if mask.shape[3] == 1 else mask[..., : block.columns]
+    mask, visible = _part_of_mask(rules, block), _visible(rules, block, device)
     if visible is None or mask is None:
         return mask if visible is None else visible
     return mask & visible if mask.dtype == torch.bool else torch.where(visible, mask, float("-inf"))
+
+
+def _part_of_mask(rules: Rules, block: Block) -> Tensor | None:
+    mask = rules.mask
+    if mask is not None:
+        mask = mask if mask.shape[2] == 1 else mask[:, :, block.start : block.end]
+        mask = mask if mask.shape[3] == 1 else mask[..., : block.columns]
+    return mask
 
 
 def _visible(rules: Rules, block: Block, device: torch.device) -> Tensor | None:
@@ -196,9 +223,28 @@ def _add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
         total += matmul(x, y)
 
 
-def _allocate_backward(grad, q, k, v, relative_bias, *rules):
+def _allocate(q, *_):
+    return empty_pooled(q), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
+
+
+def _allocate_backward(grad, out, lse, q, k, v, relative_bias, *rules):
     bias = empty_placeholder(q) if relative_bias is None else torch.empty_like(relative_bias)
     return empty_pooled(q), empty_pooled(k), empty_pooled(v), bias
+
+
+def _prepare(q, k, v, *rules):
+    return _unfit(q, k, v) or (q, k, v, *rules)
+
+
+def _prepare_backward(grad, out, lse, q, k, v, *rules):
+    unfit = "the reference computed the output" if not lse.numel() else _unfit(q, k, v, grad, out)
+    return unfit or (grad, out.contiguous(), lse.contiguous(), q, k, v, *rules)
+
+
+def _unfit(q, k, *others):
+    if q.shape[3] > WIDEST_HEAD:
+        return f"heads wider than {WIDEST_HEAD}"
+    return "an empty tensor" if k.numel() == 0 else same_dtype(q, k, *others)
 
 
 _RULES = (
@@ -208,27 +254,34 @@ _RULES = (
 forward_op = Op(
     "attention",
     "Tensor q, Tensor k, Tensor v, " + _RULES,
-    ("out",),
-    allocate=lambda q, *_: (empty_pooled(q),),
+    ("out", "lse"),
+    allocate=_allocate,
     reference=reference,
-    prepare=None,
+    prepare=_prepare,
+    variants=(),
 )
 backward_op = Op(
     "attention_backward",
-    "Tensor grad, Tensor q, Tensor k, Tensor v, " + _RULES,
+    "Tensor grad, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, " + _RULES,
     ("grad_q", "grad_k", "grad_v", "grad_bias"),
     allocate=_allocate_backward,
     reference=backward_reference,
-    prepare=None,
+    prepare=_prepare_backward,
+    variants=(),
 )
 
 
 def _setup_context(ctx, inputs, output):
     ctx.settings = inputs[8:]
-    ctx.save_for_backward(*inputs[:8])
+    if forward_op.choose_variant(inputs[0].device.type) == "reference":  # its backward pass needs neither of them
+        kept = (empty_placeholder(inputs[0]),) * 2
+    else:
+        kept = output
+    ctx.save_for_backward(*kept, *inputs[:8])
+    ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx, grad):
+def _backward(ctx, grad, _):
     *grads, grad_bias = backward_op(grad, *ctx.saved_tensors, *ctx.settings)
     return *grads, grad_bias if ctx.needs_input_grad[3] else None, *(None,) * 9
 
@@ -281,7 +334,7 @@ def attention(
     tensors = (relative_bias, mask, prefix, key_lengths, keys if dropout else None)
     return forward_op(
         *autocast_arguments(q, k, v), *tensors, float(scale), causal, float(dropout), first_head, first_row
-    )
+    )[0]
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, relative_bias: Tensor | None, mask: Tensor | None) -> None:

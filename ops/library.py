@@ -61,6 +61,8 @@ class Op:
         arguments: Its arguments in schema syntax.
         outputs: The names of the tensors it returns. An output that a call does not need is a tensor of size 0.
         allocate, reference, prepare: See above.
+        variants: The variants whose kernels exist. Instead of another one the reference runs; where the choice is free,
+            an accelerator runs the Triton kernels before that.
     """
 
     def __init__(
@@ -72,8 +74,9 @@ class Op:
         allocate: Callable[..., Outputs],
         reference: Callable[..., Outputs],
         prepare: Callable[..., tuple | str] | None,
+        variants: Sequence[str] = ("cpp", "cuda", "triton"),
     ) -> None:
-        self.name, self.outputs = name, tuple(outputs)
+        self.name, self.outputs, self.variants = name, tuple(outputs), variants
         self.allocate, self.reference, self.prepare = allocate, reference, prepare
         self._function: type[torch.autograd.Function] | None = None  # the gradient formula, set by `autograd`
         OPS[name] = self
@@ -140,7 +143,7 @@ class Op:
         for other in others:
             if other.device != first.device:
                 raise ValueError(f"{self.name} got tensors on {first.device} and on {other.device}; use one device")
-        variant = choose_variant(first.device.type)
+        variant = self.choose_variant(first.device.type)
         if variant == "reference" or self.prepare is None:
             return False
         prepared = "an empty tensor" if first.numel() == 0 else self.prepare(*arguments)
@@ -156,6 +159,14 @@ class Op:
         else:
             call_compiled(self.name, *prepared, *outputs)
         return True
+
+    def choose_variant(self, device_type: str) -> str:
+        """Returns the variant of this op for tensors of `device_type` under the current choice."""
+        variant = choose_variant(device_type)
+        if variant in self.variants:
+            return variant
+        is_free = current_choice() == "auto" and device_type != "cpu" and "triton" in self.variants
+        return "triton" if is_free and triton_runs_on(device_type) is None else "reference"
 
     def autograd(self, setup_context: Callable, backward: Callable) -> None:
         """Sets the op's gradient formula. The arguments are those of `torch.library.register_autograd`."""

@@ -16,7 +16,7 @@ BOUND = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 3e-2, torch.
 
 
 def written_out(q, k, v, *, relative_bias, mask, causal, prefix, key_lengths, dropout, keys, first_head, first_row):
-    """Returns softmax(SCALE * q·kᵀ + bias)·v and the kept elements, with one Python decision per element."""
+    """Returns softmax(SCALE * q·kᵀ + bias)·v and the log of the sums, with one Python decision per element."""
     batch, heads, queries, _ = q.shape
     total, served = k.shape[2], heads // k.shape[1]
     k, v = k.repeat_interleave(served, 1), v.repeat_interleave(served, 1)
@@ -31,10 +31,11 @@ def written_out(q, k, v, *, relative_bias, mask, causal, prefix, key_lengths, dr
                 by_rule = not causal or j <= i + total - queries or (prefix is not None and j < prefix[b])
                 seen[b, :, i, j] = by_rule and (key_lengths is None or j < key_lengths[b])
     seen = seen & mask if mask is not None and mask.dtype == torch.bool else seen
-    probs = z.masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0.0)  # rows without a key are NaN before
+    z = z.masked_fill(~seen, -math.inf)
+    probs = z.softmax(-1).nan_to_num(0.0)  # rows without a key are NaN before
     if dropout:
         probs = probs * kept(keys, probs.shape, dropout, first_head, first_row) / (1 - dropout)
-    return probs @ v
+    return probs @ v, z.logsumexp(-1)
 
 
 def kept(keys, shape, dropout, first_head, first_row):
@@ -46,10 +47,10 @@ def kept(keys, shape, dropout, first_head, first_row):
 
 
 @st.composite
-def problems(draw):
+def problems(draw, most_queries=9, most_keys=11, sizes=(8, 24, 64)):
     served, pairs = draw(st.integers(1, 3)), draw(st.integers(1, 2))
-    batch, queries, total = draw(st.integers(1, 3)), draw(st.integers(1, 9)), draw(st.integers(1, 11))
-    size = draw(st.sampled_from([8, 24, 64]))
+    batch, queries, total = draw(st.integers(1, 3)), draw(st.integers(1, most_queries)), draw(st.integers(1, most_keys))
+    size = draw(st.sampled_from(sizes))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
 
     def normal(*shape):
@@ -81,20 +82,41 @@ def gradients(function, tensors, grad):
     return out.detach(), torch.autograd.grad(out, leaves, grad)
 
 
-def both(q, k, v, rules, dtype):
-    """Returns (ours, expected): output and gradients; the expected ones in fp64 from the rounded tensors."""
-    bias, others = rules["relative_bias"], {name: value for name, value in rules.items() if name != "relative_bias"}
-    tensors = [None if t is None else t.to(dtype) for t in (q, k, v, bias)]
-    mask = others["mask"]
-    if mask is not None and mask.is_floating_point():
-        others["mask"] = mask.to(dtype)
-    grad = torch.linspace(-1, 1, q.numel(), dtype=torch.float64).reshape(q.shape).to(dtype)
-    ours = gradients(lambda q, k, v, b=None: attention(q, k, v, scale=SCALE, relative_bias=b, **others), tensors, grad)
-    wide = [None if t is None else t.double() for t in tensors]
-    if others["mask"] is not None and mask.is_floating_point():
-        others["mask"] = others["mask"].double()
-    expected = gradients(lambda q, k, v, b=None: written_out(q, k, v, relative_bias=b, **others), wide, grad.double())
-    return (ours[0], *ours[1]), (expected[0], *expected[1])
+def rounded(q, k, v, rules, dtype):
+    """Returns the tensors that get gradients, that of the output, and the other rules, in `dtype`."""
+    others = {name: value for name, value in rules.items() if name != "relative_bias"}
+    if others["mask"] is not None and others["mask"].is_floating_point():
+        others["mask"] = others["mask"].to(dtype)
+    grad = torch.linspace(-1, 1, q.numel(), dtype=torch.float64).reshape(q.shape)
+    return [None if t is None else t.to(dtype) for t in (q, k, v, rules["relative_bias"], grad)], others
+
+
+def results(problem, dtype):
+    """Returns the output, the gradients and lse, in this order."""
+    (*tensors, grad), others = rounded(*problem, dtype)
+    out, grads = gradients(
+        lambda q, k, v, b=None: attention(q, k, v, scale=SCALE, relative_bias=b, **others), tensors, grad
+    )
+    mask, *rest = (others[name] for name in ("mask", "prefix", "key_lengths", "keys"))
+    settings = (others[name] for name in ("causal", "dropout", "first_head", "first_row"))
+    return out, *grads, torch.ops.shardzoo.attention(*tensors, mask, *rest, SCALE, *settings)[1]
+
+
+def results_written_out(problem, dtype, rounding):
+    """The same from the definition, computed in `dtype` from tensors that are rounded to `rounding`."""
+    q, k, v, rules = problem
+    (q, k, v, bias, grad), others = rounded(q, k, v, rules, rounding)
+    (*tensors, grad), others = rounded(q, k, v, {**others, "relative_bias": bias}, dtype)
+    out, grads = gradients(lambda q, k, v, b=None: written_out(q, k, v, relative_bias=b, **others)[0], tensors, grad)
+    return out, *grads, written_out(*tensors[:3], relative_bias=tensors[3], **others)[1]
+
+
+def error(value, expected):
+    """Returns the largest error as a share of the largest value, or of 1; infinities must be equal."""
+    finite = expected.isfinite()
+    assert torch.equal(value[~finite].double(), expected[~finite])
+    expected = expected.masked_fill(~finite, 0.0)
+    return (value.double().masked_fill(~finite, 0.0) - expected).abs().max() / expected.abs().max().clamp(min=1.0)
 
 
 @settings(max_examples=80, deadline=None)
@@ -107,9 +129,10 @@ def both(q, k, v, rules, dtype):
 def test_attention_is_written_out_attention(problem, dtype, rows, variant):
     with pytest.MonkeyPatch.context() as patch, ops.kernels(variant):
         in_blocks(patch, rows)
-        for ours, expected in zip(*both(*problem, dtype), strict=True):
-            assert ours.dtype == dtype
-            assert (ours.double() - expected).abs().max() <= BOUND[dtype] * max(1.0, expected.abs().max())
+        expected = results_written_out(problem, torch.float64, dtype)
+        *values, lse = results(problem, dtype)
+        assert all(value.dtype == dtype for value in values)
+        assert all(error(value, wanted) <= BOUND[dtype] for value, wanted in zip((*values, lse), expected, strict=True))
 
 
 def in_blocks(patch, rows):
