@@ -14,7 +14,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -77,14 +77,17 @@ class Row:
             **(layout if self.processes > 1 else {}),
         }  # fmt: skip
 
-    def predicted(self, device: str) -> float:
+    @property
+    def run(self) -> Run:
         settings = {name: value for name, value in self.extra.items() if name != "precision"}
         batch = self.batch * self.micro_batches * self.processes // (self.tensor * self.pipeline)
-        run = Run(
+        return Run(
             self.processes, batch, self.batch, self.length, self.target_length, self.tensor, self.pipeline,
             zero_stage=0, itemsize=4, gradient_itemsize=4, **settings,
         )  # fmt: skip
-        return step_time(network_of_config(self.config), run, cluster_of(device)).total
+
+    def predicted(self, device: str) -> float:
+        return step_time(network_of_config(self.config), self.run, cluster_of(device)).total
 
 
 def gpt2(width: int, layers: int, heads: int, vocabulary: int = 8192) -> dict[str, Any]:
@@ -137,8 +140,8 @@ class Arguments:
     two: Path | None = None
     """The same for two processes."""
     json: Path | None = None
-    measure: tuple[int, str] | None = None
-    """For the processes that train: a row, and the folder of its run."""
+    measure: tuple[str, str] | None = None
+    """For the processes that train: a row as JSON, and the folder of its run."""
 
 
 class Samples:
@@ -153,19 +156,19 @@ class Samples:
         return {"input_ids": ids, "labels": ids[: self.row.target_length or self.row.length].clone()}
 
 
-def train(number: int, folder: str) -> None:
-    row = ROWS[number]
+def train(text: str, folder: str) -> None:
+    row = Row(**json.loads(text))
     trainer = Trainer(**row.arguments(folder))
     trainer.train(from_config(row.config, trainer.mesh), train_dataset=Samples(row))
 
 
-def measured(number: int) -> float:
-    """Returns the median seconds of a row's steps."""
+def measured(row: Row) -> float:
+    """Returns the median seconds of the steps that the trainer takes."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--measure", str(number), folder]
+        command = [sys.executable, __file__, "--measure", json.dumps(asdict(row)), folder]
         ended = subprocess.run(command, capture_output=True, text=True, check=False)
         if ended.returncode:
-            raise RuntimeError(f"{ROWS[number].title} failed: {ended.stdout[-2000:]}{ended.stderr[-2000:]}")
+            raise RuntimeError(f"{row.title} failed: {ended.stdout[-2000:]}{ended.stderr[-2000:]}")
         records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     return median([record["train/seconds"] for record in records if "train/seconds" in record][WARM_UP:])
 
@@ -190,7 +193,7 @@ def main() -> int:
         row = ROWS[number]
         found[str(number)] = {
             "model": row.title, "layout": row.layout, "predicted": row.predicted(devices[row.processes]),
-            "measured": measured(number),
+            "measured": measured(row),
         }  # fmt: skip
         if arguments.json:
             arguments.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -1,6 +1,6 @@
 """Measures how costs grow with the work, fits their exponents, and compares them with the expected ones.
 
-    python benchmarks/scaling.py [--parts train communication steps saves convert prepare data start]
+    python benchmarks/scaling.py [--parts train ranks communication steps saves convert prepare data start]
         [--json benchmarks/results/scaling_cpu.json] [--plots docs/curves/scaling.png]
 
 A cost of c·n^a is a line with slope a in logarithms; the slope is fitted by least squares to the fastest of several
@@ -30,6 +30,7 @@ from unittest import mock
 
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages
 
+import calibration
 import communication
 import numpy as np
 import torch
@@ -56,7 +57,12 @@ from shardzoo.trainer.estimate import Job, estimate
 from shardzoo.trainer.estimate.estimate import FRAMEWORK
 
 MARGIN = 0.1
-REASONS = {"saving and loading over width: saving s": "GPT-2's files hold transposed matrices"}
+REASONS = {
+    "saving and loading over width: saving s": "GPT-2's files hold transposed matrices",
+    "conversion over files: splitting s": "each file holds a piece of every tensor, at 0.25 ms",
+    "training step over tensor-parallel ranks: seconds": "four ranks take turns on two cores",
+    "training step over data-parallel ranks: seconds": "four ranks take turns on two cores",
+}
 """Why a cost may grow faster than expected."""
 BASE = {"n_embd": 256, "n_layer": 4, "n_head": 4, "vocab_size": 8192, "n_positions": 2048}
 SHAPE = {"batch": 4, "length": 256, "accumulation": 1}
@@ -82,7 +88,17 @@ class Sweep:
 class Arguments:
     """What to measure."""
 
-    parts: tuple[str, ...] = ("train", "communication", "steps", "saves", "convert", "prepare", "data", "start")
+    parts: tuple[str, ...] = (
+        "train",
+        "ranks",
+        "communication",
+        "steps",
+        "saves",
+        "convert",
+        "prepare",
+        "data",
+        "start",
+    )
     repeats: int = 3
     """Runs at each size; the fastest counts."""
     json: Path | None = None
@@ -168,6 +184,31 @@ def expected_step(config: ModelConfig, shape: dict[str, int]) -> Values:
         "seconds": step_time(network_of_config(config), run, cluster_of("cpu")).total,
         "peak bytes": estimate(config, job).peak.total - FRAMEWORK["cpu"],
     }
+
+
+def over_ranks(arguments: Arguments) -> list[Sweep]:
+    """Seconds of the trainer's step for the same work on more ranks of one thread each, which share the cores."""
+    cores, os.environ["OMP_NUM_THREADS"] = os.cpu_count() or 1, "1"
+
+    def row(axis: str, ranks: int) -> calibration.Row:
+        batch, parts = {"tensor": (8, 1), "pipeline": (2, 4), "data": (8 // ranks, 1)}[axis]
+        tensor, pipeline = (ranks if axis == name else 1 for name in ("tensor", "pipeline"))
+        return calibration.Row("gpt2", BASE, batch, 256, 0, parts, tensor, pipeline, ranks)
+
+    def expected(axis: str, ranks: int) -> Values:
+        time = step_time(network_of_config(row(axis, 1).config), row(axis, ranks).run, cluster_of("cpu")).total
+        return {"seconds": time * max(ranks / cores, 1.0)}
+
+    titles = {"tensor": "tensor-parallel ranks", "pipeline": "pipeline stages", "data": "data-parallel ranks"}
+    return [
+        Sweep(
+            f"training step over {titles[axis]}",
+            (1, 2, 4),
+            lambda ranks, axis=axis: {"seconds": calibration.measured(row(axis, ranks))},
+            lambda ranks, axis=axis: expected(axis, ranks),
+        )
+        for axis in titles
+    ]
 
 
 class Sent(TorchDispatchMode):
@@ -287,7 +328,23 @@ def conversion(arguments: Arguments) -> list[Sweep]:
         return {name: elements if name.endswith(" s") else 1.0
                 for name in ("splitting s", "splitting, peak bytes", "merging s", "merging, peak bytes")}  # fmt: skip
 
-    return [Sweep("conversion over layers", (8, 16, 32, 64), run, size)]
+    def split(files: int) -> Values:
+        with tempfile.TemporaryDirectory() as name:
+            root = Path(name)
+            convert.write_checkpoint(root / "source", *convert.gpt2_shapes(32, 512))
+            words = ("split", str(root / "source"), str(root / "parts"), "--tp", str(files), "--overwrite")
+            runs = [convert.convert(*words) for _ in range(arguments.repeats)]
+            return {"splitting s": min(r[0] for r in runs), "splitting, peak bytes": min(r[2] for r in runs)}
+
+    return [
+        Sweep("conversion over layers", (8, 16, 32, 64), run, size),
+        Sweep(
+            "conversion over files",
+            (2, 4, 8),
+            split,
+            lambda _: dict.fromkeys(("splitting s", "splitting, peak bytes"), 1.0),
+        ),
+    ]
 
 
 def prepare(arguments: Arguments) -> list[Sweep]:
@@ -361,8 +418,8 @@ def start(arguments: Arguments) -> list[Sweep]:
 
 
 PARTS = {
-    "train": train, "communication": communicate, "steps": steps, "saves": saves, "convert": conversion,
-    "prepare": prepare, "data": indexed, "start": start,
+    "train": train, "ranks": over_ranks, "communication": communicate, "steps": steps, "saves": saves,
+    "convert": conversion, "prepare": prepare, "data": indexed, "start": start,
 }  # fmt: skip
 
 
