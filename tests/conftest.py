@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -19,12 +20,19 @@ if not torch.cuda.is_available():
 # Workers import the harness by name, and so must this process; pytest's importlib mode adds no path by itself.
 sys.path.insert(0, str(Path(__file__).parent / "harness"))
 importlib.import_module("quick_disk")
+gc.disable()  # until all tests are collected: imports make nothing but what stays
 
 
 def pytest_collection_modifyitems(items):
     """The longest files come first, so that no worker is left alone with one at the end."""
     long = ("test_pipeline.py", "test_matrix.py", "test_resume.py", "test_tasks.py", "test_whole_matrix.py")
     items.sort(key=lambda item: item.path.name not in long)
+
+
+def pytest_collection_finish():
+    """Full garbage collections need not visit what the test files have imported, nor the tests."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ SOAK = Path(__file__).parents[1] / "benchmarks" / "soak.py"
 
 def test_faults_change_nothing(tmp_path):
     """One layout of each kind of work; the whole soak has all."""
-    faults = ("4", "6", "4") if EVERY_CASE else ("2", "3", "2")
+    faults = ("4", "6", "4") if EVERY_CASE else ("1", "2", "1")
     goals = ["--training", faults[0], "--conversion", faults[1], "--preparation", faults[2], "--seconds", "60"]
     jobs = ["--jobs", "DDP", "split", "1 worker", "--folder", str(tmp_path), "--report", str(tmp_path / "report.json")]
     done = subprocess.run(

@@ -423,6 +423,7 @@ def check_case(
     run_mesh: Callable[..., list],
     sizes: Iterable[int] | None = None,
     layouts: Iterable[tuple[str, str]] = (),
+    converts: bool = True,
 ) -> Figures:
     """Compares one case with transformers at each tensor-parallel size and in each (mode, kind).
 
@@ -433,6 +434,7 @@ def check_case(
         run_mesh: The fixture of that name.
         sizes: Tensor-parallel sizes; None means the case's.
         layouts: Pairs of MODES and KINDS; by default all, in bf16 those of BF16_MODES.
+        converts: Whether the files are converted, too.
     """
     family_name, case = row
     model = build(name, case, folder / "hf")
@@ -466,7 +468,8 @@ def check_case(
                 continue
             comparison.add(f"TP {size}, {mode}", kind, runs)
         compare_tokens(size, [tokens for _, tokens in ranks], expected, prompts, inputs.kind, figures)
-        check_conversion(folder, size, figures)
+        if converts:
+            check_conversion(folder, size, figures)
     return figures
 
 

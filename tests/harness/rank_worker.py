@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import gc
 import os
 import signal
 import traceback
@@ -33,6 +34,7 @@ def with_mesh(tensor_parallel_size: int, pipeline_parallel_size: int, function, 
 
 def serve(connection: Connection, rank: int, world_size: int, port: int, prefix: str, stack_path: str) -> None:
     """The life of one worker: join the process group, then run functions until the connection closes."""
+    gc.freeze()  # else each full collection visits all that the fork server has imported, and copies its pages
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then closes the connections
     stack_file = open(stack_path, "w")  # noqa: SIM115 - it stays open for the signal handler
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)

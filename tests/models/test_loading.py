@@ -9,6 +9,7 @@ from dataclasses import asdict
 import pytest
 import torch
 import transformers
+from every_case import EVERY_CASE, by_turns
 from parity import load_stored, randomize
 from safetensors.torch import load_file, save_file
 
@@ -121,7 +122,7 @@ def folders(tmp_path_factory):
     return cases
 
 
-@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+@pytest.mark.parametrize("tp", by_turns([3, 1, 4, 2], 2))
 def test_every_layout_of_files_for_any_number_of_ranks(tp, run_mesh, folders):
     run_mesh(tp, check_loaded, folders)
 
@@ -152,7 +153,7 @@ def write_manifest(folder, values):
 @pytest.mark.parametrize("model_type", SIZES)
 def test_a_shardzoo_folder_loads_under_any_other_number_of_ranks(model_type, run_mesh, folders, tmp_path):
     _, values, stored = next(case for case in folders if case[1]["model_type"] == model_type)
-    for written in (1, 2, 3):
+    for written in (1, 2, 3) if EVERY_CASE else (3,):
         folder = tmp_path / str(written)
         folder.mkdir()
         run_mesh(written, write_native, folder, values, stored)

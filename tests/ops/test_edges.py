@@ -180,7 +180,8 @@ def test_vocabularies_in_shards(variant, classes, tokens):
     torch.testing.assert_close(torch.cat(grads, 1).double(), wide.grad, rtol=2e-5, atol=1e-7)
 
 
-def test_same_bits_for_any_thread_count(zoo, case_name, dtype):
+@pytest.mark.parametrize("floats", every_day([torch.bfloat16, torch.float32], more=[torch.float16, torch.float64]))
+def test_same_bits_for_any_thread_count(zoo, case_name, floats):
     """And from run to run; PyTorch's own operators do not promise it."""
     if "cpp" not in zoo.variants:
         return
@@ -190,7 +191,7 @@ def test_same_bits_for_any_thread_count(zoo, case_name, dtype):
         runs = []
         for count in (1, 2, 2, 3):
             torch.set_num_threads(count)
-            runs.append(case.run("auto", dtype))
+            runs.append(case.run("auto", floats))
     finally:
         torch.set_num_threads(threads)
     for other in runs[1:]:

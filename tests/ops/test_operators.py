@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from every_case import every_day
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -78,10 +79,11 @@ def test_opcheck_of_the_whole_loss(variant):
 
 
 @BENCHED
-def test_out_overwrites_everything(name, variant, dtype):
+@pytest.mark.parametrize("floats", every_day([torch.bfloat16, torch.float32], more=[torch.float16, torch.float64]))
+def test_out_overwrites_everything(name, variant, floats):
     """Outputs filled with NaN before hold exactly what the allocating form returns."""
     with ops.kernels(variant):
-        for op, arguments in forward_and_backward(name, dtype):
+        for op, arguments in forward_and_backward(name, floats):
             expected = getattr(torch.ops.shardzoo, op)(*arguments)
             expected = expected if isinstance(expected, tuple) else (expected,)
             outputs = {

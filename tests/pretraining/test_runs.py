@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_case import EVERY_CASE, every_day
+from every_case import EVERY_CASE, by_turns, every_day
 from pretraining_runs import run_pretraining, train_losses
 from tiny_models import hf_model, save_glm
 
@@ -150,8 +150,7 @@ EVERY_FAMILY_AND_OBJECTIVE = [
     ("gpt2", "gpt"), ("bert", "bert-nsp"), ("bert", "bert-sop"), ("roberta", "roberta"), ("t5", "ul2"),
     ("t5", "prefix-lm"), ("glm", "glm"), ("mt5", "t5"),
 ]  # fmt: skip
-# Every day each fourth one: GPT-2, T5.
-RESUMED = EVERY_FAMILY_AND_OBJECTIVE[:: 1 if EVERY_CASE else 4]
+RESUMED = by_turns(EVERY_FAMILY_AND_OBJECTIVE, len(EVERY_FAMILY_AND_OBJECTIVE))
 
 
 @pytest.mark.parametrize(("name", "objective"), RESUMED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from every_case import every_day
+from every_case import by_turns, every_day
 from training import losses, native_t5, on_ranks
 
 ONE_STEP = 1e-6  # fp32; the order of sums differs
@@ -74,7 +74,7 @@ def test_deepspeed_leaves_nothing_behind(run_mesh, tmp_path):
     assert run_mesh(1, left_behind, data=2) == [(True, None)] * 2
 
 
-@pytest.mark.parametrize(("arguments", "ranks"), ENGINES, ids=lambda value: str(value))
+@pytest.mark.parametrize(("arguments", "ranks"), by_turns(ENGINES, 2), ids=lambda value: str(value))
 def test_one_step_gives_the_same_weights(run_mesh, tmp_path, arguments, ranks):
     settings = {"train_steps": 1, "lr": 1e-3, "optimizer": "adamw", "adam_eps": 1e-3, "warmup_steps": 0}
     [(_, reference)] = on_ranks(run_mesh, tmp_path / "one", micro_batch_size=8, **settings)

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from every_case import every_day
 from training import Pairs, Stream, native_t5, run_training
 
 KILLS = int(os.environ.get("SHARDZOO_KILLS", "0"))
@@ -32,7 +33,7 @@ RUNS = {
         1,
     ),
 }
-EVERY_DAY = [("pytorchDDP", "streamed", 2), ("pipeline", "indexed", 1)]
+EVERY_DAY = every_day([("pipeline", "indexed", 1)], more=[("pytorchDDP", "streamed", 2)])
 ALL = [(name, data, KILLS) for name in RUNS for data in ("indexed", "streamed")]
 
 

@@ -37,7 +37,7 @@ QUICK = {
     "t5": [(1, 1, 4)],
     "mt5": [],
     "electra": [],
-    "modernbert": [(2, 1, 2)],
+    "modernbert": [],
     "llama": [],
     "umt5": [],
 }
@@ -222,8 +222,7 @@ RESUMED = [(1, 1, 1), (2, 2, 1), (1, 1, 4)]
 
 
 @pytest.mark.parametrize(
-    ("family", "layouts"),
-    [("gpt2", RESUMED if EVERY_CASE else RESUMED[1:2]), ("t5", RESUMED if EVERY_CASE else RESUMED[2:])],
+    ("family", "layouts"), [("gpt2", RESUMED), ("t5", RESUMED)] if EVERY_CASE else [("t5", RESUMED[2:])]
 )
 def test_any_layout_goes_on_from_any_other(run_mesh, tmp_path, whole, family, layouts):
     """2 stages x 2 tensor-parallel ranks are saved, and go on in others, and from those back."""
@@ -292,7 +291,7 @@ def with_vectors_in_the_last_stage(mesh, precision: str):
 
 
 @pytest.mark.parametrize(
-    ("precision", "layout"), every_day([("fp32", (1, 2, 2)), ("bf16", (1, 1, 2))], more=[("fp32", (1, 1, 2))])
+    ("precision", "layout"), every_day([("fp32", (1, 2, 2))], more=[("bf16", (1, 1, 2)), ("fp32", (1, 1, 2))])
 )
 def test_stages_may_have_different_parameter_groups(run_mesh, tmp_path, precision, layout):
     """ZeRO adds up the gradient norm of each group over the stages; the first stage has no group without decay."""
