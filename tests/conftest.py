@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -51,6 +52,12 @@ def rank_pools():
     pools = RankPools()
     yield pools
     pools.close()
+
+
+@pytest.fixture(scope="session")
+def fork_server(rank_pools):
+    """The context of the pools, of which a session has one: its processes start with what ranks need imported."""
+    return multiprocessing.get_context("forkserver")
 
 
 @pytest.fixture(scope="session")

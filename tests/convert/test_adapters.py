@@ -106,7 +106,7 @@ def test_every_bit_is_that_of_the_sum_in_fp64(made, tmp_path):
 
 
 @pytest.mark.parametrize("style", ["megatron", "legacy"])
-def test_other_formats_and_processes(style, made, tmp_path, hashes):
+def test_other_formats_and_processes(style, made, tmp_path, hashes, quick_processes):
     folder = made("gpt2")
     options = Options(adapter=folder / "adapter")
     merge(folder / "base", tmp_path / "direct", options)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import time
@@ -38,14 +37,6 @@ def convert(kind: str, source: Path, destination: Path, resume: bool) -> None:
 
 
 @pytest.fixture(scope="module")
-def server():
-    """Starts processes that have imported everything, in milliseconds."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["shardzoo.convert.operations"])
-    return context
-
-
-@pytest.fixture(scope="module")
 def model(zoo, tmp_path_factory) -> Path:
     """Several megabytes."""
     folder = tmp_path_factory.mktemp("model") / "hf"
@@ -53,7 +44,7 @@ def model(zoo, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_killed_at_random_moments(kind, server, model, tmp_path, file_tree):
+def test_killed_at_random_moments(kind, fork_server, model, tmp_path, file_tree):
     source = model
     if kind == "from dcp":
         merge(model, source := tmp_path / "two", style="dcp")
@@ -68,7 +59,7 @@ def test_killed_at_random_moments(kind, server, model, tmp_path, file_tree):
         destination = tmp_path / f"attempt-{attempt}"
         kills = 0
         while kills < 1 + attempt % 3:  # several in a row, too
-            process = server.Process(target=convert, args=(kind, source, destination, kills > 0))
+            process = fork_server.Process(target=convert, args=(kind, source, destination, kills > 0))
             process.start()
             wait_for(chosen, process, tmp_path / f".{destination.name}.partial" / ".journal.jsonl", lines)
             process.kill()
@@ -78,7 +69,7 @@ def test_killed_at_random_moments(kind, server, model, tmp_path, file_tree):
             assert_nothing_incomplete_loads(destination, wanted, file_tree)
         journal = tmp_path / f".attempt-{attempt}.partial" / ".journal.jsonl"
         kept += journal.exists() and journal.read_bytes().count(b"\n") > 2
-        process = server.Process(target=convert, args=(kind, source, destination, True))
+        process = fork_server.Process(target=convert, args=(kind, source, destination, True))
         process.start()
         process.join()
         assert process.exitcode == 0

@@ -35,7 +35,7 @@ def test_processes_write_what_threads_write(model, tmp_path, file_tree):
     assert file_tree(tmp_path / "wide") == file_tree(tmp_path / "wanted")
 
 
-def test_an_error_in_a_process_is_the_same_error(model, tmp_path):
+def test_an_error_in_a_process_is_the_same_error(model, tmp_path, quick_processes):
     split(model, tmp_path / "two", 2)
     content = bytearray((tmp_path / "two" / "rank_01.safetensors").read_bytes())
     content[-1] ^= 1
@@ -45,7 +45,9 @@ def test_an_error_in_a_process_is_the_same_error(model, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["two"]
 
 
-def test_a_worker_that_dies_leaves_what_can_be_resumed(model, tmp_path, file_tree, monkeypatch, capsys):
+def test_a_worker_that_dies_leaves_what_can_be_resumed(
+    model, tmp_path, file_tree, quick_processes, monkeypatch, capsys
+):
     others = {child.pid for child in multiprocessing.active_children()}  # of the test session
 
     def kill(done: int, total: int) -> None:
@@ -78,9 +80,8 @@ def convert_and_die(model: Path, destination: Path, pids: Path) -> None:
     split(model, destination, 3, Options(workers=2), die)
 
 
-def test_the_processes_end_with_a_killed_conversion(model, tmp_path, file_tree):
-    context = multiprocessing.get_context("forkserver")
-    process = context.Process(target=convert_and_die, args=(model, tmp_path / "three", tmp_path / "pids"))
+def test_the_processes_end_with_a_killed_conversion(model, tmp_path, file_tree, fork_server):
+    process = fork_server.Process(target=convert_and_die, args=(model, tmp_path / "three", tmp_path / "pids"))
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL

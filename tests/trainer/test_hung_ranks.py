@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-import multiprocessing
 import signal
 import subprocess
 import sys
@@ -230,7 +229,7 @@ def test_the_smaller_sizes_of_a_job():
     assert smaller_jobs(TrainingArguments(env_type="pytorch", global_batch_size=4)) == ()
 
 
-def test_a_job_goes_on_with_fewer_ranks(tmp_path, monkeypatch):
+def test_a_job_goes_on_with_fewer_ranks(tmp_path, fork_server, monkeypatch):
     monkeypatch.syspath_prepend(SCRIPT.parent)
     launch = importlib.import_module("hung_ranks").launch
     losses, log = [], ""
@@ -239,9 +238,7 @@ def test_a_job_goes_on_with_fewer_ranks(tmp_path, monkeypatch):
         folder.mkdir()
         faults = {"max_restarts": 2, "smaller": (1,)}
         batch = {"micro_batch_size": 1, "global_batch_size": 4}
-        process = multiprocessing.get_context("forkserver").Process(
-            target=launch, args=(stage, folder, faults, ranks), kwargs=batch
-        )
+        process = fork_server.Process(target=launch, args=(stage, folder, faults, ranks), kwargs=batch)
         process.start()
         process.join(120)
         log = (folder / "log").read_text()
