@@ -258,7 +258,7 @@ forward_op = Op(
     allocate=_allocate,
     reference=reference,
     prepare=_prepare,
-    variants=(),
+    variants=("triton",),
 )
 backward_op = Op(
     "attention_backward",
@@ -267,7 +267,7 @@ backward_op = Op(
     allocate=_allocate_backward,
     reference=backward_reference,
     prepare=_prepare_backward,
-    variants=(),
+    variants=("triton",),
 )
 
 

@@ -35,10 +35,18 @@ def pointer(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def keep_factor(key, column, threshold, keep_scale):
-    """Returns keep_scale where the dropout hash keeps the element, else 0. `key` is the row's key."""
-    low = (key & 0xFFFFFFFF).to(tl.uint32)
-    high = ((key >> 32) & 0xFFFFFFFF).to(tl.uint32)
+def row_key(sample_key, row):
+    """Returns the dropout key of a row, chain(sample_key, row) of ops/dropout.py; both are int64."""
+    z = sample_key.to(tl.uint64) + (row + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def is_kept(key, column, threshold):
+    """Returns whether the dropout hash keeps the element. `key` is the row's key."""
+    low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
     h = low + column.to(tl.uint32)
     h = h ^ (h >> 16)
     h = h * 0x21F0AAAD
@@ -46,4 +54,10 @@ def keep_factor(key, column, threshold, keep_scale):
     h = h ^ (h >> 15)
     h = h * 0x735A2D97
     h = h ^ (h >> 15)
-    return tl.where(h.to(tl.int64) >= threshold, keep_scale, 0.0)
+    return h >= tl.full((), threshold, tl.uint32)
+
+
+@triton.jit
+def keep_factor(key, column, threshold, keep_scale):
+    """Returns keep_scale where the dropout hash keeps the element, else 0. `key` is the row's key."""
+    return tl.where(is_kept(key, column, threshold), keep_scale, 0.0)

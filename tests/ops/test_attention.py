@@ -5,11 +5,13 @@ import math
 
 import pytest
 import torch
+from every_case import EVERY_CASE, every_day
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardzoo import ops
 from shardzoo.ops.attention import BYTES_AT_ONCE, attention
+from shardzoo.ops.library import OPS
 
 SCALE = 0.3
 BOUND = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # of the largest value
@@ -133,6 +135,93 @@ def test_attention_is_written_out_attention(problem, dtype, rows, variant):
         *values, lse = results(problem, dtype)
         assert all(value.dtype == dtype for value in values)
         assert all(error(value, wanted) <= BOUND[dtype] for value, wanted in zip((*values, lse), expected, strict=True))
+
+
+@settings(max_examples=200 if EVERY_CASE else 8, deadline=None)
+@given(
+    problem=problems(40, 40, sizes=(8, 24, 64, 128)) if EVERY_CASE else problems(20, 34, sizes=(8, 24)),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    tile=st.sampled_from([(16, 32), (32, 16)]),
+)
+def test_triton_is_written_out_attention(problem, dtype, tile):
+    """fp32 as exactly as other variants, 16-bit types against the errors of PyTorch's operators in the same type."""
+    with pytest.MonkeyPatch.context() as patch, ops.kernels("triton"):
+        in_tiles(patch, *tile)
+        values = results(problem, dtype)
+    expected = results_written_out(problem, torch.float64, dtype)
+    if dtype == torch.float32:
+        allowed = [BOUND[dtype]] * len(values)
+    else:
+        own = map(error, results_written_out(problem, dtype, dtype), expected)
+        slack = 4.0 if dtype == torch.bfloat16 else 1.0  # Triton's interpreter truncates to bf16 where a GPU rounds
+        allowed = [slack * (1.5 * of_torch + torch.finfo(dtype).eps) for of_torch in own]
+    for value, wanted, most in zip(values, expected, allowed, strict=True):
+        assert error(value, wanted) <= most
+
+
+def in_tiles(patch, rows, columns):
+    """Makes the Triton kernels compute tiles of this size, into outputs that begin as NaN."""
+    kernels = pytest.importorskip("shardzoo.ops.triton_kernels.attention")
+
+    def tile_of(kernel, q):
+        return kernels.Tile(16, 16, 4, 1) if kernel is kernels.bias_gradient else kernels.Tile(rows, columns, 4, 1)
+
+    patch.setattr(kernels, "tile_of", tile_of)
+    for op in (OPS["attention"], OPS["attention_backward"]):
+        empty = op.allocate
+        patch.setattr(op, "allocate", lambda *a, empty=empty: tuple(t.fill_(math.nan) for t in empty(*a)))
+
+
+def normal(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
+WALLS = {  # rules whose limits lie on, beside and between the edges of tiles of 16
+    "causal": {"causal": True},
+    "prefix": {"causal": True, "prefix": torch.tensor([16, 35])},
+    "lengths": {"key_lengths": torch.tensor([0, 33])},
+    "all": {"causal": True, "prefix": torch.tensor([40, 17]), "key_lengths": torch.tensor([31, 48]), "dropout": 0.9},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    every_day(
+        [*((name, (33, 48)) for name in WALLS), ("all", (49, 32))],
+        more=[(name, sizes) for name in WALLS for sizes in ((49, 32), (16, 16), (48, 48))],
+    ),
+    ids=str,
+)
+def test_triton_at_the_edges_of_tiles(name, sizes):
+    """Grouped heads of an odd width, a bias, queries that see no key, and positions that do not begin at 0."""
+    (queries, total), rules = (
+        sizes,
+        {"mask": None, "prefix": None, "key_lengths": None, "causal": False, "dropout": 0.0},
+    )
+    rules |= {"keys": ops.dropout_keys(3, 1, 2), "first_head": 2, "first_row": 7, **WALLS[name]}
+    rules["relative_bias"] = normal(2, queries + total - 1)
+    problem = (normal(2, 2, queries, 20), normal(2, 1, total, 20), normal(2, 1, total, 20).roll(1), rules)
+    with pytest.MonkeyPatch.context() as patch, ops.kernels("triton"):
+        in_tiles(patch, 16, 16)
+        values = results(problem, torch.float32)
+    for value, wanted in zip(values, results_written_out(problem, torch.float64, torch.float32), strict=True):
+        assert error(value, wanted) <= BOUND[torch.float32]
+
+
+def test_triton_reads_heads_where_they_lie():
+    """Heads within a layer's features, a gradient without memory of its own, and a mask of one number for each key."""
+    qkv, mask = normal(2, 21, 3, 2, 16).float(), normal(2, 1, 1, 21).float() > -1
+
+    def run(*tensors):
+        heads = [tensor.requires_grad_() for tensor in tensors]
+        attention(*heads, scale=SCALE, mask=mask).sum().backward()
+        return [tensor.grad for tensor in heads]
+
+    lying = [x.detach().transpose(1, 2) for x in qkv.unbind(2)]
+    with pytest.MonkeyPatch.context() as patch, ops.kernels("triton"):
+        in_tiles(patch, 16, 16)
+        first, again = run(*lying), run(*(x.detach().contiguous() for x in lying))
+    assert all(map(torch.equal, first, again))
 
 
 def in_blocks(patch, rows):

@@ -1,4 +1,4 @@
-"""The Triton kernels compile ahead of time for sm_90, on a machine without a GPU."""
+"""The Triton kernels compile ahead of time, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from every_case import every_day
 
 # In a process of its own, because under the interpreter there is nothing to compile.
 COMPILE = """
@@ -46,13 +47,78 @@ def compile(module):
 
 print(json.dumps({module: compile(module) for module in sys.argv[1:]}))
 """
+# Attention's kernels, as they are launched: a driver stands in for a device, and a launch only compiles.
+COMPILE_ATTENTION = """
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from types import SimpleNamespace
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from shardzoo.ops.triton_kernels import attention
+
+CUOBJDUMP = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+results = []
+attention._precision = lambda device: "tf32x3"
+
+def compile(self, grid):
+    def launch(*arguments, **options):
+        kernel = self.run(*arguments, grid=grid, warmup=True, **options)
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(kernel.asm["cubin"])
+            file.flush()
+            printed = subprocess.run([CUOBJDUMP, "--dump-resource-usage", file.name], capture_output=True, text=True)
+        usage = dict(re.findall(r"(REG|STACK|LOCAL):([0-9]+)", printed.stdout))
+        results.append([self.fn.__name__, *map(int, usage.values()), kernel.metadata.shared])
+    return launch
+
+triton.runtime.jit.KernelInterface.__getitem__ = compile
+for arch, width, dtype, everything in json.loads(sys.argv[1]):
+    driver.set_active(SimpleNamespace(
+        get_current_device=lambda: arch, get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", arch, 32)))
+    q = torch.zeros(2, 4, 512, width, dtype=getattr(torch, dtype))
+    lse, number, bias = torch.zeros(2, 4, 512), torch.zeros(2, dtype=torch.int64), q.new_zeros(4, 1023)
+    rules = (None,) * 5 + (0.125, False, 0.0, 0, 0)
+    if everything:
+        rules = (bias, q.new_zeros(2, 4, 512, 512), number, number, number, 0.125, True, 0.1, 0, 0)
+    attention.KERNELS["attention"](q, q, q, *rules, q, lse)
+    attention.KERNELS["attention_backward"](q, q, lse, q, q, q, *rules, q, q, q, bias)
+print(json.dumps(results))
+"""
+ATTENTION = every_day([(arch, 64, "bfloat16", True) for arch in (80, 90)], more=[
+    (arch, width, dtype, everything) for arch in (80, 90) for width, dtype in [
+        (64, "float16"), (80, "bfloat16"), (256, "bfloat16")] for everything in (False, True)
+])  # fmt: skip
 MODULES = {"softmax": 4, "norm": 4, "activation": 8, "dropout": 4, "cross_entropy": 4}
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_all_compile_for_sm_90(tmp_path):
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", COMPILE, *MODULES]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+SHARED = 163 << 10  # bytes of shared memory that a block may have on sm_80
+
+
+def printed(folder, program, *arguments):
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
+    command = [sys.executable, "-c", program, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout) == MODULES
+    return json.loads(done.stdout)
+
+
+def test_all_compile_for_sm_90(tmp_path):
+    assert printed(tmp_path, COMPILE, *MODULES) == MODULES
+
+
+def test_attention_keeps_its_tiles_in_registers(tmp_path):
+    """Compiled as it is launched, with every rule at once and with none, no kernel spills."""
+    built = printed(tmp_path, COMPILE_ATTENTION, json.dumps(ATTENTION))
+    assert {kernel for kernel, *_ in built} == {"forward", "query_gradient", "key_gradient", "bias_gradient"}
+    assert len(built) == sum(4 if everything else 3 for *_, everything in ATTENTION)
+    for kernel, registers, stack, local, shared in built:
+        assert (stack, local) == (0, 0), (kernel, registers)
+        assert shared <= SHARED, kernel

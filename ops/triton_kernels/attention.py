@@ -1,0 +1,563 @@
+"""Attention and its gradients in Triton, a tile of scores at a time, in the order of FlashAttention-2 (Dao 2023).
+
+    forward         a program computes a block of queries, walking over the keys with an online softmax
+    query_gradient  the same order: the gradient of q, and what the next kernels need of a query (delta, dropout's key)
+    key_gradient    a program computes the gradients of a block of keys, walking over the queries
+    bias_gradient   a program walks along a diagonal of tiles. An element of these tiles always has the same distance,
+                    so the tiles are added element by element, and only their sum is folded into diagonals
+
+Nothing is added atomically, so results are reproducible. Tiles that no query sees are not computed, and the rules about
+positions are applied only in tiles that they cut. Exponentials have base 2, as the hardware computes them: `z` stands
+for log2(e) times a score. Scores, statistics and sums are fp32; factors of a product are rounded to the dtype of q.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..dropout import dropout_threshold
+from ..library import contiguous
+from .common import is_kept, row_key
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+PROGRAMS = 512  # of `bias_gradient`, if there are enough samples to share out
+
+
+class Tile(NamedTuple):
+    """The queries and keys of a tile, the warps of a program, and how many tiles are loaded ahead."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class Sizes(NamedTuple):
+    """Of the whole call; `served` query heads share a key-value head."""
+
+    heads: int
+    served: int
+    queries: int
+    keys: int
+
+
+class Rules(NamedTuple):
+    """What applies to the scores. A rule that does not apply is None, which a kernel knows when it is compiled."""
+
+    bias: torch.Tensor | None
+    mask: torch.Tensor | None
+    mask_strides: tuple[int, ...] | None
+    prefix: torch.Tensor | None
+    lengths: torch.Tensor | None
+    sample_keys: torch.Tensor | None
+    scale: float
+    keep_scale: float
+    threshold: int
+    first_head: int
+    first_row: int
+
+
+@triton.jit
+def head_start(x_ptr, strides, b, n):
+    return x_ptr + tl.cast(b, tl.int64) * strides[0] + tl.cast(n, tl.int64) * strides[1]
+
+
+@triton.jit
+def load_rows(x_ptr, stride, first, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
+    """Returns the rows from `first` of a matrix [rows, WIDTH]: [ROWS, D], zero outside. No rows means no limit."""
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, D)[None, :]
+    at = x_ptr + tl.cast(first, tl.int64) * stride + (row * stride + column)
+    if rows is not None:
+        value = tl.load(at, mask=(row < rows - first) & (column < WIDTH), other=0.0)
+    elif WIDTH < D:
+        value = tl.load(at, mask=column < WIDTH, other=0.0)
+    else:
+        value = tl.load(at)
+    return value
+
+
+@triton.jit
+def store_rows(x_ptr, value, first, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, D)[None, :]
+    at = x_ptr + tl.cast(first, tl.int64) * WIDTH + (row * WIDTH + column)
+    tl.store(at, value.to(x_ptr.dtype.element_ty), mask=(row < rows - first) & (column < WIDTH))
+
+
+@triton.jit
+def product(x, y, total, PRECISION: tl.constexpr):
+    """Returns total + x·y in fp32. Triton's interpreter multiplies no bf16, so there the factors are widened."""
+    if PRECISION == "interpreted":
+        result = tl.dot(x.to(tl.float32), y.to(tl.float32), total)
+    else:
+        result = tl.dot(x, y, total, input_precision=PRECISION)
+    return result
+
+
+@triton.jit
+def key_limit(b, sizes, rules):
+    """Returns the number of keys of sample b."""
+    if rules.lengths is None:
+        limit = tl.cast(sizes.keys, tl.int32)
+    else:
+        limit = tl.minimum(tl.load(rules.lengths + b), sizes.keys).to(tl.int32)
+    return limit
+
+
+@triton.jit
+def visible_end(row, b, limit, sizes, rules, CAUSAL: tl.constexpr):
+    """Returns where the keys end that a query may see."""
+    end = limit + row * 0
+    if CAUSAL:
+        diagonal = row + (sizes.keys - sizes.queries + 1)
+        if rules.prefix is not None:
+            diagonal = tl.maximum(diagonal, tl.load(rules.prefix + b)).to(tl.int32)
+        end = tl.minimum(diagonal, limit)
+    return end
+
+
+@triton.jit
+def block_of_head(rows, heads, ROWS: tl.constexpr):
+    """Returns the first row of the program's block, its sample and its head."""
+    blocks = tl.cdiv(rows, ROWS)
+    first = (blocks - 1 - tl.program_id(0) % blocks) * ROWS  # with the causal rule, the longest programs start first
+    return first, tl.program_id(0) // blocks // heads, tl.program_id(0) // blocks % heads
+
+
+@triton.jit
+def keys_of_block(first, ROWS: tl.constexpr, COLUMNS: tl.constexpr, b, sizes, rules, CAUSAL: tl.constexpr):
+    """Returns the start of the tiles whose keys only some of the queries from `first` see, and the end of all tiles."""
+    limit = key_limit(b, sizes, rules)
+    last = tl.minimum(first + ROWS, sizes.queries) - 1
+    cut = tl.maximum(visible_end(first, b, limit, sizes, rules, CAUSAL), 0) // COLUMNS * COLUMNS
+    return cut, visible_end(last, b, limit, sizes, rules, CAUSAL)
+
+
+@triton.jit
+def apply_rules(products, row, column, end, b, n, sizes, rules, CUT: tl.constexpr):
+    """Returns z of a tile from its q·k, -inf at hidden keys.
+
+    `row`, `column` and `end`, the number of keys that a query sees, broadcast to the tile. Without CUT, the queries see
+    all of its keys that the mask allows.
+    """
+    z = products * (rules.scale * LOG2_E)
+    row = tl.minimum(row, sizes.queries - 1)
+    visible = column < end
+    if rules.bias is not None:
+        of_head = rules.bias + tl.cast(n, tl.int64) * (sizes.queries + sizes.keys - 1) + (sizes.queries - 1)
+        at = of_head + (column - row)
+        bias = tl.load(at, mask=visible, other=0.0) if CUT else tl.load(at)
+        z += bias.to(tl.float32) * LOG2_E
+    if rules.mask is not None:
+        of_query = head_start(rules.mask, rules.mask_strides, b, n) + row.to(tl.int64) * rules.mask_strides[2]
+        at = of_query + column * rules.mask_strides[3]
+        mask = tl.load(at, mask=visible, other=0) if CUT else tl.load(at)
+        if rules.mask.dtype.element_ty == tl.uint8:
+            z = tl.where(mask != 0, z, float("-inf"))
+        else:
+            z += mask.to(tl.float32) * LOG2_E
+    return tl.where(visible, z, float("-inf")) if CUT else z
+
+
+@triton.jit
+def keys_of_rows(row, b, n, rules):
+    """Returns the dropout keys of a head's queries."""
+    head = tl.cast(n, tl.int64) + rules.first_head
+    return row_key(tl.load(rules.sample_keys + b), (head << 32) + rules.first_row + row)
+
+
+@triton.jit
+def attend(
+    state, q, k_ptr, v_ptr, strides, start, stop, row, row_keys, b, n, sizes, rules, CAUSAL: tl.constexpr, CUT:
+    tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Adds the keys [start, stop) to an online softmax: the largest z, the sum of exponentials, and that of p·v."""
+    top, total, out = state
+    end = visible_end(row, b, key_limit(b, sizes, rules), sizes, rules, CAUSAL)[:, None]
+    for j in tl.range(start, stop, COLUMNS):
+        column = j + tl.arange(0, COLUMNS)[None, :]
+        k = load_rows(k_ptr, strides[1][2], j, sizes.keys if CUT else None, WIDTH, COLUMNS, D)
+        products = product(q, tl.trans(k), None, PRECISION)
+        z = apply_rules(products, row[:, None], column, end, b, n, sizes, rules, CUT)
+        higher = tl.maximum(top, tl.max(z, axis=1))
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        p = tl.exp2(z - shift[:, None])
+        rescale = tl.exp2(top - shift)
+        total = total * rescale + tl.sum(p, axis=1)
+        if row_keys is not None:
+            p = tl.where(is_kept(row_keys[:, None], column, rules.threshold), p, 0.0)
+        v = load_rows(v_ptr, strides[2][2], j, sizes.keys if CUT else None, WIDTH, COLUMNS, D)
+        out = product(p.to(v.dtype), v, out * rescale[:, None], PRECISION)
+        top = higher
+    return top, total, out
+
+
+@triton.jit
+def forward(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, strides, sizes, rules, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    first, b, n = block_of_head(sizes.queries, sizes.heads, ROWS)
+    row = first + tl.arange(0, ROWS)
+    row_keys = None if rules.sample_keys is None else keys_of_rows(row, b, n, rules)
+    q = load_rows(head_start(q_ptr, strides[0], b, n), strides[0][2], first, sizes.queries, WIDTH, ROWS, D)
+    k_ptr = head_start(k_ptr, strides[1], b, n // sizes.served)
+    v_ptr = head_start(v_ptr, strides[2], b, n // sizes.served)
+    cut, stop = keys_of_block(first, ROWS, COLUMNS, b, sizes, rules, CAUSAL)
+    state = (tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, D], tl.float32))
+    state = attend(
+        state, q, k_ptr, v_ptr, strides, 0, cut, row, row_keys, b, n, sizes, rules, CAUSAL, False, PRECISION, WIDTH, D,
+        COLUMNS,
+    )  # fmt: skip
+    top, total, out = attend(
+        state, q, k_ptr, v_ptr, strides, cut, stop, row, row_keys, b, n, sizes, rules, CAUSAL, True, PRECISION, WIDTH,
+        D, COLUMNS,
+    )  # fmt: skip
+    empty = total == 0.0
+    out *= tl.where(empty, 0.0, rules.keep_scale / tl.where(empty, 1.0, total))[:, None]
+    lse = tl.where(empty, float("-inf"), (top + tl.log2(tl.where(empty, 1.0, total))) * LN_2)
+    at = (tl.cast(b, tl.int64) * sizes.heads + n) * sizes.queries
+    store_rows(out_ptr + at * WIDTH, out, first, sizes.queries, WIDTH, ROWS, D)
+    tl.store(lse_ptr + at + row, lse, mask=row < sizes.queries)
+
+
+@triton.jit
+def tile_gradient(
+    left, right, left_grad, right_grad, row, column, end, lse, delta, row_keys, b, n, sizes, rules, CUT:
+    tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Returns a tile's probabilities, with dropout but for its factor, and the gradient of its scores.
+
+    The products of `left` and `right` (q and k, or k and q) are the scores; those of `left_grad` and `right_grad` (the
+    gradient of the output and v, or the reverse), the gradients of the probabilities.
+    """
+    products = product(left, tl.trans(right), None, PRECISION)
+    p = tl.exp2(apply_rules(products, row, column, end, b, n, sizes, rules, CUT) - lse)
+    grad = product(left_grad, tl.trans(right_grad), None, PRECISION)
+    weights = p
+    if row_keys is not None:
+        keep = is_kept(row_keys, column, rules.threshold)
+        weights = tl.where(keep, p, 0.0)
+        grad = tl.where(keep, grad * rules.keep_scale, 0.0)
+    return weights, p * (grad - delta)
+
+
+@triton.jit
+def load_lse(lse_ptr, at, inside):
+    """Returns lse to base 2. It is infinite where there is no key or no query, so that all probabilities are 0."""
+    lse = tl.load(lse_ptr + at, mask=inside, other=float("-inf")) * LOG2_E
+    return tl.where(lse == float("-inf"), float("inf"), lse)
+
+
+@triton.jit
+def add_query_gradient(
+    grad_q, q, grad, k_ptr, v_ptr, strides, start, stop, row, lse, delta, row_keys, b, n, sizes, rules, CAUSAL:
+    tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, COLUMNS:
+    tl.constexpr,
+):  # fmt: skip
+    """Adds what the keys [start, stop) contribute to the gradient of a block of queries."""
+    end = visible_end(row, b, key_limit(b, sizes, rules), sizes, rules, CAUSAL)
+    for j in tl.range(start, stop, COLUMNS):
+        column = j + tl.arange(0, COLUMNS)[None, :]
+        k = load_rows(k_ptr, strides[1][2], j, sizes.keys if CUT else None, WIDTH, COLUMNS, D)
+        v = load_rows(v_ptr, strides[2][2], j, sizes.keys if CUT else None, WIDTH, COLUMNS, D)
+        _, grad_z = tile_gradient(
+            q, k, grad, v, row, column, end, lse, delta, row_keys, b, n, sizes, rules, CUT, PRECISION
+        )  # fmt: skip
+        grad_q = product(grad_z.to(k.dtype), k, grad_q, PRECISION)
+    return grad_q
+
+
+@triton.jit
+def query_gradient(
+    q_ptr, k_ptr, v_ptr, grad_ptr, out_ptr, lse_ptr, delta_ptr, row_keys_ptr, grad_q_ptr, strides, sizes, rules,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    first, b, n = block_of_head(sizes.queries, sizes.heads, ROWS)
+    row = first + tl.arange(0, ROWS)
+    at = (tl.cast(b, tl.int64) * sizes.heads + n) * sizes.queries
+    grad = load_rows(head_start(grad_ptr, strides[3], b, n), strides[3][2], first, sizes.queries, WIDTH, ROWS, D)
+    out = load_rows(out_ptr + at * WIDTH, WIDTH, first, sizes.queries, WIDTH, ROWS, D)
+    delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), axis=1)
+    tl.store(delta_ptr + at + row, delta, mask=row < sizes.queries)
+    if row_keys_ptr is None:
+        row_keys = None
+    else:
+        row_keys = keys_of_rows(row, b, n, rules)[:, None]
+        tl.store(row_keys_ptr + at + row[:, None], row_keys.to(tl.int64), mask=row[:, None] < sizes.queries)
+    lse, delta = load_lse(lse_ptr, at + row, row < sizes.queries)[:, None], delta[:, None]
+    q = load_rows(head_start(q_ptr, strides[0], b, n), strides[0][2], first, sizes.queries, WIDTH, ROWS, D)
+    k_ptr = head_start(k_ptr, strides[1], b, n // sizes.served)
+    v_ptr = head_start(v_ptr, strides[2], b, n // sizes.served)
+    cut, stop = keys_of_block(first, ROWS, COLUMNS, b, sizes, rules, CAUSAL)
+    grad_q = tl.zeros([ROWS, D], tl.float32)
+    row = row[:, None]
+    grad_q = add_query_gradient(
+        grad_q, q, grad, k_ptr, v_ptr, strides, 0, cut, row, lse, delta, row_keys, b, n, sizes, rules, CAUSAL, False,
+        PRECISION, WIDTH, D, COLUMNS,
+    )  # fmt: skip
+    grad_q = add_query_gradient(
+        grad_q, q, grad, k_ptr, v_ptr, strides, cut, stop, row, lse, delta, row_keys, b, n, sizes, rules, CAUSAL, True,
+        PRECISION, WIDTH, D, COLUMNS,
+    )  # fmt: skip
+    store_rows(grad_q_ptr + at * WIDTH, grad_q * rules.scale, first, sizes.queries, WIDTH, ROWS, D)
+
+
+@triton.jit
+def add_key_gradients(
+    sums, k, v, q_ptr, grad_ptr, lse_ptr, delta_ptr, row_keys_ptr, strides, start, stop, column, limit, b, n, sizes,
+    rules, CAUSAL: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Adds what the queries [start, stop) of a head contribute to the gradients of a block of keys."""
+    grad_k, grad_v = sums
+    for i in tl.range(start, stop, ROWS):
+        row = i + tl.arange(0, ROWS)[None, :]
+        q = load_rows(q_ptr, strides[0][2], i, sizes.queries, WIDTH, ROWS, D)
+        grad = load_rows(grad_ptr, strides[3][2], i, sizes.queries, WIDTH, ROWS, D)
+        lse = load_lse(lse_ptr, row, row < sizes.queries)
+        delta = tl.load(delta_ptr + row, mask=row < sizes.queries, other=0.0)
+        if row_keys_ptr is None:
+            row_keys = None
+        else:
+            row_keys = tl.load(row_keys_ptr + row, mask=row < sizes.queries, other=0)
+        end = visible_end(row, b, limit, sizes, rules, CAUSAL)
+        weights, grad_z = tile_gradient(
+            k, q, v, grad, row, column, end, lse, delta, row_keys, b, n, sizes, rules, CUT, PRECISION
+        )  # fmt: skip
+        grad_v = product(weights.to(grad.dtype), grad, grad_v, PRECISION)
+        grad_k = product(grad_z.to(q.dtype), q, grad_k, PRECISION)
+    return grad_k, grad_v
+
+
+@triton.jit
+def queries_of_block(first, ROWS: tl.constexpr, COLUMNS: tl.constexpr, limit, b, sizes, rules, CAUSAL: tl.constexpr):
+    """Returns the first query that sees one of the keys from `first`, and, with that as its origin, the first block of
+    queries from which on every query sees all of them; the number of queries where none is seen."""
+    start = tl.cast(0, tl.int32)
+    whole = tl.cast(0, tl.int32)
+    if CAUSAL:
+        offset = sizes.queries - sizes.keys
+        seen = tl.cast(0, tl.int32)
+        if rules.prefix is not None:
+            seen = tl.load(rules.prefix + b).to(tl.int32)
+        start = tl.where(seen > first, 0, tl.maximum(first + offset, 0) // ROWS * ROWS)
+        whole = tl.where(seen >= first + COLUMNS, 0, tl.cdiv(tl.maximum(first + COLUMNS - 1 + offset, 0), ROWS) * ROWS)
+    start = tl.where(first < limit, start, sizes.queries)
+    whole = tl.where(first + COLUMNS <= limit, whole, sizes.queries)
+    return start, tl.minimum(tl.maximum(whole, start), tl.cdiv(sizes.queries, ROWS) * ROWS)
+
+
+@triton.jit
+def key_gradient(
+    q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, row_keys_ptr, grad_k_ptr, grad_v_ptr, strides, sizes, rules,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    groups = sizes.heads // sizes.served
+    blocks = tl.cdiv(sizes.keys, COLUMNS)
+    first = tl.program_id(0) % blocks * COLUMNS
+    b, group = tl.program_id(0) // blocks // groups, tl.program_id(0) // blocks % groups
+    column = first + tl.arange(0, COLUMNS)[:, None]
+    k = load_rows(head_start(k_ptr, strides[1], b, group), strides[1][2], first, sizes.keys, WIDTH, COLUMNS, D)
+    v = load_rows(head_start(v_ptr, strides[2], b, group), strides[2][2], first, sizes.keys, WIDTH, COLUMNS, D)
+    limit = key_limit(b, sizes, rules)
+    start, whole = queries_of_block(first, ROWS, COLUMNS, limit, b, sizes, rules, CAUSAL)
+    sums = (tl.zeros([COLUMNS, D], tl.float32), tl.zeros([COLUMNS, D], tl.float32))
+    for n in range(group * sizes.served, (group + 1) * sizes.served):
+        of_head = (tl.cast(b, tl.int64) * sizes.heads + n) * sizes.queries
+        q_head, grad_head = head_start(q_ptr, strides[0], b, n), head_start(grad_ptr, strides[3], b, n)
+        keys_head = None if row_keys_ptr is None else row_keys_ptr + of_head
+        sums = add_key_gradients(
+            sums, k, v, q_head, grad_head, lse_ptr + of_head, delta_ptr + of_head, keys_head, strides, start, whole,
+            column, limit, b, n, sizes, rules, CAUSAL, True, PRECISION, WIDTH, D, ROWS,
+        )  # fmt: skip
+        sums = add_key_gradients(
+            sums, k, v, q_head, grad_head, lse_ptr + of_head, delta_ptr + of_head, keys_head, strides, whole,
+            sizes.queries, column, limit, b, n, sizes, rules, CAUSAL, False, PRECISION, WIDTH, D, ROWS,
+        )  # fmt: skip
+    grad_k, grad_v = sums
+    at = (tl.cast(b, tl.int64) * groups + group) * sizes.keys * WIDTH
+    store_rows(grad_k_ptr + at, grad_k * rules.scale, first, sizes.keys, WIDTH, COLUMNS, D)
+    store_rows(grad_v_ptr + at, grad_v * rules.keep_scale, first, sizes.keys, WIDTH, COLUMNS, D)
+
+
+@triton.jit
+def tiles_of_diagonal(offset, b, sizes, rules, CAUSAL: tl.constexpr, T: tl.constexpr):
+    """Returns the first tile row of a diagonal of tiles, and the last that holds a visible key, plus 1."""
+    limit = key_limit(b, sizes, rules)
+    if CAUSAL:
+        seen = tl.cast(0, tl.int32)
+        if rules.prefix is not None:
+            seen = tl.load(rules.prefix + b).to(tl.int32)
+        reached = offset * T < T + sizes.keys - sizes.queries  # the last query of a tile sees its first key
+        limit = tl.where(reached, limit, tl.minimum(limit, seen))
+    rows = tl.cdiv(sizes.queries, T)
+    return tl.maximum(-offset, 0), tl.minimum(rows, tl.cdiv(tl.maximum(limit, 0), T) - offset)
+
+
+@triton.jit
+def fold(tile, T: tl.constexpr):
+    """Returns the sums of the diagonals of a tile [T, T], from the lower left corner on, and a 0: [2 T]."""
+    row, diagonal = tl.arange(0, T)[:, None], tl.arange(0, 2 * T)[None, :]
+    column = diagonal + row - (T - 1)
+    inside = (column >= 0) & (column < T)
+    return tl.sum(tl.where(inside, tl.gather(tile, tl.where(inside, column, 0), axis=1), 0.0), axis=0)
+
+
+@triton.jit
+def diagonal_tile(
+    q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, row_keys_ptr, strides, i, j, b, n, sizes, rules,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Returns the gradient of the scores of the queries from i and the keys from j, [T, T]."""
+    row, column = i + tl.arange(0, T)[:, None], j + tl.arange(0, T)[None, :]
+    q = load_rows(head_start(q_ptr, strides[0], b, n), strides[0][2], i, sizes.queries, WIDTH, T, D)
+    grad = load_rows(head_start(grad_ptr, strides[3], b, n), strides[3][2], i, sizes.queries, WIDTH, T, D)
+    k = load_rows(head_start(k_ptr, strides[1], b, n // sizes.served), strides[1][2], j, sizes.keys, WIDTH, T, D)
+    v = load_rows(head_start(v_ptr, strides[2], b, n // sizes.served), strides[2][2], j, sizes.keys, WIDTH, T, D)
+    at = (tl.cast(b, tl.int64) * sizes.heads + n) * sizes.queries + row
+    lse = load_lse(lse_ptr, at, row < sizes.queries)
+    delta = tl.load(delta_ptr + at, mask=row < sizes.queries, other=0.0)
+    if row_keys_ptr is None:
+        row_keys = None
+    else:
+        row_keys = tl.load(row_keys_ptr + at, mask=row < sizes.queries, other=0)
+    end = visible_end(row, b, key_limit(b, sizes, rules), sizes, rules, CAUSAL)
+    _, grad_z = tile_gradient(
+        q, k, grad, v, row, column, end, lse, delta, row_keys, b, n, sizes, rules, True, PRECISION
+    )
+    return grad_z
+
+
+@triton.jit
+def bias_gradient(
+    q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, row_keys_ptr, partial_ptr, batch, share, strides, sizes, rules,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Sums a head's diagonal of tiles over the `share` samples of a part; tiles are square, so COLUMNS is ROWS."""
+    rows = tl.cdiv(sizes.queries, ROWS)
+    diagonals = rows + tl.cdiv(sizes.keys, COLUMNS) - 1
+    offset = tl.program_id(0) % diagonals - (rows - 1)
+    n = tl.program_id(0) // diagonals % sizes.heads
+    part = tl.program_id(0) // diagonals // sizes.heads
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for b in range(part * share, tl.minimum((part + 1) * share, batch)):
+        start, stop = tiles_of_diagonal(offset, b, sizes, rules, CAUSAL, ROWS)
+        for m in tl.range(start, stop):
+            total += diagonal_tile(
+                q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, row_keys_ptr, strides, m * ROWS, (m + offset) * ROWS,
+                b, n, sizes, rules, CAUSAL, PRECISION, WIDTH, D, ROWS,
+            )  # fmt: skip
+    diagonal = tl.arange(0, 2 * ROWS)
+    distance = offset * ROWS + sizes.queries - ROWS + diagonal
+    distances = sizes.queries + sizes.keys - 1
+    # Neighboring diagonals of tiles have distances in common, so every other one has sums of its own.
+    at = ((tl.cast(part, tl.int64) * 2 + (offset + rows) % 2) * sizes.heads + n) * distances + distance
+    inside = (distance >= 0) & (distance < distances) & (diagonal < 2 * ROWS - 1)
+    tl.store(partial_ptr + at, fold(total, ROWS), mask=inside)
+
+
+# Tiles by the bytes of a head's row, padded to a power of two, and doubled for fp32, whose factors are split in two:
+# as many products for a loaded byte as fit into the registers, whatever the rules, on sm_80 and sm_90.
+LARGE, SMALL = Tile(64, 32, 8, 2), Tile(16, 16, 4, 1)
+TILES = {
+    forward: {128: Tile(128, 64, 8, 2), 256: LARGE, 512: Tile(32, 32, 4, 1), 1024: SMALL},
+    query_gradient: {128: Tile(128, 32, 8, 2), 256: LARGE, 512: Tile(32, 32, 8, 1), 1024: SMALL},
+    key_gradient: {128: Tile(32, 64, 4, 1), 256: LARGE, 512: Tile(32, 32, 8, 1), 1024: SMALL},
+    bias_gradient: {128: Tile(32, 32, 4, 2), 256: Tile(32, 32, 8, 1), 512: Tile(16, 16, 8, 1), 1024: SMALL},
+}
+
+
+def tile_of(kernel, q: torch.Tensor) -> Tile:
+    """Returns the tile of a kernel for heads like those of q."""
+    bytes_of_row = triton.next_power_of_2(q.shape[3]) * q.itemsize
+    size = max(bytes_of_row, 128) if q.itemsize == 2 else max(2 * bytes_of_row, 512)
+    return TILES[kernel][min(size, 1024)]
+
+
+def _launch(kernel, tile, programs, tensors, strided, sizes, rules, causal):
+    """Runs a kernel on tensors [B, N, S, D] of any strides, and on others in row-major order."""
+    strided = tuple(x if x.stride(3) == 1 else x.contiguous() for x in strided)
+    width = strided[0].shape[3]
+    kernel[(programs,)](
+        *strided,
+        *tensors,
+        tuple(x.stride()[:3] for x in strided),
+        sizes,
+        rules,
+        CAUSAL=causal,
+        PRECISION=_precision(strided[0].device),
+        WIDTH=width,
+        D=max(triton.next_power_of_2(width), 16),
+        ROWS=tile.queries,
+        COLUMNS=tile.keys,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def _precision(device: torch.device) -> str:
+    """Returns how fp32 factors are multiplied: to fp32's precision, unless PyTorch's matrix products use TF32."""
+    if device.type == "cpu":
+        return "interpreted"
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def _call(q, k, bias, mask, prefix, lengths, keys, scale, causal, dropout, first_head, first_row):
+    """Returns the sizes and the rules of a call."""
+    (batch, heads, queries, _), (_, groups, total, _) = q.shape, k.shape
+    strides = None if mask is None else mask.expand(batch, heads, queries, total).stride()
+    mask = mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask
+    bias, prefix, lengths, keys = contiguous(bias, prefix, lengths, keys if dropout else None)
+    kept = (1.0 / (1.0 - dropout), dropout_threshold(dropout))
+    rules = Rules(bias, mask, strides, prefix, lengths, keys, scale, *kept, first_head, first_row)
+    return Sizes(heads, heads // groups, queries, total), rules
+
+
+def _forward(q, k, v, *arguments):
+    *arguments, out, lse = arguments
+    sizes, rules = _call(q, k, *arguments)
+    tile = tile_of(forward, q)
+    programs = q.shape[0] * sizes.heads * triton.cdiv(sizes.queries, tile.queries)
+    _launch(forward, tile, programs, (out, lse), (q, k, v), sizes, rules, arguments[6])
+
+
+def _backward(grad, out, lse, q, k, v, *arguments):
+    *arguments, grad_q, grad_k, grad_v, grad_bias = arguments
+    sizes, rules = _call(q, k, *arguments)
+    call = ((q, k, v, grad), sizes, rules, arguments[6])
+    statistics = (
+        lse,
+        torch.empty_like(lse),
+        None if rules.sample_keys is None else lse.new_empty(lse.shape, dtype=torch.int64),
+    )
+    tile = tile_of(query_gradient, q)
+    programs = q.shape[0] * sizes.heads * triton.cdiv(sizes.queries, tile.queries)
+    _launch(query_gradient, tile, programs, (out, *statistics, grad_q), *call)
+    tile = tile_of(key_gradient, q)
+    programs = q.shape[0] * k.shape[1] * triton.cdiv(sizes.keys, tile.keys)
+    _launch(key_gradient, tile, programs, (*statistics, grad_k, grad_v), *call)
+    if rules.bias is not None:
+        grad_bias.copy_(_bias_gradient(q, statistics, call))
+
+
+def _bias_gradient(q, statistics, call):
+    """Returns the gradient of the relative bias in fp32. The samples are shared out by their number and size alone."""
+    batch, sizes, tile = q.shape[0], call[1], tile_of(bias_gradient, q)
+    walks = sizes.heads * (triton.cdiv(sizes.queries, tile.queries) + triton.cdiv(sizes.keys, tile.keys) - 1)
+    share = triton.cdiv(batch, min(batch, triton.cdiv(PROGRAMS, walks)))
+    parts = triton.cdiv(batch, share)
+    distances = sizes.queries + sizes.keys - 1
+    partial = q.new_zeros(2 * parts, sizes.heads, distances, dtype=torch.float32)
+    _launch(bias_gradient, tile, walks * parts, (*statistics, partial, batch, share), *call)
+    return partial.sum(0)
+
+
+KERNELS = {"attention": _forward, "attention_backward": _backward}
