@@ -7,6 +7,7 @@ from itertools import count
 
 import pytest
 import torch
+from every_case import by_turns
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -32,7 +33,7 @@ VARIANTS = (
 )
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", by_turns(VARIANTS, 2))
 def test_every_size_to_every_other(variant, zoo, hashes, tmp_path):
     source = zoo.make(tmp_path / "hf", variant, heads=24, head_size=2, feed_forward=48, layers=1)
     wanted = hashes(source)

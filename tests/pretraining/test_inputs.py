@@ -7,10 +7,12 @@ import shutil
 import tempfile
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from every_case import by_turns
 from pretraining_runs import arguments_of, run_pretraining
 from tiny_models import hf_model, tiny
 from training import without_digests
@@ -132,8 +134,7 @@ def problem(weights: str, tokenizer: str, corpus: str) -> tuple[str, ...]:
     return () if belongs else ("corpus", "tokenizer" if tokenizer != "none" else "weights")
 
 
-@pytest.mark.parametrize("tokenizer", TOKENIZERS)
-@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize(("weights", "tokenizer"), by_turns(product(WEIGHTS, TOKENIZERS), 2))
 def test_every_combination_is_accepted_or_refused_by_name(parts, tmp_path, weights, tokenizer):
     for corpus in CORPORA:
         named = {

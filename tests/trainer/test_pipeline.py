@@ -31,7 +31,7 @@ STEPS, SAVED = (20, 8) if EVERY_CASE else (10, 4)
 LAYOUTS = [(1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 2)]
 QUICK = {
     "gpt2": [(2, 1, 2)],
-    "bert": [(1, 2, 2)],
+    "bert": [],
     "roberta": [],
     "glm": [(2, 1, 2)],
     "t5": [(1, 1, 4)],
@@ -172,11 +172,10 @@ def test_rounding_errors_stay_small(run_mesh, tmp_path, whole, family):
     ("layout", "changes"),
     every_day(
         [
-            ((1, 1, 2), {"zero_stage": 0}),
             ((2, 1, 2), {"sequence_parallel": True, "recompute": "full", "data": Samples(2)}),
             ((1, 1, 3), {"pipeline_blocks": (1, 2, 1)}),
         ],
-        more=[((1, 1, 2), {"recompute": "selective"})],
+        more=[((1, 1, 2), {"zero_stage": 0}), ((1, 1, 2), {"recompute": "selective"})],
     ),
 )
 def test_options_change_nothing(run_mesh, tmp_path, whole, layout, changes):
@@ -185,7 +184,7 @@ def test_options_change_nothing(run_mesh, tmp_path, whole, layout, changes):
         assert losses(steps) == pytest.approx(whole("gpt2", **base)[1], **SAME_LOSS)
 
 
-@pytest.mark.parametrize("blocks", every_day([(2, 3, 3), (3, 1, 4)], more=[(5, 3)]))
+@pytest.mark.parametrize("blocks", every_day([(3, 1, 4)], more=[(2, 3, 3), (5, 3)]))
 def test_encoder_and_decoder_may_be_cut_anywhere(run_mesh, tmp_path, whole, blocks):
     """Four blocks each: a stage with blocks of both, a boundary in the decoder, and one between them."""
     for steps, _ in on_ranks(run_mesh, tmp_path, **settings("t5", 1, 1, len(blocks), pipeline_blocks=blocks)):

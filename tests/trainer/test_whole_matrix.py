@@ -161,7 +161,7 @@ def oracles() -> dict[str, dict[str, torch.Tensor]]:
 
 
 # tensor-parallel, data-parallel, ZeRO. `make test-all` runs all that eight processes can.
-LAYOUTS = [(1, 1, 0), (1, 3, 2), (2, 2, 1), (3, 1, 0), (4, 1, 2)]
+LAYOUTS = [(1, 3, 2), (2, 2, 1), (3, 1, 0)]
 if EVERY_CASE:
     LAYOUTS = [(1, 3, 2), *((tp, data, zero) for tp in (1, 2, 3, 4) for data in (1, 2) for zero in (0, 1, 2))]
 
