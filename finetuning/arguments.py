@@ -120,9 +120,6 @@ class FinetuningArguments(TrainingArguments):
     """Folder for models downloaded from the Hugging Face Hub."""
     gradient_checkpointing: bool = False
     """Equivalent to recompute="full"."""
-    torch_compile: bool = False
-    """Compile the model with torch.compile."""
-    torch_compile_backend: str = "inductor"
     output_dir: str | None = None
     """Folder of the run; by default a new one under runs/."""
     overwrite: bool = False
@@ -160,7 +157,6 @@ class FinetuningArguments(TrainingArguments):
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is not supported in fine-tuning; set --output-dir instead"
                 )
-        self._check_compiler()
         for name in ("label_smoothing", "dropout_rate"):
             if not 0 <= (getattr(self, name) or 0) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, not {getattr(self, name)}")
@@ -173,16 +169,6 @@ class FinetuningArguments(TrainingArguments):
                 raise ValueError(f"metric must be one of {', '.join(known)}, or several with commas, not {name!r}")
         if self.predict_with_generate and self.zero_stage == 3:
             raise ValueError("predict_with_generate needs whole parameters, which ZeRO stage 3 splits; use stage 2")
-
-    def _check_compiler(self) -> None:
-        if self.torch_compile_backend == type(self).torch_compile_backend:
-            return
-        from torch._dynamo import list_backends  # takes seconds to import
-
-        if self.torch_compile_backend not in list_backends(()):
-            raise ValueError(
-                f"torch_compile_backend must be one of {', '.join(list_backends())}, not {self.torch_compile_backend!r}"
-            )
 
     def _environment(self) -> EnvType:
         if self.env_type is not None:

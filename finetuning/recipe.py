@@ -214,8 +214,6 @@ class Finetuning:
         arguments, trainer, collate = self.arguments, self.trainer, self._collate()
         folder = on_first_rank(lambda: open_run(arguments, self._write_companions).path)
         self._run = trainer.run_folder = RunFolder(folder)
-        if arguments.torch_compile:
-            self.model.compile(backend=arguments.torch_compile_backend)
         records = self._data.validation() if valid else None
         self._measure(records)
         try:

@@ -39,6 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops.autograd import Function
+from ..ops.library import LIBRARY
 from . import shared_memory
 from .mesh import ParallelMesh, tp_size
 from .shard import divide
@@ -179,8 +180,42 @@ def _start_exchange_and_sum(pieces: Tensor, group: dist.ProcessGroup) -> Finish:
     return lambda: arrived().sum(0, dtype=wide).to(pieces.dtype)
 
 
+def _compiled(kind: str, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Finish:
+    """Makes a collective one operator of a graph that is compiled, which is done where it stands."""
+    result = torch.ops.shardzoo.collective(tensor, kind, dim, group.group_name)
+    return lambda: result
+
+
+def _group_of(name: str) -> dist.ProcessGroup:
+    return cast(Any, dist).distributed_c10d._resolve_process_group(name)
+
+
+def _collective(x: Tensor, kind: str, dim: int, group: str) -> Tensor:
+    ranks = _group_of(group)
+    if kind == "all_reduce":
+        return start_all_reduce(_fresh(x), ranks)().contiguous()
+    start = start_all_gather if kind == "all_gather" else start_reduce_scatter
+    return start(x, dim, ranks)().contiguous()
+
+
+def _allocate(x: Tensor, kind: str, dim: int, group: str) -> Tensor:
+    shape, size = list(x.shape), _group_of(group).size()
+    if kind == "all_gather":
+        shape[dim] *= size
+    if kind == "reduce_scatter":
+        shape[dim] = _share(x, dim % x.dim(), size)
+    return x.new_empty(shape)
+
+
+LIBRARY.define("collective(Tensor x, str kind, int dim, str group) -> Tensor")
+LIBRARY.impl("collective", _collective, "CompositeExplicitAutograd")
+torch.library.register_fake("shardzoo::collective", _allocate, lib=LIBRARY)
+
+
 def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Finish:
     """Starts a sum over the group. It may overwrite `tensor`, so the caller must not use `tensor` again."""
+    if torch.compiler.is_compiling():
+        return _compiled("all_reduce", tensor, 0, group)
     size = group.size()
     if size == 1 or tensor.numel() == 0:
         return lambda: tensor
@@ -200,6 +235,8 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Finish:
 
 def start_all_gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Finish:
     """Starts a concatenation of the ranks' tensors along `dim`, in rank order."""
+    if torch.compiler.is_compiling():
+        return _compiled("all_gather", tensor, dim, group)
     size, dim = group.size(), dim % tensor.dim()
     if size == 1:
         return lambda: tensor
@@ -215,6 +252,8 @@ def start_all_gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Fini
 
 def start_reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Finish:
     """Starts a sum over the group, of which this rank keeps its equal slice of `dim`."""
+    if torch.compiler.is_compiling():
+        return _compiled("reduce_scatter", tensor, dim, group)
     size, dim = group.size(), dim % tensor.dim()
     if size == 1:
         return lambda: tensor

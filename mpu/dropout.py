@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from ..ops import dropout, dropout_keys, masked_softmax, use_key
+from ..ops.library import LIBRARY
 from .mesh import ParallelMesh, tp_rank, tp_size
 from .shard import first_unit
 
@@ -110,6 +111,22 @@ class DropoutState:
 dropout_state = DropoutState()
 
 
+def _keys_of_site(x: Tensor, site: int) -> Tensor:
+    return dropout_state.visit(site % (1 << 64), x.shape[0], x.device)
+
+
+def _allocate_keys(x: Tensor, site: int) -> Tensor:
+    return x.new_empty(x.shape[0], dtype=torch.int64)
+
+
+# In a compiled graph, the keys come from an operator, because each step has others: they must not become constants, and
+# an operator is called at the same places of the forward pass in which a module that is not compiled counts its visits.
+# The tag keeps a compiler from calling it once for two uses, or again in the backward pass.
+cast(Any, LIBRARY).define("keys_of_site(Tensor x, int site) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+cast(Any, LIBRARY).impl("keys_of_site", _keys_of_site, "CompositeExplicitAutograd")
+cast(Any, torch).library.register_fake("shardzoo::keys_of_site", _allocate_keys, lib=LIBRARY)
+
+
 class Dropout(nn.Module):
     """Dropout that zeroes the same elements in every tensor-parallel layout of a model.
 
@@ -174,11 +191,9 @@ class Dropout(nn.Module):
         """Returns the keys of the samples of a tensor [B, ...] for this use of the site, int64 [B]."""
         if self.site is None:
             raise RuntimeError("call assign_dropout_sites(model) once after building the model")
+        if torch.compiler.is_compiling():
+            return torch.ops.shardzoo.keys_of_site(tensor, self.site - (self.site >> 63 << 64))
         return dropout_state.visit(self.site, tensor.shape[0], tensor.device)
-
-    # torch.compiler.disable sets this attribute too, but imports dynamo. The method must not be compiled, because
-    # each step has a new key, which would be a new constant.
-    vars(keys)["_torchdynamo_disable"] = True
 
     def extra_repr(self) -> str:
         return f"p={self.p}, split_dim={self.split_dim}"

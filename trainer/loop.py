@@ -11,6 +11,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..mpu import dropout_state
@@ -189,10 +190,27 @@ class TrainingLoop:
         """Runs the forward pass of micro-batch `k`; returns its share of the step's loss."""
         dropout_state.set(self.arguments.seed, self.first_sample(k))
         batch = to_device(micro_batches[k], self.device)
+        inputs = {**batch, **self.normalizer.model_arguments(totals)}
         counting = self.throughput.flops_per_token is None and _tokens(batch)
+        if counting and self.arguments.torch_compile:
+            self._count_without_compiling(inputs, counting)
+            counting = 0
         with self.throughput.counting(_tokens(batch)) if counting else contextlib.nullcontext():
-            output = self.forward_step({**batch, **self.normalizer.model_arguments(totals)}, self.engine.model, None)
+            output = self.forward_step(inputs, self.engine.model, None)
         return self.normalizer.normalize(loss_of(output), counts[k], totals)
+
+    def _count_without_compiling(self, inputs: dict[str, Any], tokens: int) -> None:
+        """Counts FLOPs in a forward pass of its own: compiled code cannot be watched, nor repeated by other code."""
+        key = dropout_state.capture()
+        eager = torch.compiler.set_stance("force_eager")
+        with (
+            dropout_state.replay(key),
+            torch.random.fork_rng(),
+            torch.no_grad(),
+            eager,
+            self.throughput.counting(tokens),
+        ):
+            self.forward_step(inputs, self.engine.model, None)
 
     def _count_targets(self, micro_batches: list[Any]) -> tuple[list[list[float]], list[float] | None]:
         """Returns the target counts of each micro-batch and of the global batch, or None if any rank's data has ended.

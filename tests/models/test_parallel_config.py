@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
+from every_case import every_day
 from tiny_models import tiny
 from transformers.models.t5.modeling_t5 import T5Attention
 
@@ -12,6 +15,8 @@ import shardzoo
 from shardzoo.models import ParallelConfig
 from shardzoo.models.common.language_model import Seq2SeqLMOutput
 from shardzoo.models.common.transformer import CoreAttention, RelativeBias, eager_beats_sdpa
+from shardzoo.mpu import dropout_state
+from shardzoo.trainer.engines.precision import compile_model
 
 GPT2 = tiny("gpt2", 0.0, n_positions=40)
 T5 = tiny("t5", 0.0, layers=2, d_kv=6, feed_forward_proj="gated-gelu")
@@ -33,25 +38,27 @@ def gradients(model, inputs):
     return loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]
 
 
-def compile_blocks(model):
-    for name, module in model.named_modules():
-        if name.rpartition(".")[0].endswith("blocks"):
-            module.compile(backend="aot_eager", fullgraph=True)
+DAILY = [("gpt2", "full"), ("t5", "none"), ("bert", "none")]
+ALL = ["gpt2", "t5", "bert", "roberta", "mt5", "glm", "llama", "modernbert", "bart"]
+OTHERS = [case for case in product(ALL, ("none", "full")) if case not in DAILY]
 
 
-def compiled_equals_plain(mesh, values, parallel_config):
-    inputs = batch(values)
-    plain = gradients(shardzoo.from_config(values, mesh, parallel_config=parallel_config), inputs)
-    model = shardzoo.from_config(values, mesh, parallel_config=parallel_config)
-    compile_blocks(model)
-    torch.testing.assert_close(gradients(model, inputs), plain, rtol=1e-5, atol=1e-6)
-
-
-@FAMILIES
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_block_compiles_without_a_break(values, recompute):
+@pytest.mark.parametrize(("family", "recompute"), every_day(DAILY, more=OTHERS))
+def test_a_block_compiles_without_a_break(family, recompute):
+    """With dropout, each step of a compiled block has new masks, the same as those of the plain block."""
     torch.compiler.reset()
-    compiled_equals_plain(None, values, ParallelConfig(recompute=recompute))
+    values, inputs = tiny(family, 0.1, layers=2) if family != "t5" else T5 | {"dropout_rate": 0.1}, batch(GPT2)
+    models = [shardzoo.from_config(values, parallel_config=ParallelConfig(recompute=recompute)) for _ in range(2)]
+    compile_model(models[1], "aot_eager")
+    losses = []
+    for step in range(3):
+        found = []
+        for model in models:
+            dropout_state.set(5, 2 * step)
+            found.append(gradients(model.train(), inputs))
+        torch.testing.assert_close(*found, rtol=1e-6, atol=1e-7)
+        losses.append(found[0][0].item())
+    assert len(set(losses)) == 3
 
 
 @FAMILIES

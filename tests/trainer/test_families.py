@@ -70,3 +70,23 @@ def test_splitting_changes_nothing_and_any_split_goes_on(run_mesh, tmp_path, fam
         return
     [(rest, _)] = on_ranks(run_mesh, tmp_path / "back", load_dir=str(back), **settings)
     assert losses(rest) == pytest.approx(losses(whole)[2:], rel=1e-5)
+
+
+def build_with_dropout(mesh):
+    from shardzoo.models import ParallelConfig, from_config
+
+    config = ParallelConfig(sequence_parallel=mesh is not None and mesh.tp_size > 1)
+    return from_config(tiny("gpt2", 0.1, layers=2), mesh, parallel_config=config)
+
+
+def test_compiled_blocks_take_the_same_steps(run_mesh, tmp_path):
+    """Split, also along the sequence, with dropout and recomputation; each step has new masks."""
+    settings = {
+        "env_type": "deepspeed+mpu", "model": build_with_dropout, "data": Samples(), "train_steps": STEPS, "lr": 5e-3,
+        "micro_batch_size": 2, "recompute": "full", "gradient_accumulation_steps": 2,
+    }  # fmt: skip
+    [(plain, _)] = on_ranks(run_mesh, tmp_path / "plain", **settings)
+    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager", "model_parallel_size": 2,
+                "sequence_parallel": True}  # fmt: skip
+    for steps, _ in on_ranks(run_mesh, tmp_path / "compiled", tp=2, **settings, **compiled):
+        assert losses(steps) == pytest.approx(losses(plain), rel=1e-5)

@@ -14,6 +14,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from training import Pairs, Stream, run_training, tiny_t5
 
 REFUSED = [
+    ({"torch_compile": True, "recompute": "selective"}, "torch_compile works with recompute='none' or 'full'"),
+    (
+        {"torch_compile": True, "env_type": "deepspeed+mpu", "pipeline_parallel_size": 2},
+        "torch_compile does not work with pipeline stages; use pipeline_parallel_size=1",
+    ),
+    ({"torch_compile_backend": "zzz"}, "torch_compile_backend must be one of .*inductor.*, not 'zzz'"),
     ({"model_paralle_size": 2}, "no argument 'model_paralle_size'; did you mean model_parallel_size"),
     ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 does not work with env_type='pytorch'; use env_type="),
     ({"data_parallel_size": 2}, "it follows from the number of processes"),

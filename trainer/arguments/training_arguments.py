@@ -130,6 +130,9 @@ class TrainingArguments:
     """Precision of the parameters in the forward pass; the optimizer keeps fp32 copies. fp16 scales the loss."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward pass: those of attention (selective), or of whole blocks (full)."""
+    torch_compile: bool = False
+    """Compile the blocks of a model of the zoo, or another model as a whole, with torch.compile."""
+    torch_compile_backend: str = "inductor"
     zero_stage: Literal[0, 1, 2, 3] | None = None
     """DeepSpeed ZeRO: 1 splits the optimizer's state over data-parallel ranks, 2 the gradients too, 3 the parameters
     too. Default: the stage in `deepspeed_config`, else 1, or 0 for Adafactor and LAMB in fp32."""
@@ -205,6 +208,7 @@ class TrainingArguments:
         if self.wandb and (package is None or package.origin is None):  # find_spec also finds a folder named wandb
             raise ValueError("wandb=True needs the package wandb: pip install wandb")
         self._check_lora()
+        self._check_compiler()
         self._check_environment()
 
     def _take_deepspeed_file(self) -> None:
@@ -254,6 +258,20 @@ class TrainingArguments:
             raise ValueError(f"lora_dropout must be at least 0 and below 1, not {self.lora_dropout}")
         if self.lora_rank and self.adapter is not None:
             raise ValueError("lora_rank makes new LoRA weights and adapter names a folder of them: use one of them")
+
+    def _check_compiler(self) -> None:
+        if self.torch_compile and self.recompute == "selective":
+            raise ValueError("torch_compile works with recompute='none' or 'full', not 'selective'")
+        if self.torch_compile and self.pipeline_parallel_size > 1:
+            raise ValueError("torch_compile does not work with pipeline stages; use pipeline_parallel_size=1")
+        if self.torch_compile_backend == type(self).torch_compile_backend:
+            return
+        from torch._dynamo import list_backends  # takes seconds to import
+
+        if self.torch_compile_backend not in list_backends(()):
+            raise ValueError(
+                f"torch_compile_backend must be one of {', '.join(list_backends())}, not {self.torch_compile_backend!r}"
+            )
 
     def _check_environment(self) -> None:
         split, stage = self.model_parallel_size > 1, self.zero_stage

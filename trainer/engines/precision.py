@@ -1,4 +1,4 @@
-"""Prepares a model for training: checks that it fits the environment; sets its device, precision and recomputation."""
+"""Prepares a model for training: checks that it fits; sets device, precision and recomputation; compiles it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def prepare_model(model: nn.Module, device: torch.device, arguments: TrainingArguments, ranks: Ranks) -> None:
-    """Moves and casts the model in place, and switches recomputation on.
+    """Moves and casts the model in place, switches recomputation on, and compiles it.
 
     Raises ValueError if `model` is no module, has another tensor-parallel size than `arguments`, or cannot be split.
     """
@@ -49,6 +49,18 @@ def prepare_model(model: nn.Module, device: torch.device, arguments: TrainingArg
     model.to(device, DTYPES[arguments.precision])
     if arguments.recompute != "none":
         _recompute(model, arguments.recompute)
+    if arguments.torch_compile:
+        compile_model(model, arguments.torch_compile_backend)
+
+
+def compile_model(model: nn.Module, backend: str) -> None:
+    """Compiles the blocks of a model of the zoo, each as one graph, or another model as a whole."""
+    if not isinstance(getattr(model, "config", None), ModelConfig):
+        model.compile(backend=backend)
+        return
+    for name, module in model.named_modules():
+        if name.rpartition(".")[0].endswith("blocks"):
+            module.compile(backend=backend, fullgraph=True)
 
 
 def _recompute(model: Any, mode: str) -> None:
