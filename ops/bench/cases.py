@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ... import ops
 
@@ -233,6 +234,59 @@ def _cross_entropy(rows: int, columns: int) -> Case:
     )
 
 
+def _attention(size: tuple[int, int, int, int], trained: bool) -> Case:
+    """Causal attention without dropout, or with a trained bias by distance and dropout, of q, k and v [B, N, S, D]."""
+    (batch, heads, length, _), dropout = size, 0.1 if trained else 0.0
+    rules = (0.125, not trained, dropout, 0, 0)
+
+    def make(device, dtype):
+        x, k, v = _normal(device, dtype, 3, *size)
+        bias = {"bias": _normal(device, dtype, heads, 2 * length - 1)} if trained else {}
+        return {"x": x, "k": k, "v": v, "keys": ops.dropout_keys(1, 0, batch, device), **bias}
+
+    def eager(t):
+        scores = t["x"] @ t["k"].mT * 0.125
+        position = torch.arange(length, device=scores.device)
+        distance = position - position[:, None]
+        scores = (
+            scores + t["bias"][:, distance + length - 1] if trained else scores.masked_fill(distance > 0, -torch.inf)
+        )
+        weights = scores.softmax(-1, dtype=torch.float32).to(t["x"].dtype)
+        return F.dropout(weights, dropout) @ t["v"]
+
+    def arguments(t):
+        return t["x"], t["k"], t["v"], t.get("bias"), None, None, None, t["keys"] if trained else None, *rules
+
+    return Case(
+        "attention_bias" if trained else "attention",
+        "q k, bias by distance, softmax in fp32, dropout, product with v" if trained else "q k, causal softmax, v",
+        make,
+        ("x", "k", "v", "bias") if trained else ("x", "k", "v"),
+        lambda t: torch.ops.shardzoo.attention(*arguments(t))[0],
+        eager,
+        ("attention", arguments),
+        ("attention_backward", lambda t, outputs, grad: (grad, *outputs, *arguments(t))),
+        4,
+        8,
+        rivals={} if trained else sdpa_backends(),
+    )
+
+
+def sdpa_backends() -> dict[str, Callable[[Tensors], torch.Tensor]]:
+    """Returns causal attention by each fused kernel of PyTorch. `warm_up` removes those that the device cannot run."""
+
+    def by(backend):
+        def run(t):
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(t["x"], t["k"], t["v"], is_causal=True, scale=0.125)
+
+        return run
+
+    named = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
+    named["cudnn"] = SDPBackend.CUDNN_ATTENTION
+    return {f"sdpa_{name}": by(backend) for name, backend in named.items()}
+
+
 def cases(device: str, scale: float = 1.0) -> list[Case]:
     """Returns all cases, with the sizes of a training step on a CPU, or well beyond the L2 cache on a GPU.
 
@@ -255,4 +309,5 @@ def cases(device: str, scale: float = 1.0) -> list[Case]:
         _glu("swiglu", rows, width, ops.activation.SILU),
         _bias_dropout_residual(rows, width),
         _cross_entropy(max(1, int(tokens * scale)), classes),
+        *(_attention((batch, 16 if big else 8, 2048 if big else 256, 64), trained) for trained in (False, True)),
     ]

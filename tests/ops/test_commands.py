@@ -25,6 +25,16 @@ def test_bench_writes_what_it_measured(tmp_path, capsys):
     assert picture.stat().st_size > 1000
 
 
+def test_bench_measures_attention_beside_that_of_pytorch(tmp_path):
+    report = tmp_path / "out.json"
+    chosen = ["--op", "attention", "attention_bias", "--dtype", "float32", "--json", str(report)]
+    assert bench.main([*QUICK, *chosen]) == 0
+    causal, trained = json.loads(report.read_text())["results"]
+    assert {"ours", "eager", "sdpa_flash"} <= set(causal["timings"])
+    assert "sdpa_cudnn" in causal["missing"]
+    assert trained["timings"]["ours backward out"]["median"] > 0
+
+
 def test_bench_refuses_a_speed_for_a_wrong_result(monkeypatch, capsys):
     wrong = next(case for case in cases("cpu", 0.001) if case.name == "bias_gelu")
     right = wrong.ours
@@ -56,7 +66,7 @@ def test_bench_goes_on_after_a_failure(tmp_path, monkeypatch, capsys):
     assert "liger_gelu" in measured["missing"]
 
 
-@pytest.mark.parametrize(("arguments", "status"), [([], 0), (["everything"], 2), ([*QUICK, "--op", "attention"], 2)])
+@pytest.mark.parametrize(("arguments", "status"), [([], 0), (["everything"], 2), ([*QUICK, "--op", "rotation"], 2)])
 def test_bench_misuse(arguments, status, capsys):
     assert bench.main(arguments) == status
 
