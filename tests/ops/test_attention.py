@@ -179,7 +179,7 @@ def normal(*shape):
 WALLS = {  # rules whose limits lie on, beside and between the edges of tiles of 16
     "causal": {"causal": True},
     "prefix": {"causal": True, "prefix": torch.tensor([16, 35])},
-    "lengths": {"key_lengths": torch.tensor([0, 33])},
+    "lengths": {"key_lengths": torch.tensor([0, 33]), "mask": torch.tensor([-0.5, 2.0]).reshape(1, 2, 1, 1)},
     "all": {"causal": True, "prefix": torch.tensor([40, 17]), "key_lengths": torch.tensor([31, 48]), "dropout": 0.9},
 }
 
