@@ -26,14 +26,21 @@ SHARDZOO_HASH int64_t attention_row(int64_t first_head, int64_t unit, int64_t qu
   return ((first_head + unit / queries) << 32) + unit % queries;
 }
 
+// The hash of the element in `column` of a row whose key has these halves. Either the column or the halves may be
+// vectors, of several columns or of several rows.
+template <class Half, class U>
+SHARDZOO_HASH auto element_hash(Half low, Half high, U column) {
+  auto h = column + low;
+  h = (h ^ (h >> 16)) * 0x21F0AAADu;
+  h = h ^ high;
+  h = (h ^ (h >> 15)) * 0x735A2D97u;
+  return h ^ (h >> 15);
+}
+
 // The hash of the element in `column` (U: uint32_t or a vector of them).
 template <class U>
 SHARDZOO_HASH U element_hash(uint64_t key, U column) {
-  U h = column + static_cast<uint32_t>(key);
-  h = (h ^ (h >> 16)) * 0x21F0AAADu;
-  h = h ^ static_cast<uint32_t>(key >> 32);
-  h = (h ^ (h >> 15)) * 0x735A2D97u;
-  return h ^ (h >> 15);
+  return element_hash(static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32), column);
 }
 
 }  // namespace

@@ -26,6 +26,8 @@ enum Kernel : int {
   kCrossEntropyStats,
   kCrossEntropyGrad,
   kLinearForward,
+  kAttentionForward,
+  kAttentionBackward,
   kKernels,
 };
 
@@ -152,6 +154,31 @@ struct LinearForward {
   const void *x, *weight, *bias;  // [rows, columns], [features, columns], [features]
   void* y;                        // [rows, features]
   int64_t rows, columns, features, block;
+};
+
+// dropout(softmax(scale q kᵀ + bias + mask)) v, in fp32 on the CPU only. The numbers of a row are adjacent;
+// strides are of batch, head and row, and of a mask's keys. One unit of work is kAttentionQueries queries of a head.
+constexpr int64_t kAttentionQueries = 256;
+struct AttentionForward {
+  const void *q, *k, *v, *mask;
+  const float* bias;                // [heads, queries + keys - 1], by key - query
+  const int64_t *prefix, *lengths;  // [batch]
+  void *out, *lse;                  // lse: wide [batch, heads, queries]
+  int64_t batch, heads, key_value_heads, queries, keys, size;
+  int64_t q_stride[3], k_stride[3], v_stride[3], out_stride[3], mask_stride[4];
+  int mask_is_bool, causal;
+  double scale;
+  int64_t first_query;
+  Dropout dropout;
+};
+
+// One unit of work is a key-value head of a sample.
+struct AttentionBackward {
+  AttentionForward forward;  // whose out and lse are read
+  const void* grad;
+  int64_t grad_stride[3];
+  void *grad_q, *grad_k, *grad_v;  // contiguous
+  void* partial_bias;              // wide [batch, heads, queries + keys - 1]
 };
 
 }  // namespace shardzoo

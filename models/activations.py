@@ -236,12 +236,14 @@ def _own_length(stack: Stack, batch: Batch) -> int:
 def _core(stack: Stack, batch: Batch, layout: Layout, keys: int, *, crosses: bool, recomputed: bool) -> int:
     """Returns the bytes that attention keeps besides queries, keys, values and its output."""
     block, queries = stack.block, _own_length(stack, batch)
-    if recomputed or _in_blocks(block, queries, keys, crosses):
+    log_sums = batch.size * block.heads * queries * FP32
+    if _in_blocks(block, queries, keys, crosses):
+        return log_sums
+    if recomputed:
         return 0
     weights = batch.size * block.heads * queries * keys * layout.itemsize
     if _materializes_weights(block, layout, queries, keys, crosses):
         return weights * (2 if block.attention_dropout else 1)
-    log_sums = batch.size * block.heads * queries * FP32
     windowed = block.window is not None and keys > block.window + 1
     padded = batch.padded and not (stack.is_decoder and not crosses)  # a target's padding is behind its tokens
     if not (padded or windowed):

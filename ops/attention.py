@@ -224,27 +224,55 @@ def _add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
 
 
 def _allocate(q, *_):
-    return empty_pooled(q), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
+    """The heads of a query's output are adjacent, so that merging them copies nothing."""
+    batch, heads, queries, size = q.shape
+    out = empty_pooled(q, batch, queries, heads, size).transpose(1, 2)
+    return out, q.new_empty(q.shape[:3], dtype=compute_dtype(q))
 
 
 def _allocate_backward(grad, out, lse, q, k, v, relative_bias, *rules):
-    bias = empty_placeholder(q) if relative_bias is None else torch.empty_like(relative_bias)
+    bias = empty_placeholder(q) if relative_bias is None else relative_bias.new_empty(relative_bias.shape)
     return empty_pooled(q), empty_pooled(k), empty_pooled(v), bias
 
 
 def _prepare(q, k, v, *rules):
-    return _unfit(q, k, v) or (q, k, v, *rules)
+    return _unfit(q, k, v, rules) or (*map(_by_rows, (q, k, v)), *_prepared_rules(q, k, *rules))
 
 
 def _prepare_backward(grad, out, lse, q, k, v, *rules):
-    unfit = "the reference computed the output" if not lse.numel() else _unfit(q, k, v, grad, out)
-    return unfit or (grad, out.contiguous(), lse.contiguous(), q, k, v, *rules)
+    return _unfit(q, k, v, rules) or (
+        *map(_by_rows, (grad, out)),
+        lse.contiguous(),
+        *map(_by_rows, (q, k, v)),
+        *_prepared_rules(q, k, *rules),
+    )
 
 
-def _unfit(q, k, *others):
+def _by_rows(x):
+    """Returns x with the numbers of a row adjacent; the rows may be anywhere."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _prepared_rules(q, k, relative_bias, mask, prefix, key_lengths, keys, *settings):
+    """Returns the bias in fp32, and the mask with all dimensions, of which a broadcast one has stride 0."""
+    return (
+        None if relative_bias is None else relative_bias.float().contiguous(),
+        None if mask is None else mask.expand(*q.shape[:3], k.shape[2]),
+        *(None if x is None else x.to(torch.int64).contiguous() for x in (prefix, key_lengths, keys)),
+        *settings,
+    )
+
+
+def _unfit(q, k, v, rules):
+    bias, mask = rules[:2]
+    if q.dtype == torch.float64 or (bias is not None and bias.dtype == torch.float64):
+        return "the kernels compute in fp32"
+    if q.dtype != torch.float32 and forward_op.choose_variant(q.device.type) == "cpp":
+        return "no kernel for 16-bit types, whose matrix products are faster"
     if q.shape[3] > WIDEST_HEAD:
         return f"heads wider than {WIDEST_HEAD}"
-    return "an empty tensor" if k.numel() == 0 else same_dtype(q, k, *others)
+    added = mask if mask is not None and mask.dtype != torch.bool else None
+    return "an empty tensor" if k.numel() == 0 else same_dtype(q, k, v, added)
 
 
 _RULES = (
@@ -258,7 +286,7 @@ forward_op = Op(
     allocate=_allocate,
     reference=reference,
     prepare=_prepare,
-    variants=("triton",),
+    variants=("cpp", "triton"),
 )
 backward_op = Op(
     "attention_backward",
@@ -267,17 +295,13 @@ backward_op = Op(
     allocate=_allocate_backward,
     reference=backward_reference,
     prepare=_prepare_backward,
-    variants=("triton",),
+    variants=("cpp", "triton"),
 )
 
 
 def _setup_context(ctx, inputs, output):
     ctx.settings = inputs[8:]
-    if forward_op.choose_variant(inputs[0].device.type) == "reference":  # its backward pass needs neither of them
-        kept = (empty_placeholder(inputs[0]),) * 2
-    else:
-        kept = output
-    ctx.save_for_backward(*kept, *inputs[:8])
+    ctx.save_for_backward(*output, *inputs[:8])
     ctx.mark_non_differentiable(output[1])
 
 

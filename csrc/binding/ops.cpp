@@ -192,6 +192,71 @@ void linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, c
   run(kLinearForward, x, &a, (features + block - 1) / block, block * columns);
 }
 
+void copy_strides(const Tensor& tensor, int64_t* strides) {
+  for (int i = 0; i < 3; ++i) strides[i] = tensor.stride(i);
+  STD_TORCH_CHECK(tensor.stride(3) == 1 || tensor.size(3) == 1, "the numbers of a head's row must be adjacent");
+}
+
+AttentionForward attention_of(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
+                              const OptionalTensor& mask, const OptionalTensor& prefix, const OptionalTensor& lengths,
+                              const OptionalTensor& keys, double scale, bool causal, double p, int64_t first_head,
+                              int64_t first_row, const Tensor& out, const Tensor& lse) {
+  AttentionForward a = {};
+  a.q = input(q), a.k = input(k), a.v = input(v), a.mask = input(mask);
+  a.bias = static_cast<const float*>(input(bias));
+  a.prefix = integers(prefix), a.lengths = integers(lengths), a.out = output(out), a.lse = output(lse);
+  a.batch = q.size(0), a.heads = q.size(1), a.key_value_heads = k.size(1);
+  a.queries = q.size(2), a.keys = k.size(2), a.size = q.size(3);
+  copy_strides(q, a.q_stride), copy_strides(k, a.k_stride);
+  copy_strides(v, a.v_stride), copy_strides(out, a.out_stride);
+  for (int i = 0; i < 4; ++i) a.mask_stride[i] = mask ? mask->stride(i) : 0;
+  a.mask_is_bool = mask && mask->scalar_type() == ScalarType::Bool;
+  a.causal = causal, a.scale = scale, a.first_query = first_row;
+  a.dropout = dropout_of(p > 0 ? keys : OptionalTensor(), p, first_head, 0);
+  const int64_t rows = a.batch * a.heads * a.queries;
+  check_sizes(rows * a.size, {out});
+  check_sizes(rows, {lse});
+  check_sizes(rows * a.keys, {mask});
+  check_sizes(a.batch * a.key_value_heads * a.keys * a.size, {k, v});
+  check_sizes(a.heads * (a.queries + a.keys - 1), {bias});
+  check_sizes(a.batch, {prefix, lengths, keys});
+  return a;
+}
+
+void attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
+               const OptionalTensor& mask, const OptionalTensor& prefix, const OptionalTensor& lengths,
+               const OptionalTensor& keys, double scale, bool causal, double p, int64_t first_head, int64_t first_row,
+               const Tensor& out, const Tensor& lse) {
+  const AttentionForward a = attention_of(q, k, v, bias, mask, prefix, lengths, keys, scale, causal, p, first_head,
+                                          first_row, out, lse);
+  const int64_t blocks = (a.queries + kAttentionQueries - 1) / kAttentionQueries;
+  run(kAttentionForward, q, &a, a.batch * a.heads * blocks, a.queries / blocks * a.keys);
+}
+
+void attention_backward(const Tensor& grad, const Tensor& out, const Tensor& lse, const Tensor& q, const Tensor& k,
+                        const Tensor& v, const OptionalTensor& bias, const OptionalTensor& mask,
+                        const OptionalTensor& prefix, const OptionalTensor& lengths, const OptionalTensor& keys,
+                        double scale, bool causal, double p, int64_t first_head, int64_t first_row,
+                        const Tensor& grad_q, const Tensor& grad_k, const Tensor& grad_v, const Tensor& grad_bias) {
+  AttentionBackward a = {};
+  a.forward = attention_of(q, k, v, bias, mask, prefix, lengths, keys, scale, causal, p, first_head, first_row, out,
+                           lse);
+  a.grad = input(grad), a.grad_q = output(grad_q), a.grad_k = output(grad_k), a.grad_v = output(grad_v);
+  copy_strides(grad, a.grad_stride);
+  check_sizes(q.numel(), {grad, grad_q});
+  check_sizes(k.numel(), {grad_k, grad_v});
+  const AttentionForward& f = a.forward;
+  OptionalTensor partial;
+  if (bias) {
+    const std::array<int64_t, 2> size = {f.batch, bias->numel()};
+    partial = torch::stable::new_empty(q, {size.data(), size.size()}, ScalarType::Float);
+    check_sizes(bias->numel(), {grad_bias});
+    a.partial_bias = output(*partial);
+  }
+  run(kAttentionBackward, q, &a, f.batch * f.key_value_heads, f.heads / f.key_value_heads * f.queries * f.keys);
+  if (bias) sum_columns(*partial, grad_bias);
+}
+
 }  // namespace
 }  // namespace shardzoo
 
@@ -235,6 +300,15 @@ STABLE_TORCH_LIBRARY(shardzoo_kernels, m) {
       "cross_entropy_grad(Tensor logits, Tensor target, Tensor grad, Tensor log_z, int first, int columns, "
       "int num_classes, float label_smoothing, float z_loss, int ignore_index, Tensor(a!) grad_logits) -> ()");
   m.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) y) -> ()");
+  m.def(
+      "attention(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? prefix, Tensor? lengths, "
+      "Tensor? keys, float scale, bool causal, float p, int first_head, int first_row, Tensor(a!) out, "
+      "Tensor(b!) lse) -> ()");
+  m.def(
+      "attention_backward(Tensor grad, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, Tensor? bias, "
+      "Tensor? mask, Tensor? prefix, Tensor? lengths, Tensor? keys, float scale, bool causal, float p, "
+      "int first_head, int first_row, Tensor(a!) grad_q, Tensor(b!) grad_k, Tensor(c!) grad_v, "
+      "Tensor(d!) grad_bias) -> ()");
   m.def("recycled(Tensor like, int[] size) -> Tensor");
   m.def("recycled_idle() -> int");
 }
@@ -259,6 +333,8 @@ STABLE_TORCH_LIBRARY(shardzoo_kernels, m) {
 STABLE_TORCH_LIBRARY_IMPL(shardzoo_kernels, CPU, m) {
   SHARDZOO_IMPLEMENTATIONS(m);
   m.impl("linear", TORCH_BOX(&shardzoo::linear));
+  m.impl("attention", TORCH_BOX(&shardzoo::attention));
+  m.impl("attention_backward", TORCH_BOX(&shardzoo::attention_backward));
   m.impl("recycled", TORCH_BOX(&shardzoo::recycled));
 }
 STABLE_TORCH_LIBRARY_IMPL(shardzoo_kernels, CompositeExplicitAutograd, m) {

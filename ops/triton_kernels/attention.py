@@ -82,9 +82,9 @@ def load_rows(x_ptr, stride, first, rows, WIDTH: tl.constexpr, ROWS: tl.constexp
 
 
 @triton.jit
-def store_rows(x_ptr, value, first, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
+def store_rows(x_ptr, stride, value, first, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, D)[None, :]
-    at = x_ptr + tl.cast(first, tl.int64) * WIDTH + (row * WIDTH + column)
+    at = x_ptr + tl.cast(first, tl.int64) * stride + (row * stride + column)
     tl.store(at, value.to(x_ptr.dtype.element_ty), mask=(row < rows - first) & (column < WIDTH))
 
 
@@ -221,7 +221,8 @@ def forward(
     out *= tl.where(empty, 0.0, rules.keep_scale / tl.where(empty, 1.0, total))[:, None]
     lse = tl.where(empty, float("-inf"), (top + tl.log2(tl.where(empty, 1.0, total))) * LN_2)
     at = (tl.cast(b, tl.int64) * sizes.heads + n) * sizes.queries
-    store_rows(out_ptr + at * WIDTH, out, first, sizes.queries, WIDTH, ROWS, D)
+    out_ptr = head_start(out_ptr, strides[3], b, n)
+    store_rows(out_ptr, strides[3][2], out, first, sizes.queries, WIDTH, ROWS, D)
     tl.store(lse_ptr + at + row, lse, mask=row < sizes.queries)
 
 
@@ -282,7 +283,7 @@ def query_gradient(
     row = first + tl.arange(0, ROWS)
     at = (tl.cast(b, tl.int64) * sizes.heads + n) * sizes.queries
     grad = load_rows(head_start(grad_ptr, strides[3], b, n), strides[3][2], first, sizes.queries, WIDTH, ROWS, D)
-    out = load_rows(out_ptr + at * WIDTH, WIDTH, first, sizes.queries, WIDTH, ROWS, D)
+    out = load_rows(head_start(out_ptr, strides[4], b, n), strides[4][2], first, sizes.queries, WIDTH, ROWS, D)
     delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), axis=1)
     tl.store(delta_ptr + at + row, delta, mask=row < sizes.queries)
     if row_keys_ptr is None:
@@ -305,7 +306,7 @@ def query_gradient(
         grad_q, q, grad, k_ptr, v_ptr, strides, cut, stop, row, lse, delta, row_keys, b, n, sizes, rules, CAUSAL, True,
         PRECISION, WIDTH, D, COLUMNS,
     )  # fmt: skip
-    store_rows(grad_q_ptr + at * WIDTH, grad_q * rules.scale, first, sizes.queries, WIDTH, ROWS, D)
+    store_rows(grad_q_ptr + at * WIDTH, WIDTH, grad_q * rules.scale, first, sizes.queries, WIDTH, ROWS, D)
 
 
 @triton.jit
@@ -383,8 +384,8 @@ def key_gradient(
         )  # fmt: skip
     grad_k, grad_v = sums
     at = (tl.cast(b, tl.int64) * groups + group) * sizes.keys * WIDTH
-    store_rows(grad_k_ptr + at, grad_k * rules.scale, first, sizes.keys, WIDTH, COLUMNS, D)
-    store_rows(grad_v_ptr + at, grad_v * rules.keep_scale, first, sizes.keys, WIDTH, COLUMNS, D)
+    store_rows(grad_k_ptr + at, WIDTH, grad_k * rules.scale, first, sizes.keys, WIDTH, COLUMNS, D)
+    store_rows(grad_v_ptr + at, WIDTH, grad_v * rules.keep_scale, first, sizes.keys, WIDTH, COLUMNS, D)
 
 
 @triton.jit
@@ -526,7 +527,7 @@ def _forward(q, k, v, *arguments):
     sizes, rules = _call(q, k, *arguments)
     tile = tile_of(forward, q)
     programs = q.shape[0] * sizes.heads * triton.cdiv(sizes.queries, tile.queries)
-    _launch(forward, tile, programs, (out, lse), (q, k, v), sizes, rules, arguments[6])
+    _launch(forward, tile, programs, (lse,), (q, k, v, out), sizes, rules, arguments[6])
 
 
 def _backward(grad, out, lse, q, k, v, *arguments):
@@ -540,7 +541,7 @@ def _backward(grad, out, lse, q, k, v, *arguments):
     )
     tile = tile_of(query_gradient, q)
     programs = q.shape[0] * sizes.heads * triton.cdiv(sizes.queries, tile.queries)
-    _launch(query_gradient, tile, programs, (out, *statistics, grad_q), *call)
+    _launch(query_gradient, tile, programs, (*statistics, grad_q), (q, k, v, grad, out), *call[1:])
     tile = tile_of(key_gradient, q)
     programs = q.shape[0] * k.shape[1] * triton.cdiv(sizes.keys, tile.keys)
     _launch(key_gradient, tile, programs, (*statistics, grad_k, grad_v), *call)

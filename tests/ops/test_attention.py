@@ -2,11 +2,14 @@
 
 import importlib
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from every_case import EVERY_CASE, every_day
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardzoo import ops
@@ -129,6 +132,7 @@ def error(value, expected):
     variant=st.sampled_from(["reference", "auto"]),
 )
 def test_attention_is_written_out_attention(problem, dtype, rows, variant):
+    problem = with_short_values(*problem)
     with pytest.MonkeyPatch.context() as patch, ops.kernels(variant):
         in_blocks(patch, rows)
         expected = results_written_out(problem, torch.float64, dtype)
@@ -222,6 +226,104 @@ def test_triton_reads_heads_where_they_lie():
         in_tiles(patch, 16, 16)
         first, again = run(*lying), run(*(x.detach().contiguous() for x in lying))
     assert all(map(torch.equal, first, again))
+
+
+def with_short_values(q, k, v, rules):
+    """Makes the gradients of the weights about 1.
+
+    From them grad · out is subtracted, and nothing remains if a query sees one key; errors are relative to the terms.
+    """
+    return q, k, v * ((1 - rules["dropout"]) / v.shape[3] ** 0.5), rules
+
+
+@pytest.fixture
+def nan_filled(monkeypatch):
+    """Lets the outputs of the kernels begin as NaN."""
+    for op in (OPS["attention"], OPS["attention_backward"]):
+        empty = op.allocate
+        monkeypatch.setattr(op, "allocate", lambda *a, empty=empty: tuple(t.fill_(math.nan) for t in empty(*a)))
+
+
+@settings(max_examples=200 if EVERY_CASE else 12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(problem=problems(150, 150, sizes=(8, 24, 64, 80, 128)))
+def test_the_kernel_is_written_out_attention(nan_filled, problem):
+    """With several tiles of 64 queries and keys, and parts of tiles."""
+    problem = with_short_values(*problem)
+    values, expected = results(problem, torch.float32), results_written_out(problem, torch.float64, torch.float32)
+    for value, wanted in zip(values, expected, strict=True):
+        assert error(value, wanted) <= BOUND[torch.float32]
+
+
+def long_problem():
+    """Two blocks of 256 queries, of which the causal rule, prefixes, lengths and a mask hide whole tiles."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v, grad = (torch.randn(2, heads, 300, 24, generator=generator) for heads in (4, 2, 2, 4))
+    mask = torch.rand(2, 1, 1, 300, generator=generator) > 0.2
+    mask[0, ..., 200:], mask[1, :, :, :] = False, True
+    rules = {"prefix": torch.tensor([20, 170]), "key_lengths": torch.tensor([300, 130]), "causal": True, "mask": mask}
+    rules |= {"keys": ops.dropout_keys(1, 0, 2), "dropout": 0.2, "scale": SCALE}
+    return (q, k, v, torch.randn(599, 4, generator=generator).t()), grad, rules
+
+
+def test_the_kernel_skips_what_no_query_sees(nan_filled):
+    """The values of hidden keys do not even matter if they are NaN."""
+    tensors, grad, rules = long_problem()
+
+    def run(dtype):
+        q, k, v, bias = (x.to(dtype) for x in tensors)
+        if dtype == torch.float32:
+            k, v = k.clone(), v.clone()
+            k[0, :, 200:], v[0, :, 200:], k[1, :, 192:] = math.nan, math.nan, math.nan
+        out, grads = gradients(
+            lambda q, k, v, b: attention(q, k, v, relative_bias=b, **rules), (q, k, v, bias), grad.to(dtype)
+        )
+        return out, *grads
+
+    for value, wanted in zip(run(torch.float32), run(torch.float64), strict=True):
+        assert error(value, wanted) <= BOUND[torch.float32]
+
+
+def test_the_bits_of_the_kernel_do_not_depend_on_threads():
+    tensors, grad, rules = long_problem()
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            out, grads = gradients(lambda q, k, v, b: attention(q, k, v, relative_bias=b, **rules), tensors, grad)
+            results.append((out, *grads))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("isa", ["x86-64-v3", "baseline"])
+def test_every_instruction_set(isa, tmp_path):
+    """In a process each; with a set that the processor lacks, this tests the next lower one again."""
+    tensors, grad, rules = long_problem()
+    torch.save((tensors, grad, rules), tmp_path / "problem.pt")
+    command = [sys.executable, "-c", ONE_PROBLEM, str(tmp_path)]
+    subprocess.run(command, check=True, env=os.environ | {"SHARDZOO_CPU_ISA": isa})
+    values = torch.load(tmp_path / "values.pt")
+    wide = [x.double() for x in tensors]
+    out, grads = gradients(lambda q, k, v, b: attention(q, k, v, relative_bias=b, **rules), wide, grad.double())
+    for value, wanted in zip(values, (out, *grads), strict=True):
+        assert error(value, wanted) <= BOUND[torch.float32]
+
+
+ONE_PROBLEM = """
+import sys, torch
+from shardzoo.ops import attention
+(tensors, grad, rules) = torch.load(sys.argv[1] + "/problem.pt")
+leaves = [x.requires_grad_() for x in tensors]
+out = attention(*leaves[:3], relative_bias=leaves[3], **rules)
+torch.save((out.detach(), *torch.autograd.grad(out, leaves, grad)), sys.argv[1] + "/values.pt")
+"""
+
+
+def test_merging_the_heads_copies_nothing():
+    for dtype in (torch.float32, torch.bfloat16):
+        q = torch.randn(2, 3, 5, 8, dtype=dtype)
+        assert attention(q, q, q, scale=SCALE).transpose(1, 2).is_contiguous()
 
 
 def in_blocks(patch, rows):
