@@ -149,6 +149,7 @@ def test_attention_is_written_out_attention(problem, dtype, rows, variant):
 )
 def test_triton_is_written_out_attention(problem, dtype, tile):
     """fp32 as exactly as other variants, 16-bit types against the errors of PyTorch's operators in the same type."""
+    problem = with_short_values(*problem)
     with pytest.MonkeyPatch.context() as patch, ops.kernels("triton"):
         in_tiles(patch, *tile)
         values = results(problem, dtype)
