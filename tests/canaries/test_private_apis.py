@@ -287,20 +287,18 @@ def test_operators_that_are_called_by_their_private_names():
         assert float(norm) == 5.0
 
 
-def test_dynamo_leaves_marked_functions_alone():
-    from shardzoo.mpu.dropout import Dropout
-
+def test_a_process_group_is_found_by_its_name(tmp_path):
     with needed_by(
-        "mpu/dropout.py",
-        breaks="A compiled model is compiled again in every step, because its dropout key is a new constant.",
-        remedy="Find what torch.compiler.disable sets on a function now, and set that.",
+        "mpu/collectives.py, whose collectives in compiled graphs name their groups",
+        breaks="no block of a split model can be compiled",
+        remedy="find a group by its name as torch.distributed's functional collectives do",
     ):
-
-        def function() -> None: ...
-
-        disabled = torch.compiler.disable(function)
-        assert disabled._torchdynamo_disable is True  # type: ignore[attr-defined]
-        assert Dropout.keys._torchdynamo_disable is True  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+        try:
+            group = dist.new_group([0])
+            assert dist.distributed_c10d._resolve_process_group(group.group_name) is group
+        finally:
+            dist.destroy_process_group()
 
 
 def test_a_worker_of_the_data_loader_can_be_hidden():
@@ -422,7 +420,7 @@ def test_every_private_name_has_a_canary():
         "_push_all_rebuilt_params", "_rebuild_buckets", "_build_params_for_reducer", "_get_default_store",
         "_lazy_init_hp_params_optimizer_state", "_len_torch_dispatch_stack", "_len_torch_function_stack",
         "_get_current_dispatch_mode_stack", "_functorch", "_C", "_current_level", "_linear_pointwise", "_assert_async",
-        "_foreach_norm", "_torchdynamo_disable", "_worker_info", "_epoch", "_cdata", "_version", "_python_dispatch",
+        "_foreach_norm", "_resolve_process_group", "_worker_info", "_epoch", "_cdata", "_version", "_python_dispatch",
         "_utils", "_untyped_storage", "_checkpoint_offset", "_rebuild_tensor_v2", "_StorageInfo",
         "_MEM_FORMAT_ENCODING", "_get_layout",
         "_set_pg_timeout",

@@ -25,7 +25,10 @@ EVERY_OPCHECK = ("test_schema", "test_autograd_registration", "test_faketensor",
 def forward_and_backward(name, dtype=torch.float32):
     """[(operator's name, its arguments)] of a benchmark case at a small size."""
     case = SMALL[name]
-    tensors = {key: shrink(tensor) for key, tensor in case.make("cpu", dtype).items()}
+    whole = case.make("cpu", dtype)
+    tensors = {key: shrink(tensor) for key, tensor in whole.items()}
+    if name == "attention_bias":  # a number for each distance between 24 queries and 24 keys
+        tensors["bias"] = whole["bias"][:3, :47].contiguous()
     op, arguments = case.forward
     inputs = arguments(tensors)
     outputs = getattr(torch.ops.shardzoo, op)(*inputs)

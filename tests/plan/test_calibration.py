@@ -86,9 +86,11 @@ def test_two_processes_measure_this_machine(tmp_path):
     path.write_text(yaml.safe_dump(found))
     cluster = cluster_of(str(path))
     assert (cluster.node_size, cluster.device.name, cluster.rates.link) == (2, "cpu", 1.0)
-    assert 1e8 < cluster.device.peak_of(4) < 1e16
-    assert 1e7 < cluster.inside.bandwidth < 1e12
-    assert cluster.inside.latency < 0.1
+    assert cluster.device.bandwidth > 1e6  # so small models show products and bytes as one
+    assert 1e6 < cluster.inside.bandwidth < 1e12
+    assert cluster.inside.latency < 1.0
+    network, run = network_of_config(SMALL[1].config), SMALL[1].run(4)
+    assert 1e-4 < step_time(network, run, cluster).total < 100
 
 
 def test_the_command_plans_with_what_it_has_measured(tmp_path, capsys, monkeypatch):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from every_case import by_turns
-from pretraining_runs import arguments_of, run_pretraining
+from pretraining_runs import STEPS, arguments_of, run_pretraining
 from tiny_models import hf_model, tiny
 from training import without_digests
 
@@ -388,7 +388,13 @@ def test_a_plan_names_its_parts_and_writes_nothing(parts, tmp_path, capsys):
     arguments = arguments_of(tmp_path / "run", init_from=parts.weights["folder"], data=(parts.corpora["text"],))
     Console(width=250).print(run_plan(arguments, choose_inputs(arguments, ONE)))
     shown = capsys.readouterr().out
-    memory = {"25,056 parameters", parts.weights["folder"], parts.corpora["text"], "20 = 5,120 tokens", "GiB on a rank"}
+    memory = {
+        "25,056 parameters",
+        parts.weights["folder"],
+        parts.corpora["text"],
+        f"{STEPS} = {STEPS * 256:,} tokens",
+        "GiB on a rank",
+    }
     assert all(part in shown for part in memory | {str(tmp_path / "run" / "hf"), "1 tensor-parallel x 1 data-parallel"})
     assert "uneven" not in shown
     assert list(tmp_path.iterdir()) == []
