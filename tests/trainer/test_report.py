@@ -6,12 +6,15 @@ import html.parser
 import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from shardzoo.trainer.logging.provenance import command_line, git_commit, hardware, versions
 from shardzoo.trainer.logging.report import plot_loss, write_report
+from shardzoo.trainer.logging.reporter import TensorBoard
 from shardzoo.trainer.run_folder import RunFolder
 
 SPEED = {"train/seconds": 0.5, "train/tokens_per_second": 100.0, "train/mfu": 0.25, "train/memory_gb": 1.5}
@@ -179,3 +182,30 @@ def test_every_run_s_report_names_versions_hardware_and_command(tmp_path, monkey
     assert page.headings == ["run", "Results", *given, "Versions", "Hardware", "Command", "Arguments"]
     assert page.rows["processes"] == "1: 1 tensor-parallel x 1 data-parallel"
     assert page.texts == [command_line()]
+
+
+def test_a_failed_writer_of_tensorboard_reports_nothing_by_itself(tmp_path, monkeypatch, capsys):
+    """Its thread tells the error first and ends later, perhaps when the run has closed its sinks."""
+    from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread
+
+    def fail(thread):
+        thread.exception = OSError("no such disk")
+        time.sleep(0.3)
+        raise thread.exception
+
+    monkeypatch.setattr(_AsyncWriterThread, "run", fail)
+    reported = []
+    monkeypatch.setattr(threading, "excepthook", reported.append)
+    sink = TensorBoard(tmp_path, 0)
+
+    def log():
+        for step in range(100):
+            sink.log(step, {"loss": 1.0})
+            time.sleep(0.01)
+
+    with pytest.raises(OSError, match="no such disk"):
+        log()
+    sink.close()
+    time.sleep(0.5)
+    assert not reported
+    assert threading.excepthook == reported.append

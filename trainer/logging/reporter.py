@@ -59,14 +59,23 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        threading.excepthook = self._hook
-        if self._writer is not None:
-            self._writer.close()
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        finally:
+            for thread in threading.enumerate():
+                if _is_writer(thread) and getattr(thread, "exception", None):  # it has told, and is about to report
+                    thread.join()
+            threading.excepthook = self._hook
 
     def _report(self, failure: threading.ExceptHookArgs) -> None:
         """Prints what ended a thread. The writer's thread tells its error to the next call of `log` or `close`."""
-        if not type(failure.thread).__module__.startswith("tensorboard."):
+        if not _is_writer(failure.thread):
             self._hook(failure)
+
+
+def _is_writer(thread: threading.Thread | None) -> bool:
+    return type(thread).__module__.startswith("tensorboard.")
 
 
 class WeightsAndBiases:
