@@ -156,7 +156,7 @@ struct LinearForward {
   int64_t rows, columns, features, block;
 };
 
-// dropout(softmax(scale q kᵀ + bias + mask)) v, in fp32 on the CPU only. The numbers of a row are adjacent;
+// dropout(softmax(scale q kᵀ + bias + mask)) v, on the CPU and not in fp64. The numbers of a row are adjacent;
 // strides are of batch, head and row, and of a mask's keys. One unit of work is kAttentionQueries queries of a head.
 constexpr int64_t kAttentionQueries = 256;
 struct AttentionForward {
@@ -190,11 +190,14 @@ extern "C" {
 // kernel or dtype does not exist.
 int shardzoo_cpu_run(int kernel, int dtype, const void* parameters, int64_t begin, int64_t end);
 
-// The instruction set chosen at load time: "x86-64-v4+bf16", "x86-64-v4", "x86-64-v3" or "baseline".
+// The instruction set chosen at load time: "x86-64-v4+amx", "x86-64-v4+bf16", "x86-64-v4", "x86-64-v3" or "baseline".
 SHARDZOO_EXPORT const char* shardzoo_cpu_isa();
 
 // Whether the processor is AMD's.
 SHARDZOO_EXPORT int shardzoo_cpu_is_amd();
+
+// Whether kernels use the processor's matrix registers (AMX) for bf16. The CPU kernels call this function, too.
+int shardzoo_cpu_has_amx();
 
 // Queues a whole kernel on a CUDA stream of the current device. Returns 0, a cudaError_t, or -1 as above.
 int shardzoo_cuda_run(int kernel, int dtype, const void* parameters, void* stream);

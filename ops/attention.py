@@ -267,8 +267,6 @@ def _unfit(q, k, v, rules):
     bias, mask = rules[:2]
     if q.dtype == torch.float64 or (bias is not None and bias.dtype == torch.float64):
         return "the kernels compute in fp32"
-    if q.dtype != torch.float32 and forward_op.choose_variant(q.device.type) == "cpp":
-        return "no kernel for 16-bit types, whose matrix products are faster"
     if q.shape[3] > WIDEST_HEAD:
         return f"heads wider than {WIDEST_HEAD}"
     added = mask if mask is not None and mask.dtype != torch.bool else None

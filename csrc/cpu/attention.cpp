@@ -1,9 +1,8 @@
 // Attention by tiles of 64 queries and 64 keys, which stay in the second-level cache; see ops/attention.py.
 //
 // The scores of a tile are kept transposed: a row holds one key, and its lanes the queries. So the sums and maxima of
-// the softmax need no steps across lanes, the numbers of a relative bias are adjacent, and no product needs k or v in
-// another order. 16-bit types have no kernel: their products are fastest in a library that knows the processor's
-// instructions for them.
+// the softmax need no steps across lanes, and the numbers of a relative bias are adjacent. Products are in fp32, and
+// those of bf16 in bf16 where the processor has instructions for it.
 #include "entry.h"
 #include "math.h"
 #include "product.h"
@@ -17,7 +16,6 @@ constexpr int kVectors = kQueries / kWidth;
 constexpr int kPadded = kQueries + 2 * kWidth;  // a row of gradients between zeros, for sums along diagonals
 
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t whole_vectors(int64_t size) { return (size + kWidth - 1) / kWidth * kWidth; }
 
 // Up to 64 consecutive queries.
 struct Panel {
@@ -34,11 +32,15 @@ struct KeyRow {
   int hidden;                // the number of the panel's first queries that do not see the key
 };
 
-// The rules for one head of one sample.
+// The rules for one head of one sample. T is the type of a mask of numbers.
+template <class T>
 class Head {
  public:
   explicit Head(const AttentionForward& a)
-      : a_(a), bias_(a.bias == nullptr ? 0 : a.queries + a.keys + kQueries), mask_(kKeys * kQueries) {}
+      : a_(a),
+        bias_(a.bias == nullptr ? 0 : a.queries + a.keys + kQueries),
+        mask_(kKeys * kQueries),
+        rows_(kKeys * kQueries) {}
 
   void choose(int64_t b, int64_t n) {
     b_ = b, n_ = n;
@@ -69,10 +71,18 @@ class Head {
   // Prepares the mask of the keys [first, end) for `row`.
   void open(const Panel& panel, int64_t first, int64_t end) {
     if (a_.mask == nullptr || masks_keys()) return;
-    if (panel.count < kQueries) zeroed(mask_.get(), kKeys * kQueries);
     for (int64_t i = 0; i < panel.count; ++i) {
-      for (int64_t j = first; j < end; ++j) mask_.get()[(j - first) * kQueries + i] = added(panel.first + i, j);
+      float* row = rows_.get() + i * kKeys;
+      if (a_.mask_stride[3] == 1) {
+        for_vectors<float>(end - first, [&](int64_t j, auto part) LAMBDA {
+          narrow_to(row + j, added(panel.first + i, first + j, part));
+        });
+      } else {
+        for (int64_t j = first; j < end; ++j) row[j - first] = added(panel.first + i, j);
+      }
     }
+    zeroed(rows_.get() + panel.count * kKeys, (kQueries - panel.count) * kKeys);
+    transpose(rows_.get(), kKeys, kQueries, kKeys, mask_.get(), kQueries);
   }
 
   KeyRow row(const Panel& panel, int64_t first, int64_t key) const {
@@ -96,17 +106,23 @@ class Head {
   }
   float added(int64_t query, int64_t key) const {
     if (a_.mask_is_bool) return *mask_at<uint8_t>(query, key) ? 0 : -kInfinity;
-    return *mask_at<float>(query, key);
+    return first_lane(mask_at<T>(query, key));
   }
+  template <class P>
+  VF added(int64_t query, int64_t key, P part) const {
+    if (a_.mask_is_bool) return where(mask_at<uint8_t>(query, key), part, VF{}, -kInfinity);
+    return load(mask_at<T>(query, key), part);
+  }
+  static float first_lane(const T* p) { return load(p, Part{1})[0]; }
 
   const AttentionForward& a_;
   int64_t b_ = 0, n_ = 0, limit_ = 0, prefix_ = 0;
-  const Scratch<float> bias_, mask_;
+  const Scratch<float> bias_, mask_, rows_;
 };
 
-INLINE VF masked(const KeyRow& row, int v, VF z) {
+INLINE VF scaled_and_masked(const KeyRow& row, int v, VF z, float scale) {
   static constexpr int32_t kLane[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  z += row.added;
+  z = z * scale + row.added;
   if (row.bias != nullptr) z += widen(row.bias + v * kWidth);
   if (row.mask != nullptr) z += widen(row.mask + v * kWidth);
   if (row.hidden > v * kWidth) z = read<VI>(kLane) + v * kWidth >= row.hidden ? z : VF{} - kInfinity;
@@ -119,23 +135,12 @@ INLINE VI kept(const Dropout& d, const Panel& panel, int v, int64_t key) {
   return (VI)(element_hash(low, high, static_cast<uint32_t>(key)) >= d.threshold);
 }
 
-// Copies `rows` rows, times `scale`, to adjacent rows of whole vectors; the rows up to `padded` and the ends of rows are 0.
-INLINE void pack_rows(const float* from, int64_t stride, int64_t rows, int64_t padded, int64_t size, float scale,
-                       float* to) {
-  const int64_t width = whole_vectors(size);
+template <class T>
+INLINE void store_rows(const float* from, int64_t width, int64_t rows, int64_t size, float scale, T* to,
+                       int64_t stride) {
   for (int64_t r = 0; r < rows; ++r) {
-    for_vectors<float>(size, [&](int64_t i, auto part) LAMBDA {
-      store(to + r * width + i, load(from + r * stride + i, part) * scale, Full{});
-    });
-  }
-  if (rows < padded) zeroed(to + rows * width, (padded - rows) * width);
-}
-
-INLINE void unpack_rows(const float* from, int64_t rows, int64_t size, float* to, int64_t stride) {
-  const int64_t width = whole_vectors(size);
-  for (int64_t r = 0; r < rows; ++r) {
-    for_vectors<float>(size, [&](int64_t i, auto part) LAMBDA {
-      store(to + r * stride + i, load(from + r * width + i, Full{}), part);
+    for_vectors<T>(size, [&](int64_t i, auto part) LAMBDA {
+      store(to + r * stride + i, load(from + r * width + i, Full{}) * scale, part);
     });
   }
 }
@@ -144,10 +149,24 @@ template <class T>
 INLINE T* row_at(T* base, const int64_t* stride, int64_t b, int64_t head, int64_t row) {
   return base + b * stride[0] + head * stride[1] + row * stride[2];
 }
+template <class T>
+INLINE const T* row_at(const void* base, const int64_t* stride, int64_t b, int64_t head, int64_t row) {
+  return row_at(static_cast<const T*>(base), stride, b, head, row);
+}
 
-// Turns the scores z of the keys [first, end) into exp(z - top) with dropout, and rescales the output to the new top.
-INLINE void softmax_tile(const AttentionForward& a, Head& head, Panel& panel, int64_t first, int64_t end, float* z,
-                         float* out) {
+// Turns the scores z of the keys [first, end) into weights exp(z - top) with dropout, and rescales the output to a new
+// top. A top is kept until the exponents would grow beyond kMostAboveTop: rescaling takes as long as computing weights.
+constexpr float kMostAboveTop = 8;
+
+// Of the next products; they are brought into the first-level cache while weights are computed.
+struct NextFactors {
+  const float *v, *q, *k;
+};
+
+template <class T, class Products>
+INLINE void softmax_tile(const AttentionForward& a, Head<T>& head, Panel& panel, int64_t first, int64_t end, float* z,
+                         const Tile& weights, float* out, const NextFactors& next) {
+  const float scale = static_cast<float>(a.scale);
   head.open(panel, first, end);
   VF top[kVectors], shift[kVectors], sums[kVectors];
   for (int v = 0; v < kVectors; ++v) top[v] = widen(panel.top + v * kWidth), sums[v] = VF{};
@@ -156,14 +175,18 @@ INLINE void softmax_tile(const AttentionForward& a, Head& head, Panel& panel, in
     float* of_key = z + (key - first) * kQueries;
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
-      const VF value = masked(row, v, widen(of_key + v * kWidth));
+      const VF value = scaled_and_masked(row, v, widen(of_key + v * kWidth), scale);
       narrow_to(of_key + v * kWidth, value);
       top[v] = larger(value, top[v]);
     }
   }
   for (int v = 0; v < kVectors; ++v) {
+    const VF before = widen(panel.top + v * kWidth);
+    const bool keeps_top = all_lanes(top[v] <= before + kMostAboveTop);
+    if (keeps_top) top[v] = before;
     shift[v] = top[v] == -kInfinity ? VF{} : top[v];
-    const VF factor = exp<true>(widen(panel.top + v * kWidth) - shift[v]);
+    if (keeps_top) continue;
+    const VF factor = exp<true>(before - shift[v]);
     narrow_to(panel.top + v * kWidth, top[v]);
     narrow_to(panel.sum + v * kWidth, widen(panel.sum + v * kWidth) * factor);
     if (first == 0) continue;
@@ -172,18 +195,29 @@ INLINE void softmax_tile(const AttentionForward& a, Head& head, Panel& panel, in
       narrow_to(sum, widen(sum) * factor);
     }
   }
-  for (int64_t key = first; key < end; ++key) {
-    float* of_key = z + (key - first) * kQueries;
+  const auto weight = [&](int64_t key, int v) LAMBDA {
+    const VF e = Products::exp(widen(z + (key - first) * kQueries + v * kWidth) - shift[v]);
+    sums[v] += e;
+    return a.dropout.keys == nullptr || kept(a.dropout, panel, v, key) ? e : VF{};
+  };
+  for (int64_t key = first; key < end; key += 2) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
-      const VF e = exp<true>(widen(of_key + v * kWidth) - shift[v]);
-      sums[v] += e;
-      narrow_to(of_key + v * kWidth, a.dropout.keys == nullptr || kept(a.dropout, panel, v, key) ? e : VF{});
+      const VF even = weight(key, v);
+      Products::put(weights, key - first, v, even, key + 1 < end ? weight(key + 1, v) : VF{});
+      const int64_t line = ((key - first) / 2 * kVectors + v) * 16;
+      prefetch(next.v + line);
+      prefetch(next.q + line);
+      prefetch(next.k + line);
+      prefetch(out + 2 * line);
+      prefetch(out + 2 * line + 16);
     }
   }
+  Products::finish(weights, end - first);
   for (int v = 0; v < kVectors; ++v) narrow_to(panel.sum + v * kWidth, widen(panel.sum + v * kWidth) + sums[v]);
 }
 
+template <class T>
 INLINE void finish_panel(const AttentionForward& a, int64_t b, int64_t n, const Panel& panel, float* out, float* rows) {
   const float keep_scale = a.dropout.keys == nullptr ? 1 : static_cast<float>(a.dropout.keep_scale);
   float* lse = static_cast<float*>(a.lse) + (b * a.heads + n) * a.queries + panel.first;
@@ -196,17 +230,24 @@ INLINE void finish_panel(const AttentionForward& a, int64_t b, int64_t n, const 
   for (int64_t i = 0; i < a.size * kQueries; i += kWidth) {
     narrow_to(out + i, widen(out + i) * widen(factor + i % kQueries));
   }
-  transpose(out, kQueries, a.size, kQueries, rows, whole_vectors(a.size));
-  unpack_rows(rows, panel.count, a.size, row_at(static_cast<float*>(a.out), a.out_stride, b, n, panel.first), a.out_stride[2]);
+  const int64_t width = whole_vectors(a.size);
+  transpose(out, kQueries, a.size, kQueries, rows, width);
+  T* to = row_at(static_cast<T*>(a.out), a.out_stride, b, n, panel.first);
+  store_rows(rows, width, panel.count, a.size, 1, to, a.out_stride[2]);
 }
 
-void attention_forward(const AttentionForward& a, int64_t begin, int64_t end) {
-  const int64_t width = whole_vectors(a.size), area = kQueries * width;
+template <class T, class Products>
+void forward(const AttentionForward& a, int64_t begin, int64_t end) {
+  const Products products{};
+  constexpr int kUnit = Products::kPerUnit;
+  const int64_t width = Products::width(a.size), area = kQueries * width, size = Products::whole(a.size);
   const int64_t blocks = (a.queries + kAttentionQueries - 1) / kAttentionQueries;
-  const Scratch<float> q(kPanels * area), out(kPanels * area), rows(area), k(kKeys * width), v(kKeys * width);
-  const Scratch<float> z(kKeys * kQueries);
+  const Scratch<float> q_memory(kPanels * area), out(kPanels * area), rows(area), k_memory(area), v_memory(area);
+  const Scratch<float> z(kKeys * kQueries), factor(kKeys * kQueries / kUnit);
+  const Tile weights = {kUnit == 1 ? z.get() : nullptr, kQueries, nullptr, 0, factor.get()};
   Panel panels[kPanels];
-  Head head(a);
+  Right q[kPanels];
+  Head<T> head(a);
   for (int64_t unit = begin; unit < end; ++unit) {
     const int64_t n = unit / blocks % a.heads, b = unit / blocks / a.heads, group = n / (a.heads / a.key_value_heads);
     const int64_t start = unit % blocks * kAttentionQueries;
@@ -217,88 +258,99 @@ void attention_forward(const AttentionForward& a, int64_t begin, int64_t end) {
       Panel& panel = panels[p];
       head.start(panel, start + p * kQueries);
       if (panel.keys > keys) keys = panel.keys;
-      const float* from = row_at(static_cast<const float*>(a.q), a.q_stride, b, n, panel.first);
-      pack_rows(from, a.q_stride[2], panel.count, kQueries, a.size, static_cast<float>(a.scale), rows.get());
-      transpose(rows.get(), width, kQueries, a.size, q.get() + p * area, kQueries);
+      const T* from = row_at<T>(a.q, a.q_stride, b, n, panel.first);
+      q[p] = products.right_transposed(from, a.q_stride[2], panel.count, a.size, q_memory.get() + p * area, rows.get());
     }
     zeroed(out.get(), count * area);
     for (int64_t first = 0; first < keys; first += kKeys) {
       const int64_t last = smaller(first + kKeys, keys);
-      const float* k_rows = row_at(static_cast<const float*>(a.k), a.k_stride, b, group, first);
-      const float* v_rows = row_at(static_cast<const float*>(a.v), a.v_stride, b, group, first);
-      pack_rows(k_rows, a.k_stride[2], last - first, 0, a.size, 1, k.get());
-      pack_rows(v_rows, a.v_stride[2], last - first, 0, a.size, 1, v.get());
+      const T* k_rows = row_at<T>(a.k, a.k_stride, b, group, first);
+      const T* v_rows = row_at<T>(a.v, a.v_stride, b, group, first);
+      const Left k = products.left(k_rows, a.k_stride[2], last - first, a.size, k_memory.get());
+      const Left v = products.left_transposed(v_rows, a.v_stride[2], last - first, a.size, v_memory.get());
       for (int p = 0; p < count; ++p) {
-        const int64_t seen = smaller(last, panels[p].keys) - first;
+        const int64_t seen = smaller(last, panels[p].keys) - first, tile = Products::whole(seen);
         if (seen <= 0) continue;
         float* sums = out.get() + p * area;
-        multiply({k.get(), width, 1, q.get() + p * area, kQueries, z.get(), kQueries, seen, kQueries, a.size, false});
-        softmax_tile(a, head, panels[p], first, first + seen, z.get(), sums);
-        multiply({v.get(), 1, width, z.get(), kQueries, sums, kQueries, a.size, kQueries, seen, true});
+        products.multiply({k, q[p], z.get(), kQueries, tile, kQueries, size / kUnit, false});
+        const NextFactors next = {v.p, q[p + 1 < count ? p + 1 : 0].p, k.p};
+        softmax_tile<T, Products>(a, head, panels[p], first, first + seen, z.get(), weights, sums, next);
+        products.multiply({v, products.right_of(weights), sums, kQueries, size, kQueries, tile / kUnit, true});
       }
     }
-    for (int p = 0; p < count; ++p) finish_panel(a, b, n, panels[p], out.get() + p * area, rows.get());
+    for (int p = 0; p < count; ++p) finish_panel<T>(a, b, n, panels[p], out.get() + p * area, rows.get());
   }
 }
 
-// The matrices of a panel of queries for the backward pass, in fp32.
+// The matrices of a panel of queries for the backward pass. The right factors of consecutive panels are adjacent.
 struct Rows {
-  int64_t width;  // of a row: the size in whole vectors
-  float *q, *grad;                   // [kQueries, width]; q is scaled, and grad that of the output
-  float *across_q, *across_grad;     // the same transposed, [size, kQueries]
-  float* grad_q;                     // [size, kQueries]
+  Right q, grad;                // grad is that of the output
+  Right across_q, across_grad;  // the same transposed
+  float* grad_q;                // [size, kQueries]
 };
 
-INLINE Rows rows_of(float* memory, int64_t width) {
-  const int64_t area = kQueries * width;
-  return {width, memory, memory + area, memory + 2 * area, memory + 3 * area, memory + 4 * area};
-}
+constexpr int kMatrices = 5;
+constexpr int kStrip = 32;                       // keys
+constexpr int64_t kPairs = kPanels * kQueries / 2;  // of a row of factors for all panels
 
-INLINE void load_panel(const AttentionBackward& a, int64_t b, int64_t n, Panel& panel, const Rows& rows) {
+template <class T, class Products>
+INLINE void load_panel(const AttentionBackward& a, const Products& products, int64_t b, int64_t n, Panel& panel,
+                       int64_t p, float* memory, float* spare, Rows& rows) {
   const AttentionForward& f = a.forward;
-  const float* q = row_at(static_cast<const float*>(f.q), f.q_stride, b, n, panel.first);
-  const float* grad = row_at(static_cast<const float*>(a.grad), a.grad_stride, b, n, panel.first);
-  const float* out = row_at(static_cast<const float*>(f.out), f.out_stride, b, n, panel.first);
+  const T* q = row_at<T>(f.q, f.q_stride, b, n, panel.first);
+  const T* grad = row_at<T>(a.grad, a.grad_stride, b, n, panel.first);
+  const T* out = row_at<T>(f.out, f.out_stride, b, n, panel.first);
   const float* lse = static_cast<const float*>(f.lse) + (b * f.heads + n) * f.queries + panel.first;
-  pack_rows(q, f.q_stride[2], panel.count, kQueries, f.size, static_cast<float>(f.scale), rows.q);
-  pack_rows(grad, a.grad_stride[2], panel.count, kQueries, f.size, 1, rows.grad);
-  transpose(rows.q, rows.width, kQueries, f.size, rows.across_q, kQueries);
-  transpose(rows.grad, rows.width, kQueries, f.size, rows.across_grad, kQueries);
-  zeroed(rows.grad_q, kQueries * rows.width);
+  const int64_t area = kQueries * Products::width(f.size), count = panel.count;
+  const auto matrix = [&](int number) { return memory + number * kPanels * area + p * area / Products::kPerUnit; };
+  rows.q = products.right(q, f.q_stride[2], count, f.size, matrix(0));
+  rows.grad = products.right(grad, a.grad_stride[2], count, f.size, matrix(1));
+  rows.across_q = products.right_transposed(q, f.q_stride[2], count, f.size, matrix(2), spare);
+  rows.across_grad = products.right_transposed(grad, a.grad_stride[2], count, f.size, matrix(3), spare);
+  rows.grad_q = zeroed(memory + (4 * kPanels + p) * area, area);
   for (int i = 0; i < kQueries; ++i) {
-    panel.lse[i] = i < panel.count && lse[i] != -kInfinity ? lse[i] : kInfinity;  // so that probabilities are 0
+    panel.lse[i] = i < count && lse[i] != -kInfinity ? lse[i] : kInfinity;  // so that probabilities are 0
     panel.delta[i] = 0;
-    if (i >= panel.count) continue;
+    if (i >= count) continue;
     VF sums = {};
-    for_vectors<float>(f.size, [&](int64_t d, auto part) LAMBDA {
-      sums += load(out + i * f.out_stride[2] + d, part) * widen(rows.grad + i * rows.width + d);
+    for_vectors<T>(f.size, [&](int64_t d, auto part) LAMBDA {
+      sums += load(out + i * f.out_stride[2] + d, part) * load(grad + i * a.grad_stride[2] + d, part);
     });
     panel.delta[i] = sum_lanes<float>(sums);
   }
 }
 
-// Turns the scores z and the gradients g of the weights into the gradients of the scores and the weights.
-INLINE void backward_tile(const AttentionForward& f, Head& head, const Panel& panel, int64_t first, int64_t end,
-                          float* z, float* g) {
-  const float keep_scale = static_cast<float>(f.dropout.keep_scale);
+// Turns the scores z and the gradients g of the weights into the weights and the gradients of the scores.
+template <class T, class Products>
+INLINE void backward_tile(const AttentionForward& f, Head<T>& head, const Panel& panel, int64_t first, int64_t end,
+                          const float* z, const float* g, const Tile& weights, const Tile& grad_scores) {
+  const float keep_scale = static_cast<float>(f.dropout.keep_scale), scale = static_cast<float>(f.scale);
   head.open(panel, first, end);
-  for (int64_t key = first; key < end; ++key) {
-    const KeyRow row = head.row(panel, first, key);
-    float *z_row = z + (key - first) * kPadded, *g_row = g + (key - first) * kQueries;
+  const auto compute = [&](const KeyRow& row, int64_t key, int v, VF& weight, VF& grad) LAMBDA {
+    const VF score = scaled_and_masked(row, v, widen(z + (key - first) * kPadded + v * kWidth), scale);
+    const VF p = Products::exp(score - widen(panel.lse + v * kWidth));
+    weight = p, grad = widen(g + (key - first) * kQueries + v * kWidth);
+    if (f.dropout.keys != nullptr) {
+      const VI keep = kept(f.dropout, panel, v, key);
+      grad = keep ? grad * keep_scale : VF{};
+      weight = keep ? p * keep_scale : VF{};
+    }
+    grad = p * (grad - widen(panel.delta + v * kWidth));
+  };
+  for (int64_t key = first; key < end; key += 2) {
+    const bool two = key + 1 < end;
+    const KeyRow even = head.row(panel, first, key), odd = two ? head.row(panel, first, key + 1) : even;
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
-      const int i = v * kWidth;
-      const VF p = exp<true>(masked(row, v, widen(z_row + i)) - widen(panel.lse + i));
-      VF grad = widen(g_row + i), weight = p;
-      if (f.dropout.keys != nullptr) {
-        const VI keep = kept(f.dropout, panel, v, key);
-        grad = keep ? grad * keep_scale : VF{};
-        weight = keep ? p * keep_scale : VF{};
-      }
-      narrow_to(g_row + i, weight);
-      narrow_to(z_row + i, p * (grad - widen(panel.delta + i)));
+      VF weight[2] = {}, grad[2] = {};
+      compute(even, key, v, weight[0], grad[0]);
+      if (two) compute(odd, key + 1, v, weight[1], grad[1]);
+      Products::put(weights, key - first, v, weight[0], weight[1]);
+      Products::put(grad_scores, key - first, v, grad[0], grad[1]);
     }
   }
+  Products::finish(weights, end - first);
+  Products::finish(grad_scores, end - first);
 }
 
 // Adds a tile's sums along diagonals to `sums`, where the bias of the last key and first query begins.
@@ -319,79 +371,137 @@ INLINE void add_diagonals(const float* z, int64_t keys, float* sums) {
 }
 
 // What a thread holds while it processes the heads that share a key-value head.
+template <class T, class Products>
 struct BackwardMemory {
   explicit BackwardMemory(const AttentionForward& f)
-      : width(whole_vectors(f.size)),
+      : width(Products::width(f.size)),
+        area(kQueries * width),
         head(f),
-        panels(5 * kPanels * kQueries * width),
-        k(kKeys * width),
-        v(kKeys * width),
+        panels(kMatrices * kPanels * area),
+        k(area),
+        across_k(area),
+        v(area),
+        spare(area),
         z(kKeys * kPadded),
         g(kKeys * kQueries),
-        grad_k(f.keys * width),
-        grad_v(f.keys * width),
+        weights(Products::kPerUnit == 1 ? 0 : kKeys * kPairs),
+        grad_scores(Products::kPerUnit == 1 ? 0 : kKeys * kPairs),
+        grad_of_keys(kKeys * kQueries / Products::kPerUnit),
+        grad_k((f.keys + kKeys) * width),
+        grad_v((f.keys + kKeys) * width),
         diagonals(f.bias == nullptr ? 0 : f.queries + f.keys + 2 * kQueries) {
     zeroed(z.get(), kKeys * kPadded);
-    for (int p = 0; p < kPanels; ++p) rows[p] = rows_of(panels.get() + 5 * p * kQueries * width, width);
   }
-  int64_t width;
-  Head head;
-  const Scratch<float> panels, k, v, z, g, grad_k, grad_v, diagonals;
+  bool some_panel_sees_less(int count, int64_t keys) const {
+    for (int p = 0; p < count; ++p) {
+      if (panel[p].keys < keys) return true;
+    }
+    return false;
+  }
+  const Products products{};
+  int64_t width, area;
+  Head<T> head;
+  const Scratch<float> panels, k, across_k, v, spare, z, g, weights, grad_scores, grad_of_keys;
+  const Scratch<float> grad_k, grad_v, diagonals;
   Panel panel[kPanels];
   Rows rows[kPanels];
 };
 
-INLINE void backward_products(const AttentionForward& f, BackwardMemory& m, int p, int64_t first, int64_t end) {
+struct Keys {
+  Left k, across_k, v;
+  int64_t first;
+};
+
+// Adds to the gradients of a tile of keys what they owe to the panels from p on.
+template <class T, class Products>
+INLINE void add_gradients_of_keys(const BackwardMemory<T, Products>& m, int p, int panels, const Left& weights,
+                                  const Left& grad_scores, int64_t first, int64_t keys) {
+  const int64_t at = first * m.width, tile = Products::whole(keys), depth = panels * kQueries / Products::kPerUnit;
+  m.products.multiply({weights, m.rows[p].grad, m.grad_v.get() + at, m.width, tile, m.width, depth, true});
+  m.products.multiply({grad_scores, m.rows[p].q, m.grad_k.get() + at, m.width, tile, m.width, depth, true});
+}
+
+// Adds to the gradients of a panel's queries and of the bias what they owe to a tile of keys. Computes the weights and
+// the gradients of the scores in strips, whose products are still in the first-level cache.
+template <class T, class Products>
+INLINE void backward_panel(const AttentionForward& f, BackwardMemory<T, Products>& m, int p, const Keys& keys,
+                           int64_t seen) {
+  constexpr int kUnit = Products::kPerUnit;
+  constexpr bool kInPlace = kUnit == 1;
   const Rows& rows = m.rows[p];
-  const int64_t keys = end - first, width = m.width;
-  float *z = m.z.get() + kWidth, *g = m.g.get(), *k = m.k.get();
-  multiply({k, width, 1, rows.across_q, kQueries, z, kPadded, keys, kQueries, f.size, false});
-  multiply({m.v.get(), width, 1, rows.across_grad, kQueries, g, kQueries, keys, kQueries, f.size, false});
-  backward_tile(f, m.head, m.panel[p], first, end, z, g);
-  multiply({g, kQueries, 1, rows.grad, width, m.grad_v.get() + first * width, width, keys, width, kQueries, true});
-  multiply({z, kPadded, 1, rows.q, width, m.grad_k.get() + first * width, width, keys, width, kQueries, true});
-  multiply({k, 1, width, z, kPadded, rows.grad_q, kQueries, f.size, kQueries, keys, true});
-  if (f.bias != nullptr) add_diagonals(z, keys, m.diagonals.get() + f.keys - end + m.panel[p].first);
+  const Products& products = m.products;
+  const int64_t size = Products::whole(f.size), first = keys.first;
+  const bool in_fp32 = kInPlace || f.bias != nullptr;
+  for (int64_t strip = 0; strip < seen; strip += kStrip) {
+    const int64_t count = smaller(kStrip, seen - strip), tile = Products::whole(count), at = kInPlace ? strip : 0;
+    float *z = m.z.get() + kWidth + at * kPadded, *g = m.g.get() + at * kQueries;
+    const int64_t left = strip * kPairs + p * kQueries / 2;
+    const Tile weights = {kInPlace ? g : nullptr, kQueries, m.weights.get() + left, kPairs, nullptr};
+    const Tile grad_scores = {in_fp32 ? z : nullptr, kPadded, m.grad_scores.get() + left, kPairs,
+                              m.grad_of_keys.get() + strip * kQueries / kUnit};
+    const Left k = {keys.k.p + strip * keys.k.row_step, keys.k.row_step, 1};
+    const Left v = {keys.v.p + strip * keys.v.row_step, keys.v.row_step, 1};
+    products.multiply({k, rows.across_q, z, kPadded, tile, kQueries, size / kUnit, false});
+    products.multiply({v, rows.across_grad, g, kQueries, tile, kQueries, size / kUnit, false});
+    const int64_t start = first + strip;
+    backward_tile<T, Products>(f, m.head, m.panel[p], start, start + count, z, g, weights, grad_scores);
+    if (f.bias != nullptr) add_diagonals(z, count, m.diagonals.get() + f.keys - start - count + m.panel[p].first);
+  }
+  const Tile all = {m.z.get() + kWidth, kPadded, nullptr, 0, m.grad_of_keys.get()};
+  const int64_t depth = Products::whole(seen) / kUnit;
+  products.multiply({keys.across_k, products.right_of(all), rows.grad_q, kQueries, size, kQueries, depth, true});
+  if constexpr (kInPlace) {
+    add_gradients_of_keys(m, p, 1, {m.g.get(), kQueries, 1}, products.left_of(all), first, seen);
+  }
 }
 
 // Processes kPanels panels of queries of a head from `start` on.
-INLINE void backward_block(const AttentionBackward& a, BackwardMemory& m, int64_t b, int64_t n, int64_t start) {
+template <class T, class Products>
+INLINE void backward_block(const AttentionBackward& a, BackwardMemory<T, Products>& m, int64_t b, int64_t n,
+                           int64_t start) {
   const AttentionForward& f = a.forward;
+  const Products& products = m.products;
   const int64_t group = n / (f.heads / f.key_value_heads);
   const int count = static_cast<int>((smaller(kAttentionQueries, f.queries - start) + kQueries - 1) / kQueries);
-  int64_t keys = 0;
+  int64_t end = 0;
   for (int p = 0; p < count; ++p) {
     m.head.start(m.panel[p], start + p * kQueries);
-    load_panel(a, b, n, m.panel[p], m.rows[p]);
-    if (m.panel[p].keys > keys) keys = m.panel[p].keys;
+    load_panel<T>(a, products, b, n, m.panel[p], p, m.panels.get(), m.spare.get(), m.rows[p]);
+    if (m.panel[p].keys > end) end = m.panel[p].keys;
   }
-  for (int64_t first = 0; first < keys; first += kKeys) {
-    const int64_t last = smaller(first + kKeys, keys);
-    const float* k = row_at(static_cast<const float*>(f.k), f.k_stride, b, group, first);
-    const float* v = row_at(static_cast<const float*>(f.v), f.v_stride, b, group, first);
-    pack_rows(k, f.k_stride[2], last - first, 0, f.size, 1, m.k.get());
-    pack_rows(v, f.v_stride[2], last - first, 0, f.size, 1, m.v.get());
+  for (int64_t first = 0; first < end; first += kKeys) {
+    const int64_t last = smaller(first + kKeys, end), rows = last - first;
+    const T* k = row_at<T>(f.k, f.k_stride, b, group, first);
+    const T* v = row_at<T>(f.v, f.v_stride, b, group, first);
+    const Keys keys = {products.left(k, f.k_stride[2], rows, f.size, m.k.get()),
+                       products.left_transposed(k, f.k_stride[2], rows, f.size, m.across_k.get()),
+                       products.left(v, f.v_stride[2], rows, f.size, m.v.get()), first};
+    if (Products::kPerUnit > 1 && m.some_panel_sees_less(count, last)) {
+      zeroed(m.weights.get(), kKeys * kPairs);
+      zeroed(m.grad_scores.get(), kKeys * kPairs);
+    }
     for (int p = 0; p < count; ++p) {
-      if (m.panel[p].keys > first) backward_products(f, m, p, first, smaller(last, m.panel[p].keys));
+      const int64_t seen = smaller(last, m.panel[p].keys) - first;
+      if (seen > 0) backward_panel(f, m, p, keys, seen);
+    }
+    if constexpr (Products::kPerUnit > 1) {
+      add_gradients_of_keys(m, 0, count, {m.weights.get(), kPairs, 1}, {m.grad_scores.get(), kPairs, 1}, first, rows);
     }
   }
   for (int p = 0; p < count; ++p) {
-    const Rows& rows = m.rows[p];
-    for (int64_t i = 0; i < f.size * kQueries; i += kWidth) {
-      narrow_to(rows.grad_q + i, widen(rows.grad_q + i) * static_cast<float>(f.scale));
-    }
-    transpose(rows.grad_q, kQueries, f.size, kQueries, rows.q, m.width);
-    float* to = static_cast<float*>(a.grad_q) + ((b * f.heads + n) * f.queries + m.panel[p].first) * f.size;
-    unpack_rows(rows.q, m.panel[p].count, f.size, to, f.size);
+    transpose(m.rows[p].grad_q, kQueries, f.size, kQueries, m.spare.get(), m.width);
+    T* to = static_cast<T*>(a.grad_q) + ((b * f.heads + n) * f.queries + m.panel[p].first) * f.size;
+    store_rows(m.spare.get(), m.width, m.panel[p].count, f.size, static_cast<float>(f.scale), to, f.size);
   }
 }
 
-void attention_backward(const AttentionBackward& a, int64_t begin, int64_t end) {
+template <class T, class Products>
+void backward(const AttentionBackward& a, int64_t begin, int64_t end) {
   const AttentionForward& f = a.forward;
   const int64_t served = f.heads / f.key_value_heads, distances = f.queries + f.keys - 1;
-  BackwardMemory m(f);
+  BackwardMemory<T, Products> m(f);
   for (int64_t unit = begin; unit < end; ++unit) {
-    const int64_t b = unit / f.key_value_heads, group = unit % f.key_value_heads;
+    const int64_t b = unit / f.key_value_heads, group = unit % f.key_value_heads, first = unit * f.keys * f.size;
     zeroed(m.grad_k.get(), f.keys * m.width);
     zeroed(m.grad_v.get(), f.keys * m.width);
     for (int64_t n = group * served; n < (group + 1) * served; ++n) {
@@ -402,13 +512,35 @@ void attention_backward(const AttentionBackward& a, int64_t begin, int64_t end) 
       float* sums = static_cast<float*>(a.partial_bias) + (b * f.heads + n) * distances;
       for (int64_t i = 0; i < distances; ++i) sums[i] = m.diagonals.get()[distances - 1 - i];
     }
-    unpack_rows(m.grad_k.get(), f.keys, f.size, static_cast<float*>(a.grad_k) + unit * f.keys * f.size, f.size);
-    unpack_rows(m.grad_v.get(), f.keys, f.size, static_cast<float*>(a.grad_v) + unit * f.keys * f.size, f.size);
+    const float scale = static_cast<float>(f.scale);
+    store_rows(m.grad_k.get(), m.width, f.keys, f.size, scale, static_cast<T*>(a.grad_k) + first, f.size);
+    store_rows(m.grad_v.get(), m.width, f.keys, f.size, 1, static_cast<T*>(a.grad_v) + first, f.size);
   }
+}
+
+template <class T>
+struct ProductsOf {
+  using type = FloatProducts;
+};
+#if defined(__AVX512BF16__)
+template <>
+struct ProductsOf<BFloat16> {
+  using type = PairProducts;
+};
+#endif
+
+template <class T>
+void attention_forward(const AttentionForward& a, int64_t begin, int64_t end) {
+  if constexpr (sizeof(Compute<T>) == 4) forward<T, typename ProductsOf<T>::type>(a, begin, end);
+}
+
+template <class T>
+void attention_backward(const AttentionBackward& a, int64_t begin, int64_t end) {
+  if constexpr (sizeof(Compute<T>) == 4) backward<T, typename ProductsOf<T>::type>(a, begin, end);
 }
 
 }  // namespace
 }  // namespace shardzoo
 
-SHARDZOO_CPU_KERNEL_IN_FLOAT(attention_forward, AttentionForward)
-SHARDZOO_CPU_KERNEL_IN_FLOAT(attention_backward, AttentionBackward)
+SHARDZOO_CPU_KERNEL(attention_forward, AttentionForward)
+SHARDZOO_CPU_KERNEL(attention_backward, AttentionBackward)

@@ -4,6 +4,12 @@
 
 #include "../kernels.h"
 
+#if defined(SHARDZOO_X86) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 using Entry = void (*)(int dtype, const void* parameters, int64_t begin, int64_t end);
 
 #define SHARDZOO_EACH_KERNEL(isa)                                                              \
@@ -36,8 +42,22 @@ constexpr Isa kBaseline = {"baseline", {SHARDZOO_EACH_KERNEL(baseline)}};
 constexpr Isa kV3 = {"x86-64-v3", {SHARDZOO_EACH_KERNEL(v3)}};
 constexpr Isa kV4 = {"x86-64-v4", {SHARDZOO_EACH_KERNEL(v4)}};
 constexpr Isa kV4Bf16 = {"x86-64-v4+bf16", {SHARDZOO_EACH_KERNEL(v4bf16)}};
+constexpr Isa kV4Amx = {"x86-64-v4+amx", {SHARDZOO_EACH_KERNEL(v4bf16)}};  // asks shardzoo_cpu_has_amx where it differs
 #endif
 #undef X
+
+// Whether the processor multiplies tiles of bf16, and the system lets this process use their registers.
+bool may_use_amx() {
+#if defined(SHARDZOO_X86) && defined(__linux__)
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;  // of edx, leaf 7
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // arch_prctl's
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kAmxBf16) == 0 || (d & kAmxTile) == 0) return false;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
 
 const Isa& choose() {
 #ifdef SHARDZOO_X86
@@ -50,6 +70,7 @@ const Isa& choose() {
   const char* wanted = std::getenv("SHARDZOO_CPU_ISA");
   const bool any = wanted == nullptr || *wanted == '\0';
   const bool bf16 = v4 && __builtin_cpu_supports("avx512bf16");
+  if (bf16 && (any || std::strcmp(wanted, kV4Amx.name) == 0) && may_use_amx()) return kV4Amx;
   if (bf16 && (any || std::strcmp(wanted, kV4Bf16.name) == 0)) return kV4Bf16;
   if (v4 && (any || std::strncmp(wanted, kV4.name, std::strlen(kV4.name)) == 0)) return kV4;
   if (v3 && (any || std::strcmp(wanted, kBaseline.name) != 0)) return kV3;
@@ -71,6 +92,14 @@ extern "C" int shardzoo_cpu_run(int kernel, int dtype, const void* parameters, i
 }
 
 extern "C" const char* shardzoo_cpu_isa() { return chosen().name; }
+
+extern "C" int shardzoo_cpu_has_amx() {
+#ifdef SHARDZOO_X86
+  return &chosen() == &kV4Amx;
+#else
+  return 0;
+#endif
+}
 
 extern "C" int shardzoo_cpu_is_amd() {
 #ifdef SHARDZOO_X86

@@ -12,24 +12,16 @@
 #define SHARDZOO_JOIN_(name, isa) shardzoo_##name##_##isa
 #define SHARDZOO_JOIN(name, isa) SHARDZOO_JOIN_(name, isa)
 
-#define SHARDZOO_CPU_KERNEL(name, Parameters)                        \
-  SHARDZOO_CPU_ENTRY(name, Parameters, {                             \
-    if (dtype == kFloat) name<float>(a, begin, end);                 \
-    if (dtype == kBFloat16) name<BFloat16>(a, begin, end);           \
-    if (dtype == kHalf) name<Half>(a, begin, end);                   \
-    if (dtype == kDouble) name<double>(a, begin, end);               \
-  })
-
-// For kernels that exist in fp32 only.
-#define SHARDZOO_CPU_KERNEL_IN_FLOAT(name, Parameters) \
-  SHARDZOO_CPU_ENTRY(name, Parameters, { if (dtype == kFloat) name(a, begin, end); })
-
-#define SHARDZOO_CPU_ENTRY(name, Parameters, run)                                                          \
+#define SHARDZOO_CPU_KERNEL(name, Parameters)                                                              \
   extern "C" void SHARDZOO_JOIN(name, SHARDZOO_ISA)(int dtype, const void* p, int64_t begin, int64_t end); \
   void SHARDZOO_JOIN(name, SHARDZOO_ISA)(int dtype, const void* p, int64_t begin, int64_t end) {           \
     using namespace shardzoo;                                                                              \
     const Parameters& a = *static_cast<const Parameters*>(p);                                              \
-    run fence();                                                                                           \
+    if (dtype == kFloat) name<float>(a, begin, end);                                                       \
+    if (dtype == kBFloat16) name<BFloat16>(a, begin, end);                                                 \
+    if (dtype == kHalf) name<Half>(a, begin, end);                                                         \
+    if (dtype == kDouble) name<double>(a, begin, end);                                                     \
+    fence();                                                                                               \
   }
 
 namespace shardzoo {

@@ -14,7 +14,7 @@ constexpr float kSmallestExponent = 87.33f;  // e^-87.33 is the smallest normal 
 
 // Cody-Waite reduction to |r| <= ln(2) / 2 and the polynomial of Cephes' expf. Results that would be denormal are 0:
 // Intel's processors need more than a hundred cycles for a vector with one of them.
-// `kNegative` means that no x is positive, so one bound is not needed.
+// `kNegative` means that no x is far above 0 (88), so one bound is not needed.
 template <bool kNegative = false>
 INLINE VF exp(VF x) {
   const float shift = 12582912.0f;  // 1.5 * 2^23: adding it leaves round(x / ln 2) in the low bits
@@ -42,6 +42,20 @@ INLINE VF exp(VF x) {
   return x != x ? x : y;
 #endif
 }
+#if defined(__AVX512F__)
+// exp of no x above 88 to 3e-6, for results that are rounded to bf16: 2^n 2^f, and a minimax fit of 2^f.
+INLINE VF short_exp(VF x) {
+  const float shift = 12582912.0f, log2_e = 1.44269504f;
+  const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, (__m512)(VF{} - kSmallestExponent), _CMP_NLT_UQ);  // or NaN
+  const VF n = (x * log2_e + shift) - shift;
+  const VF f = x * log2_e - n;
+  VF p = 0.0095701f * f + 0.05591786f;
+  p = p * f + 0.24024745f;
+  p = p * f + 0.69312181f;
+  p = p * f + 0.99999926f;
+  return (VF)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)n);
+}
+#endif
 template <bool kNegative = false>
 INLINE VD exp(VD x) {
   for (int i = 0; i < Wide<double>::lanes; ++i) x[i] = std::exp(x[i]);

@@ -15,6 +15,7 @@
 #include "../hash.h"
 
 extern "C" int shardzoo_cpu_is_amd();
+extern "C" int shardzoo_cpu_has_amx();
 
 #define INLINE static inline __attribute__((always_inline))
 #define LAMBDA __attribute__((always_inline))
@@ -304,6 +305,18 @@ INLINE C max_lanes(V v) {
     }
   }
   return lanes[0];
+}
+
+// Whether every lane of a comparison's result holds.
+INLINE bool all_lanes(VI v) {
+#if defined(__AVX512F__)
+  return _mm512_cmpeq_epi32_mask((__m512i)v, _mm512_setzero_si512()) == 0;
+#else
+  int32_t lanes[Wide<float>::lanes], all = -1;
+  std::memcpy(lanes, &v, sizeof v);
+  for (int lane = 0; lane < Wide<float>::lanes; ++lane) all &= lanes[lane];
+  return all != 0;
+#endif
 }
 
 // The larger, or b if one of them is NaN.

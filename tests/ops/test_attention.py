@@ -19,6 +19,8 @@ from shardzoo.ops.library import OPS
 SCALE = 0.3
 BOUND = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # of the largest value
 
+KERNEL_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
 
 def written_out(q, k, v, *, relative_bias, mask, causal, prefix, key_lengths, dropout, keys, first_head, first_row):
     """Returns softmax(SCALE * q·kᵀ + bias)·v and the log of the sums, with one Python decision per element."""
@@ -154,14 +156,17 @@ def test_triton_is_written_out_attention(problem, dtype, tile):
         in_tiles(patch, *tile)
         values = results(problem, dtype)
     expected = results_written_out(problem, torch.float64, dtype)
+    slack = 4.0 if dtype == torch.bfloat16 else 1.0  # Triton's interpreter truncates to bf16 where a GPU rounds
+    for value, wanted, most in zip(values, expected, allowed_errors(problem, dtype, expected), strict=True):
+        assert error(value, wanted) <= slack * most
+
+
+def allowed_errors(problem, dtype, expected):
+    """Returns the bound of each result: in 16 bits, 1.5 times the error of PyTorch's operators and one rounding."""
     if dtype == torch.float32:
-        allowed = [BOUND[dtype]] * len(values)
-    else:
-        own = map(error, results_written_out(problem, dtype, dtype), expected)
-        slack = 4.0 if dtype == torch.bfloat16 else 1.0  # Triton's interpreter truncates to bf16 where a GPU rounds
-        allowed = [slack * (1.5 * of_torch + torch.finfo(dtype).eps) for of_torch in own]
-    for value, wanted, most in zip(values, expected, allowed, strict=True):
-        assert error(value, wanted) <= most
+        return [BOUND[dtype]] * len(expected)
+    own = map(error, results_written_out(problem, dtype, dtype), expected)
+    return [1.5 * of_torch + torch.finfo(dtype).eps for of_torch in own]
 
 
 def in_tiles(patch, rows, columns):
@@ -245,14 +250,14 @@ def nan_filled(monkeypatch):
         monkeypatch.setattr(op, "allocate", lambda *a, empty=empty: tuple(t.fill_(math.nan) for t in empty(*a)))
 
 
-@settings(max_examples=200 if EVERY_CASE else 12, deadline=None, suppress_health_check=list(HealthCheck))
-@given(problem=problems(150, 150, sizes=(8, 24, 64, 80, 128)))
-def test_the_kernel_is_written_out_attention(nan_filled, problem):
+@settings(max_examples=400 if EVERY_CASE else 20, deadline=None, suppress_health_check=list(HealthCheck))
+@given(problem=problems(150, 150, sizes=(8, 24, 64, 80, 128)), dtype=st.sampled_from(KERNEL_DTYPES))
+def test_the_kernel_is_written_out_attention(nan_filled, problem, dtype):
     """With several tiles of 64 queries and keys, and parts of tiles."""
     problem = with_short_values(*problem)
-    values, expected = results(problem, torch.float32), results_written_out(problem, torch.float64, torch.float32)
-    for value, wanted in zip(values, expected, strict=True):
-        assert error(value, wanted) <= BOUND[torch.float32]
+    values, expected = results(problem, dtype), results_written_out(problem, torch.float64, dtype)
+    for value, wanted, most in zip(values, expected, allowed_errors(problem, dtype, expected), strict=True):
+        assert error(value, wanted) <= most
 
 
 def long_problem():
@@ -266,58 +271,70 @@ def long_problem():
     return (q, k, v, torch.randn(599, 4, generator=generator).t()), grad, rules
 
 
-def test_the_kernel_skips_what_no_query_sees(nan_filled):
+def outcome(tensors, grad, rules, dtype):
+    """Returns the output and the gradients of attention on the tensors rounded to `dtype`."""
+    out, grads = gradients(
+        lambda q, k, v, b: attention(q, k, v, relative_bias=b, **rules), [x.to(dtype) for x in tensors], grad.to(dtype)
+    )
+    return out, *grads
+
+
+@pytest.mark.parametrize("kind", KERNEL_DTYPES, ids=str)
+def test_the_kernel_skips_what_no_query_sees(nan_filled, kind):
     """The values of hidden keys do not even matter if they are NaN."""
-    tensors, grad, rules = long_problem()
-
-    def run(dtype):
-        q, k, v, bias = (x.to(dtype) for x in tensors)
-        if dtype == torch.float32:
-            k, v = k.clone(), v.clone()
-            k[0, :, 200:], v[0, :, 200:], k[1, :, 192:] = math.nan, math.nan, math.nan
-        out, grads = gradients(
-            lambda q, k, v, b: attention(q, k, v, relative_bias=b, **rules), (q, k, v, bias), grad.to(dtype)
-        )
-        return out, *grads
-
-    for value, wanted in zip(run(torch.float32), run(torch.float64), strict=True):
-        assert error(value, wanted) <= BOUND[torch.float32]
+    (q, k, v, bias), grad, rules = long_problem()
+    expected = outcome([x.to(kind) for x in (q, k, v, bias)], grad.to(kind), rules, torch.float64)
+    k[0, :, 200:], v[0, :, 200:], k[1, :, 192:] = math.nan, math.nan, math.nan
+    for value, wanted in zip(outcome((q, k, v, bias), grad, rules, kind), expected, strict=True):
+        assert error(value, wanted) <= BOUND[kind]
 
 
-def test_the_bits_of_the_kernel_do_not_depend_on_threads():
-    tensors, grad, rules = long_problem()
+@pytest.mark.parametrize("kind", KERNEL_DTYPES, ids=str)
+def test_the_bits_of_the_kernel_do_not_depend_on_threads(kind):
     before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            out, grads = gradients(lambda q, k, v, b: attention(q, k, v, relative_bias=b, **rules), tensors, grad)
-            results.append((out, *grads))
+            results.append(outcome(*long_problem(), kind))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 
-@pytest.mark.parametrize("isa", ["x86-64-v3", "baseline"])
+def test_the_kernel_shares_the_processors_tiles_with_libraries():
+    """A product and PyTorch's attention in bf16, which configure tile registers of their own, before and after ours."""
+    x = torch.randn(2, 2, 160, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+
+    def theirs():
+        return x @ x.mT, torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+    before, ours = theirs(), outcome(*long_problem(), torch.bfloat16)
+    assert all(map(torch.equal, before, theirs()))
+    assert all(map(torch.equal, ours, outcome(*long_problem(), torch.bfloat16)))
+
+
+@pytest.mark.parametrize("isa", ["x86-64-v4+bf16", "x86-64-v4", "x86-64-v3", "baseline"])
 def test_every_instruction_set(isa, tmp_path):
     """In a process each; with a set that the processor lacks, this tests the next lower one again."""
     tensors, grad, rules = long_problem()
     torch.save((tensors, grad, rules), tmp_path / "problem.pt")
     command = [sys.executable, "-c", ONE_PROBLEM, str(tmp_path)]
     subprocess.run(command, check=True, env=os.environ | {"SHARDZOO_CPU_ISA": isa})
-    values = torch.load(tmp_path / "values.pt")
-    wide = [x.double() for x in tensors]
-    out, grads = gradients(lambda q, k, v, b: attention(q, k, v, relative_bias=b, **rules), wide, grad.double())
-    for value, wanted in zip(values, (out, *grads), strict=True):
-        assert error(value, wanted) <= BOUND[torch.float32]
+    for dtype, values in torch.load(tmp_path / "values.pt").items():
+        expected = outcome([x.to(dtype) for x in tensors], grad.to(dtype), rules, torch.float64)
+        for value, wanted in zip(values, expected, strict=True):
+            assert error(value, wanted) <= BOUND[dtype] / (4 if dtype == torch.bfloat16 else 1)
 
 
 ONE_PROBLEM = """
 import sys, torch
 from shardzoo.ops import attention
-(tensors, grad, rules) = torch.load(sys.argv[1] + "/problem.pt")
-leaves = [x.requires_grad_() for x in tensors]
-out = attention(*leaves[:3], relative_bias=leaves[3], **rules)
-torch.save((out.detach(), *torch.autograd.grad(out, leaves, grad)), sys.argv[1] + "/values.pt")
+(tensors, grad, rules), values = torch.load(sys.argv[1] + "/problem.pt"), {}
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    leaves = [x.to(dtype).requires_grad_() for x in tensors]
+    out = attention(*leaves[:3], relative_bias=leaves[3], **rules)
+    values[dtype] = (out.detach(), *torch.autograd.grad(out, leaves, grad.to(dtype)))
+torch.save(values, sys.argv[1] + "/values.pt")
 """
 
 
