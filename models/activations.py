@@ -12,7 +12,7 @@ from ..mpu.shard import first_unit
 from ..ops.attention import rows_at_once
 from ..ops.cross_entropy import AT_A_TIME, suits_chunks
 from .common.parallel_config import ParallelConfig
-from .common.transformer import MAX_EAGER_SCORES, suits_blocks
+from .common.transformer import MAX_EAGER_SCORES, has_attention_kernel, suits_blocks
 
 FP32 = 4
 INT64 = 8
@@ -201,7 +201,7 @@ def _kept(stack: Stack, batch: Batch, layout: Layout, *, without_core: bool) -> 
         lengths.append(batch.length)
     for number, keys in enumerate(lengths):
         total += _core(stack, batch, layout, keys, crosses=number == 1, recomputed=without_core)
-    if block.own_bias and _in_blocks(block, lengths[0], lengths[0], crosses=False):
+    if block.own_bias and _in_blocks(block, layout, lengths[0], lengths[0], crosses=False):
         total += block.heads * (2 * lengths[0] - 1) * e
     elif block.own_bias and without_core:  # an input of the recomputed core
         total += block.heads * lengths[0] ** 2 * e
@@ -211,7 +211,7 @@ def _kept(stack: Stack, batch: Batch, layout: Layout, *, without_core: bool) -> 
     if block.gated and not block.fused and t > 1:
         total += 2 * block.feed_forward * block.hidden * e  # weights of gate and up, stacked for a single collective
     if block.attention_dropout:
-        dropping = [not without_core or suits_blocks(lengths[0], keys) for keys in lengths]
+        dropping = [not without_core or _in_blocks(block, layout, lengths[0], keys, crosses=False) for keys in lengths]
         total += sum(dropping) * batch.size * INT64
     return total + block.dropouts * batch.size * INT64
 
@@ -237,7 +237,7 @@ def _core(stack: Stack, batch: Batch, layout: Layout, keys: int, *, crosses: boo
     """Returns the bytes that attention keeps besides queries, keys, values and its output."""
     block, queries = stack.block, _own_length(stack, batch)
     log_sums = batch.size * block.heads * queries * FP32
-    if _in_blocks(block, queries, keys, crosses):
+    if _in_blocks(block, layout, queries, keys, crosses):
         return log_sums
     if recomputed:
         return 0
@@ -254,14 +254,17 @@ def _core(stack: Stack, batch: Batch, layout: Layout, keys: int, *, crosses: boo
 
 def _materializes_weights(block: Block, layout: Layout, queries: int, keys: int, crosses: bool) -> bool:
     """Returns whether attention writes its weights to memory, instead of running a fused kernel."""
+    if _in_blocks(block, layout, queries, keys, crosses):
+        return False
     if block.attention_dropout or (block.bias and not crosses):
-        return not suits_blocks(queries, keys)
+        return True
     return layout.device == "cpu" and layout.itemsize == 2 and queries * keys <= MAX_EAGER_SCORES
 
 
-def _in_blocks(block: Block, queries: int, keys: int, crosses: bool) -> bool:
-    """Returns whether attention computes a block of queries at a time and keeps none of its weights."""
-    return (block.attention_dropout or (block.bias and not crosses)) and suits_blocks(queries, keys)
+def _in_blocks(block: Block, layout: Layout, queries: int, keys: int, crosses: bool) -> bool:
+    """Returns whether attention computes a tile or block of the scores at a time and keeps none of its weights."""
+    needed = block.attention_dropout or (block.bias and not crosses) or layout.device == "cpu"
+    return needed and suits_blocks(queries, keys, layout.device, layout.itemsize)
 
 
 def _working(stack: Stack, batch: Batch, layout: Layout, recomputed: int = 0) -> int:
@@ -280,11 +283,13 @@ def _working(stack: Stack, batch: Batch, layout: Layout, recomputed: int = 0) ->
     if _materializes_weights(block, layout, length, length, crosses=False):
         # While the gradient of the weights exists, the only others are those of the output and of the values.
         attention = max(batch.size * block.heads * length**2 * e + 2 * inner, attention)
-    elif _in_blocks(block, length, length, crosses=False):
-        # Six tensors of a block's scores, and the sums of the gradients of k and v in fp32.
+    elif _in_blocks(block, layout, length, length, crosses=False):
         heads = batch.size * block.heads
-        scores = heads * min(rows_at_once(heads * length * e, layout.device), length) * length
-        attention += 6 * scores * e + 2 * inner // e * FP32
+        if has_attention_kernel(layout.device, e):
+            attention += heads * (2 * length - 1) * FP32 if block.bias else 0  # each sample's gradient of the bias
+        else:  # six tensors of a block's scores, and the sums of the gradients of k and v in fp32
+            scores = heads * min(rows_at_once(heads * length * e, layout.device), length) * length
+            attention += 6 * scores * e + 2 * inner // e * FP32
     # By then the feed-forward block's kept tensors, its norm's input and output included, are freed.
     attention += recomputed - block.mlp_kept * wide - 2 * _stream(stack, batch, layout)
     return 2 * tokens * block.hidden * e + max(wide * (2 if block.gated else 1), attention)

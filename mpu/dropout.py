@@ -217,6 +217,7 @@ def scaled_masked_softmax(
     *,
     scale: float = 1.0,
     causal: bool = False,
+    prefix: Tensor | None = None,
     dropout: Dropout | None = None,
 ) -> Tensor:
     """Computes softmax(scale * scores + bias) over the allowed keys, in fp32, then applies dropout.
@@ -227,6 +228,7 @@ def scaled_masked_softmax(
             that may attend to no key gives zeros.
         bias: Broadcastable to scores; it may be trained.
         causal: Query i may attend to the keys j <= i + Sk - Sq.
+        prefix: int64 [B], only with `causal`: every query of sample b may also attend to the keys j < prefix[b].
         dropout: A `Dropout(p, mesh=mesh)`. Whether it keeps an element depends on the sample, head, query and key
             alone, not on the lengths that the batch is padded to.
 
@@ -234,7 +236,7 @@ def scaled_masked_softmax(
         [B, Np, Sq, Sk] in the dtype of scores.
     """
     dropped = {} if dropout is None else dropout.of_heads(scores)
-    return masked_softmax(scores, mask, bias, scale=scale, causal=causal, **dropped)
+    return masked_softmax(scores, mask, bias, scale=scale, causal=causal, prefix=prefix, **dropped)
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

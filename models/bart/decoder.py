@@ -44,7 +44,7 @@ class BartDecoderBody(BartBase):
             cache: The keys and values of M earlier positions; not supported under sequence parallelism.
         """
         words, table = self.word_embeddings.embed(input_ids)
-        mask = causal_mask(attention_mask, input_ids.shape[1], 0 if cache is None else cache.length)
+        mask = causal_mask(attention_mask, input_ids.shape[1])
         return Hidden(self.decoder(words, input_ids, mask, cache=cache), table)
 
 

@@ -101,7 +101,7 @@ class Seq2SeqBody(Body):
         else:
             encoder_states, table = [self.scatter_hidden_states(encoder_outputs[0])], None
         words, table = self.word_embeddings.embed(decoder_input_ids, table)
-        mask = causal_mask(decoder_attention_mask, decoder_input_ids.shape[1], 0 if cache is None else cache.length)
+        mask = causal_mask(decoder_attention_mask, decoder_input_ids.shape[1])
         source = encoder_states[-1], key_mask(attention_mask)
         return Hidden(self.decoder(words, decoder_input_ids, mask, *source, cache), table, encoder_states)
 

@@ -1,8 +1,9 @@
 """Implements the parts of a transformer's blocks, split over the tensor-parallel ranks, and the loop over blocks.
 
 Attention splits its heads, the MLP its inner width. An attention mask is bool and broadcastable to [B, N, Sq, Sk]; True
-means that the query attends to the key. None means that every query attends to every key, or with `causal=True` in
-attention's call, to all but the later ones.
+means that the query attends to the key, and None stands for True everywhere. With `causal=True` in attention's call, a
+query does not attend to later keys, unless the mask has a row for each query: such a mask is complete. In place of a
+mask, int64 [B] with `causal=True` is the length of each sample's prefix, whose keys every query attends to.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -35,14 +36,15 @@ from ...mpu.parameter import split_parameter
 from ...mpu.shard import first_unit
 from ...ops import attention, bias_gelu, geglu, in_inference_mode, linear, matmul, relu, swiglu
 from ...ops.autograd import Function, once_differentiable
-from ...ops.library import can_bypass_dispatcher, empty_pooled, needs_gradient
+from ...ops.library import OPS, can_bypass_dispatcher, empty_pooled, needs_gradient
 from ...ops.softmax import lay_out_diagonals
 from .cache import LayerKVCache
 from .parallel_config import LayerArguments, ParallelConfig
 from .rotary import Rotary, rotate
 
 MAX_EAGER_SCORES = 512 * 512  # scores per head, for `eager_beats_sdpa`
-MIN_BLOCKED_SCORES = 2048 * 2048  # scores per head, for `suits_blocks`
+MIN_TILED_SCORES = 64 * 64  # scores per head, for `suits_blocks`
+MIN_BLOCKED_SCORES = 2048 * 2048  # the same without a kernel
 
 gelu_tanh = partial(F.gelu, approximate="tanh")
 
@@ -89,16 +91,15 @@ def key_mask(attention_mask: Tensor | None) -> Tensor | None:
     )
 
 
-def causal_mask(attention_mask: Tensor | None, sequence_length: int, cached: int = 0) -> Tensor | None:
-    """Returns the mask of causal attention over `cached` earlier positions and the S new ones, [B, 1, S, cached + S].
+def causal_mask(attention_mask: Tensor | None, sequence_length: int) -> Tensor | None:
+    """Returns the mask for S queries and `causal=True`: None, of the keys [B, 1, 1, Sk], or a complete one.
 
-    The result is None if `attention_mask` is None: there is no padding. A 2-D `attention_mask` is [B, cached + S]; a
-    complete mask is returned unchanged. See `key_mask`.
+    See `key_mask` for `attention_mask`.
     """
     keys = key_mask(attention_mask)
-    if attention_mask is None or keys is None or attention_mask.dim() == 4:
+    if keys is None or attention_mask is None or attention_mask.dim() == 2:
         return keys
-    return lower_triangular_mask(sequence_length, cached + sequence_length, keys.device) & keys
+    return keys.expand(-1, -1, sequence_length, -1)
 
 
 def window_mask(
@@ -120,7 +121,7 @@ def window_mask(
         return keys
     reach = window if causal else window + 1  # the positions on one side, this one included
     if total <= reach:
-        return causal_mask(attention_mask, sequence_length, cached) if causal else keys
+        return keys
     places = torch.arange(total, device=device if keys is None else keys.device)
     distance = places[cached:, None] - places  # [S, cached + S]
     inside = (distance >= 0) & (distance < reach) if causal else distance.abs() < reach
@@ -162,7 +163,9 @@ class RelativeBias(nn.Module):
         # Many distances share a bucket, so their gradients are summed in fp32.
         wide = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
         by_distance = F.embedding(buckets, wide).to(self.weight.dtype).t()  # [Np, Sq + Sk - 1]
-        return by_distance if suits_blocks(queries, keys) else lay_out_diagonals(by_distance, queries, keys)[None]
+        if suits_blocks(queries, keys, wide.device.type, self.weight.itemsize):
+            return by_distance
+        return lay_out_diagonals(by_distance, queries, keys)[None]
 
     def extra_repr(self) -> str:
         return f"{self.shard.describe()}, bidirectional={self.bidirectional}"
@@ -288,9 +291,9 @@ class SelfAttention(Attention):
 
         Args:
             x: [B, S, H].
-            mask: bool, broadcastable to [B, Np, S, S], True where a query attends to a key; None for all.
+            mask: bool, broadcastable to [B, Np, S, S], True where a query attends to a key; None for all; or prefixes.
             position_bias: Added to the scaled scores, and perhaps trained: from `RelativeBias`, or [1 or B, Np, S, S].
-            causal: Without a mask, each position attends to itself and to earlier positions only.
+            causal: Each position attends to itself and to earlier positions only, unless the mask is complete.
             memory: [B, M, H], the hidden states of the positions before x, which x attends to as well. Not supported
                 under sequence parallelism, where x is a part of the sequence.
             cache: The keys and values of M earlier positions; those of x are appended to it.
@@ -374,24 +377,25 @@ class CoreAttention(nn.Module):
             q: [B, Np, Sq, D].
             k, v: [B, Kp, Sk, D]; each key-value head serves consecutive query heads.
         """
-        if self.by_blocks(q, k, position_bias):
-            return self.attend_in_blocks(q, k, v, mask, position_bias, causal and mask is None)
-        if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self.attend, q, k, v, mask, position_bias, causal)
-        return self.attend(q, k, v, mask, position_bias, causal)
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position_bias: Tensor | None, causal: bool
-    ) -> Tensor:
         if self.served:
             k, v = repeat_unequally(k, self.served), repeat_unequally(v, self.served)
-        causal = causal and mask is None and q.shape[2] > 1  # the last query attends to every key
-        if mask is None and not causal and in_inference_mode():
-            mask, position_bias = position_bias, None  # without gradients, the bias can be a mask of added numbers
+        visible = Visible.of(mask, causal, q.shape[2])
+        if self.by_blocks(q, k, position_bias):
+            return self.attend_in_blocks(q, k, v, visible, position_bias)
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self.attend, q, k, v, visible, position_bias)
+        return self.attend(q, k, v, visible, position_bias)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, position_bias: Tensor | None) -> Tensor:
+        if in_inference_mode() and position_bias is not None and visible.mask is None and not visible.causal:
+            visible, position_bias = (
+                Visible(position_bias),
+                None,
+            )  # without gradients, it can be a mask of added numbers
         if position_bias is None and not self.dropout.drops and not eager_beats_sdpa(q, k):
-            if causal and q.shape[2] != k.shape[2]:
-                mask, causal = lower_triangular_mask(q.shape[2], k.shape[2], q.device), False
+            causal = visible.mask is None and visible.prefix is None and visible.causal and q.shape[2] == k.shape[2]
             grouped = q.shape[1] != k.shape[1]
+            mask = None if causal else visible.whole_mask(q.shape[2], k.shape[2], q.device)
             return F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, scale=self.scale, is_causal=causal, enable_gqa=grouped
             )
@@ -399,25 +403,50 @@ class CoreAttention(nn.Module):
         # that does not depend on the layout, or speed.
         k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
         scores = matmul(q, k.mT)  # [B, Np, Sq, Sk]
-        weights = scaled_masked_softmax(
-            scores, mask, position_bias, scale=self.scale, causal=causal, dropout=self.dropout
-        )
-        return matmul(weights, v)
+        rules: dict[str, Any] = {"causal": visible.causal, "prefix": visible.prefix, "dropout": self.dropout}
+        return matmul(scaled_masked_softmax(scores, visible.mask, position_bias, scale=self.scale, **rules), v)
 
     def by_blocks(self, q: Tensor, k: Tensor, position_bias: Tensor | None) -> bool:
-        """Whether the probabilities are needed, but are too many to exist whole."""
+        """Whether attention is computed in tiles or blocks.
+
+        Without gradients too, so that a pass that is repeated with them rounds alike. On an accelerator PyTorch's own
+        fused attention serves where it can.
+        """
         if position_bias is not None:
             return position_bias.dim() == 2  # as `RelativeBias` decided
-        return self.dropout.drops and suits_blocks(q.shape[2], k.shape[2])
+        needed = self.dropout.drops or (q.is_cpu and not in_inference_mode())
+        return needed and suits_blocks(q.shape[2], k.shape[2], q.device.type, q.dtype.itemsize)
 
-    def attend_in_blocks(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, by_distance: Tensor | None, causal: bool
-    ) -> Tensor:
-        if self.served:
-            k, v = repeat_unequally(k, self.served), repeat_unequally(v, self.served)
-        rules: dict[str, Any] = {"relative_bias": by_distance, "causal": causal, **self.dropout.of_heads(q)}
+    def attend_in_blocks(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, by_distance: Tensor | None) -> Tensor:
+        mask = visible.mask
         mask = mask if mask is None or mask.dim() == 4 else mask[None, None]
-        return attention(q, k, v, scale=self.scale, mask=mask, **rules)
+        rules: dict[str, Any] = {"causal": visible.causal, "prefix": visible.prefix, **self.dropout.of_heads(q)}
+        return attention(q, k, v, scale=self.scale, mask=mask, relative_bias=by_distance, **rules)
+
+
+class Visible(NamedTuple):
+    """The rules for which keys a query attends to. The fields are as in `ops.attention`."""
+
+    mask: Tensor | None = None
+    causal: bool = False
+    prefix: Tensor | None = None
+
+    @classmethod
+    def of(cls, mask: Tensor | None, causal: bool, queries: int) -> Visible:
+        """Returns the rules of a mask or prefixes; see the top of the file."""
+        causal = causal and queries > 1  # the last query attends to every key
+        if mask is not None and mask.dim() == 1:
+            return cls(None, causal, mask if causal else None)
+        return cls(mask, causal and (mask is None or mask.shape[-2] == 1))
+
+    def whole_mask(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
+        """Returns all rules as one mask, broadcastable to [B, N, Sq, Sk]; None stands for True everywhere."""
+        if not self.causal:
+            return self.mask
+        visible = lower_triangular_mask(queries, keys, device)
+        if self.prefix is not None:
+            visible = visible | (torch.arange(keys, device=device) < self.prefix.reshape(-1, 1, 1, 1))
+        return visible if self.mask is None else visible & self.mask
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
@@ -432,12 +461,25 @@ def repeat_unequally(x: Tensor, counts: tuple[int, ...]) -> Tensor:
     )
 
 
-def suits_blocks(queries: int, keys: int) -> bool:
-    """Whether attention with dropout or a trained bias computes a block of queries at a time.
+def suits_blocks(queries: int, keys: int, device: str, itemsize: int) -> bool:
+    """Whether attention with dropout or a trained bias computes a tile or block of the scores at a time.
 
-    Of shorter sequences the scores are written to memory whole: the backward pass need not compute them again.
+    Kernels are faster than products and a softmax of whole scores, but for the shortest sequences on a CPU. Without
+    them, the scores of shorter sequences are written to memory: the backward pass need not compute them again.
+
+    Args:
+        device: PyTorch's type of device.
+        itemsize: Bytes of an element of q.
     """
-    return queries * keys >= MIN_BLOCKED_SCORES
+    if queries == 1 or device != "cpu":
+        return queries > 1
+    return queries * keys >= (MIN_TILED_SCORES if has_attention_kernel(device, itemsize) else MIN_BLOCKED_SCORES)
+
+
+@torch.compiler.assume_constant_result
+def has_attention_kernel(device: str, itemsize: int) -> bool:
+    """Whether attention has a kernel: not in fp64, and otherwise always on an accelerator, which may be elsewhere."""
+    return itemsize < 8 and (device != "cpu" or OPS["attention"].choose_variant(device) != "reference")
 
 
 def eager_beats_sdpa(q: Tensor, k: Tensor) -> bool:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 
 def visible_keys(attention_mask: Tensor | None, batch: int, queries: int, memory: int) -> tuple[Tensor | None, bool]:
-    """Returns (bool mask broadcastable to [B, N, S, M + S] or None, whether attention is causal).
+    """Returns (bool mask broadcastable to [B, N, S, M + S], prefixes [B] or None; whether attention is causal).
 
     B is `batch`. S = `queries` new positions follow M = `memory` cached positions.
 
@@ -24,10 +23,7 @@ def visible_keys(attention_mask: Tensor | None, batch: int, queries: int, memory
     shape, keys = attention_mask.shape, memory + queries
     fits = not shape or shape[0] in (1, batch)
     if fits and (len(shape) < 2 or shape[1:] == (1,)):
-        prefix = attention_mask.reshape(-1, 1, 1, 1)
-        key = torch.arange(-memory, queries, device=attention_mask.device)  # negative for memory
-        query = torch.arange(queries, device=attention_mask.device)[:, None]
-        return (key <= query) | (key < prefix), False  # [B, 1, S, M + S]
+        return (attention_mask.reshape(-1).long() + memory).expand(batch), True
     if fits and len(shape) == 2 and shape[1] >= keys:
         return attention_mask.bool()[:, None, None, -keys:], False
     if fits and len(shape) == 4 and shape[2] in (1, queries) and shape[3] >= keys:

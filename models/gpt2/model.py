@@ -88,7 +88,7 @@ class GPT2Body(Body):
         """
         cached = 0 if cache is None else cache.length
         x, table = self.embed(input_ids, position_ids, token_type_ids, cached)
-        mask = causal_mask(attention_mask, input_ids.shape[1], cached)
+        mask = causal_mask(attention_mask, input_ids.shape[1])
         states = run_blocks(self.blocks, x, lambda i: (mask, cache and cache.layers[i]), self.recompute_blocks)
         states[-1] = self.final_norm(states[-1])
         return Hidden(states, table)

@@ -128,7 +128,7 @@ class DecoderBody(Body):
             interleaved=config.interleaved,
         )
         masks = {
-            window: causal_mask(attention_mask, length, cached)
+            window: causal_mask(attention_mask, length)
             if window is None
             else window_mask(attention_mask, length, cached, window, causal=True, device=input_ids.device)
             for window in set(config.windows)

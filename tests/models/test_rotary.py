@@ -10,7 +10,7 @@ from transformers.models.glm4 import modeling_glm4
 from transformers.models.llama import modeling_llama
 
 from shardzoo.models.common.rotary import check_rope_parameters, read_rope_parameters, rotary_embedding, rotate
-from shardzoo.models.common.transformer import window_mask
+from shardzoo.models.common.transformer import Visible, window_mask
 
 HEAD_SIZE, POSITIONS = 12, 20
 ORIGINAL = {"original_max_position_embeddings": 16}
@@ -117,7 +117,8 @@ def test_causal_windows_are_those_of_transformers(length, cached, window, padded
     if found is None:
         assert not padded
         assert total <= window
-        found = torch.ones(total, total, dtype=torch.bool).tril()[cached:]
+    found = Visible.of(found, True, length).whole_mask(length, total, mask.device)
+    found = torch.tensor(True) if found is None else found
     assert torch.equal(found.expand(2, 1, length, total), whole[:, :, cached:] == 0)
 
 

@@ -94,7 +94,9 @@ def rounded(q, k, v, rules, dtype):
     others = {name: value for name, value in rules.items() if name != "relative_bias"}
     if others["mask"] is not None and others["mask"].is_floating_point():
         others["mask"] = others["mask"].to(dtype)
-    grad = torch.linspace(-1, 1, q.numel(), dtype=torch.float64).reshape(q.shape)
+    grad = torch.linspace(-1, 1, q.numel(), dtype=torch.float64)
+    # In another order, because long sums of one sign that cancel in the end round much more than their result.
+    grad = grad[torch.randperm(q.numel(), generator=torch.Generator().manual_seed(0))].reshape(q.shape)
     return [None if t is None else t.to(dtype) for t in (q, k, v, rules["relative_bias"], grad)], others
 
 
@@ -162,11 +164,16 @@ def test_triton_is_written_out_attention(problem, dtype, tile):
 
 
 def allowed_errors(problem, dtype, expected):
-    """Returns the bound of each result: in 16 bits, 1.5 times the error of PyTorch's operators and one rounding."""
+    """Returns the bound of each result: in 16 bits, 1.5 times the error of PyTorch's operators and one rounding.
+
+    The rounding of the output, about a quarter of eps for a query, enters all gradients through grad · out, and adds up
+    over the queries like a random walk.
+    """
     if dtype == torch.float32:
         return [BOUND[dtype]] * len(expected)
     own = map(error, results_written_out(problem, dtype, dtype), expected)
-    return [1.5 * of_torch + torch.finfo(dtype).eps for of_torch in own]
+    rounding = torch.finfo(dtype).eps * max(1.0, problem[0].shape[2] / 16) ** 0.5
+    return [1.5 * of_torch + rounding for of_torch in own]
 
 
 def in_tiles(patch, rows, columns):
