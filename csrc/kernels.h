@@ -177,7 +177,7 @@ struct AttentionBackward {
   AttentionForward forward;  // whose out and lse are read
   const void* grad;
   int64_t grad_stride[3];
-  void *grad_q, *grad_k, *grad_v;  // contiguous
+  void *grad_q, *grad_k, *grad_v;  // [batch, queries or keys, heads, size]
   void* partial_bias;              // wide [batch, heads, queries + keys - 1]
 };
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
-from ..ops import dropout, dropout_keys, masked_softmax, use_key
+from ..ops import bias_dropout_residual, dropout_keys, masked_softmax, use_key
 from ..ops.library import LIBRARY
 from .mesh import ParallelMesh, tp_rank, tp_size
 from .shard import first_unit
@@ -158,8 +158,13 @@ class Dropout(nn.Module):
         """Whether the next forward pass drops elements."""
         return self.training and self.p > 0
 
-    def forward(self, tensor: Tensor) -> Tensor:
-        return dropout(tensor, self.p, **self.mask_arguments(tensor)) if self.drops else tensor
+    def forward(self, tensor: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Returns residual + dropout(tensor), in one operator where both have one dtype."""
+        if not self.drops:
+            return tensor if residual is None else residual + tensor
+        fused = residual if residual is not None and residual.dtype == tensor.dtype else None
+        y = bias_dropout_residual(tensor, None, fused, p=self.p, **self.mask_arguments(tensor))
+        return y if residual is None or fused is not None else residual + y
 
     def mask_arguments(self, tensor: Tensor) -> dict[str, Any]:
         """Returns the arguments `keys`, `first_row` and `first_column` of `ops`: where this rank's part begins in the

@@ -224,15 +224,18 @@ def _add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
 
 
 def _allocate(q, *_):
-    """The heads of a query's output are adjacent, so that merging them copies nothing."""
-    batch, heads, queries, size = q.shape
-    out = empty_pooled(q, batch, queries, heads, size).transpose(1, 2)
-    return out, q.new_empty(q.shape[:3], dtype=compute_dtype(q))
+    return _empty_heads(q), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
 
 
 def _allocate_backward(grad, out, lse, q, k, v, relative_bias, *rules):
     bias = empty_placeholder(q) if relative_bias is None else relative_bias.new_empty(relative_bias.shape)
-    return empty_pooled(q), empty_pooled(k), empty_pooled(v), bias
+    return *map(_empty_heads, (q, k, v)), bias
+
+
+def _empty_heads(x):
+    """Returns [B, N, S, D] whose heads of a position are adjacent, so that merging them copies nothing."""
+    batch, heads, length, size = x.shape
+    return empty_pooled(x, batch, length, heads, size).transpose(1, 2)
 
 
 def _prepare(q, k, v, *rules):
@@ -301,6 +304,7 @@ def _setup_context(ctx, inputs, output):
     ctx.settings = inputs[8:]
     ctx.save_for_backward(*output, *inputs[:8])
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # lse has none
 
 
 def _backward(ctx, grad, _):

@@ -490,8 +490,8 @@ INLINE void backward_block(const AttentionBackward& a, BackwardMemory<T, Product
   }
   for (int p = 0; p < count; ++p) {
     transpose(m.rows[p].grad_q, kQueries, f.size, kQueries, m.spare.get(), m.width);
-    T* to = static_cast<T*>(a.grad_q) + ((b * f.heads + n) * f.queries + m.panel[p].first) * f.size;
-    store_rows(m.spare.get(), m.width, m.panel[p].count, f.size, static_cast<float>(f.scale), to, f.size);
+    T* to = static_cast<T*>(a.grad_q) + ((b * f.queries + m.panel[p].first) * f.heads + n) * f.size;
+    store_rows(m.spare.get(), m.width, m.panel[p].count, f.size, static_cast<float>(f.scale), to, f.heads * f.size);
   }
 }
 
@@ -501,7 +501,8 @@ void backward(const AttentionBackward& a, int64_t begin, int64_t end) {
   const int64_t served = f.heads / f.key_value_heads, distances = f.queries + f.keys - 1;
   BackwardMemory<T, Products> m(f);
   for (int64_t unit = begin; unit < end; ++unit) {
-    const int64_t b = unit / f.key_value_heads, group = unit % f.key_value_heads, first = unit * f.keys * f.size;
+    const int64_t b = unit / f.key_value_heads, group = unit % f.key_value_heads;
+    const int64_t first = (b * f.keys * f.key_value_heads + group) * f.size, stride = f.key_value_heads * f.size;
     zeroed(m.grad_k.get(), f.keys * m.width);
     zeroed(m.grad_v.get(), f.keys * m.width);
     for (int64_t n = group * served; n < (group + 1) * served; ++n) {
@@ -513,8 +514,8 @@ void backward(const AttentionBackward& a, int64_t begin, int64_t end) {
       for (int64_t i = 0; i < distances; ++i) sums[i] = m.diagonals.get()[distances - 1 - i];
     }
     const float scale = static_cast<float>(f.scale);
-    store_rows(m.grad_k.get(), m.width, f.keys, f.size, scale, static_cast<T*>(a.grad_k) + first, f.size);
-    store_rows(m.grad_v.get(), m.width, f.keys, f.size, 1, static_cast<T*>(a.grad_v) + first, f.size);
+    store_rows(m.grad_k.get(), m.width, f.keys, f.size, scale, static_cast<T*>(a.grad_k) + first, stride);
+    store_rows(m.grad_v.get(), m.width, f.keys, f.size, 1, static_cast<T*>(a.grad_v) + first, stride);
   }
 }
 

@@ -70,8 +70,8 @@ class BartBlock(nn.Module):
 
         def add(x: Tensor, norm: LayerNorm, layer: nn.Module, dropout: Dropout, *args: Any, **kwargs: Any) -> Tensor:
             if self.pre_norm:
-                return x + dropout(layer(norm(x), *args, **kwargs))
-            return norm(x + dropout(layer(x, *args, **kwargs)))
+                return dropout(layer(norm(x), *args, **kwargs), x)
+            return norm(dropout(layer(x, *args, **kwargs), x))
 
         how: dict[str, Any] = {"causal": self.is_decoder, "cache": cache}
         x = add(x, self.attention_norm, self.attention, self.attention_dropout, mask, **how)

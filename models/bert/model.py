@@ -59,8 +59,8 @@ class BertBlock(nn.Module):
         self.mlp_norm = LayerNorm(size, eps, **shared)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        x = self.attention_norm(x + self.attention_dropout(self.attention(x, mask)))
-        return self.mlp_norm(x + self.mlp_dropout(self.mlp(x)))
+        x = self.attention_norm(self.attention_dropout(self.attention(x, mask), x))
+        return self.mlp_norm(self.mlp_dropout(self.mlp(x), x))
 
 
 class BertEncoder(nn.Module):

@@ -62,8 +62,8 @@ class GLMBlock(nn.Module):
         """
         memory = None if memory is None else self.ln_1(memory)
         y = self.attention(self.ln_1(x), mask, causal=causal, memory=memory, cache=cache)
-        x = x + self.attention_dropout(y)
-        return x + self.mlp_dropout(self.mlp(self.ln_2(x)))
+        x = self.attention_dropout(y, x)
+        return self.mlp_dropout(self.mlp(self.ln_2(x)), x)
 
 
 class GLMForConditionalGeneration(LanguageModel):

@@ -44,8 +44,8 @@ class GPT2Block(nn.Module):
         self.mlp_dropout = residual_dropout(config.resid_pdrop, mesh, parallel_config)
 
     def forward(self, x: Tensor, mask: Tensor | None, cache: LayerKVCache | None = None) -> Tensor:
-        x = x + self.attention_dropout(self.attention(self.ln_1(x), mask, causal=True, cache=cache))
-        return x + self.mlp_dropout(self.mlp(self.ln_2(x)))
+        x = self.attention_dropout(self.attention(self.ln_1(x), mask, causal=True, cache=cache), x)
+        return self.mlp_dropout(self.mlp(self.ln_2(x)), x)
 
 
 class GPT2Body(Body):

@@ -54,7 +54,7 @@ class ModernBertBlock(nn.Module):
         )
 
     def forward(self, x: Tensor, mask: Tensor | None, rotary: Rotary) -> Tensor:
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x), mask, rotary=rotary))
+        x = self.attention_dropout(self.attention(self.attention_norm(x), mask, rotary=rotary), x)
         return x + self.mlp(self.mlp_norm(x))
 
 

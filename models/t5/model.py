@@ -79,12 +79,12 @@ class T5Block(nn.Module):
         """
         bias = position if self.relative_bias is None else self.relative_bias(*position)
         y = self.attention(self.attention_norm(x), mask, bias, causal=self.is_decoder, cache=cache)
-        x = clamp_fp16_overflow(x + self.attention_dropout(y))
+        x = clamp_fp16_overflow(self.attention_dropout(y, x))
         if self.is_decoder:
             assert source is not None
             y = self.cross_attention(self.cross_attention_norm(x), source, source_mask, source_cache)
-            x = clamp_fp16_overflow(x + self.cross_attention_dropout(y))
-        return clamp_fp16_overflow(x + self.mlp_dropout(self.mlp(self.mlp_norm(x))))
+            x = clamp_fp16_overflow(self.cross_attention_dropout(y, x))
+        return clamp_fp16_overflow(self.mlp_dropout(self.mlp(self.mlp_norm(x)), x))
 
 
 class T5Stack(Stack):

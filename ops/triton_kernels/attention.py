@@ -306,7 +306,8 @@ def query_gradient(
         grad_q, q, grad, k_ptr, v_ptr, strides, cut, stop, row, lse, delta, row_keys, b, n, sizes, rules, CAUSAL, True,
         PRECISION, WIDTH, D, COLUMNS,
     )  # fmt: skip
-    store_rows(grad_q_ptr + at * WIDTH, WIDTH, grad_q * rules.scale, first, sizes.queries, WIDTH, ROWS, D)
+    grad_q_ptr += (tl.cast(b, tl.int64) * sizes.queries * sizes.heads + n) * WIDTH
+    store_rows(grad_q_ptr, sizes.heads * WIDTH, grad_q * rules.scale, first, sizes.queries, WIDTH, ROWS, D)
 
 
 @triton.jit
@@ -383,9 +384,9 @@ def key_gradient(
             sizes.queries, column, limit, b, n, sizes, rules, CAUSAL, False, PRECISION, WIDTH, D, ROWS,
         )  # fmt: skip
     grad_k, grad_v = sums
-    at = (tl.cast(b, tl.int64) * groups + group) * sizes.keys * WIDTH
-    store_rows(grad_k_ptr + at, WIDTH, grad_k * rules.scale, first, sizes.keys, WIDTH, COLUMNS, D)
-    store_rows(grad_v_ptr + at, WIDTH, grad_v * rules.keep_scale, first, sizes.keys, WIDTH, COLUMNS, D)
+    at, stride = (tl.cast(b, tl.int64) * sizes.keys * groups + group) * WIDTH, groups * WIDTH
+    store_rows(grad_k_ptr + at, stride, grad_k * rules.scale, first, sizes.keys, WIDTH, COLUMNS, D)
+    store_rows(grad_v_ptr + at, stride, grad_v * rules.keep_scale, first, sizes.keys, WIDTH, COLUMNS, D)
 
 
 @triton.jit

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import sys
 from pathlib import Path
 
 import pytest
-from every_case import EVERY_CASE
+from every_case import every_day
 
-# the share of transformers' operators in a step with dropout, and the host's reads of the device
-BUDGETS = {"gpt2": (0.55, 0), "bert": (0.65, 1), "roberta": (0.65, 1), "t5": (0.40, 0), "mt5": (0.37, 0)}
+# the share of transformers' operators in a step with dropout and without, and the host's reads of the device
+BUDGETS = {
+    "gpt2": (0.40, 0.70, 0),
+    "bert": (0.48, 0.75, 1),
+    "roberta": (0.48, 0.75, 1),
+    "t5": (0.28, 0.33, 0),
+    "mt5": (0.26, 0.31, 0),
+}
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +32,13 @@ def launches():
     del sys.modules["launches"]
 
 
-@pytest.mark.parametrize("family", BUDGETS if EVERY_CASE else ["gpt2", "bert"])
-def test_a_step_launches_no_more_than_its_budget(launches, family):
-    ours, theirs = launches.native(family, True, 8), launches.foreign(family, True, 8, "sdpa")
-    share, reads = BUDGETS[family]
-    assert ours.total() <= share * theirs.total(), ours.most_common(20)
+@pytest.mark.parametrize(
+    ("family", "dropout"),
+    every_day([("gpt2", True), ("t5", False)], more=itertools.product(["bert", "roberta", "mt5"], (True, False))),
+)
+def test_a_step_launches_no_more_than_its_budget(launches, family, dropout):
+    ours, theirs = launches.native(family, dropout, 8), launches.foreign(family, dropout, 8, "sdpa")
+    *shares, reads = BUDGETS[family]
+    assert ours.total() <= shares[not dropout] * theirs.total(), ours.most_common(20)
     assert sum(ours[name] for name in launches.READS) <= reads
     assert ours["shardzoo::cross_entropy_stats"] <= 1

@@ -349,6 +349,8 @@ def test_merging_the_heads_copies_nothing():
     for dtype in (torch.float32, torch.bfloat16):
         q = torch.randn(2, 3, 5, 8, dtype=dtype)
         assert attention(q, q, q, scale=SCALE).transpose(1, 2).is_contiguous()
+        _, grads = gradients(lambda *x: attention(*x, scale=SCALE), (q, q[:, :1], q[:, :1]), torch.ones_like(q))
+        assert all(grad.transpose(1, 2).is_contiguous() for grad in grads)
 
 
 def in_blocks(patch, rows):

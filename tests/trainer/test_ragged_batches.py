@@ -17,14 +17,17 @@ LAYOUTS = [(1, 1, 8), (1, 1, 4), (1, 1, 2), (1, 4, 2), (2, 1, 8), (2, 2, 2)]  # 
 
 
 class Ragged:
-    """Sample i is a function of i, of 4 to 15 tokens, some of which have no label."""
+    """Sample i is a function of i, of 4 to 15 tokens, for T5 to 99, some of which have no label.
+
+    So batches of T5 are wide enough for attention's kernel, or not.
+    """
 
     def __init__(self, family: str) -> None:
         self.family = family
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         random = np.random.default_rng(index)
-        tokens = random.integers(3, 97, random.integers(4, 16))
+        tokens = random.integers(3, 97, random.integers(4, 100 if self.family == "t5" else 16))
         labels = np.where(random.random(len(tokens)) < 0.3, -100, tokens)
         labels[-1] = tokens[-1]
         sample = {"input_ids": tokens, "labels": labels if "t5" not in self.family else labels[: 1 + index % 7]}
