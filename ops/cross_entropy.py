@@ -28,8 +28,8 @@ from .matmul import addmm, autocast_arguments, matmul
 
 IGNORE_INDEX = -100
 CHUNK_ELEMENTS = 1 << 21  # logits that are widened at once: 8 MiB in fp32
-# Logits of `linear_cross_entropy` that exist at a time if there are more than MOST_WHOLE. The backward pass computes
-# them again, which is a fourth product besides three; fewer logits are therefore kept.
+# Logits of `linear_cross_entropy` that exist at a time if there are more than MOST_WHOLE. The backward pass may have to
+# compute them again, which is a fourth product besides three; fewer logits are therefore kept.
 MOST_WHOLE, AT_A_TIME = 10**9, 1 << 26
 Gather = Callable[[Tensor], Tensor]  # each rank's [3, T] -> [ranks, 3, T]
 SumGrad = Callable[[Tensor], Callable[[], Tensor]]  # starts the sum over the ranks; the returned function finishes it
@@ -286,8 +286,9 @@ def linear_cross_entropy(
     """Returns the differentiable losses [T] of the logits hidden @ weight.T + bias.
 
     Only this function holds the logits, so it writes their gradient over them. More than MOST_WHOLE logits never exist
-    whole: they are computed in chunks of rows, and again in the backward pass, where the gradients of weight and bias
-    are summed over the chunks in fp32.
+    whole: they are computed in chunks of rows, over which the gradients of weight and bias are summed in fp32. A CPU
+    computes these together with the losses; if the losses turn out to have different gradients, and on an accelerator,
+    where finding that out would wait for the device, the backward pass computes the logits again.
 
     Args:
         hidden: [T, H].
@@ -338,13 +339,11 @@ class _LinearCrossEntropy(Function):
     ) -> Tensor:
         columns = _columns(len(weight), settings)
         if suits_chunks(len(hidden), len(weight)):
-            parts = _chunks(len(hidden), len(weight), AT_A_TIME)
-            each = (_statistics(addmm(bias, hidden[i], weight.t()), target[i], settings[-2], columns) for i in parts)
-            logits, stats = None, torch.cat(tuple(each), 1)
+            logits, (losses, log_z) = None, _chunked_losses(ctx, hidden, weight, bias, target, columns, settings)
         else:
             logits = addmm(bias, hidden, weight.t())  # [T, Vp]
             stats = _statistics(logits, target, settings[-2], columns)
-        losses, log_z, ctx.settings = _token_losses(stats, columns, target, *settings)
+            losses, log_z, ctx.settings = _token_losses(stats, columns, target, *settings)
         ctx.save_for_backward(hidden, weight, bias, logits, target, log_z)
         ctx.sum_grad, ctx.spent = sum_grad, False
         return losses
@@ -375,31 +374,75 @@ def suits_chunks(rows: int, columns: int) -> bool:
     return rows * columns > MOST_WHOLE
 
 
-def _chunked_grads(ctx, grad, hidden, weight, bias, target, log_z):
-    """Returns the gradients of hidden, weight and bias; the logits of a chunk of rows exist at a time."""
-    needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    input_grad = empty_pooled(hidden) if needs_input else None
-    weight_grad = torch.zeros_like(weight, dtype=wide) if needs_weight else None
-    bias_grad = torch.zeros_like(bias, dtype=wide) if needs_bias else None
+class _SummedGrads:
+    """Sums the gradients of hidden, weight and bias over chunks of rows, those of weight and bias in fp32."""
+
+    def __init__(self, ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        self.factors = hidden, weight
+        self.input = empty_pooled(hidden) if needs_input else None
+        self.weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+        self.bias = torch.zeros_like(bias, dtype=wide) if needs_bias and bias is not None else None
+
+    def add(self, part: slice, logits: Tensor, target: Tensor, grad: Tensor, log_z: Tensor, settings: tuple) -> None:
+        """Adds those of the rows `part`, given the gradients of their losses. Overwrites the logits."""
+        hidden, weight = self.factors
+        for rows in _calls(logits):
+            torch.ops.shardzoo.cross_entropy_grad_(logits[rows], target[rows], grad[rows], log_z[rows], *settings)
+        if self.input is not None:
+            self.input[part] = matmul(logits, weight)
+        if self.weight is not None and self.weight.dtype == logits.dtype:
+            self.weight.addmm_(logits.t(), hidden[part])
+        elif self.weight is not None:
+            self.weight += matmul(logits.t(), hidden[part])
+        if self.bias is not None:
+            self.bias += logits.sum(0, dtype=self.bias.dtype)
+
+    def results(self, ctx, factor: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        """Returns the gradients times `factor`, that of hidden summed over the ranks."""
+        grads = self.input, self.weight, self.bias
+        if factor is not None:  # the sums are not used again
+            grads = tuple(None if x is None else x.mul_(factor) for x in grads)
+        dtype, (of_input, *others) = self.factors[1].dtype, grads
+        if of_input is not None and ctx.sum_grad:
+            of_input = ctx.sum_grad(of_input)()
+        return of_input, *(None if total is None else total.to(dtype) for total in others)
+
+
+def _chunked_losses(ctx, hidden, weight, bias, target, columns, settings) -> tuple[Tensor, Tensor]:
+    """Returns the losses and the logs of the sums, both [T]; the logits of a chunk of rows exist at a time.
+
+    On a CPU it also computes the gradients of the losses' sum while the logits exist: in most steps the losses' own
+    gradients are equal, and the backward pass only has to scale these.
+    """
+    ctx.sums = _SummedGrads(ctx, hidden, weight, bias) if hidden.is_cpu and any(ctx.needs_input_grad) else None
+    every, sums = [], []
     for part in _chunks(len(hidden), len(weight), AT_A_TIME):
         logits = addmm(bias, hidden[part], weight.t())
-        for rows in _calls(logits):
-            settings = (grad[part][rows], log_z[part][rows], *ctx.settings)
-            torch.ops.shardzoo.cross_entropy_grad_(logits[rows], target[part][rows], *settings)
-        if input_grad is not None:
-            input_grad[part] = matmul(logits, weight)
-        if weight_grad is not None and wide == weight.dtype:
-            weight_grad.addmm_(logits.t(), hidden[part])
-        elif weight_grad is not None:
-            weight_grad += matmul(logits.t(), hidden[part])
-        if bias_grad is not None:
-            bias_grad += logits.sum(0, dtype=wide)
+        stats = _statistics(logits, target[part], settings[-2], columns)
+        losses, log_z, ctx.settings = _token_losses(stats, columns, target[part], *settings)
+        if ctx.sums is not None:
+            ctx.sums.add(part, logits, target[part], torch.ones_like(losses), log_z, ctx.settings)
+        every.append(losses)
+        sums.append(log_z)
         del logits  # before the next are computed
-    if input_grad is not None and ctx.sum_grad:
-        input_grad = ctx.sum_grad(input_grad)()
-    narrow = (None if total is None else total.to(weight.dtype) for total in (weight_grad, bias_grad))
-    return input_grad, *narrow
+    return torch.cat(every), torch.cat(sums)
+
+
+def _chunked_grads(ctx, grad, hidden, weight, bias, target, log_z):
+    """Returns the gradients of hidden, weight and bias; the logits of a chunk of rows exist at a time."""
+    sums, ctx.sums = ctx.sums, None
+    counted = grad[target != ctx.settings[-1]] if sums is not None else grad
+    if sums is not None and len(counted) and bool((counted == counted[0]).all()):
+        return sums.results(ctx, counted[0])
+    del sums
+    sums = _SummedGrads(ctx, hidden, weight, bias)
+    for part in _chunks(len(hidden), len(weight), AT_A_TIME):
+        logits = addmm(bias, hidden[part], weight.t())
+        sums.add(part, logits, target[part], grad[part], log_z[part], ctx.settings)
+        del logits  # before the next are computed
+    return sums.results(ctx)
 
 
 def _columns(width: int, settings: tuple) -> int:

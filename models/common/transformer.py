@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -476,7 +476,7 @@ def suits_blocks(queries: int, keys: int, device: str, itemsize: int) -> bool:
     return queries * keys >= (MIN_TILED_SCORES if has_attention_kernel(device, itemsize) else MIN_BLOCKED_SCORES)
 
 
-@torch.compiler.assume_constant_result
+@cast(Any, torch.compiler).assume_constant_result
 def has_attention_kernel(device: str, itemsize: int) -> bool:
     """Whether attention has a kernel: not in fp64, and otherwise always on an accelerator, which may be elsewhere."""
     return itemsize < 8 and (device != "cpu" or OPS["attention"].choose_variant(device) != "reference")

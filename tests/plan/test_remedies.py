@@ -85,7 +85,7 @@ def test_recomputing_everything_costs_a_third_of_the_products():
 
 
 def test_the_command_says_what_makes_it_fit(capsys):
-    asked = {"--device-memory": "40", "--micro-batch-size": "4"}
+    asked = {"--device-memory": "40", "--micro-batch-size": "8"}
     names = {"tensor_parallel_size": "--tp"}
 
     def words(options: dict[str, str]) -> list[str]:
