@@ -42,6 +42,8 @@ class Kernels:
     """CPU threads; 0 leaves torch's choice."""
     scale: float = 1.0
     """Factor of the leading dimension, for quick runs."""
+    length: tuple[int, ...] = (0,)
+    """Sequence lengths of attention, e.g. 256 512 1024 2048; 0 for 256 on a CPU, 2,048 on a GPU."""
     compile: bool = True
     """Also measure torch.compile of the PyTorch code."""
     json: Path | None = None
@@ -71,7 +73,8 @@ def run(options: Kernels) -> int:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if options.threads:
         torch.set_num_threads(options.threads)
-    chosen = cases(device, options.scale)
+    first, *longer = (cases(device, options.scale, length) for length in options.length)
+    chosen = first + [case for others in longer for case in others if case.name.startswith("attention")]
     names = [case.name for case in chosen]
     unknown = [name for name in options.op if name not in names]
     if unknown:
@@ -89,7 +92,7 @@ def run(options: Kernels) -> int:
     console.print(table(results))
     wrong = [result for result in results if result.error]
     for result in wrong:
-        verdict = row(result, [])[-1]
+        verdict = row(result)[-1]
         console.print(f"{verdict}: {result.op} {result.dtype}: {result.error}", style="bold red", markup=False)
     for result in results:
         for name, reason in result.missing.items():
@@ -135,17 +138,15 @@ def processor() -> str:
 
 def table(results: list[Result]) -> Table:
     """Returns a table with a row per operator and dtype. Times include forward and backward unless stated otherwise."""
-    rivals = sorted({name.partition("_")[0] for r in results for name in r.timings} & {"liger", "quack"})
-    columns = ["op", "dtype", "shape", "kernels", "ours ms", "spread", "eager ms", "x eager", "x compile"]
-    columns += [*(f"x {library}" for library in rivals), "copy GB/s"]
-    columns += ["fwd out", "of copy", "bwd out", "of copy", "both of copy"]
+    columns = ["op", "dtype", "shape", "kernels", "ours ms", "spread", "eager ms", "x eager", "x compile", "copy GB/s"]
+    columns += ["fwd out", "of copy", "bwd out", "of copy", "both of copy", "x others"]
     shown = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False, title="forward + backward", title_justify="left")
     for result in results:
-        shown.add_row(*row(result, rivals))
+        shown.add_row(*row(result))
     return shown
 
 
-def row(result: Result, rivals: list[str]) -> list[str]:
+def row(result: Result) -> list[str]:
     """Returns the table's cells for one result."""
     cells = [result.op, result.dtype, "x".join(map(str, result.shape)), result.variant]
     if result.error:
@@ -153,13 +154,11 @@ def row(result: Result, rivals: list[str]) -> list[str]:
     ours, eager = result.timings["ours"], result.timings["eager"]
     cells += [f"{ours.median:.2f}", f"{ours.spread:.2f}", f"{eager.median:.2f}", times(result.speedup("eager"))]
     cells.append(times(result.speedup("compile")))
-    for library in rivals:
-        name = next((name for name in result.timings if name.startswith(library)), "")
-        cells.append(times(result.speedup(name)))
     cells.append(f"{result.bandwidth('copy'):.1f}")
     for name in ("ours forward out", "ours backward out"):
         cells += [f"{result.bandwidth(name):.1f}", f"{result.of_copy(name):.0%}"]
-    return [*cells, f"{result.of_copy_both():.0%}"]
+    others = [f"{name} {times(result.speedup(name))}" for name in result.rivals]
+    return [*cells, f"{result.of_copy_both():.0%}", ", ".join(others)]
 
 
 def times(ratio: float | None) -> str:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ... import ops
+from ..softmax import lay_out_diagonals
+from . import rivals
 
 Tensors = dict[str, torch.Tensor]
 
@@ -28,6 +29,7 @@ class Case:
             `out` form.
         forward_passes, backward_passes: The fewest reads and writes of a tensor of x's size.
         rivals: Name -> a function like `ours`, from libraries that are installed.
+        rival_leaves: What `eager` and the rivals differentiate instead, if their inputs differ.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Case:
     forward_passes: float
     backward_passes: float
     rivals: dict[str, Callable[[Tensors], torch.Tensor]] = field(default_factory=dict)
+    rival_leaves: tuple[str, ...] = ()
 
 
 def _normal(device: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -140,8 +143,6 @@ def _rms_norm(rows: int, columns: int) -> Case:
 
 
 def _norm_rivals(*names: str) -> dict[str, Callable[[Tensors], torch.Tensor]]:
-    from . import rivals
-
     return {name: getattr(rivals, name) for name in names if rivals.installed(name)}
 
 
@@ -234,64 +235,50 @@ def _cross_entropy(rows: int, columns: int) -> Case:
     )
 
 
-def _attention(size: tuple[int, int, int, int], trained: bool) -> Case:
-    """Causal attention without dropout, or with a trained bias by distance and dropout, of q, k and v [B, N, S, D]."""
-    (batch, heads, length, _), dropout = size, 0.1 if trained else 0.0
-    rules = (0.125, not trained, dropout, 0, 0)
+def _attention(name: str, size: tuple[int, int, int, int]) -> Case:
+    """Attention of q, k and v [B, N, S, D]: of all positions, causal, or with a trained bias by distance and dropout.
+
+    The others get the bias written out [1, N, S, S] and differentiate that, as a stack of T5's layers does.
+    """
+    batch, heads, length, _ = size
+    trained, causal = name == "attention_bias", name == "attention_causal"
+    dropout = 0.1 if trained else 0.0
 
     def make(device, dtype):
         x, k, v = _normal(device, dtype, 3, *size)
-        bias = {"bias": _normal(device, dtype, heads, 2 * length - 1)} if trained else {}
-        return {"x": x, "k": k, "v": v, "keys": ops.dropout_keys(1, 0, batch, device), **bias}
-
-    def eager(t):
-        scores = t["x"] @ t["k"].mT * 0.125
-        position = torch.arange(length, device=scores.device)
-        distance = position - position[:, None]
-        scores = (
-            scores + t["bias"][:, distance + length - 1] if trained else scores.masked_fill(distance > 0, -torch.inf)
-        )
-        weights = scores.softmax(-1, dtype=torch.float32).to(t["x"].dtype)
-        return F.dropout(weights, dropout) @ t["v"]
+        tensors = {"x": x, "k": k, "v": v, "keys": ops.dropout_keys(1, 0, batch, device)}
+        if trained:
+            tensors["bias"] = _normal(device, dtype, heads, 2 * length - 1)
+            tensors["written_bias"] = lay_out_diagonals(tensors["bias"], length, length).unsqueeze(0)
+        return tensors
 
     def arguments(t):
-        return t["x"], t["k"], t["v"], t.get("bias"), None, None, None, t["keys"] if trained else None, *rules
+        keys = t["keys"] if trained else None
+        return t["x"], t["k"], t["v"], t.get("bias"), None, None, None, keys, 0.125, causal, dropout, 0, 0
 
+    written, others = rivals.attention(causal, dropout)
     return Case(
-        "attention_bias" if trained else "attention",
-        "q k, bias by distance, softmax in fp32, dropout, product with v" if trained else "q k, causal softmax, v",
+        name,
+        "scores, softmax in fp32, dropout and their product with v written out",
         make,
         ("x", "k", "v", "bias") if trained else ("x", "k", "v"),
         lambda t: torch.ops.shardzoo.attention(*arguments(t))[0],
-        eager,
+        written,
         ("attention", arguments),
         ("attention_backward", lambda t, outputs, grad: (grad, *outputs, *arguments(t))),
         4,
         8,
-        rivals={} if trained else sdpa_backends(),
+        rivals=others,
+        rival_leaves=("x", "k", "v", "written_bias") if trained else (),
     )
 
 
-def sdpa_backends() -> dict[str, Callable[[Tensors], torch.Tensor]]:
-    """Returns causal attention by each fused kernel of PyTorch. `warm_up` removes those that the device cannot run."""
-
-    def by(backend):
-        def run(t):
-            with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(t["x"], t["k"], t["v"], is_causal=True, scale=0.125)
-
-        return run
-
-    named = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
-    named["cudnn"] = SDPBackend.CUDNN_ATTENTION
-    return {f"sdpa_{name}": by(backend) for name, backend in named.items()}
-
-
-def cases(device: str, scale: float = 1.0) -> list[Case]:
+def cases(device: str, scale: float = 1.0, length: int = 0) -> list[Case]:
     """Returns all cases, with the sizes of a training step on a CPU, or well beyond the L2 cache on a GPU.
 
     Args:
         scale: Multiplies the leading size, for quick runs.
+        length: The positions of attention's sequences; 0 for 256 on a CPU, 2,048 on a GPU. Their tokens stay as many.
     """
     big = device == "cuda"
     batch, rows = (max(1, int(n * scale)) for n in ((16, 65536) if big else (4, 16384)))
@@ -299,6 +286,8 @@ def cases(device: str, scale: float = 1.0) -> list[Case]:
     width = 4096 if big else 1024
     classes, tokens = (131072, 8192) if big else (250112, 128)
     scores = (batch, 32, 1024, 1024) if big else (batch, 8, 1024, 1024)
+    length = length or (2048 if big else 256)
+    attended = (max(1, int((32768 if big else 8192) * scale / length)), 16 if big else 8, length, 64)
     return [
         _softmax(scores),
         _softmax_bias(scores),
@@ -309,5 +298,5 @@ def cases(device: str, scale: float = 1.0) -> list[Case]:
         _glu("swiglu", rows, width, ops.activation.SILU),
         _bias_dropout_residual(rows, width),
         _cross_entropy(max(1, int(tokens * scale)), classes),
-        *(_attention((batch, 16 if big else 8, 2048 if big else 256, 64), trained) for trained in (False, True)),
+        *(_attention(name, attended) for name in ("attention", "attention_causal", "attention_bias")),
     ]

@@ -49,6 +49,11 @@ class Result:
     gigabytes_copy: float = 0.0
     missing: dict[str, str] = field(default_factory=dict)  # contender that failed -> reason
 
+    @property
+    def rivals(self) -> list[str]:
+        """The names of the measured contenders besides ours, eager and compiled PyTorch and the copy."""
+        return [name for name in self.timings if name not in ("copy", "eager", "compile") and "ours" not in name]
+
     def bandwidth(self, contender: str) -> float:
         """Returns the GB/s of a contender: forward, backward, both or a copy."""
         moved = {
@@ -120,12 +125,12 @@ def contenders(case: Case, tensors: Tensors, cotangent: torch.Tensor, compiled: 
     run_backward = getattr(torch.ops.shardzoo, f"{back.name}_out")
     source, target = tensors["x"], torch.empty_like(tensors["x"])
 
-    def training(function):
-        return lambda: gradients(function, tensors, case.leaves, cotangent)
+    def training(function, leaves=case.rival_leaves or case.leaves):
+        return lambda: gradients(function, tensors, leaves, cotangent)
 
     timed = {
         "copy": lambda: target.copy_(source),
-        "ours": training(case.ours),
+        "ours": training(case.ours, case.leaves),
         "ours forward out": lambda: run_forward(*inputs, **kept),
         "ours backward out": lambda: run_backward(*back_inputs, **back_outputs),
         "eager": training(case.eager),

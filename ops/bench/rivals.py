@@ -1,10 +1,20 @@
-"""Calls the same operators in other libraries, if they are installed (both libraries need a GPU)."""
+"""Calls the same operators in other libraries, if they are installed (Liger and quack need a GPU)."""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache, partial
 
 import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ... import ops
+from ..matmul import matmul
+
+Run = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 
 
 def installed(name: str) -> bool:
@@ -48,3 +58,66 @@ def quack_cross_entropy(t):
     from quack import cross_entropy
 
     return cross_entropy(t["x"], t["target"], reduction="none")
+
+
+@cache
+def flex_attention(length: int, device: torch.device) -> tuple[Callable, object]:
+    """Returns compiled FlexAttention and its causal mask of a length, which are made once."""
+    from torch.nn.attention import flex_attention as flex
+
+    seen = flex.create_block_mask(lambda b, n, q, k: q >= k, None, None, length, length, device)  # type: ignore
+    return torch.compile(flex.flex_attention), seen
+
+
+def attention(causal: bool, dropout: float) -> tuple[Run, dict[str, Run]]:
+    """Returns attention in plain PyTorch, and what else computes it.
+
+    All take x, k and v [B, N, S, D] and, if it is there, the bias `written_bias` [1, N, S, S], with a scale of 1/8.
+
+    - `written_out`: this package's operators with the scores of a whole sequence in memory.
+    - `sdpa`: PyTorch's fused attention as it chooses; without a bias on a GPU each of its kernels by itself too.
+    - `flex`: FlexAttention, compiled. It has no dropout, and no backward pass on CPUs.
+    - `t5_eager` and `t5_sdpa`: what transformers' T5 calls. `measure.warm_up` removes those that cannot run here.
+    """
+
+    def eager(t):
+        scores = t["x"] @ t["k"].mT * 0.125
+        scores = scores + t["written_bias"] if "written_bias" in t else scores
+        if causal:
+            scores = scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), -torch.inf)
+        weights = scores.softmax(-1, dtype=torch.float32).to(t["x"].dtype)
+        return F.dropout(weights, dropout) @ t["v"]
+
+    def written_out(t):
+        keys, bias = t["keys"] if dropout else None, t.get("written_bias")
+        scores = matmul(t["x"], t["k"].mT)
+        weights = ops.masked_softmax(scores, None, bias, scale=0.125, causal=causal, dropout=dropout, keys=keys)
+        return matmul(weights, t["v"])
+
+    def sdpa(t, *backends):
+        rules = {"attn_mask": t.get("written_bias"), "dropout_p": dropout, "is_causal": causal, "scale": 0.125}
+        with sdpa_kernel(list(backends)) if backends else nullcontext():
+            return F.scaled_dot_product_attention(t["x"], t["k"], t["v"], **rules)
+
+    def flex(t):
+        compiled, seen = flex_attention(t["x"].shape[2], t["x"].device)
+        return compiled(t["x"], t["k"], t["v"], block_mask=seen if causal else None, scale=0.125)
+
+    def t5(t, implementation):
+        from transformers import AttentionInterface
+        from transformers.models.t5.modeling_t5 import eager_attention_forward
+
+        run = AttentionInterface().get_interface(implementation, eager_attention_forward)
+        layer = torch.nn.Module()  # in training mode; not causal
+        rules = {"scaling": 0.125, "dropout": dropout, "is_causal": False, "position_bias": t["written_bias"]}
+        return run(layer, t["x"], t["k"], t["v"], None, **rules)[0].transpose(1, 2)
+
+    others = {"written_out": written_out, "sdpa": sdpa}
+    if dropout:
+        return eager, others | {f"t5_{name}": partial(t5, implementation=name) for name in ("eager", "sdpa")}
+    if torch.cuda.is_available():
+        kernels = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION")
+        named = {name.partition("_")[0].lower(): getattr(SDPBackend, name) for name in kernels}
+        others |= {f"sdpa_{name}": lambda t, kernel=kernel: sdpa(t, kernel) for name, kernel in named.items()}
+        others["flex"] = flex
+    return eager, others

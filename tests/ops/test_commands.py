@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardzoo.cli import bench, doctor
-from shardzoo.ops.bench import measure
+from shardzoo.ops.bench import measure, rivals
 from shardzoo.ops.bench.cases import cases
 
 QUICK = ["kernels", "--device", "cpu", "--scale", "0.001", "--repetitions", "2", "--no-compile"]
@@ -25,21 +25,41 @@ def test_bench_writes_what_it_measured(tmp_path, capsys):
     assert picture.stat().st_size > 1000
 
 
-def test_bench_measures_attention_beside_that_of_pytorch(tmp_path):
+def test_bench_measures_attention_beside_that_of_pytorch_and_transformers(tmp_path, capsys):
     report = tmp_path / "out.json"
-    chosen = ["--op", "attention", "attention_bias", "--dtype", "float32", "--json", str(report)]
-    assert bench.main([*QUICK, *chosen]) == 0
-    causal, trained = json.loads(report.read_text())["results"]
-    assert {"ours", "eager", "sdpa_flash"} <= set(causal["timings"])
-    assert "sdpa_cudnn" in causal["missing"]
-    assert trained["timings"]["ours backward out"]["median"] > 0
+    chosen = ["--op", "attention", "attention_causal", "attention_bias", "--dtype", "float32", "--length", "8", "33"]
+    assert bench.main([*QUICK, *chosen, "--json", str(report)]) == 0
+    results = json.loads(report.read_text())["results"]
+    assert [result["shape"] for result in results] == [[1, 8, 8, 64]] * 3 + [[1, 8, 33, 64]] * 3
+    assert all({"ours", "eager", "written_out", "sdpa"} <= set(result["timings"]) for result in results)
+    assert {"t5_eager", "t5_sdpa"} <= set(results[2]["timings"])
+    assert results[2]["timings"]["ours backward out"]["median"] > 0
+    assert not any(result["missing"] for result in results)
+    assert "written_out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["attention", "attention_causal", "attention_bias"])
+def test_all_contenders_for_attention_compute_the_same(name):
+    case = next(case for case in cases("cpu", 1 / 128, length=33) if case.name == name)
+    tensors = case.make("cpu", torch.float64)
+    written, others = rivals.attention(name == "attention_causal", 1e-12 if name == "attention_bias" else 0.0)
+    with torch.no_grad():
+        scores = tensors["x"] @ tensors["k"].mT / 8 + tensors.get("written_bias", 0.0)
+        hidden = (
+            torch.arange(33)[None] > torch.arange(33)[:, None] if name == "attention_causal" else torch.zeros(1) > 0
+        )
+        wanted = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ tensors["v"]
+        for run in (written, *others.values()):
+            torch.testing.assert_close(run(tensors), wanted, rtol=0, atol=1e-6)  # eager's softmax is in fp32
+        if name != "attention_bias":  # its case has dropout
+            torch.testing.assert_close(case.ours(tensors), wanted, rtol=0, atol=1e-6)
 
 
 def test_bench_refuses_a_speed_for_a_wrong_result(monkeypatch, capsys):
     wrong = next(case for case in cases("cpu", 0.001) if case.name == "bias_gelu")
     right = wrong.ours
     wrong.ours = lambda t: right(t) * (1.001 if t["x"].dtype == torch.float32 else 1.0)
-    monkeypatch.setattr(bench, "cases", lambda device, scale: [wrong])
+    monkeypatch.setattr(bench, "cases", lambda device, scale, length: [wrong])
     assert bench.main([*QUICK, "--dtype", "float32"]) == 1
     assert "WRONG: bias_gelu float32: output is off by" in capsys.readouterr().out
     result = measure.measure(wrong, "cpu", torch.float32, repetitions=1, compiled=False)
@@ -54,7 +74,7 @@ def test_bench_goes_on_after_a_failure(tmp_path, monkeypatch, capsys):
         raise RuntimeError("out of memory\nand more")
 
     first.ours, second.rivals = fail, {"liger_gelu": fail}
-    monkeypatch.setattr(bench, "cases", lambda device, scale: [first, second])
+    monkeypatch.setattr(bench, "cases", lambda device, scale, length: [first, second])
     report = tmp_path / "out.json"
     assert bench.main([*QUICK, "--dtype", "float32", "--json", str(report)]) == 1
     shown = capsys.readouterr().out
