@@ -1,0 +1,57 @@
+"""T5 and mT5 at 4,096 and 8,192 positions: the numbers of transformers, the same in every layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from every_case import EVERY_CASE
+from parity import assert_same, oracle, randomize, run_modes, whole
+from tiny_models import hf_model, tiny
+
+from shardzoo.models import ParallelConfig, config_from_dict, from_config
+from shardzoo.mpu import dropout_state
+
+# Not ReLU: of so many activations one lies within rounding of its kink, where the gradient jumps.
+SIZES = {"layers": 1, "num_heads": 2, "feed_forward_proj": "gated-gelu"}
+ARCHITECTURES = {"t5": "T5ForConditionalGeneration", "mt5": "MT5ForConditionalGeneration"}
+TIED = {"t5": {}, "mt5": {"tie_word_embeddings": False}}
+
+
+def batch_of(length, samples):
+    """All samples but the first are shorter, which the lengths of their labels follow."""
+    generator = torch.Generator().manual_seed(length)
+    ids, labels = (torch.randint(3, 97, (samples, n), generator=generator) for n in (length, length // 4 + 3))
+    mask = torch.ones_like(ids)
+    mask[1:, -length // 3 :] = 0
+    labels[1:, -length // 5 :] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+@pytest.mark.parametrize("length", [4096, *([8192] if EVERY_CASE else [])])
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_long_samples_have_the_numbers_of_transformers(family, length, run_mesh):
+    model = hf_model(ARCHITECTURES[family], 0.0, **SIZES, **TIED[family])
+    randomize(model, 1)
+    inputs = batch_of(length, 8192 // length)
+    expected = oracle(model, inputs)
+    config = tiny(family, 0.0, **SIZES)
+    stored = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    ranks = run_mesh(2, run_modes, config, stored, inputs, [(False, "none")], 5)
+    assert_same(whole(config, ranks, 0), expected)
+
+
+def step(mesh, family, sequence_parallel, recompute):
+    parallel_config = ParallelConfig(sequence_parallel=sequence_parallel, recompute=recompute)
+    model = from_config(config_from_dict(tiny(family, 0.1, **SIZES)), mesh, parallel_config=parallel_config).train()
+    dropout_state.set(3, 8)
+    loss = model(**batch_of(8192, 2)).loss
+    loss.backward()
+    return loss.detach(), model.word_embeddings.weight.grad.norm()
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_a_step_with_8192_positions_is_the_same_in_every_layout(family, run_mesh):
+    loss, norm = step(None, family, False, "none")
+    assert norm.isfinite()
+    for other, _ in run_mesh(2, step, family, True, "full" if family == "t5" else "selective"):
+        torch.testing.assert_close(other, loss, rtol=1e-5, atol=0)
