@@ -6,20 +6,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
-PARTS = (
-    "checkpoint",
-    "cli",
-    "convert",
-    "csrc",
-    "data",
-    "finetuning",
-    "generation",
-    "models",
-    "mpu",
-    "ops",
-    "pretraining",
-    "trainer",
-)
+PARTS = sorted(path.parent.name for path in Path(__file__).parent.glob("*/__init__.py"))
 SUBPACKAGES = find_packages(".", include=[pattern for part in PARTS for pattern in (part, f"{part}.*")])
 
 

@@ -70,7 +70,7 @@ DROPOUTS = {
 LOSS_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 PARTS = {  # part of a step -> what the names of its torch operators contain
     "products": ("aten::mm", "aten::addmm", "aten::bmm", "mkldnn::"),
-    "attention": ("scaled_dot_product", "masked_softmax"),
+    "attention": ("scaled_dot_product", "masked_softmax", "shardzoo::attention"),
     "norms": ("layer_norm", "rms_norm"),
     "activations": ("gelu", "glu", "aten::clamp_min", "threshold"),
     "loss": ("cross_entropy",),
