@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
@@ -104,10 +105,10 @@ def attention(causal: bool, dropout: float) -> tuple[Run, dict[str, Run]]:
         return compiled(t["x"], t["k"], t["v"], block_mask=seen if causal else None, scale=0.125)
 
     def t5(t, implementation):
-        from transformers import AttentionInterface
-        from transformers.models.t5.modeling_t5 import eager_attention_forward
+        from transformers import AttentionInterface, T5Model
 
-        run = AttentionInterface().get_interface(implementation, eager_attention_forward)
+        eager = sys.modules[T5Model.__module__].eager_attention_forward
+        run = AttentionInterface().get_interface(implementation, eager)
         layer = torch.nn.Module()  # in training mode; not causal
         rules = {"scaling": 0.125, "dropout": dropout, "is_causal": False, "position_bias": t["written_bias"]}
         return run(layer, t["x"], t["k"], t["v"], None, **rules)[0].transpose(1, 2)

@@ -100,7 +100,7 @@ def test_published_figures(name):
 
 
 def test_targets_are_as_long_as_span_corruption_makes_them():
-    """Three-token spans over 15 % of a text that fills the input: T5's code gives 114 for 512, 229 for 1024, and LongT5's
+    """Three-token spans over 15 % of a text that fills the input: T5's code gives 114 for 512, 229 for 1024, LongT5's
     910 for 4096."""
     for name in ("t5-v1_1-base", "t5-v1_1-base-4096", "t5-v1_1-xxl", "mt5-base", "mt5-xxl"):
         arguments = read(RECIPES / f"{name}.yaml")

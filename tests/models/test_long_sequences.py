@@ -8,19 +8,18 @@ from every_case import EVERY_CASE
 from parity import assert_same, oracle, randomize, run_modes, whole
 from tiny_models import hf_model, tiny
 
+from shardzoo import mpu
 from shardzoo.models import ParallelConfig, config_from_dict, from_config
-from shardzoo.mpu import dropout_state
 
 # Not ReLU: of so many activations one lies within rounding of its kink, where the gradient jumps.
 SIZES = {"layers": 1, "num_heads": 2, "feed_forward_proj": "gated-gelu"}
 ARCHITECTURES = {"t5": "T5ForConditionalGeneration", "mt5": "MT5ForConditionalGeneration"}
-TIED = {"t5": {}, "mt5": {"tie_word_embeddings": False}}
 
 
 def batch_of(length, samples):
     """All samples but the first are shorter, which the lengths of their labels follow."""
     generator = torch.Generator().manual_seed(length)
-    ids, labels = (torch.randint(3, 97, (samples, n), generator=generator) for n in (length, length // 4 + 3))
+    ids, labels = (torch.randint(3, 97, (samples, n), generator=generator) for n in (length, length // 4 + 4))
     mask = torch.ones_like(ids)
     mask[1:, -length // 3 :] = 0
     labels[1:, -length // 5 :] = -100
@@ -30,12 +29,14 @@ def batch_of(length, samples):
 @pytest.mark.parametrize("length", [4096, *([8192] if EVERY_CASE else [])])
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_long_samples_have_the_numbers_of_transformers(family, length, run_mesh):
-    model = hf_model(ARCHITECTURES[family], 0.0, **SIZES, **TIED[family])
+    model = hf_model(ARCHITECTURES[family], 0.0, **SIZES)
+    if family == "mt5":  # transformers 5 ties the head of a new model, which no published mT5 does
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     randomize(model, 1)
     inputs = batch_of(length, 8192 // length)
-    expected = oracle(model, inputs)
+    stored = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    expected = oracle(model.double(), inputs)  # in fp32 it adds up millions of scores' gradients one after the other
     config = tiny(family, 0.0, **SIZES)
-    stored = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     ranks = run_mesh(2, run_modes, config, stored, inputs, [(False, "none")], 5)
     assert_same(whole(config, ranks, 0), expected)
 
@@ -43,7 +44,7 @@ def test_long_samples_have_the_numbers_of_transformers(family, length, run_mesh)
 def step(mesh, family, sequence_parallel, recompute):
     parallel_config = ParallelConfig(sequence_parallel=sequence_parallel, recompute=recompute)
     model = from_config(config_from_dict(tiny(family, 0.1, **SIZES)), mesh, parallel_config=parallel_config).train()
-    dropout_state.set(3, 8)
+    mpu.dropout_state.set(3, 8)
     loss = model(**batch_of(8192, 2)).loss
     loss.backward()
     return loss.detach(), model.word_embeddings.weight.grad.norm()

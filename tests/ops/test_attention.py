@@ -287,6 +287,21 @@ def outcome(tensors, grad, rules, dtype):
 
 
 @pytest.mark.parametrize("kind", KERNEL_DTYPES, ids=str)
+@pytest.mark.parametrize("steps", [(1, 2, 3), (3, 2, 1), (-3, -1, 0), (0, 0, 2)])
+def test_the_kernel_follows_scores_that_grow_from_tile_to_tile(nan_filled, kind, steps):
+    """A tile's weights are relative to the largest score so far, to which earlier tiles are rescaled."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, 2, 192, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    q[..., 0] = torch.linspace(0.5, 1.5, 192)
+    k[..., 0] = torch.tensor(steps).repeat_interleave(64) * 20
+    rules = dict.fromkeys(("relative_bias", "mask", "prefix", "key_lengths", "keys"))
+    problem = q, k, v, {**rules, "causal": False, "dropout": 0.0, "first_head": 0, "first_row": 0}
+    values, expected = results(problem, kind), results_written_out(problem, torch.float64, kind)
+    for value, wanted, most in zip(values, expected, allowed_errors(problem, kind, expected), strict=True):
+        assert error(value, wanted) <= most
+
+
+@pytest.mark.parametrize("kind", KERNEL_DTYPES, ids=str)
 def test_the_kernel_skips_what_no_query_sees(nan_filled, kind):
     """The values of hidden keys do not even matter if they are NaN."""
     (q, k, v, bias), grad, rules = long_problem()
