@@ -287,14 +287,20 @@ def outcome(tensors, grad, rules, dtype):
 
 
 @pytest.mark.parametrize("kind", KERNEL_DTYPES, ids=str)
-@pytest.mark.parametrize("steps", [(1, 2, 3), (3, 2, 1), (-3, -1, 0), (0, 0, 2)])
-def test_the_kernel_follows_scores_that_grow_from_tile_to_tile(nan_filled, kind, steps):
-    """A tile's weights are relative to the largest score so far, to which earlier tiles are rescaled."""
+@pytest.mark.parametrize(
+    ("steps", "added"), [((1, 2, 3), 0), ((3, 2, 1), 0), ((-3, -1, 0), 0), ((0, 0, 2), 0), ((0, 0, 0), 100)]
+)
+def test_the_kernel_follows_scores_that_grow_from_tile_to_tile(nan_filled, kind, steps, added):
+    """A tile's weights are relative to the largest score so far, to which earlier tiles are rescaled.
+
+    The last tile's mask adds `added`, beside which exp(score) would overflow.
+    """
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(1, 2, 192, 8, generator=generator, dtype=torch.float64) for _ in range(3))
     q[..., 0] = torch.linspace(0.5, 1.5, 192)
     k[..., 0] = torch.tensor(steps).repeat_interleave(64) * 20
-    rules = dict.fromkeys(("relative_bias", "mask", "prefix", "key_lengths", "keys"))
+    rules = dict.fromkeys(("relative_bias", "prefix", "key_lengths", "keys"))
+    rules["mask"] = torch.tensor([0.0, 0.0, added]).repeat_interleave(64).double().expand(1, 1, 1, 192)
     problem = q, k, v, {**rules, "causal": False, "dropout": 0.0, "first_head": 0, "first_row": 0}
     values, expected = results(problem, kind), results_written_out(problem, torch.float64, kind)
     for value, wanted, most in zip(values, expected, allowed_errors(problem, kind, expected), strict=True):
