@@ -96,6 +96,8 @@ class TrainingLoop:
         self._saved_at: int | None = None
         self._iterator: Any = None
         self._position: dict[str, Any] = {}  # the data's position after the last complete step
+        self._reads_late = self.device.type != "cpu"
+        self._unread: tuple[int, Any, float] | None = None  # a step, its gradient norm and its loss
 
     def resume(self, point: ResumePoint) -> None:
         """Continues from a checkpoint whose weights the model already has.
@@ -146,10 +148,13 @@ class TrainingLoop:
                 if profiler:
                     profiler.step()
                 last = self.step == self.total_steps
-                if last or self.step % arguments.log_interval == 0:
-                    reporter.training(self.step, self._values(result))
+                logs = last or self.step % arguments.log_interval == 0
                 due = last or result.stop or self.step % arguments.save_interval == 0
                 evaluates = self.step % arguments.eval_interval == 0 and not last and not result.stop
+                if logs or due or evaluates:
+                    self._check_norm()
+                if logs:
+                    reporter.training(self.step, self._values(result))
                 if self.evaluate and evaluates:
                     due |= self._evaluate()
                 if due:
@@ -172,19 +177,42 @@ class TrainingLoop:
         self.schedule.before_step(self.step)
         lr = engine.optimizer.param_groups[0].get("lr")
         forward = partial(self._forward, micro_batches, counts, totals)
-        losses = engine.forward_backward(forward, len(micro_batches))
+        losses = self._read(engine.forward_backward(forward, len(micro_batches)))
         tokens = sum(map(_tokens, micro_batches))
         loss, stop = self._sum_losses(losses, signalled, micro_batches, totals)
         if not self.saver.copied.is_set():
             self.saver.wait_for_copy()
         outcome = engine.step()
         self.schedule.after_step()
-        if outcome.applied and outcome.grad_norm is not None and not math.isfinite(outcome.grad_norm):
-            raise FloatingPointError(
-                f"the gradient norm is {outcome.grad_norm} at step {self.step + 1}, where the loss is {loss}; the "
-                "last checkpoint is kept"
-            )
+        if outcome.applied and outcome.grad_norm is not None:
+            self._unread = self.step + 1, outcome.grad_norm, loss
+            if not self._reads_late or outcome.grad_norm.device != self.device:
+                self._check_norm()
         return StepResult(loss, totals[0], tokens, lr, outcome, time.perf_counter() - started, stop)
+
+    def _read(self, losses: Tensor) -> list[float]:
+        """Returns the losses of a step's micro-batches, [M], in the only wait for the device between logs.
+
+        Together with them it reads, and checks, the gradient norm of the step before.
+        """
+        if self._unread is None:
+            return losses.tolist()
+        step, norm, loss = self._unread
+        *shares, norm = torch.cat([losses.double(), norm.double().view(1)]).tolist()
+        self._unread = step, norm, loss
+        self._check_norm()
+        return shares
+
+    def _check_norm(self) -> None:
+        """Raises FloatingPointError if the gradient norm of the last update has not been checked and is not finite."""
+        if self._unread is None:
+            return
+        (step, norm, loss), self._unread = self._unread, None
+        if not math.isfinite(float(norm)):
+            raise FloatingPointError(
+                f"the gradient norm is {float(norm)} at step {step}, where the loss is {loss}; the last checkpoint "
+                "is kept"
+            )
 
     def _forward(self, micro_batches: list[Any], counts: list[list[float]], totals: list[float], k: int) -> Tensor:
         """Runs the forward pass of micro-batch `k`; returns its share of the step's loss."""
@@ -278,7 +306,7 @@ class TrainingLoop:
         values = {"loss": result.loss, "tokens_per_second": result.targets / seconds, "seconds": seconds}
         values |= self.throughput.values(result.tokens, seconds)
         if outcome.grad_norm is not None:
-            values["grad_norm"] = outcome.grad_norm
+            values["grad_norm"] = float(outcome.grad_norm)
         if self.engine.loss_scale is not None:
             values["loss_scale"] = self.engine.loss_scale
         return {**values, "lr": float(result.lr)} if result.lr is not None else values
@@ -361,6 +389,7 @@ class TrainingLoop:
         """Saves and evaluates the last step. It saves first, because the evaluation may fail or be interrupted."""
         if not self.step:
             raise ValueError(f"train_dataset has fewer samples than the {self.global_batch_size} of one optimizer step")
+        self._check_norm()
         if self._saved_at != self.step:
             self.save()
         if self.evaluate_last:

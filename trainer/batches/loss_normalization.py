@@ -172,6 +172,13 @@ def _rows(batch: Mapping[str, Any]) -> int:
 
 
 def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Returns the batch with its tensors on `device`. Raises ValueError if it is not a dict."""
+    """Returns the batch with its tensors on `device`. Raises ValueError if it is not a dict.
+
+    The host does not wait for a copy to a GPU, which needs pinned memory.
+    """
     _check_batch(batch)
-    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+    pins = device.type == "cuda"
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    pinned = {name: value.pin_memory() for name, value in tensors.items() if pins and value.is_cpu}
+    moved = {name: value.to(device, non_blocking=pins) for name, value in {**tensors, **pinned}.items()}
+    return {**batch, **moved}

@@ -97,8 +97,8 @@ class DeepSpeedEngine:
         scaler = getattr(self._engine.optimizer, "loss_scaler", None)
         return float(scaler.cur_scale) if scaler is not None and self._engine.fp16_enabled() else None
 
-    def forward_backward(self, forward: Forward, micro_batches: int) -> list[float]:
-        losses: list[float] = []
+    def forward_backward(self, forward: Forward, micro_batches: int) -> Tensor:
+        losses: list[Tensor] = []
         for k in range(micro_batches):
             loss = forward(k)
             if hasattr(self._engine.optimizer, "clear_lp_grads"):  # bf16, ZeRO 1: each pass is added to fp32 sums
@@ -108,8 +108,8 @@ class DeepSpeedEngine:
             self._engine.backward(loss * self._replicas, scale_wrt_gas=False)
             if not self._engine.is_gradient_accumulation_boundary():
                 self._engine.step()  # here it only counts the micro-batch
-            losses.append(loss.item())
-        return losses
+            losses.append(loss.detach().view(()))
+        return torch.stack(losses)
 
     def step(self) -> StepOutcome:
         skipped = self._engine.skipped_steps
@@ -124,7 +124,7 @@ class DeepSpeedEngine:
         if self.applied_steps == 1 and self._saves and not self._zero:
             state_tensors(self.optimizer, self._names)  # raises now if the states cannot be saved
         norm = self._engine.get_global_grad_norm() if norm is None else norm
-        return StepOutcome(float(norm) if norm is not None else None, applied)
+        return StepOutcome(torch.as_tensor(norm) if norm is not None else None, applied)
 
     def model_tensors(self) -> dict[str, Tensor | TensorPart]:
         tensors: dict[str, Tensor | TensorPart] = dict(model_tensors(self.module))

@@ -22,11 +22,12 @@ class StepOutcome:
     """The result of an optimizer step.
 
     Attributes:
-        grad_norm: Gradient norm of the whole model before clipping; None if the engine does not know it.
+        grad_norm: Gradient norm of the whole model before clipping, []; None if the engine does not know it. Reading it
+            waits for the device.
         applied: False if fp16 gradients overflowed; the parameters were not updated, and the loss scale was lowered.
     """
 
-    grad_norm: float | None
+    grad_norm: Tensor | None
     applied: bool
 
 
@@ -49,10 +50,11 @@ class Engine(Protocol):
         """The factor of the loss in the backward pass; None in other precisions than fp16."""
         ...
 
-    def forward_backward(self, forward: Forward, micro_batches: int) -> list[float]:
-        """Runs the forward and backward passes of a step; returns the loss of each micro-batch.
+    def forward_backward(self, forward: Forward, micro_batches: int) -> Tensor:
+        """Runs the forward and backward passes of a step; returns the loss of each micro-batch, [micro_batches].
 
-        A stage of a pipeline returns the losses that it computes, which only the last stage does; the others are 0.
+        The losses stay on the device, so that the host need not wait for it between micro-batches. A stage of a
+        pipeline returns the losses that it computes, which only the last stage does; the others are 0.
         """
         ...
 

@@ -86,7 +86,7 @@ class PipelineEngine(DeepSpeedEngine):
             parameter.grad = torch.zeros_like(parameter)
         return parameter.grad
 
-    def forward_backward(self, forward: Forward, micro_batches: int) -> list[float]:
+    def forward_backward(self, forward: Forward, micro_batches: int) -> Tensor:
         self._layer.begin(forward)
         self._pipeline.scheduled = True
         engine = self._engine
@@ -96,7 +96,7 @@ class PipelineEngine(DeepSpeedEngine):
             engine._exec_schedule(engine._train_schedule())
         finally:
             self._pipeline.scheduled = False
-        return self._layer.losses
+        return torch.stack(self._layer.losses)
 
     def step(self) -> StepOutcome:
         norm = None
@@ -106,7 +106,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._shared.send_values()
         self.applied_steps += 1
         norm = self._engine.get_global_grad_norm() if norm is None else norm
-        return StepOutcome(float(norm), applied=True)
+        return StepOutcome(torch.as_tensor(norm), applied=True)
 
     def close(self, *, whole: bool) -> None:
         super().close(whole=whole)
@@ -124,7 +124,7 @@ class _StageLayer(nn.Module):
     def __init__(self, stage: Stage, scale: int) -> None:
         super().__init__()
         self._stage, self._scale = stage, scale
-        self.losses: list[float] = []
+        self.losses: list[Tensor] = []
 
     def begin(self, forward: Forward) -> None:
         """Begins a step, whose micro-batches `forward` computes."""
@@ -133,7 +133,7 @@ class _StageLayer(nn.Module):
     def forward(self, received: Tensor) -> Tensor:
         self._stage.received = None if self._stage.is_first else received
         loss = self._forward(len(self.losses))
-        self.losses.append(loss.item())
+        self.losses.append(loss.detach().view(()))
         if self._stage.is_last:
             return loss * self._scale
         hidden, self._stage.sent = self._stage.sent, None

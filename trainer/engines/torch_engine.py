@@ -36,14 +36,14 @@ class TorchEngine:
     def loss_scale(self) -> float | None:
         return self._scaler.get_scale() if self._scaler else None
 
-    def forward_backward(self, forward: Forward, micro_batches: int) -> list[float]:
-        losses: list[float] = []
+    def forward_backward(self, forward: Forward, micro_batches: int) -> Tensor:
+        losses: list[Tensor] = []
         for k in range(micro_batches):
             self.begin_micro_batch(is_last=k == micro_batches - 1)
             loss = forward(k)
             self.backward(loss)
-            losses.append(loss.item())
-        return losses
+            losses.append(loss.detach().view(()))
+        return torch.stack(losses)
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
         """Is called before the forward pass of each micro-batch of a step."""
@@ -71,7 +71,7 @@ class TorchEngine:
             state_tensors(self.optimizer, self._owners)  # raises now if the states cannot be saved
         self._masters.update_parameters()
         self.optimizer.zero_grad(set_to_none=True)
-        return StepOutcome(float(norm), applied)
+        return StepOutcome(norm, applied)
 
     def model_tensors(self) -> dict[str, Tensor]:
         return model_tensors(self.module)

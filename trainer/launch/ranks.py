@@ -38,8 +38,8 @@ class Ranks:
         if self.world_size == 1:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64)
-        total = total.cuda() if dist.get_backend() == "nccl" else total  # NCCL supports only GPU tensors
-        dist.all_reduce(total)
+        # NCCL supports only GPU tensors, and its result would come after all work that waits on the GPU.
+        dist.all_reduce(total, group=_patient_group() if dist.get_backend() == "nccl" else None)
         return total.tolist()
 
     def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
