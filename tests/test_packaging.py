@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
@@ -29,8 +29,7 @@ def wheel(tmp_path_factory):
     source = ["egg_info", "--egg-base", str(folder), "sdist", "--dist-dir", str(folder)]
     run(sys.executable, "setup.py", "-q", *source, cwd=ROOT)
     [archive] = folder.glob("*.tar.gz")
-    with tarfile.open(archive) as file:
-        file.extractall(folder, filter="data")
+    shutil.unpack_archive(archive, folder)
     unpacked = folder / archive.name.removesuffix(".tar.gz")
     run(sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", str(folder), cwd=unpacked, PATH=str(folder))
     return next(folder.glob("*.whl"))
