@@ -18,13 +18,15 @@ They are built from the `start_*` functions below, which autograd does not recor
 collective and returns a function that waits for its result, so that other work can run in between.
 
 CPU tensors of ranks on one host go through shared memory (`shared_memory.py`); sums are added in rank order in fp32 or
-wider and rounded once. Other tensors go through torch.distributed, with the same property:
+wider and rounded once. Other tensors go through torch.distributed. There `set_reduction` chooses who adds:
 
-A reduce-scatter is an all-to-all of the unsummed pieces followed by a local sum in fp32. It sends as much data as a
-ring, but rounds the result once for any number of ranks; a ring or a tree rounds after every hop. The all-reduce of
-16-bit tensors over more than two ranks works the same way and then gathers the sums. In the other cases the
-library's all-reduce is as exact. Small CPU tensors are exchanged whole and summed locally, because gloo's ring sends
-several times as many messages.
+- "native", the default on GPUs: the backend's own all-reduce and reduce-scatter. A ring or a tree rounds 16-bit sums
+  after every hop.
+- "fp32", the default on CPUs: a reduce-scatter is an all-to-all of the unsummed pieces followed by a local sum in fp32.
+  It sends as much data as a ring, but rounds the result once for any number of ranks. The all-reduce of 16-bit
+  tensors over more than two ranks works the same way and then gathers the sums. In the other cases the library's
+  all-reduce is as exact. Small CPU tensors are exchanged whole and summed locally, because gloo's ring sends several
+  times as many messages.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -32,7 +34,8 @@ several times as many messages.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Literal, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -48,8 +51,27 @@ SEQUENCE_DIM = 1
 Finish = Callable[[], Tensor]
 _HALF = (torch.bfloat16, torch.float16)
 _SMALL = 1 << 19  # bytes, summed over the ranks
-# torch 2.13 renamed this function and warns about the old name.
+# torch 2.13 renamed these functions and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor")
+_reduce_scatter = getattr(
+    dist, "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+)
+
+Reduction = Literal["auto", "native", "fp32"]
+_reductions: WeakKeyDictionary[dist.ProcessGroup, Reduction] = WeakKeyDictionary()
+
+
+def set_reduction(group: dist.ProcessGroup, reduction: Reduction) -> None:
+    """Chooses who adds this group's tensors where they do not go through shared memory (see the top of this file).
+
+    Every rank of the group must choose the same. "auto" is "native" for tensors on a GPU, else "fp32".
+    """
+    _reductions[group] = reduction
+
+
+def _adds_natively(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    reduction = _reductions.get(group, "auto")
+    return reduction == "native" or (reduction == "auto" and not tensor.is_cpu)
 
 
 def _fresh(tensor: Tensor) -> Tensor:
@@ -222,9 +244,10 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Finish:
     if channel := shared_memory.find(tensor, group):
         tensor = tensor.contiguous()
         return shared_memory.start(channel, shared_memory.ALL_REDUCE, tensor, tensor, tensor.numel())
-    if tensor.is_cpu and tensor.nbytes * size <= _SMALL and tensor.is_floating_point():
+    native = _adds_natively(tensor, group)
+    if not native and tensor.is_cpu and tensor.nbytes * size <= _SMALL and tensor.is_floating_point():
         return _start_exchange_and_sum(tensor.expand(size, *tensor.shape).contiguous(), group)
-    if tensor.dtype not in _HALF or size == 2:
+    if native or tensor.dtype not in _HALF or size == 2:
         tensor = tensor.contiguous()
         return _after(dist.all_reduce(tensor, group=group, async_op=True), tensor)
     pieces = tensor.new_zeros(size, -(-tensor.numel() // size))
@@ -259,7 +282,12 @@ def start_reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> 
         return lambda: tensor
     share = _share(tensor, dim, size)
     pieces = torch.unflatten(tensor, dim, (size, share)).movedim(dim, 0).contiguous()  # [size, ..., share, ...]
-    return _start_exchange_and_sum(pieces, group) if tensor.numel() else lambda: pieces[0]
+    if not tensor.numel():
+        return lambda: pieces[0]
+    if _adds_natively(tensor, group) and not shared_memory.find(tensor, group):
+        summed = torch.empty_like(pieces[0])
+        return _after(_reduce_scatter(summed.view(-1), pieces.view(-1), group=group, async_op=True), summed)
+    return _start_exchange_and_sum(pieces, group)
 
 
 def local_slice(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..data import Share
 from ..data.loading.loader import DefaultCollate, with_loss_mask
-from ..mpu import ParallelMesh
+from ..mpu import ParallelMesh, set_reduction
 from .arguments.deepspeed_file import deepspeed_notice
 from .arguments.training_arguments import TrainingArguments
 from .batches.dataset_kinds import check_agreement, length_of, makes_batches
@@ -347,6 +347,7 @@ class Trainer:
         device = initialize_distributed(launch, collective_timeout=wait, stall_timeout=stall)
         mesh = mesh or ParallelMesh(arguments.model_parallel_size, arguments.pipeline_parallel_size)
         set_collective_timeout(mesh, wait)
+        set_reduction(mesh.tp_group, arguments.tensor_parallel_reduction)
         return mesh, device
 
     def _run(

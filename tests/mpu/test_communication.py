@@ -22,15 +22,18 @@ class Traffic(TorchDispatchMode):
         "allreduce_": ("all-reduce", 0),
         "_allgather_base_": ("all-gather", 0),
         "alltoall_base_": ("reduce-scatter", 1),  # with a local sum
+        "_reduce_scatter_base_": ("reduce-scatter", 1),
     }
 
     def __init__(self):
         super().__init__()
-        self.bytes = {}
+        self.bytes, self.operations = {}, set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
-            name, which = self.WHOLE[func._schema.name.removeprefix("c10d::")]  # anything else is a KeyError
+            operation = func._schema.name.removeprefix("c10d::")
+            self.operations.add(operation)
+            name, which = self.WHOLE[operation]  # anything else is a KeyError
             tensors = args[which] if isinstance(args[which], (list, tuple)) else [args[which]]
             total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
             self.bytes[name] = self.bytes.get(name, 0) + total
@@ -144,6 +147,53 @@ def test_bf16_over_many_ranks_sends_what_a_ring_would(run_mesh):
     assert per_layer(run_mesh, 2, build, torch.bfloat16) == [{"all-reduce": 2 * n}] * 2
 
 
+def native_operations(mesh, dtype, sequence_parallel):
+    """The c10d operations of a step in which the backend adds, and the reduction that "auto" means on a GPU."""
+    with between_hosts(collectives._SMALL), native(mesh), Traffic() as both:
+        options = {"sequence_parallel": sequence_parallel}
+        model = build_transformer(mesh, layers=1, hidden=HIDDEN, vocabulary=37, dropout=0.1, **options).to(dtype)
+        ids = torch.arange(BATCH * POSITIONS).view(BATCH, POSITIONS)
+        mpu.dropout_state.set(0, 0)
+        model(ids, ids).backward()
+    cpu, meta = torch.empty(0), torch.empty(0, device="meta")  # meta stands for any device that is not a CPU
+    return both.operations, [collectives._adds_natively(tensor, mesh.tp_group) for tensor in (cpu, meta)]
+
+
+@contextlib.contextmanager
+def native(mesh):
+    mpu.set_reduction(mesh.tp_group, "native")
+    try:
+        yield
+    finally:
+        mpu.set_reduction(mesh.tp_group, "auto")
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_native_sums_are_the_backends_own(tp, sequence_parallel, run_mesh):
+    """No all-to-all, whose pieces this library would add, in any dtype and of any size."""
+    expected = {"allreduce_", "_allgather_base_", *(["_reduce_scatter_base_"] if sequence_parallel else [])}
+    for operations, automatic in run_mesh(tp, native_operations, torch.bfloat16, sequence_parallel):
+        assert operations == expected
+        assert automatic == [False, True]
+
+
+def rounding(mesh):
+    """Sums in bf16 of 256, 1, 1, 1: 259 rounds to 260, but a sum that is rounded at every hop never leaves 256."""
+    tensor = torch.full([4], 256.0 if mesh.tp_rank == 0 else 1.0, dtype=torch.bfloat16)
+    with between_hosts():
+        exact = collectives.start_all_reduce(tensor.clone(), mesh.tp_group)()
+        with native(mesh):
+            added = collectives.start_all_reduce(tensor.clone(), mesh.tp_group)()
+    return exact.tolist(), added.tolist()
+
+
+def test_sums_in_fp32_are_rounded_once(run_mesh):
+    for exact, added in run_mesh(4, rounding):
+        assert exact == [260.0] * 4
+        assert added != exact  # so the choice makes a difference
+
+
 def sums(mesh, dtype, elements):
     """What two ways of sending make of the same tensors, and the bytes that they sent."""
     rank = mesh.tp_rank
@@ -246,35 +296,38 @@ class Events(TorchDispatchMode):
         return started
 
 
-def backward_events(mesh, sequence_parallel, one_host):
+def backward_events(mesh, sequence_parallel, way):
     layer = mpu.ColumnParallelLinear(8, 4 * mesh.tp_size, sequence_parallel=sequence_parallel, mesh=mesh)
     torch.nn.init.ones_(layer.weight)
     torch.nn.init.ones_(layer.bias)
     output = layer(torch.ones(2, 4, 8, requires_grad=True))
     original = collectives.dist.all_reduce, collectives._all_gather, collectives.dist.all_to_all_single
-    start = shared_memory.start
-    with contextlib.nullcontext() if one_host else between_hosts(), Events() as mode:
+    start, reduce_scatter = shared_memory.start, collectives._reduce_scatter
+    hosts = contextlib.nullcontext() if way == "memory" else between_hosts()
+    with hosts, native(mesh) if way == "native" else contextlib.nullcontext(), Events() as mode:
         collectives.dist.all_reduce = mode.watch("all-reduce", original[0])
         collectives._all_gather = mode.watch("all-gather", original[1])
         collectives.dist.all_to_all_single = mode.watch("reduce-scatter", original[2])
+        collectives._reduce_scatter = mode.watch("reduce-scatter", reduce_scatter)
         shared_memory.start = mode.watch_memory(start)
         try:
             output.sum().backward()
         finally:
+            collectives._reduce_scatter = reduce_scatter
             collectives.dist.all_reduce, collectives._all_gather, collectives.dist.all_to_all_single = original
             shared_memory.start = start
     return mode.events
 
 
-@pytest.mark.parametrize("one_host", [True, False])
-def test_the_input_gradient_is_summed_while_the_weight_gradient_is_computed(one_host, run_mesh):
-    for events in run_mesh(2, backward_events, False, one_host):
+@pytest.mark.parametrize("way", ["memory", "fp32", "native"])
+def test_the_input_gradient_is_summed_while_the_weight_gradient_is_computed(way, run_mesh):
+    for events in run_mesh(2, backward_events, False, way):
         assert events == ["product", "start all-reduce", "product", "wait all-reduce"]
 
 
-@pytest.mark.parametrize("one_host", [True, False])
-def test_under_sequence_parallelism_the_gather_is_hidden_too(one_host, run_mesh):
-    for events in run_mesh(2, backward_events, True, one_host):
+@pytest.mark.parametrize("way", ["memory", "fp32", "native"])
+def test_under_sequence_parallelism_the_gather_is_hidden_too(way, run_mesh):
+    for events in run_mesh(2, backward_events, True, way):
         assert events == [
             "start all-gather",
             "product",  # the input gradient

@@ -72,9 +72,11 @@ def test_splitting_changes_nothing_and_any_split_goes_on(run_mesh, tmp_path, fam
     assert losses(rest) == pytest.approx(losses(whole)[2:], rel=1e-5)
 
 
-def build_with_dropout(mesh):
+def build_with_dropout(mesh, reduction: str = "auto"):
     from shardzoo.models import ParallelConfig, from_config
+    from shardzoo.mpu import collectives
 
+    assert collectives._reductions[mesh.tp_group] == reduction
     config = ParallelConfig(sequence_parallel=mesh is not None and mesh.tp_size > 1)
     return from_config(tiny("gpt2", 0.1, layers=2), mesh, parallel_config=config)
 
@@ -86,7 +88,8 @@ def test_compiled_blocks_take_the_same_steps(run_mesh, tmp_path):
         "micro_batch_size": 2, "recompute": "full", "gradient_accumulation_steps": 2,
     }  # fmt: skip
     [(plain, _)] = on_ranks(run_mesh, tmp_path / "plain", **settings)
-    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager", "model_parallel_size": 2,
+    compiled = {"model": partial(build_with_dropout, reduction="native"), "tensor_parallel_reduction": "native",
+                "torch_compile": True, "torch_compile_backend": "aot_eager", "model_parallel_size": 2,
                 "sequence_parallel": True}  # fmt: skip
-    for steps, _ in on_ranks(run_mesh, tmp_path / "compiled", tp=2, **settings, **compiled):
+    for steps, _ in on_ranks(run_mesh, tmp_path / "compiled", tp=2, **{**settings, **compiled}):
         assert losses(steps) == pytest.approx(losses(plain), rel=1e-5)

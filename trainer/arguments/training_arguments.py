@@ -52,6 +52,9 @@ class TrainingArguments:
     as little time, as possible."""
     sequence_parallel: bool = False
     """Also split norms, dropouts and residuals along the sequence (when the model is built)."""
+    tensor_parallel_reduction: Literal["auto", "native", "fp32"] = "auto"
+    """Who adds the ranks' partial results. native: the backend, such as NCCL, which rounds 16-bit sums at every hop.
+    fp32: the ranks, which exchange them, add in fp32 and round once. auto: native on GPUs, fp32 on CPUs."""
     num_nodes: int = 1
     num_gpus: int = 1
     """Processes on each node, if the trainer starts them itself."""
