@@ -290,6 +290,7 @@ def test_a_mistake_that_one_rank_finds_ends_all(workspace, run_ranks, arguments,
     (workspace / "empty").mkdir(exist_ok=True)
     (workspace / "another").mkdir(exist_ok=True)
     (workspace / "another" / "arguments.yaml").touch()
+    (workspace / "runs").mkdir(exist_ok=True)  # as after any run
     before = sorted(workspace.rglob("*"))
     (first, shown), (second, also_shown) = run_ranks(2, outcome, [*TINY_SPLIT, *arguments], workspace)
     assert (first, second) == (2, 2)
