@@ -32,7 +32,7 @@ build = load_build()
 setup(
     package_dir={"shardzoo": "."},
     packages=["shardzoo", *(f"shardzoo.{name}" for name in SUBPACKAGES)],
-    package_data={"shardzoo": ["recipes/*.yaml"]},
+    package_data={"shardzoo": ["recipes/*.yaml", "cli/board/page/*"]},
     cmdclass={"build_py": BuildPackage, "build_ext": build.BuildCompiled},
     ext_modules=build.extensions(),
 )

@@ -25,6 +25,7 @@ COMMANDS = {
     "pretrain": ("shardzoo.cli.pretrain", "pretrain a model on text"),
     "finetune": ("shardzoo.cli.finetune", "fine-tune a model on pairs, labelled texts or plain text"),
     "convert": ("shardzoo.cli.convert", "split, merge, reshard and verify checkpoints"),
+    "board": ("shardzoo.cli.board.command", "show runs on a local page while they go on"),
     "checkpoint": ("shardzoo.cli.checkpoint", "verify the checkpoints of a run"),
     "generate": ("shardzoo.cli.generate", "continue, answer or fill in texts with a model"),
     "models": ("shardzoo.cli.models", "list families, presets and their sizes"),

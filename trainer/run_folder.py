@@ -233,13 +233,17 @@ class RunFolder:
         """Returns the logged values, one dict a step. Skips a line that a crash has truncated or damaged."""
         if not self.metrics_file.exists():
             return []
-        records = []
-        for line in self.metrics_file.read_text(errors="replace").splitlines():
-            with suppress(ValueError, RecursionError):
-                record = json.loads(line)
-                if isinstance(record, dict) and isinstance(record.get("step"), int):
-                    records.append(record)
-        return records
+        records = map(metrics_record, self.metrics_file.read_text(errors="replace").splitlines())
+        return [record for record in records if record]
+
+
+def metrics_record(line: str | bytes) -> dict[str, Any] | None:
+    """Returns the values of a line of `metrics.jsonl`, or None if a crash has truncated or damaged it."""
+    with suppress(ValueError, RecursionError):
+        record = json.loads(line)
+        if isinstance(record, dict) and type(record.get("step")) is int:
+            return record
+    return None
 
 
 def remove(path: Path) -> None:

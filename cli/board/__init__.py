@@ -1,0 +1,1 @@
+"""`shardzoo board`: a local page that shows several runs together."""
