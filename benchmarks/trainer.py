@@ -107,8 +107,8 @@ class TimedEngine:
     def backward(self, loss: Any) -> None:
         self._timed(self.engine.backward, loss)
 
-    def step(self) -> Any:
-        return self._timed(self.engine.step)
+    def step(self, hold: Any = None) -> Any:
+        return self._timed(self.engine.step, hold)
 
 
 def overhead(arguments: Arguments) -> dict[str, Any]:

@@ -169,9 +169,9 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, mesh: Paralle
     parameters = list(parameters)
     norm = grad_norm(parameters, mesh)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor)  # the factor is fp32, so a 16-bit gradient is rounded once
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradients:
+        torch.ops.aten._foreach_mul_(gradients, factor)  # the factor is fp32, so a 16-bit gradient is rounded once
     return norm
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..mpu import dropout_state
 from .arguments.training_arguments import TrainingArguments
-from .batches.loss_normalization import LossNormalizer, label_problem, loss_of, to_device
+from .batches.loss_normalization import HostCopy, LossNormalizer, Uploads, label_problem, loss_of, to_device
 from .batches.training_data import Batches
 from .checkpointing.extra_files import ExtraFiles
 from .checkpointing.model_files import ModelFiles, read_optimizer
@@ -35,23 +35,38 @@ from .logging.reporter import Reporter
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one optimizer step.
+    """What the host knows of an optimizer step, whose loss may still be on the device.
 
     Attributes:
-        loss: Mean over the targets of the global batch, in nats.
         targets: Number of targets in the global batch.
         tokens: Number of input ids on this rank.
         lr: Learning rate of the first parameter group, if it has one.
-        stop: Whether any rank received a signal to stop.
+        started: When the step began, as `time.perf_counter` returns it.
     """
 
-    loss: float
     targets: float
     tokens: int
     lr: float | None
     outcome: StepOutcome
-    seconds: float
-    stop: bool
+    started: float
+
+
+@dataclass(frozen=True)
+class UnreadStep:
+    """What the host has not read of a step whose update is queued.
+
+    Attributes:
+        number: The step's number; the first is 1.
+        hold: Not 0 if the device held the update back, []; None if the host knew the loss before the update.
+        results: The gradient norm. With `hold` then the loss, the number of ranks where it is not finite, the number of
+            those that received a signal, and the loss of each of this rank's micro-batches.
+    """
+
+    number: int
+    micro_batches: list[Any]
+    totals: list[float]
+    hold: Tensor | None
+    results: HostCopy
 
 
 @dataclass(eq=False)
@@ -97,7 +112,10 @@ class TrainingLoop:
         self._iterator: Any = None
         self._position: dict[str, Any] = {}  # the data's position after the last complete step
         self._reads_late = self.device.type != "cpu"
-        self._unread: tuple[int, Any, float] | None = None  # a step, its gradient norm and its loss
+        self._upload_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._unread: UnreadStep | None = None
+        self._loss, self._stop = math.nan, False  # the last loss that was read; whether a rank received a signal
+        self._ends = (0.0, 0.0)  # when the last two steps ended
 
     def resume(self, point: ResumePoint) -> None:
         """Continues from a checkpoint whose weights the model already has.
@@ -149,26 +167,28 @@ class TrainingLoop:
                     profiler.step()
                 last = self.step == self.total_steps
                 logs = last or self.step % arguments.log_interval == 0
-                due = last or result.stop or self.step % arguments.save_interval == 0
-                evaluates = self.step % arguments.eval_interval == 0 and not last and not result.stop
-                if logs or due or evaluates:
-                    self._check_norm()
+                saves = last or self.step % arguments.save_interval == 0
+                evaluates = self.step % arguments.eval_interval == 0 and not last
+                if logs or saves or evaluates or self._stop:
+                    self._read()
                 if logs:
                     reporter.training(self.step, self._values(result))
-                if self.evaluate and evaluates:
-                    due |= self._evaluate()
-                if due:
+                if self.evaluate and evaluates and not self._stop:
+                    saves |= self._evaluate()
+                if saves or self._stop:
                     self.save()
-                if result.stop:
+                if self._stop:
                     self.saver.wait()
                     reporter.notice(f"stopped by a signal after step {self.step}, which has been saved")
                     raise SystemExit(143)
             self._finish()
 
     def _train_step(self, signalled: StopSignal) -> StepResult | None:
-        """Runs one optimizer step; returns None if the data has ended."""
-        started = time.perf_counter()
-        engine = self.engine
+        """Runs one optimizer step; returns None if the data has ended.
+
+        If the engine can hold an update back, a GPU gets the next step before the host has read the loss of this one.
+        """
+        started, engine = time.perf_counter(), self.engine
         engine.module.train()
         micro_batches = list(islice(self._iterator, self.accumulation_steps))
         counts, totals = self._count_targets(micro_batches)
@@ -176,48 +196,69 @@ class TrainingLoop:
             return None
         self.schedule.before_step(self.step)
         lr = engine.optimizer.param_groups[0].get("lr")
-        forward = partial(self._forward, micro_batches, counts, totals)
-        losses = self._read(engine.forward_backward(forward, len(micro_batches)))
-        tokens = sum(map(_tokens, micro_batches))
-        loss, stop = self._sum_losses(losses, signalled, micro_batches, totals)
+        uploads = Uploads(micro_batches, self.device, self._upload_stream)
+        losses = engine.forward_backward(partial(self._forward, uploads, counts, totals), len(micro_batches)).double()
+        hold, results = None, []
+        if self._reads_late and engine.can_hold:
+            sums = self._sum_on_device(losses, signalled)
+            held = self._unread.hold if self._unread else None
+            # After a held update all are, so that the host looks for the cause with the weights that it comes from.
+            hold, results = sums[1] if held is None else sums[1] + held, [sums, losses]
+        else:
+            self._read()
+            shares = losses.tolist()
+            self._accept(self.step + 1, micro_batches, totals, self._sum_on_host(shares, signalled), shares)
         if not self.saver.copied.is_set():
             self.saver.wait_for_copy()
-        outcome = engine.step()
+        outcome = engine.step(hold)
         self.schedule.after_step()
-        if outcome.applied and outcome.grad_norm is not None:
-            self._unread = self.step + 1, outcome.grad_norm, loss
-            if not self._reads_late or outcome.grad_norm.device != self.device:
-                self._check_norm()
-        return StepResult(loss, totals[0], tokens, lr, outcome, time.perf_counter() - started, stop)
+        if hold is not None:
+            self._read()
+        norm = outcome.grad_norm
+        if outcome.applied and norm is not None:
+            copy = HostCopy(torch.cat([norm.double().view(1), *results]))
+            self._unread = UnreadStep(self.step + 1, micro_batches, totals, hold, copy)
+            if not self._reads_late or norm.device != self.device:
+                self._read()
+        if hold is None:
+            self._ends = self._ends[1], time.perf_counter()
+        return StepResult(totals[0], sum(map(_tokens, micro_batches)), lr, outcome, started)
 
-    def _read(self, losses: Tensor) -> list[float]:
-        """Returns the losses of a step's micro-batches, [M], in the only wait for the device between logs.
+    def _read(self) -> None:
+        """Reads what is unread of the last step, once the device has computed it.
 
-        Together with them it reads, and checks, the gradient norm of the step before.
+        Raises FloatingPointError on every rank if its loss or its gradient norm is not finite.
         """
-        if self._unread is None:
-            return losses.tolist()
-        step, norm, loss = self._unread
-        *shares, norm = torch.cat([losses.double(), norm.double().view(1)]).tolist()
-        self._unread = step, norm, loss
-        self._check_norm()
-        return shares
-
-    def _check_norm(self) -> None:
-        """Raises FloatingPointError if the gradient norm of the last update has not been checked and is not finite."""
-        if self._unread is None:
+        unread, self._unread = self._unread, None
+        if unread is None:
             return
-        (step, norm, loss), self._unread = self._unread, None
-        if not math.isfinite(float(norm)):
+        norm, *results = unread.results.read()
+        if results:
+            self._ends = self._ends[1], time.perf_counter()
+            self._accept(unread.number, unread.micro_batches, unread.totals, results[:3], results[3:])
+        if not math.isfinite(norm):
             raise FloatingPointError(
-                f"the gradient norm is {float(norm)} at step {step}, where the loss is {loss}; the last checkpoint "
-                "is kept"
+                f"the gradient norm is {norm} at step {unread.number}, where the loss is {self._loss}; the last "
+                "checkpoint is kept"
             )
 
-    def _forward(self, micro_batches: list[Any], counts: list[list[float]], totals: list[float], k: int) -> Tensor:
+    def _accept(
+        self, step: int, micro_batches: list[Any], totals: list[float], sums: list[float], shares: list[float]
+    ) -> None:
+        """Takes the sums over all ranks of a step's loss, of the ranks where it is not finite, and of signals.
+
+        Raises FloatingPointError on every rank if the loss of one rank is not finite.
+        """
+        self._loss, unusable, stop = sums
+        self._stop = bool(stop)
+        if unusable:
+            bad = next((k for k, share in enumerate(shares) if not math.isfinite(share)), None)
+            self._raise_non_finite(step, bad, micro_batches, totals)
+
+    def _forward(self, uploads: Uploads, counts: list[list[float]], totals: list[float], k: int) -> Tensor:
         """Runs the forward pass of micro-batch `k`; returns its share of the step's loss."""
-        dropout_state.set(self.arguments.seed, self.first_sample(k))
-        batch = to_device(micro_batches[k], self.device)
+        dropout_state.set(self.arguments.seed, self.first_sample(self.step, k))
+        batch = uploads.take(k)
         inputs = {**batch, **self.normalizer.model_arguments(totals)}
         counting = self.throughput.flops_per_token is None and _tokens(batch)
         if counting and self.arguments.torch_compile:
@@ -247,7 +288,7 @@ class TrainingLoop:
         """
         problem, counts = "", []
         for k, batch in enumerate(micro_batches):
-            problem = problem or label_problem(batch, self.engine.module, self.first_sample(k))
+            problem = problem or label_problem(batch, self.engine.module, self.first_sample(self.step, k))
             counts.append(self.normalizer.count(batch))
         zeros = [0.0] * max(1, len(self.normalizer.arguments))
         own = [sum(column) for column in zip(zeros, *counts, strict=True)]
@@ -261,49 +302,44 @@ class TrainingLoop:
             raise ValueError(f"the global batch of step {self.step + 1} has no target: all its labels are -100")
         return counts, totals
 
-    def _sum_losses(
-        self, shares: list[float], signalled: StopSignal, micro_batches: list[Any], totals: list[float]
-    ) -> tuple[float, bool]:
-        """Returns the loss of the step, and whether to stop; the same on every rank. Runs one collective.
+    def _sum_on_host(self, shares: list[float], signalled: StopSignal) -> list[float]:
+        """Returns the sums that `_accept` takes. Runs one collective."""
+        bad = not all(map(math.isfinite, shares))
+        sums = [sum(shares) if self.ranks.reports else 0.0, float(bad), float(signalled.is_set)]
+        return self.ranks.sum(*sums) if self._distributed else sums
 
-        Raises FloatingPointError on every rank if the loss of one rank is not finite.
-        """
-        bad = next((k for k, share in enumerate(shares) if not math.isfinite(share)), None)
-        own = sum(shares) if self.ranks.reports else 0.0
-        sums = [own, float(bad is not None), float(signalled.is_set)]
-        loss, unusable, stop = self.ranks.sum(*sums) if self._distributed else sums
-        if unusable:
-            self._raise_non_finite(loss, bad, micro_batches, totals)
-        return loss, bool(stop)
+    def _sum_on_device(self, losses: Tensor, signalled: StopSignal) -> Tensor:
+        """Returns the same sums, fp64 [3], without waiting for the device."""
+        bad = losses.isfinite().logical_not().any()
+        sums = torch.stack([losses.sum() * self.ranks.reports, bad.double(), bad.double().fill_(signalled.is_set)])
+        return self.ranks.sum_on_device(sums)
 
-    def _raise_non_finite(self, loss: float, bad: int | None, micro_batches: list[Any], totals: list[float]) -> None:
+    def _raise_non_finite(self, step: int, bad: int | None, micro_batches: list[Any], totals: list[float]) -> None:
         """Ends training before the parameters change. Every rank repeats a forward pass to find the cause."""
         replicas = self.ranks.gather((self.ranks.dp_rank, bad))
         of_own = [number for replica, number in replicas if replica == self.ranks.dp_rank and number is not None]
         k = of_own[0] if of_own else 0
-        dropout_state.set(self.arguments.seed, self.first_sample(k))
+        first = self.first_sample(step - 1, k)
+        dropout_state.set(self.arguments.seed, first)
         batch = {**to_device(micro_batches[k], self.device), **self.normalizer.model_arguments(totals)}
         where = diagnose_non_finite(self.engine, self.forward_step, batch, self.ranks)
-        first = self.first_sample(k)
         last = first + self.arguments.micro_batch_size - 1
         samples = f"training samples {first} to {last} on rank {self.ranks.rank}"
         # By rank, so of a pipeline the first stage where something is not finite.
         texts = self.ranks.gather(f"{samples}: {where}" if of_own and where else "")
         texts += self.ranks.gather(f"{samples}: the loss alone is not finite" if bad is not None else "")
         found = next(filter(None, texts))
-        raise FloatingPointError(
-            f"the loss is {loss} at step {self.step + 1}, from {found}; the last checkpoint is kept"
-        )
+        raise FloatingPointError(f"the loss is {self._loss} at step {step}, from {found}; the last checkpoint is kept")
 
-    def first_sample(self, k: int) -> int:
-        """Returns the number of the first sample of this rank's k-th micro-batch of this step."""
+    def first_sample(self, steps: int, k: int) -> int:
+        """Returns the number of the first sample of this rank's k-th micro-batch after `steps` steps."""
         size = self.arguments.micro_batch_size
-        return self.step * self.global_batch_size + (k * self.ranks.dp_size + self.ranks.dp_rank) * size
+        return steps * self.global_batch_size + (k * self.ranks.dp_size + self.ranks.dp_rank) * size
 
     def _values(self, result: StepResult) -> dict[str, float]:
         """Returns the values to log for a step."""
-        seconds, outcome = result.seconds, result.outcome
-        values = {"loss": result.loss, "tokens_per_second": result.targets / seconds, "seconds": seconds}
+        outcome, seconds = result.outcome, self._ends[1] - max(result.started, self._ends[0])
+        values = {"loss": self._loss, "tokens_per_second": result.targets / seconds, "seconds": seconds}
         values |= self.throughput.values(result.tokens, seconds)
         if outcome.grad_norm is not None:
             values["grad_norm"] = float(outcome.grad_norm)
@@ -389,7 +425,7 @@ class TrainingLoop:
         """Saves and evaluates the last step. It saves first, because the evaluation may fail or be interrupted."""
         if not self.step:
             raise ValueError(f"train_dataset has fewer samples than the {self.global_batch_size} of one optimizer step")
-        self._check_norm()
+        self._read()
         if self._saved_at != self.step:
             self.save()
         if self.evaluate_last:

@@ -268,6 +268,34 @@ def test_levels_of_forward_derivatives_are_seen():
             assert forward_ad._current_level >= 0
 
 
+def test_a_fused_optimizer_can_be_held_back_and_lists_are_updated_like_their_tensors():
+    with needed_by(
+        "trainer/engines/torch_engine.py (can_hold, step, MasterWeights), mpu/parameter.py (clip_grad_norm_)",
+        breaks="On a GPU, a step whose loss is NaN would change the weights before the host has read the loss.",
+        remedy="Find what GradScaler tells fused optimizers now, or set can_hold = False: the loop then reads the loss "
+        "before each update.",
+    ):
+        for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
+            weight = torch.nn.Parameter(torch.ones(3))
+            optimizer: Any = kind([weight], lr=0.5, fused=True)
+            assert optimizer._step_supports_amp_scaling
+            for found, moves in ((0.0, True), (1.0, False), (0.0, True)):
+                before = weight.detach().clone()
+                weight.grad, optimizer.found_inf = torch.ones(3), torch.tensor(found)
+                optimizer.step()
+                assert torch.equal(before, weight) != moves
+        assert not getattr(torch.optim.AdamW([weight]), "_step_supports_amp_scaling", False)
+        wide, narrow = torch.rand(2, 9), torch.rand(2, 9).bfloat16()
+        (a, b), factor = wide.clone(), torch.tensor(0.3)
+        torch.ops.aten._foreach_add_([a, b], list(narrow))
+        assert torch.equal(torch.stack([a, b]), wide + narrow)
+        torch.ops.aten._foreach_copy_(list(narrow), [a, b])
+        assert torch.equal(narrow, torch.stack([a, b]).bfloat16())
+        scaled = narrow.clone()
+        torch.ops.aten._foreach_mul_(list(scaled), factor)
+        assert torch.equal(scaled, narrow * factor)
+
+
 def test_operators_that_are_called_by_their_private_names():
     with needed_by(
         "ops/matmul.py, mpu/layers.py, mpu/parameter.py",
@@ -420,7 +448,8 @@ def test_every_private_name_has_a_canary():
         "_push_all_rebuilt_params", "_rebuild_buckets", "_build_params_for_reducer", "_get_default_store",
         "_lazy_init_hp_params_optimizer_state", "_len_torch_dispatch_stack", "_len_torch_function_stack",
         "_get_current_dispatch_mode_stack", "_functorch", "_C", "_current_level", "_linear_pointwise", "_assert_async",
-        "_foreach_norm", "_resolve_process_group", "_worker_info", "_epoch", "_cdata", "_version", "_python_dispatch",
+        "_foreach_norm", "_foreach_add_", "_foreach_copy_", "_foreach_mul_", "_step_supports_amp_scaling",
+        "_resolve_process_group", "_worker_info", "_epoch", "_cdata", "_version", "_python_dispatch",
         "_utils", "_untyped_storage", "_checkpoint_offset", "_rebuild_tensor_v2", "_StorageInfo",
         "_MEM_FORMAT_ENCODING", "_get_layout",
         "_set_pg_timeout",

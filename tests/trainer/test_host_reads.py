@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from functools import partial
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import native_t5, run_training
 
+from shardzoo.mpu import dropout_state
 from shardzoo.trainer import TrainingArguments
 from shardzoo.trainer.engines.optimizers import make_optimizer
 from shardzoo.trainer.launch.ranks import Ranks
@@ -44,19 +46,47 @@ def test_an_engine_reads_nothing(precision, clip_grad):
     assert reads.count == 0
 
 
+def sum_of_ones(engine, dtype, factor, k):
+    return engine.model(torch.ones(2, 6, dtype=dtype)).sum() * factor
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_held_step_changes_neither_weights_nor_states(precision):
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    arguments = TrainingArguments(precision=precision)
+    results = []
+    for holds in ([0.0, 0.0], [0.0, 2.0, 0.0], [0.0, math.nan, 0.0]):  # NaN: in the gradients, and not in `hold`
+        model = torch.nn.Linear(6, 5).to(dtype)
+        torch.nn.init.constant_(model.weight, 0.3)
+        torch.nn.init.constant_(model.bias, 0.3)
+        engine = make_engine(model, make_optimizer(model, arguments), arguments, Ranks(None))
+        assert engine.can_hold
+        for hold in holds:
+            spoiled = math.isnan(hold)
+            loss = partial(sum_of_ones, engine, dtype, hold if spoiled else 1.0 + hold)
+            engine.forward_backward(loss, 1)
+            engine.step(torch.tensor(0.0 if spoiled else hold))
+        results.append({**engine.model_tensors(), **engine.optimizer_tensors()})
+    for held in results[1:]:
+        assert held.keys() == results[0].keys()
+        assert all(torch.equal(tensor, held[name]) for name, tensor in results[0].items())
+
+
+@pytest.mark.parametrize("how", [{"precision": "fp16"}, {"optimizer": "lion"}])
+def test_what_cannot_hold_an_update_back_says_so(how):
+    model, arguments = torch.nn.Linear(6, 5), TrainingArguments(**how)
+    assert not make_engine(model, make_optimizer(model, arguments), arguments, Ranks(None)).can_hold
+
+
 @pytest.fixture
 def late(monkeypatch):
-    """Lets the loop read as from a GPU, and counts what it reads: of losses, and of norms by themselves."""
-    counts, prepare = Counter(), TrainingLoop.__post_init__
-    read, check = TrainingLoop._read, TrainingLoop._check_norm
+    """Lets the loop read as from a GPU; lists the steps that it reads, each with the updates queued by then."""
+    reads, prepare, read = [], TrainingLoop.__post_init__, TrainingLoop._read
 
-    def counted_read(loop, losses):
-        counts["losses"] += 1
-        return read(loop, losses)
-
-    def counted_check(loop):
-        counts["norms"] += loop._unread is not None and isinstance(loop._unread[1], torch.Tensor)
-        check(loop)
+    def counted_read(loop):
+        if loop._unread is not None:
+            reads.append((loop._unread.number, loop.engine.applied_steps))
+        read(loop)
 
     def pretend(loop):
         prepare(loop)
@@ -64,28 +94,82 @@ def late(monkeypatch):
 
     monkeypatch.setattr(TrainingLoop, "__post_init__", pretend)
     monkeypatch.setattr(TrainingLoop, "_read", counted_read)
-    monkeypatch.setattr(TrainingLoop, "_check_norm", counted_check)
-    return counts
+    return reads
 
 
-def test_a_step_between_logs_is_read_once(late, tmp_path):
+def test_a_step_between_logs_is_read_once_after_the_next_was_queued(late, tmp_path):
     reported, _ = run_training(None, tmp_path, model=native_t5, train_steps=12, log_interval=4, save_interval=6)
     assert [values["step"] for values in reported] == [4, 8, 12]
-    assert late == {"losses": 12, "norms": 4}  # those of the logged steps and of the saved ones
+    assert all(values["seconds"] > 0 for values in reported)
+    at_once = (4, 6, 8, 12)  # logged or saved
+    assert late == [(step, step if step in at_once else step + 1) for step in range(1, 13)]
 
 
-def test_reading_late_changes_no_number(late, tmp_path):
+def test_a_loss_is_read_before_an_update_that_cannot_be_held_back(late, tmp_path):
+    run_training(None, tmp_path, model=native_t5, train_steps=4, log_interval=4, optimizer="lion")
+    assert late == [(1, 1), (2, 2), (3, 3), (4, 4)]  # their gradient norms, before the next update
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_reading_late_changes_no_number(tmp_path, run_mesh, data):
     how = {"model": native_t5, "train_steps": 6, "gradient_accumulation_steps": 2}
-    reported, weights = run_training(None, tmp_path / "late", log_interval=3, **how)
-    assert late["norms"] == 2
+    if data == 1:
+        runs = late_and_at_once(None, tmp_path, how)
+        assert_same(*runs)
+        return
+    for runs in run_mesh(1, late_and_at_once, tmp_path, {**how, "env_type": "pytorchDDP"}, data=data):
+        assert_same(*runs)
+
+
+def late_and_at_once(mesh, folder, how):
+    prepare = TrainingLoop.__post_init__
+
+    def pretend(loop):
+        prepare(loop)
+        loop._reads_late = True
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainingLoop, "_read", lambda loop, losses: losses.tolist())
-        patch.setattr(TrainingLoop, "_check_norm", lambda loop: None)
-        at_once, same = run_training(None, tmp_path / "at once", log_interval=1, **how)
+        patch.setattr(TrainingLoop, "__post_init__", pretend)
+        late = run_training(mesh, folder / "late", log_interval=3, **how)
+    return late, run_training(mesh, folder / "at once", log_interval=1, **how)
+
+
+def assert_same(late, at_once):
+    (reported, weights), (all_reported, same) = late, at_once
     for values in reported:
-        [other] = [step for step in at_once if step["step"] == values["step"]]
+        [other] = [step for step in all_reported if step["step"] == values["step"]]
         assert (values["loss"], values["grad_norm"]) == (other["loss"], other["grad_norm"])
     assert all(torch.equal(weights[name], same[name]) for name in weights)
+
+
+def poisoned(mesh, step, weights):
+    """The samples of one step make a block's output NaN. `weights` gets those of each pass in which they do."""
+    model = native_t5(mesh)
+    block = next(module for name, module in model.named_modules() if name.endswith("blocks.0"))
+
+    def spoil(module, inputs, output):
+        key = dropout_state.capture()
+        if key.first_sample // 2 != step - 1:
+            return output
+        weights.append([parameter.detach().clone() for parameter in model.parameters()])
+        return torch.utils._pytree.tree_map(lambda x: x * math.nan, output)
+
+    block.register_forward_hook(spoil)
+    return model
+
+
+@pytest.mark.parametrize("interval", [3, 100])
+def test_a_loss_that_is_not_finite_is_named_with_its_own_samples(late, tmp_path, interval):
+    """Though the next step was queued before the host knew. The cause is looked for with the weights that it had."""
+    weights = []
+    how = {"train_steps": 6, "log_interval": 100, "save_interval": interval}
+    with pytest.raises(FloatingPointError, match="the loss is nan at step 3, from training samples 4 to 5 on rank 0"):
+        run_training(None, tmp_path, model=lambda mesh: poisoned(mesh, 3, weights), **how)
+    assert late[-1] == (3, 3 if interval == 3 else 4)
+    before, *repeated = weights
+    assert repeated
+    assert all(torch.equal(a, b) for again in repeated for a, b in zip(before, again, strict=True))
+    assert not [path for path in tmp_path.rglob("step-*") if path.name >= "step-000003"]
 
 
 def spoiled(mesh, step):

@@ -297,8 +297,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(run_mesh, tmp_path):
 
     [(rest, shown)] = run_mesh(1, resume)
     assert losses(rest) == losses(whole)[2:]
-    assert "optimizer_00.safetensors has changed since it was written" in shown.replace("\n", "")
-    assert "resuming from step-000002" in " ".join(shown.split())
+    unwrapped = "".join(shown.split())  # lines may break within a path
+    assert "optimizer_00.safetensorshaschangedsinceitwaswritten" in unwrapped
+    assert "resumingfromstep-000002" in unwrapped
     os.unlink(Path(checkpoint(tmp_path / "run", 2), "model.safetensors"))
     for step in (4, 6):
         os.unlink(Path(checkpoint(tmp_path / "run", step), "trainer_state.json"))

@@ -61,6 +61,7 @@ class DeepSpeedEngine:
                 f"ZeRO stage {self._zero} splits single parameters, and {type(optimizer).__name__} may need whole "
                 f"ones; use zero_stage=0, {', '.join(ELEMENT_STATES)}, or the arguments optimizer='adafactor' or 'lamb'"
             )
+        self.can_hold = False  # DeepSpeed's optimizers read on the host what they decide by
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._owners = {parameter: name for parameter, name in self._names.items() if parameter.requires_grad}
         if self._zero:
@@ -111,7 +112,7 @@ class DeepSpeedEngine:
             losses.append(loss.detach().view(()))
         return torch.stack(losses)
 
-    def step(self) -> StepOutcome:
+    def step(self, hold: Tensor | None = None) -> StepOutcome:
         skipped = self._engine.skipped_steps
         # Without ZeRO, DeepSpeed clips by the norm but does not return it.
         norm = grad_norm(list(self._owners), self._mesh) if not self._zero else None

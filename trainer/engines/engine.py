@@ -44,6 +44,8 @@ class Engine(Protocol):
     """The object that runs forward passes, in training and in evaluation: the model, or a wrapper of it."""
     optimizer: torch.optim.Optimizer
     """The optimizer, whose parameter groups hold the learning rates."""
+    can_hold: bool
+    """Whether `step` takes `hold`, so that the host need not know the loss before it queues the update."""
 
     @property
     def loss_scale(self) -> float | None:
@@ -58,8 +60,12 @@ class Engine(Protocol):
         """
         ...
 
-    def step(self) -> StepOutcome:
-        """Clips the gradients, updates the parameters, and clears the gradients."""
+    def step(self, hold: Tensor | None = None) -> StepOutcome:
+        """Clips the gradients, updates the parameters, and clears the gradients.
+
+        `hold`, [], is on the device. If it is not 0, or if the gradient norm is not finite, neither the parameters nor
+        the optimizer's states change.
+        """
         ...
 
     def model_tensors(self) -> Mapping[str, Tensor | TensorPart]:

@@ -98,7 +98,7 @@ class PipelineEngine(DeepSpeedEngine):
             self._pipeline.scheduled = False
         return torch.stack(self._layer.losses)
 
-    def step(self) -> StepOutcome:
+    def step(self, hold: Tensor | None = None) -> StepOutcome:
         norm = None
         if not self._zero:
             norm = clip_grad_norm_(list(self._owners), self._clip_grad or float("inf"), self._mesh)

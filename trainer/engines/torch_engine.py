@@ -30,6 +30,8 @@ class TorchEngine:
         self._clip_grad = arguments.clip_grad
         device = next(model.parameters()).device.type
         self._scaler = torch.amp.GradScaler(device) if arguments.precision == "fp16" else None
+        # Fused optimizers leave everything as it is where their `found_inf` is 1, as GradScaler asks them to.
+        self.can_hold = self._scaler is None and getattr(optimizer, "_step_supports_amp_scaling", False)
         self._saves = arguments.save_optim
 
     @property
@@ -53,12 +55,14 @@ class TorchEngine:
         loss.backward()
         self._masters.take_gradients()
 
-    def step(self) -> StepOutcome:
+    def step(self, hold: Tensor | None = None) -> StepOutcome:
         if self._scaler:
             self._scaler.unscale_(self.optimizer)
         parameters = list(self._owners)
         norm = clip_grad_norm_(parameters, self._clip_grad) if self._clip_grad else grad_norm(parameters)
         applied = True
+        if hold is not None:
+            vars(self.optimizer)["found_inf"] = ((hold != 0) | ~norm.isfinite()).float()
         if self._scaler:
             scale = self._scaler.get_scale()
             self._scaler.step(self.optimizer)
@@ -123,20 +127,25 @@ class MasterWeights:
     @torch.no_grad()
     def take_gradients(self) -> None:
         """Adds the gradients of the parameters to those of the master weights, and clears them."""
+        sums, gradients = [], []
         for parameter, master in self.pairs:
             if parameter.grad is None:
                 continue
             if master.grad is None:
                 master.grad = parameter.grad.float()
             else:
-                master.grad += parameter.grad
+                sums.append(master.grad)
+                gradients.append(parameter.grad)
             parameter.grad = None
+        if sums:
+            torch.ops.aten._foreach_add_(sums, gradients)
 
     @torch.no_grad()
     def update_parameters(self) -> None:
         """Copies the master weights, rounded, into the parameters."""
-        for parameter, master in self.pairs:
-            parameter.copy_(master)
+        if self.pairs:
+            parameters, masters = zip(*self.pairs, strict=True)
+            torch.ops.aten._foreach_copy_(parameters, masters)
 
 
 def _widened(value: Any) -> Any:

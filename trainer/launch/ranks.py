@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ...mpu import ParallelMesh
 from ...mpu.collectives import gather_bytes
@@ -41,6 +42,12 @@ class Ranks:
         # NCCL supports only GPU tensors, and its result would come after all work that waits on the GPU.
         dist.all_reduce(total, group=_patient_group() if dist.get_backend() == "nccl" else None)
         return total.tolist()
+
+    def sum_on_device(self, values: Tensor) -> Tensor:
+        """Adds a tensor up over all processes in place, and returns it. On GPUs the host does not wait for the sum."""
+        if self.world_size > 1:
+            dist.all_reduce(values)
+        return values
 
     def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
         """Returns the values of the processes of a group, by default of all, by rank. See `to_json` for the values."""
