@@ -3,10 +3,11 @@
     python benchmarks/launches.py --families gpt2 t5
 
 Models are built at base size on the meta device, so nothing computes and no GPU is needed. Views and allocations are
-left out, because they launch nothing; an operator of shardzoo counts once, though some launch two or three kernels. On
-the meta device scaled_dot_product_attention is its parts, for both sides. It counts a step after the first, which knows
-its dropouts. T5 has sequences of 512 and 128 tokens, the others of 1,024 or
-as many as they have positions. A host read is an operator whose result's size or value Python waits for.
+left out, because they launch nothing; an operator of shardzoo counts once, though some launch two or three kernels.
+PyTorch's scaled_dot_product_attention counts once forward and once backward, as on a GPU, for both sides; the last
+columns count the some twenty operators that it is on the meta device. It counts a step after the first, which knows its
+dropouts. T5 and mT5 have sequences of 512 and 128 tokens, GPT-2 of 1,024, the others of 512. transformers has no
+original GLM. A host read is an operator whose result's size or value Python waits for.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,14 @@ import shardzoo
 from shardzoo.models import find_config
 from shardzoo.mpu import assign_dropout_sites, dropout_state
 
-PRESETS = {"gpt2": "gpt2", "bert": "bert-base-uncased", "roberta": "roberta-base", "t5": "t5-base", "mt5": "mt5-base"}
+PRESETS = {
+    "gpt2": "gpt2",
+    "bert": "bert-base-uncased",
+    "roberta": "roberta-base",
+    "t5": "t5-base",
+    "mt5": "mt5-base",
+    "glm": "glm-base",
+}
 ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
     "bert": "BertForMaskedLM",
@@ -39,7 +48,14 @@ ARCHITECTURES = {
     "t5": "T5ForConditionalGeneration",
     "mt5": "MT5ForConditionalGeneration",
 }
-NO_LAUNCH = ("aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::_reshape_alias", "aten::empty_like")
+NO_LAUNCH = (
+    "aten::empty",
+    "aten::new_empty",
+    "aten::_unsafe_view",
+    "aten::_reshape_alias",
+    "aten::empty_like",
+    "aten::promote_types",
+)
 
 READS = ("aten::nonzero", "aten::_local_scalar_dense", "aten::masked_select", "aten::_unique2")  # wait for the device
 ALL_PREDICTED = mock.patch.object(_config, "meta_nonzero_assume_all_nonzero", True)
@@ -47,6 +63,28 @@ ALL_PREDICTED = mock.patch.object(_config, "meta_nonzero_assume_all_nonzero", Tr
 NO_AUTOCAST = mock.patch.multiple(
     "torch", is_autocast_enabled=lambda *_: False, get_autocast_dtype=lambda *_: torch.bfloat16
 )
+
+
+def one_operator(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Does what PyTorch's scaled_dot_product_attention does on a GPU: calls one fused operator."""
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.where(attn_mask, 0.0, float("-inf")).to(query.dtype)
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    fused = torch.ops.aten._scaled_dot_product_efficient_attention
+    return fused(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+
+
+AS_ON_A_GPU = mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", one_operator)
 
 
 class Operators(TorchDispatchMode):
@@ -68,7 +106,7 @@ class Operators(TorchDispatchMode):
 class Options:
     """What to count."""
 
-    families: list[str] = field(default_factory=lambda: list(ARCHITECTURES))
+    families: list[str] = field(default_factory=lambda: list(PRESETS))
     batch: int = 8
     attention: str = "sdpa"  # transformers' implementation
     names: int = 0  # print this many of the most frequent operators
@@ -118,22 +156,32 @@ def foreign(family: str, dropout: bool, size: int, attention: str) -> Counter[st
     return count(model, batch_of(family, size))
 
 
+def compare(family: str, dropout: bool, options: Options) -> dict[str, Any]:
+    """Returns a row of the report: both sides' operators and host reads, with fused attention and taken apart."""
+    row: dict[str, Any] = {"family": family, "dropout": dropout}
+    for suffix, attention in (("", AS_ON_A_GPU), (" in parts", nullcontext())):
+        with attention:
+            sides = {"shardzoo": native(family, dropout, options.batch)}
+            if family in ARCHITECTURES:
+                sides["transformers"] = foreign(family, dropout, options.batch, options.attention)
+        for side, counts in sides.items():
+            row[side + suffix] = counts.total()
+            if not suffix:
+                row[f"{side} reads"] = sum(counts[read] for read in READS)
+        if options.names and not suffix:
+            print(family, dropout, sides["shardzoo"].most_common(options.names))
+        if len(sides) == 2:
+            row["ratio" + suffix] = round(row["shardzoo" + suffix] / row["transformers" + suffix], 3)
+    return row
+
+
 def main(options: Options) -> int:
-    columns = ("family", "dropout", "shardzoo", "transformers", "ratio", "host reads", "theirs")
-    table = Table(*columns, title="operators of a training step")
-    rows = []
-    for family in options.families:
-        for dropout in (True, False):
-            ours = native(family, dropout, options.batch)
-            theirs = foreign(family, dropout, options.batch, options.attention)
-            totals = {"shardzoo": ours.total(), "transformers": theirs.total()}
-            counted = zip(totals, (ours, theirs), strict=True)
-            reads = {f"{name} reads": sum(counts[read] for read in READS) for name, counts in counted}
-            rows.append({"family": family, "dropout": dropout, **totals, **reads})
-            ratio = f"{ours.total() / theirs.total():.2f}"
-            table.add_row(family, str(dropout), *map(str, totals.values()), ratio, *map(str, reads.values()))
-            if options.names:
-                print(family, dropout, ours.most_common(options.names))
+    columns = ("shardzoo", "transformers", "ratio", "shardzoo reads", "transformers reads", "ratio in parts")
+    heads = ("ours", "theirs", "ratio", "reads", "theirs", "in parts")
+    table = Table("family", "dropout", *heads, title="operators of a training step")
+    rows = [compare(family, dropout, options) for family in options.families for dropout in (True, False)]
+    for row in rows:
+        table.add_row(row["family"], str(row["dropout"]), *(str(row.get(column, "")) for column in columns))
     Console().print(table)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")

@@ -10,24 +10,16 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..ops import (
-    autocast_arguments,
-    empty_pooled,
-    in_inference_mode,
-    layer_norm,
-    linear,
-    linear_cross_entropy,
-    matmul,
-    rms_norm,
-)
+from ..ops import autocast_arguments, empty_pooled, in_inference_mode, linear, linear_cross_entropy, matmul
 from ..ops.autograd import Function, once_differentiable
+from ..ops.library import OPS
 from .collectives import (
     SEQUENCE_DIM,
     copy_to_tp,
@@ -483,11 +475,51 @@ def add_rows(total: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
 
 
 class _Norm(nn.Module):
+    """What the norms share. A subclass names its operator."""
+
+    operator: ClassVar[str]
+
     def __init__(self, hidden_size: int, eps: float, sequence_parallel: bool, mesh: ParallelMesh | None):
         super().__init__()
         self.hidden_size, self.eps = hidden_size, eps
         self.sequence_parallel, self.mesh = sequence_parallel, mesh
         self.weight = nn.Parameter(torch.ones(hidden_size))
+
+    def affine(self) -> tuple[Tensor | None, ...]:
+        """Returns the parameters that the operator takes."""
+        return (self.weight,)
+
+    def forward(self, tensor: Tensor, residual: Tensor | None = None, *, return_residual: bool = False) -> Any:
+        """Returns norm(h) with h = tensor + residual in one pass over memory, or h = tensor; or (norm(h), h).
+
+        The gradient of the returned h is added within the norm's own backward pass.
+
+        Args:
+            tensor: [..., H].
+            residual: In the shape of tensor.
+            return_residual: Return h too, for the next residual addition.
+        """
+        if tensor.shape[-1] != self.hidden_size or (residual is not None and residual.shape != tensor.shape):
+            got = tuple(tensor.shape) if residual is None else f"{tuple(tensor.shape)} and {tuple(residual.shape)}"
+            raise ValueError(
+                f"a norm of {self.hidden_size} features needs equal shapes [..., {self.hidden_size}]; got {got}"
+            )
+        if residual is not None and residual.dtype != tensor.dtype:  # under autocast
+            tensor, residual = residual + tensor, None
+        split = self.sequence_parallel and self.mesh is not None and self.mesh.tp_size > 1
+        forked = return_residual and residual is None
+        # A compiler fuses the sum of the two gradients itself, and cannot trace an output that is the input.
+        by_hand = forked and not torch.compiler.is_compiling() and torch.is_grad_enabled()
+        if split or by_hand:
+            group = self.mesh.tp_group if split and self.mesh is not None else None
+            output, h = _NormWithResidual.apply(
+                self.operator, group, self.eps, by_hand, tensor, residual, *self.affine()
+            )
+        else:
+            output, h = OPS[self.operator](tensor, residual, *self.affine(), self.eps)[:2]
+        if not return_residual:
+            return output
+        return output, tensor if forked and not by_hand else h
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.eps}, sequence_parallel={self.sequence_parallel}"
@@ -501,6 +533,8 @@ class LayerNorm(_Norm):
             the tensor-parallel ranks. Autograd does this, so it works with every training engine.
     """
 
+    operator = "layer_norm"
+
     def __init__(
         self,
         hidden_size: int,
@@ -513,12 +547,8 @@ class LayerNorm(_Norm):
         super().__init__(hidden_size, eps, sequence_parallel, mesh)
         self.bias = nn.Parameter(torch.zeros(hidden_size)) if bias else None
 
-    def forward(self, tensor: Tensor) -> Tensor:
-        if self.sequence_parallel and self.mesh is not None and self.mesh.tp_size > 1:
-            return _SequenceParallelNorm.apply(
-                "layer_norm", self.mesh.tp_group, self.eps, tensor, self.weight, self.bias
-            )
-        return layer_norm(tensor, self.weight, self.bias, self.eps)
+    def affine(self) -> tuple[Tensor | None, ...]:
+        return self.weight, self.bias
 
 
 class RMSNorm(_Norm):
@@ -531,37 +561,49 @@ class RMSNorm(_Norm):
         sequence_parallel: See `LayerNorm`.
     """
 
+    operator = "rms_norm"
+
     def __init__(
         self, hidden_size: int, eps: float = 1e-6, *, sequence_parallel: bool = False, mesh: ParallelMesh | None = None
     ):
         super().__init__(hidden_size, eps, sequence_parallel, mesh)
 
-    def forward(self, tensor: Tensor) -> Tensor:
-        if self.sequence_parallel and self.mesh is not None and self.mesh.tp_size > 1:
-            return _SequenceParallelNorm.apply("rms_norm", self.mesh.tp_group, self.eps, tensor, self.weight)
-        return rms_norm(tensor, self.weight, self.eps)
 
+class _NormWithResidual(Function):
+    """Returns the norm of h and h itself, whose gradient the norm's backward operator adds to its own.
 
-class _SequenceParallelNorm(Function):
-    """Applies the operator `name` to this rank's part of the sequence.
-
-    The ranks' gradients of the weight and the bias, if there is one, are summed in fp32 (fp64 for fp64) and rounded
-    once. If they were rounded before the sum too, 16-bit gradients would have one and a half times the error.
+    With a group, the input is this rank's part of the sequence. The ranks' gradients of the weight and the bias, if
+    there is one, are summed in fp32 (fp64 for fp64) and rounded once. If they were rounded before the sum too, 16-bit
+    gradients would have one and a half times the error.
     """
 
     @staticmethod
-    def forward(ctx: Any, name: str, group: dist.ProcessGroup, eps: float, tensor: Tensor, *parameters: Tensor | None):
-        output, _, *statistics = getattr(torch.ops.shardzoo, name)(tensor, None, *parameters, eps)
-        ctx.save_for_backward(tensor, parameters[0], *statistics)
-        ctx.operator, ctx.group = getattr(torch.ops.shardzoo, f"{name}_backward"), group
+    def forward(
+        ctx: Any,
+        operator: str,
+        group: dist.ProcessGroup | None,
+        eps: float,
+        forked: bool,
+        tensor: Tensor,
+        residual: Tensor | None,
+        *parameters: Tensor | None,
+    ):
+        output, summed, *statistics = OPS[operator](tensor, residual, *parameters, eps)
+        ctx.save_for_backward(tensor if residual is None else summed, parameters[0], *statistics)
+        ctx.operator, ctx.group, ctx.has_residual = OPS[f"{operator}_backward"], group, residual is not None
         ctx.has_bias = [parameter is not None for parameter in parameters[1:]]
-        return output
+        ctx.set_materialize_grads(False)  # h may have no gradient
+        return output, tensor.view_as(tensor) if forked else summed
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor):
-        tensor, weight, *statistics = ctx.saved_tensors
-        own, *parts = ctx.operator(grads[0], None, tensor, weight, *statistics, *ctx.has_bias)
-        parts = torch.stack(parts[: 1 + sum(ctx.has_bias)])  # one all-reduce for both
-        total = start_all_reduce(parts, ctx.group)().to(weight.dtype)
-        return None, None, None, own, *total, *[None] * ctx.has_bias.count(False)
+    def backward(ctx: Any, *grads: Tensor | None):
+        h, weight, *statistics = ctx.saved_tensors
+        grad = torch.zeros_like(h) if grads[0] is None else grads[0]
+        own, *parts = ctx.operator(grad, grads[1], h, weight, *statistics, *ctx.has_bias)
+        parts = parts[: 1 + sum(ctx.has_bias)]
+        if ctx.group is not None:
+            parts = start_all_reduce(torch.stack(parts), ctx.group)()  # one all-reduce for both
+        parts = [part.to(weight.dtype) for part in parts]
+        missing = [None] * ctx.has_bias.count(False)
+        return *(None,) * 4, own, own if ctx.has_residual else None, *parts, *missing

@@ -184,7 +184,7 @@ def check_ids(ids: Tensor, count: int, what: str) -> None:
     Raises:
         ValueError: An id on a CPU is outside the range.
     """
-    inside = (ids >= 0) & (ids < count)
+    inside = ids.clamp(0, count - 1) == ids
     if not ids.is_cpu:
         torch.ops.aten._assert_async(inside.all())
     elif not inside.all():

@@ -12,6 +12,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from ..common.heads import BareModel, QuestionAnswering, SequenceClassification,
 from ..common.language_model import VOCABULARY_MULTIPLE, Body
 from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
 from ..common.seq2seq import Seq2SeqBody, Seq2SeqLM, Stack
-from ..common.transformer import MLP, CrossAttention, SelfAttention
+from ..common.transformer import MLP, CrossAttention, SelfAttention, add_and_norm
 from .config import BartConfig
 from .positions import LearnedPositions, SinusoidalPositions
 
@@ -68,17 +70,23 @@ class BartBlock(nn.Module):
             source: The encoder's output [B, T, H]. For the other arguments see `SelfAttention` and `CrossAttention`.
         """
 
-        def add(x: Tensor, norm: LayerNorm, layer: nn.Module, dropout: Dropout, *args: Any, **kwargs: Any) -> Tensor:
-            if self.pre_norm:
-                return dropout(layer(norm(x), *args, **kwargs), x)
-            return norm(dropout(layer(x, *args, **kwargs), x))
-
-        how: dict[str, Any] = {"causal": self.is_decoder, "cache": cache}
-        x = add(x, self.attention_norm, self.attention, self.attention_dropout, mask, **how)
+        attention = partial(self.attention, mask=mask, causal=self.is_decoder, cache=cache)
+        layers: list[tuple[LayerNorm, Callable[[Tensor], Tensor], Dropout]]
+        layers = [(self.attention_norm, attention, self.attention_dropout)]
         if source is not None:
-            given = (source, source_mask, source_cache)
-            x = add(x, self.cross_attention_norm, self.cross_attention, self.cross_attention_dropout, *given)
-        return add(x, self.mlp_norm, self.mlp, self.mlp_dropout)
+            cross_attention = partial(self.cross_attention, source=source, mask=source_mask, cache=source_cache)
+            layers.append((self.cross_attention_norm, cross_attention, self.cross_attention_dropout))
+        layers.append((self.mlp_norm, self.mlp, self.mlp_dropout))
+        if not self.pre_norm:
+            for norm, layer, dropout in layers:
+                x, _ = add_and_norm(norm, dropout, layer(x), x)
+            return x
+        (norm, layer, dropout), *others = layers
+        y, x = norm(x, return_residual=True)
+        for next_norm, next_layer, next_dropout in others:
+            y, x = add_and_norm(next_norm, dropout, layer(y), x)
+            layer, dropout = next_layer, next_dropout
+        return dropout(layer(y), x)
 
 
 class BartStack(Stack):

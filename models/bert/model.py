@@ -35,7 +35,7 @@ from ..common.language_model import (
     ReplicatedLinear,
 )
 from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
-from ..common.transformer import MLP, SelfAttention, key_mask, run_blocks
+from ..common.transformer import MLP, SelfAttention, add_and_norm, key_mask, run_blocks
 from .config import BertConfig
 
 
@@ -59,8 +59,8 @@ class BertBlock(nn.Module):
         self.mlp_norm = LayerNorm(size, eps, **shared)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        x = self.attention_norm(self.attention_dropout(self.attention(x, mask), x))
-        return self.mlp_norm(self.mlp_dropout(self.mlp(x), x))
+        x, _ = add_and_norm(self.attention_norm, self.attention_dropout, self.attention(x, mask), x)
+        return add_and_norm(self.mlp_norm, self.mlp_dropout, self.mlp(x), x)[0]
 
 
 class BertEncoder(nn.Module):

@@ -384,9 +384,9 @@ class PositionEmbedding(nn.Embedding):
     def reset_parameters(self) -> None:
         """Does nothing: `initialize` sets the values, and sampling on the meta device would load PyTorch's compiler."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Maps position ids [B, S] to [B, S, H], or [B, S/tp, H] under sequence parallelism."""
-        x = super().forward(input)
+    def forward(self, input: Tensor | range) -> Tensor:
+        """Maps position ids [B, S] to [B, S, H], or [B, S/tp, H] under sequence parallelism; a range to [1, S, H]."""
+        x = self.weight[input.start : input.stop][None] if isinstance(input, range) else super().forward(input)
         return scatter_sequence(x, self.mesh) if self.sequence_parallel else x
 
 

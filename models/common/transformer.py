@@ -513,7 +513,7 @@ def merge_heads(x: Tensor) -> Tensor:
 
 def split_fused_heads(x: Tensor, heads: tuple[int, ...], head_size: int) -> tuple[Tensor, ...]:
     """[B, S, sum(heads) * D] -> for each block of n heads [B, n, S, D]"""
-    if needs_gradient(x) and can_bypass_dispatcher(x):
+    if x.is_cpu and needs_gradient(x) and can_bypass_dispatcher(x):
         return _SplitFusedHeads.apply(x, heads, head_size)
     return _split_blocks(x, heads, head_size)
 
@@ -526,8 +526,8 @@ def _split_blocks(x: Tensor, heads: tuple[int, ...], head_size: int) -> tuple[Te
 class _SplitFusedHeads(Function):
     """Implements `split_fused_heads`.
 
-    The backward pass writes each block's gradient into its place. Autograd would pad the gradient of each slice and sum
-    them; a concatenation would first copy each gradient to merge its heads.
+    The backward pass writes each block's gradient into its place. A concatenation, which is autograd's way and one
+    launch on an accelerator, would on a CPU first copy each gradient to merge its heads.
     """
 
     @staticmethod
@@ -557,6 +557,25 @@ def unfold_beams(attended: Tensor, copies: int) -> Tensor:
     if copies == 1:
         return attended
     return torch.unflatten(attended, 2, (copies, -1)).transpose(1, 2).flatten(0, 1)
+
+
+def add_and_norm(
+    norm: nn.Module, dropout: Dropout, branch: Tensor, residual: Tensor, *, clamp_fp16: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Returns (norm(h), h) with h = residual + dropout(branch). If nothing is dropped, the norm's operator adds."""
+    clamps = clamp_fp16 and residual.dtype == torch.float16
+    if not dropout.drops and not clamps:
+        return norm(branch, residual, return_residual=True)
+    h = dropout(branch, residual)
+    return norm(clamp_fp16_overflow(h) if clamps else h, return_residual=True)
+
+
+def clamp_fp16_overflow(x: Tensor) -> Tensor:
+    """Clamps an fp16 residual stream, as in transformers, because T5's overflows in fp16."""
+    if x.dtype != torch.float16:
+        return x
+    most = torch.finfo(x.dtype).max - 1000
+    return x.clamp(-most, most)
 
 
 class MLP(nn.Module):
@@ -633,14 +652,14 @@ class GatedMLP(nn.Module):
 
 def split_in_halves(x: Tensor) -> tuple[Tensor, Tensor]:
     """[..., 2F] -> two tensors [..., F]"""
-    if needs_gradient(x) and can_bypass_dispatcher(x):
+    if x.is_cpu and needs_gradient(x) and can_bypass_dispatcher(x):
         return _Halves.apply(x)
     first, second = x.chunk(2, dim=-1)
     return first, second
 
 
 class _Halves(Function):
-    """Implements `split_in_halves`. The backward pass writes both gradients into their places."""
+    """Implements `split_in_halves` on a CPU. The backward pass writes both gradients into their places."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, ...]:

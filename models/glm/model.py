@@ -23,7 +23,7 @@ from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding, VocabParalle
 from ..common.cache import Cache, LayerKVCache
 from ..common.language_model import VOCABULARY_MULTIPLE, LanguageModel, ModelOutput, PositionEmbedding
 from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
-from ..common.transformer import MLP, SelfAttention, run_blocks
+from ..common.transformer import MLP, SelfAttention, add_and_norm, run_blocks
 from .config import GLMConfig
 from .masks import visible_keys
 
@@ -61,9 +61,10 @@ class GLMBlock(nn.Module):
             memory: [B, M, H], this block's inputs at earlier positions. `cache` holds their keys and values instead.
         """
         memory = None if memory is None else self.ln_1(memory)
-        y = self.attention(self.ln_1(x), mask, causal=causal, memory=memory, cache=cache)
-        x = self.attention_dropout(y, x)
-        return self.mlp_dropout(self.mlp(self.ln_2(x)), x)
+        y, x = self.ln_1(x, return_residual=True)
+        y = self.attention(y, mask, causal=causal, memory=memory, cache=cache)
+        y, x = add_and_norm(self.ln_2, self.attention_dropout, y, x)
+        return self.mlp_dropout(self.mlp(y), x)
 
 
 class GLMForConditionalGeneration(LanguageModel):

@@ -19,7 +19,7 @@ from ..common.cache import Cache, LayerKVCache
 from ..common.heads import BareModel, QuestionAnswering, SequenceClassification, TokenClassification, configured
 from ..common.language_model import VOCABULARY_MULTIPLE, Body, CausalLM, Hidden, PositionEmbedding
 from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
-from ..common.transformer import MLP, SelfAttention, causal_mask, run_blocks
+from ..common.transformer import MLP, SelfAttention, add_and_norm, causal_mask, run_blocks
 from .config import GPT2Config
 
 
@@ -44,8 +44,10 @@ class GPT2Block(nn.Module):
         self.mlp_dropout = residual_dropout(config.resid_pdrop, mesh, parallel_config)
 
     def forward(self, x: Tensor, mask: Tensor | None, cache: LayerKVCache | None = None) -> Tensor:
-        x = self.attention_dropout(self.attention(self.ln_1(x), mask, causal=True, cache=cache), x)
-        return self.mlp_dropout(self.mlp(self.ln_2(x)), x)
+        y, x = self.ln_1(x, return_residual=True)
+        y = self.attention(y, mask, causal=True, cache=cache)
+        y, x = add_and_norm(self.ln_2, self.attention_dropout, y, x)
+        return self.mlp_dropout(self.mlp(y), x)
 
 
 class GPT2Body(Body):
@@ -102,10 +104,8 @@ class GPT2Body(Body):
             raise ValueError(
                 f"the sequence has {cached + length} tokens, but the model has only {self.config.n_positions} positions"
             )
-        if position_ids is None:
-            position_ids = torch.arange(cached, cached + length, device=input_ids.device)[None]
         x, table = self.word_embeddings.embed(input_ids)
-        x = x + self.position_embeddings(position_ids)
+        x = x + self.position_embeddings(range(cached, cached + length) if position_ids is None else position_ids)
         if token_type_ids is not None:
             types, table = self.word_embeddings.embed(token_type_ids, table)
             x = x + types

@@ -70,9 +70,10 @@ class DecoderBlock(nn.Module):
         self.mlp_output_norm = RMSNorm(size, eps, **shared) if config.sandwich_norms else nn.Identity()
 
     def forward(self, x: Tensor, masks: Masks, rotary: Rotary, cache: LayerKVCache | None = None) -> Tensor:
-        y = self.attention(self.attention_norm(x), masks[self.window], causal=True, rotary=rotary, cache=cache)
-        x = x + self.attention_output_norm(y)
-        return x + self.mlp_output_norm(self.mlp(self.mlp_norm(x)))
+        y, x = self.attention_norm(x, return_residual=True)
+        y = self.attention(y, masks[self.window], causal=True, rotary=rotary, cache=cache)
+        y, x = self.mlp_norm(self.attention_output_norm(y), x, return_residual=True)
+        return x + self.mlp_output_norm(self.mlp(y))
 
 
 class DecoderBody(Body):

@@ -18,7 +18,7 @@ from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding
 from ..common.language_model import VOCABULARY_MULTIPLE, Body, Hidden, MaskedLMHead
 from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
 from ..common.rotary import Rotary, rotary_embedding
-from ..common.transformer import GatedMLP, SelfAttention, key_mask, run_blocks, window_mask
+from ..common.transformer import GatedMLP, SelfAttention, add_and_norm, key_mask, run_blocks, window_mask
 from .config import ModernBertConfig
 
 
@@ -29,7 +29,7 @@ class ModernBertBlock(nn.Module):
         super().__init__()
         size, eps, bias = config.hidden_size, config.norm_eps, config.norm_bias
         shared = layer_arguments(mesh, parallel_config)
-        self.attention_norm = LayerNorm(size, eps, bias=bias, **shared) if layer else nn.Identity()
+        self.attention_norm = LayerNorm(size, eps, bias=bias, **shared) if layer else None
         self.attention = SelfAttention(
             size,
             config.num_attention_heads,
@@ -54,8 +54,10 @@ class ModernBertBlock(nn.Module):
         )
 
     def forward(self, x: Tensor, mask: Tensor | None, rotary: Rotary) -> Tensor:
-        x = self.attention_dropout(self.attention(self.attention_norm(x), mask, rotary=rotary), x)
-        return x + self.mlp(self.mlp_norm(x))
+        y, x = self.attention_norm(x, return_residual=True) if self.attention_norm is not None else (x, x)
+        y = self.attention(y, mask, rotary=rotary)
+        y, x = add_and_norm(self.mlp_norm, self.attention_dropout, y, x)
+        return x + self.mlp(y)
 
 
 class ModernBertBody(Body):

@@ -29,7 +29,17 @@ from ..common.heads import (
 from ..common.language_model import VOCABULARY_MULTIPLE, Body, Hidden
 from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
 from ..common.seq2seq import Seq2SeqBody, Seq2SeqLM, Stack
-from ..common.transformer import MLP, CrossAttention, GatedMLP, RelativeBias, SelfAttention, distance_buckets, key_mask
+from ..common.transformer import (
+    MLP,
+    CrossAttention,
+    GatedMLP,
+    RelativeBias,
+    SelfAttention,
+    add_and_norm,
+    clamp_fp16_overflow,
+    distance_buckets,
+    key_mask,
+)
 from .config import T5Config
 
 
@@ -78,13 +88,13 @@ class T5Block(nn.Module):
             source: The encoder's output [B, T, H]. For the other arguments see `SelfAttention` and `CrossAttention`.
         """
         bias = position if self.relative_bias is None else self.relative_bias(*position)
-        y = self.attention(self.attention_norm(x), mask, bias, causal=self.is_decoder, cache=cache)
-        x = clamp_fp16_overflow(self.attention_dropout(y, x))
-        if self.is_decoder:
-            assert source is not None
-            y = self.cross_attention(self.cross_attention_norm(x), source, source_mask, source_cache)
-            x = clamp_fp16_overflow(self.cross_attention_dropout(y, x))
-        return clamp_fp16_overflow(self.mlp_dropout(self.mlp(self.mlp_norm(x)), x))
+        y, x = self.attention_norm(x, return_residual=True)
+        y, dropout = self.attention(y, mask, bias, causal=self.is_decoder, cache=cache), self.attention_dropout
+        if source is not None:
+            y, x = add_and_norm(self.cross_attention_norm, dropout, y, x, clamp_fp16=True)
+            y, dropout = self.cross_attention(y, source, source_mask, source_cache), self.cross_attention_dropout
+        y, x = add_and_norm(self.mlp_norm, dropout, y, x, clamp_fp16=True)
+        return clamp_fp16_overflow(self.mlp_dropout(self.mlp(y), x))
 
 
 class T5Stack(Stack):
@@ -187,11 +197,3 @@ def architectures(stem: str) -> dict[str, type[Body]]:
     }
     encoder_heads = {"EncoderModel": BareModel, "ForTokenClassification": configured(TokenClassification, **drops)}
     return with_heads(T5Body, stem, heads) | with_heads(T5EncoderBody, stem, encoder_heads)
-
-
-def clamp_fp16_overflow(x: Tensor) -> Tensor:
-    """Clamps an fp16 residual stream, as in transformers, because T5's overflows in fp16."""
-    if x.dtype != torch.float16:
-        return x
-    most = torch.finfo(x.dtype).max - 1000
-    return x.clamp(-most, most)

@@ -80,6 +80,60 @@ def test_a_split_sequence_changes_nothing(tp, kind, run_mesh, helpers):
     check()
 
 
+def with_residual(mesh, build, kind, state, tensors, residual, used, sequence_parallel):
+    """Returns the norm of x (+ residual), what it was computed from, and all gradients of both."""
+    layer = build(kind, tensors[0].shape[-1], sequence_parallel=sequence_parallel, mesh=mesh).double()
+    layer.load_state_dict(state)
+    if sequence_parallel:
+        tensors = [t.chunk(mesh.tp_size, 1)[mesh.tp_rank] for t in tensors]
+    x, other, grad, grad_h = (t.clone() for t in tensors)
+    leaves = [x.requires_grad_(), *([other.requires_grad_()] if residual else [])]
+    y, h = layer(*leaves, return_residual=True)
+    outputs = {"both": [(y, grad), (h, grad_h)], "norm": [(y, grad)], "h": [(h, grad_h)]}[used]
+    torch.autograd.backward(*zip(*outputs, strict=True))
+    grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+    parameters = [torch.zeros_like(p) if p.grad is None else p.grad for p in layer.parameters()]
+    return [y.detach(), h.detach(), *grads], parameters
+
+
+@pytest.mark.parametrize("used", ["both", "norm", "h"])
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("kind", ["layer", "layer without bias", "rms"])
+def test_a_returned_residual_gets_its_gradient(kind, residual, used, run_mesh):
+    """Against torch, in fp64, where the norm of x or of x + residual and that sum itself have uses."""
+    x, grad, theirs = random_case(kind, 2, 6, 5, torch.float64)
+    tensors = [x, x.flip(0) + 1, grad, grad.flip(1) * 2]
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors[: 1 + residual]]
+    h = sum(leaves)
+    y = theirs(h)
+    torch.autograd.backward(*{"both": ([y, h], tensors[2:]), "norm": ([y], [grad]), "h": ([h], [tensors[3]])}[used])
+    expected = [y.detach(), h.detach(), *(leaf.grad for leaf in leaves)]
+    parameters = [torch.zeros_like(p) if p.grad is None else p.grad for p in theirs.parameters()]
+    tight = {"rtol": 1e-9, "atol": 1e-12}
+    own, own_parameters = with_residual(None, build, kind, theirs.state_dict(), tensors, residual, used, False)
+    torch.testing.assert_close(own, expected, **tight)
+    torch.testing.assert_close(own_parameters, parameters, **tight)
+    results = run_mesh(3, with_residual, build, kind, theirs.state_dict(), tensors, residual, used, True)
+    for part, whole in enumerate(expected):
+        torch.testing.assert_close(torch.cat([values[part] for values, _ in results], 1), whole, **tight)
+    for _, sums in results:
+        torch.testing.assert_close(sums, parameters, **tight)
+
+
+def test_a_residual_of_another_dtype_widens_the_sum():
+    """As under autocast, where a branch has 16 bits and the residual stream 32."""
+    branch, residual = torch.randn(2, 3, 8).bfloat16(), torch.randn(2, 3, 8)
+    y, h = LayerNorm(8)(branch, residual, return_residual=True)
+    assert torch.equal(h, branch + residual)
+    assert torch.equal(y, LayerNorm(8)(h))
+
+
+@pytest.mark.parametrize("shapes", [[(2, 3)], [(2, 4), (2, 3)], [(2, 4), (4,)]])
+def test_other_shapes_are_refused(shapes):
+    with pytest.raises(ValueError, match=r"needs equal shapes \[..., 4\]; got"):
+        LayerNorm(4)(*map(torch.zeros, shapes), return_residual=True)
+
+
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 @pytest.mark.parametrize("tp", [2, 3, 4])
 def test_bf16_rounds_hardly_more_than_unsplit(tp, kind, run_mesh, helpers):
