@@ -592,6 +592,7 @@ class _NormWithResidual(Function):
         ctx.save_for_backward(tensor if residual is None else summed, parameters[0], *statistics)
         ctx.operator, ctx.group, ctx.has_residual = OPS[f"{operator}_backward"], group, residual is not None
         ctx.has_bias = [parameter is not None for parameter in parameters[1:]]
+        ctx.returns_h = forked or residual is not None  # without h, a compiler still passes zeros as its gradient
         ctx.set_materialize_grads(False)  # h may have no gradient
         return output, tensor.view_as(tensor) if forked else summed
 
@@ -600,7 +601,8 @@ class _NormWithResidual(Function):
     def backward(ctx: Any, *grads: Tensor | None):
         h, weight, *statistics = ctx.saved_tensors
         grad = torch.zeros_like(h) if grads[0] is None else grads[0]
-        own, *parts = ctx.operator(grad, grads[1], h, weight, *statistics, *ctx.has_bias)
+        grad_h = grads[1] if ctx.returns_h else None
+        own, *parts = ctx.operator(grad, grad_h, h, weight, *statistics, *ctx.has_bias)
         parts = parts[: 1 + sum(ctx.has_bias)]
         if ctx.group is not None:
             parts = start_all_reduce(torch.stack(parts), ctx.group)()  # one all-reduce for both
