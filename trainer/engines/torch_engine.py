@@ -127,18 +127,20 @@ class MasterWeights:
     @torch.no_grad()
     def take_gradients(self) -> None:
         """Adds the gradients of the parameters to those of the master weights, and clears them."""
-        sums, gradients = [], []
+        first, later = [], []
         for parameter, master in self.pairs:
             if parameter.grad is None:
                 continue
             if master.grad is None:
-                master.grad = parameter.grad.float()
+                master.grad = torch.empty_like(master)
+                first.append((master.grad, parameter.grad))
             else:
-                sums.append(master.grad)
-                gradients.append(parameter.grad)
+                later.append((master.grad, parameter.grad))
             parameter.grad = None
-        if sums:
-            torch.ops.aten._foreach_add_(sums, gradients)
+        if first:
+            torch.ops.aten._foreach_copy_(*zip(*first, strict=True))
+        if later:
+            torch.ops.aten._foreach_add_(*zip(*later, strict=True))
 
     @torch.no_grad()
     def update_parameters(self) -> None:
