@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardzoo
 from shardzoo.models import find_config
+from shardzoo.models.common.language_model import note_target_count
 from shardzoo.mpu import assign_dropout_sites, dropout_state
 
 PRESETS = {
@@ -123,6 +124,7 @@ def batch_of(family: str, size: int) -> dict[str, torch.Tensor]:
     """Returns inputs and labels on the meta device."""
     lengths = {"t5": (512, 128), "mt5": (512, 128), "gpt2": (1024, 1024)}.get(family, (512, 512))
     ids, labels = (torch.zeros(size, length, dtype=torch.long, device="meta") for length in lengths)
+    note_target_count(labels, labels.numel())  # as the trainer does
     return {"input_ids": ids, "labels": labels}
 
 

@@ -184,6 +184,11 @@ class LanguageModel(Body):
         return gather_from_tp(logits, self.mesh)[..., : self.config.vocab_size]
 
 
+def note_target_count(labels: Tensor, count: int) -> None:
+    """Notes on `labels` how many of them are not -100, so that a head need not wait for the device to learn it."""
+    vars(labels)["target_count"] = count
+
+
 def head_loss(
     head: VocabParallelHead,
     hidden: Tensor,
@@ -199,7 +204,8 @@ def head_loss(
         hidden: [B, S, H], or [B, S/tp, H] under sequence parallelism.
         labels: int64 [B, S]; -100 is ignored. The mean is NaN if all labels are ignored.
         table: See `VocabParallelHead.forward`.
-        sparse_labels: Select the labeled positions on an accelerator too, although the host must wait for it there.
+        sparse_labels: Select the labeled positions on an accelerator too, although the host must wait for it there,
+            unless `note_target_count` has told their number.
 
     Raises:
         ValueError: The shapes do not match, or a label is outside the vocabulary.
@@ -220,7 +226,9 @@ def head_loss(
     labeled = target != IGNORED
     count = labeled.sum() if num_items is None else num_items
     if hidden.is_cpu or sparse_labels:
-        chosen = labeled.nonzero()[:, 0]
+        known: int | None = getattr(labels, "target_count", None)
+        chosen = labeled.nonzero() if known is None else torch.nonzero_static(labeled, size=known)
+        chosen = chosen[:, 0]
         if len(chosen) < len(target):
             # Without labels, keep one ignored position, so that the gradients are zeros.
             chosen = chosen if len(chosen) else torch.zeros_like(target[:1])

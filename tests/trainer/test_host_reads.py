@@ -7,11 +7,15 @@ from functools import partial
 
 import pytest
 import torch
+from tiny_models import tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import native_t5, run_training
 
+from shardzoo.models import config_from_dict, from_config
+from shardzoo.models.common.language_model import note_target_count
 from shardzoo.mpu import dropout_state
 from shardzoo.trainer import TrainingArguments
+from shardzoo.trainer.batches.loss_normalization import to_device
 from shardzoo.trainer.engines.optimizers import make_optimizer
 from shardzoo.trainer.launch.ranks import Ranks
 from shardzoo.trainer.loop import TrainingLoop
@@ -21,12 +25,12 @@ from shardzoo.trainer.trainer import make_engine
 class Reads(TorchDispatchMode):
     """Counts operators that wait for the device."""
 
-    def __init__(self):
+    def __init__(self, *names):
         super().__init__()
-        self.count = 0
+        self.names, self.count = names or ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero"), 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func._schema.name in ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero")
+        self.count += func._schema.name in self.names
         return func(*args, **(kwargs or {}))
 
 
@@ -44,6 +48,27 @@ def test_an_engine_reads_nothing(precision, clip_grad):
     assert losses.shape == (4,)
     assert outcome.grad_norm.shape == ()
     assert reads.count == 0
+
+
+@pytest.mark.parametrize("labeled", [0, 1, 5, 21])
+def test_a_head_of_few_positions_learns_their_number_from_the_trainer(labeled):
+    """Masked words, whose number a GPU would have to tell the host."""
+    model = from_config(config_from_dict(tiny("bert", 0.0, architectures=["BertForMaskedLM"])), seed=0)
+    labels = torch.full((3, 7), -100)
+    labels.view(-1)[torch.randperm(21)[:labeled]] = 5
+    ids = torch.randint(5, 30, (3, 7))
+    results = []
+    for noted in (False, True):
+        model.zero_grad()
+        if noted:
+            note_target_count(labels, to_device({"labels": labels}, torch.device("meta"))["labels"].target_count)
+        with Reads("aten::nonzero") as reads:
+            loss = model(input_ids=ids, labels=labels, num_items_in_batch=7).loss
+            loss.backward()
+        grads = (torch.zeros(()) if p.grad is None else p.grad.clone() for p in model.parameters())
+        results.append([loss.detach(), *grads])
+        assert reads.count == (not noted)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 def sum_of_ones(engine, dtype, factor, k):

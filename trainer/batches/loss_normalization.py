@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...models.common.config import ModelConfig
+from ...models.common.language_model import note_target_count
 
 IGNORED = -100
 # An argument of a model's forward pass -> the labels that it counts.
@@ -231,6 +232,8 @@ def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     pinned = {name: value.pin_memory() for name, value in tensors.items() if pins and value.is_cpu}
     moved = {name: value.to(device, non_blocking=pins) for name, value in {**tensors, **pinned}.items()}
+    if "labels" in moved and moved["labels"] is not batch["labels"] and tensors["labels"].is_cpu:
+        note_target_count(moved["labels"], int((tensors["labels"] != IGNORED).sum()))
     return {**batch, **moved}
 
 
