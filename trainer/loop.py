@@ -29,7 +29,7 @@ from .engines.schedule import LearningRate
 from .engines.state import group_changes, group_values, load_group_changes
 from .launch.rank_process import StopSignal
 from .launch.ranks import Ranks
-from .logging.diagnostics import StepProfiler, Throughput, diagnose_non_finite
+from .logging.diagnostics import StepProfiler, Throughput, diagnose_non_finite, memory_by_rank
 from .logging.reporter import Reporter
 
 
@@ -340,7 +340,11 @@ class TrainingLoop:
         """Returns the values to log for a step."""
         outcome, seconds = result.outcome, self._ends[1] - max(result.started, self._ends[0])
         values = {"loss": self._loss, "tokens_per_second": result.targets / seconds, "seconds": seconds}
-        values |= self.throughput.values(result.tokens, seconds)
+        values |= {
+            "samples": self.step * self.global_batch_size,
+            "samples_per_second": self.global_batch_size / seconds,
+        }
+        values |= {**self.throughput.values(result.tokens, seconds), **memory_by_rank(self.device, self.ranks)}
         if outcome.grad_norm is not None:
             values["grad_norm"] = float(outcome.grad_norm)
         if self.engine.loss_scale is not None:

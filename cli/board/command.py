@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import threading
 import time
 from array import array
@@ -67,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def serve(command: Board) -> int:
     """Serves the page. Raises ValueError if a folder holds no run, or the port cannot be used."""
     with make_server(command) as server:
-        print(f"http://{command.host}:{server.server_address[1]}/ (Ctrl-C ends it)", flush=True)
+        host = f"[{command.host}]" if ":" in command.host else command.host
+        print(f"http://{host}:{server.server_address[1]}/ (Ctrl-C ends it)", flush=True)
         server.serve_forever()
     return 0
 
@@ -298,10 +300,11 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, host: str, port: int, runs: Runs) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), Handler)
         self.runs = runs
         # A foreign page whose name leads to this machine (DNS rebinding) sends that name.
-        is_open = host in ("", "0.0.0.0")
+        is_open = host in ("", "0.0.0.0", "::")
         self.names = None if is_open else {"localhost", "127.0.0.1", host.lower()}
 
 

@@ -11,6 +11,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -162,12 +163,12 @@ def test_few_steps_are_shown_as_they_are():
 
 
 @contextmanager
-def served(*runs):
-    with make_server(Board(runs=runs, port=0)) as server:
+def served(*runs, host="127.0.0.1"):
+    with make_server(Board(runs=runs, port=0, host=host)) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_address[1]}/"
+            yield f"http://{f'[{host}]' if ':' in host else host}:{server.server_address[1]}/"
         finally:
             server.shutdown()
             thread.join()
@@ -252,6 +253,22 @@ def test_requests_reach_nothing_else(tmp_path):
             urllib.request.urlopen(url, data=b"x")
 
 
+def has_ipv6():
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
+def test_an_ipv6_address_is_served(tmp_path):
+    with served(make_run(tmp_path / "a"), host="::1") as url:
+        assert url.startswith("http://[::1]:")
+        assert ask(f"{url}data")["runs"]
+
+
 def test_users_mistakes_are_one_line(tmp_path, capsys):
     run = make_run(tmp_path / "run")
     (tmp_path / "file").touch()
@@ -300,7 +317,7 @@ def test_a_browser_follows_runs(tmp_path):
     with served(*runs) as url, Browser(tmp_path / "profile") as page:
         page.open(url)
         page.wait("plots.size === 3")
-        assert page.evaluate("document.querySelectorAll('#runs td').length") == 18
+        assert page.evaluate("document.querySelectorAll('#runs td').length") == 22
         assert HOSTILE in page.evaluate("document.getElementById('runs').textContent")
         assert page.evaluate("[...document.querySelectorAll('h2')].map((h) => h.textContent)") == [
             "train/loss", "valid/loss", HOSTILE,

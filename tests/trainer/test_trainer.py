@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import tiny
-from training import Pairs, losses, on_ranks, run_training, tiny_t5
+from training import Pairs, losses, native_t5, on_ranks, run_training, tiny_t5
 
 
 def test_flagai_keywords_and_arguments_are_one():
@@ -172,15 +172,28 @@ def test_forward_step_may_be_overridden_and_metrics_are_means(tmp_path):
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     logged = [record for record in records if "train/loss" in record]
     assert [record["step"] for record in logged] == [5, 10, 15, 20]
-    wanted = {"loss", "lr", "grad_norm", "tokens_per_second", "mfu", "memory_gb", "seconds"}
+    wanted = {"loss", "lr", "grad_norm", "tokens_per_second", "mfu", "memory_gb", "seconds", "samples",
+              "samples_per_second"}  # fmt: skip
     assert all({name.removeprefix("train/") for name in record if "/" in name} == wanted for record in logged)
     assert logged[-1]["train/loss"] < logged[0]["train/loss"]
     assert all(0 < record["train/mfu"] < 1 for record in logged)
+    assert [record["train/samples"] for record in logged] == [20, 40, 60, 80]
+    assert all(record["train/samples_per_second"] == 4 / record["train/seconds"] for record in logged)
     page = (tmp_path / "report.html").read_text()
     assert "<svg" in page
     assert f"{values['loss']:.4f}" in page
     assert "src=" not in page
     assert 'href="http' not in page
+
+
+def test_every_ranks_memory_is_logged(run_mesh, tmp_path):
+    results = on_ranks(run_mesh, tmp_path, tp=2, model=native_t5, env_type="deepspeed+mpu", model_parallel_size=2)
+    for steps, _ in results:
+        for values in steps:
+            ranks = [values[f"memory_gb_rank_{rank}"] for rank in range(2)]
+            assert values["memory_gb"] == max(ranks)
+            assert 0.05 < min(ranks) < 20
+            assert "memory_gb_rank_2" not in values
 
 
 def test_fp16_scales_the_loss_and_leaves_out_steps_that_overflow(tmp_path):

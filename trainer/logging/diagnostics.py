@@ -17,12 +17,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..engines.engine import Engine, ForwardStep
 from ..launch.ranks import Ranks
 
+LOGGED_RANKS = 16  # whose memory is logged one by one
 # Dense 16-bit matmul, FLOP/s, from the data sheets.
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "V100": 125e12}
 
 
 class Throughput:
-    """Computes the model FLOPs utilization and the peak memory of this rank.
+    """Computes the model FLOPs utilization of this rank.
 
     The FLOPs of the first forward pass are counted, operation by operation. A backward pass is taken to need twice as
     many, and other micro-batches in proportion to their tokens (Chowdhery et al. 2022, appendix B, without
@@ -46,7 +47,14 @@ class Throughput:
         if self._peak is None:
             self._peak = device_peak(self._device)
         flops = 3 * (self.flops_per_token or 0.0) * tokens
-        return {"mfu": flops / seconds / self._peak, "memory_gb": peak_memory(self._device) / 1e9}
+        return {"mfu": flops / seconds / self._peak}
+
+
+def memory_by_rank(device: torch.device, ranks: Ranks) -> dict[str, float]:
+    """Returns peak memory in GB: the most of any rank, and where there are several ranks that of each of the first."""
+    peaks = [peak / 1e9 for peak in ranks.gather(peak_memory(device))]
+    shown = peaks[:LOGGED_RANKS] if len(peaks) > 1 else []
+    return {"memory_gb": max(peaks), **{f"memory_gb_rank_{rank}": peak for rank, peak in enumerate(shown)}}
 
 
 def peak_memory(device: torch.device) -> int:

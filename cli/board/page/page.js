@@ -5,9 +5,14 @@ const SECONDS_BETWEEN_QUESTIONS = 1;
 const FIRST = ["train/loss", "valid/loss", "train/lr", "train/grad_norm", "train/tokens_per_second", "train/memory_gb"];
 const TITLES = {
   "train/lr": "learning rate", "train/grad_norm": "gradient norm", "train/tokens_per_second": "tokens per second",
-  "train/memory_gb": "peak memory of the first rank (GB)", "train/mfu": "share of the device's peak arithmetic",
+  "train/samples_per_second": "samples per second", "train/samples": "samples trained on",
+  "train/memory_gb": "peak memory of the fullest rank (GB)", "train/mfu": "share of the device's peak arithmetic",
 };
-const COLUMNS = ["run", "step", "train/loss", "valid/loss", "final/loss", "tokens/s", "checkpoints", "best", "shards"];
+const COLUMNS = [
+  "run", "step", "samples", "train/loss", "valid/loss", "final/loss", "tokens/s", "GB by rank", "checkpoints", "best",
+  "shards",
+];
+const OF_RANK = "train/memory_gb_rank_";
 
 const plots = new Map(); // name of a chart -> {plot, box}
 const hidden = new Set(); // numbers of runs
@@ -54,7 +59,7 @@ async function refresh() {
 function draw(answer) {
   drawRuns(answer.runs);
   const place = (name) => (FIRST.indexOf(name) + 1 || FIRST.length + 1);
-  const charts = [...answer.charts].sort((a, b) => place(a.name) - place(b.name));
+  const charts = answer.charts.filter(({ name }) => !name.startsWith(OF_RANK)).sort((a, b) => place(a.name) - place(b.name));
   for (const [name, { plot, box }] of plots) {
     if (charts.some((chart) => chart.name === name)) continue;
     plot.destroy();
@@ -89,10 +94,18 @@ function runRow(run, number) {
   button.onclick = () => drawLayout(number, run.name);
   shards.append(button);
   const { last, checkpoints } = run;
-  const values = [run.step, last["train/loss"], last["valid/loss"], last["final/loss"], last["train/tokens_per_second"]];
+  const values = [
+    run.step, last["train/samples"], last["train/loss"], last["valid/loss"], last["final/loss"],
+    last["train/tokens_per_second"], memory(last),
+  ];
   const kept = checkpoints.length ? `${checkpoints.length}, last ${checkpoints.at(-1)}` : "none";
   row.append(name, ...[...values.map(shown), kept, run.best ?? ""].map((text) => element("td", text)), shards);
   return row;
+}
+
+function memory(last) {
+  const ranks = Object.keys(last).filter((name) => name.startsWith(OF_RANK)).map((name) => last[name]);
+  return (ranks.length ? ranks : [last["train/memory_gb"]]).map((gb) => shown(gb && +gb.toFixed(2))).join(" ");
 }
 
 function show(number, isShown, row) {
