@@ -344,6 +344,9 @@ def test_a_browser_follows_runs(tmp_path):
         assert page.evaluate(f"{LOSS}.series[1].show") is False
         page.evaluate("document.querySelector('#runs button').click()")
         page.wait("document.getElementById('layout').textContent.includes('no checkpoint yet')")
+        page.evaluate("location.hash = '#layout-1'")
+        page.wait("document.getElementById('charts').hidden")
+        page.wait("document.getElementById('layout').textContent.includes('no checkpoint yet')")
         assert page.problems == []
         assert page.requests
         assert all(request.startswith((url, "data:,")) for request in page.requests)

@@ -66,6 +66,9 @@ function draw(answer) {
     box.remove();
     plots.delete(name);
   }
+  const linked = /^#layout-(\d+)$/.exec(location.hash)?.[1]; // an address that shows the shards of one run alone
+  byId("charts").hidden = linked < answer.runs.length;
+  if (linked < answer.runs.length && !byId("layout").hasChildNodes()) drawLayout(linked, answer.runs[linked].name);
   for (const chart of charts) {
     if (!plots.has(chart.name)) plots.set(chart.name, makePlot(chart.name, answer.runs));
     const { plot, box } = plots.get(chart.name);
@@ -167,10 +170,12 @@ async function drawLayout(number, name) {
   });
   table.append(head, ...rows);
   section.append(table);
+  if (!byId("charts").hidden) section.scrollIntoView();
 }
 
 window.addEventListener("resize", () => {
   for (const { plot } of plots.values()) plot.setSize({ width: chartWidth(), height: 240 });
 });
+window.addEventListener("hashchange", () => location.reload());
 byId("all").onclick = () => look(null);
 refresh();
