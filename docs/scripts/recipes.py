@@ -1,6 +1,6 @@
 """Writes the table of docs/recipes.md from the files of recipes/, as `pretrain.py` reads them.
 
-    python docs/scripts/recipes.py
+python docs/scripts/recipes.py
 """
 
 from __future__ import annotations
@@ -14,7 +14,18 @@ from shardzoo.models.sizes import parameter_sizes
 
 PAGE = Path(__file__).parents[1] / "recipes.md"
 BEGIN, END = "<!-- begin: python docs/scripts/recipes.py -->\n", "<!-- end -->"
-COLUMNS = ("recipe", "parameters", "objective", "tokens", "global batch", "steps", "optimizer", "rate", "split", "runs on")
+COLUMNS = (
+    "recipe",
+    "parameters",
+    "objective",
+    "tokens",
+    "global batch",
+    "steps",
+    "optimizer",
+    "rate",
+    "split",
+    "runs on",
+)
 
 
 def row(file: Path) -> list[str]:

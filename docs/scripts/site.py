@@ -29,7 +29,11 @@ API = {
     "models": ("shardzoo.models",),
     "convert": ("shardzoo.convert",),
     "generation": ("shardzoo.generation",),
-    "ops": ("shardzoo.ops",),
+    # Functions that have the name of their module are hidden by it in the package.
+    "ops": (
+        "shardzoo.ops",
+        *(f"shardzoo.ops.{name}.{name}" for name in ("attention", "cross_entropy", "dropout", "matmul")),
+    ),
     "checkpoint": ("shardzoo.checkpoint.checkpoint", "shardzoo.checkpoint.manifest", "shardzoo.checkpoint.layout"),
     "data": ("shardzoo.data",),
 }
@@ -61,11 +65,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for target in sorted(target for target in linked if not target.startswith("docs/") and target not in OUTSIDE):
         inclusion = InclusionLevel.NOT_IN_NAV
         files.append(File.generated(config, target, abs_src_path=str(ROOT / target), inclusion=inclusion))
-    for name, modules in API.items():
-        title = f"# `{'.'.join(dict.fromkeys(('shardzoo', name)))}`"
-        files.append(
-            File.generated(config, f"api/{name}.md", content="\n\n".join([title, *map("::: {}".format, modules)]))
-        )
+    for name, shown in API.items():
+        lines = [f"# `{'.'.join(dict.fromkeys(('shardzoo', name)))}`", *(f"::: {path}" for path in shown)]
+        files.append(File.generated(config, f"api/{name}.md", content="\n\n".join(lines)))
     return files
 
 
