@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import tempfile
+import threading
 import time
+from pathlib import Path
 
 import nbformat
 import pytest
@@ -46,27 +51,45 @@ def test_the_tour(tmp_path, monkeypatch):
     assert str(ROOT) not in NOTEBOOK.read_text()
 
 
-def fail_on(rank: str) -> None:
-    import os
-    import time
-
-    if os.environ["RANK"] == rank:
-        raise KeyError("of this rank")
-    time.sleep(60)
-
-
-def leave() -> None:
-    raise SystemExit(0)
-
-
 def test_mistakes_in_a_notebook(capfd):
+    def fail_on(rank: str) -> None:  # like a notebook's, these functions are in no module that a rank could import
+        if os.environ["RANK"] == rank:
+            raise KeyError("of this rank")
+        time.sleep(60)
+
+    def leave() -> None:
+        raise SystemExit(0)
+
     with pytest.raises(ValueError, match="processes 0 must be at least 1"):
         notebook_launcher(leave, processes=0)
     started = time.monotonic()
     with pytest.raises(RuntimeError, match="exit code 1"):
         notebook_launcher(fail_on, "1")
     assert time.monotonic() - started < 50
-    assert "rank 1 failed first" in (printed := capfd.readouterr().err)
+    printed = capfd.readouterr().err
+    assert "rank 1 failed first" in printed
     assert "KeyError: 'of this rank'" in printed
     with pytest.raises(RuntimeError, match="exit code 0 and without a result"):
         notebook_launcher(leave, processes=1)
+
+
+def test_an_interrupted_cell_leaves_no_rank():
+    def wait(path: str) -> None:
+        Path(path, os.environ["RANK"]).write_text(str(os.getpid()))
+        time.sleep(60)
+
+    with tempfile.TemporaryDirectory() as folder:
+        timer = threading.Thread(target=interrupt_when, args=(Path(folder), 2))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            notebook_launcher(wait, folder)
+        timer.join()
+        for process in Path(folder).iterdir():
+            assert not Path("/proc", process.read_text()).exists()
+
+
+def interrupt_when(folder: Path, ranks: int) -> None:
+    """Interrupts this process's main thread, as a kernel's stop button does, once so many ranks work."""
+    while len(list(folder.iterdir())) < ranks:
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGINT)
