@@ -12,6 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,11 @@ from training import Pairs
 
 import shardzoo
 from shardzoo.convert import split
+from shardzoo.finetuning.arguments import FinetuningArguments
 from shardzoo.models.lora import add_lora, lora_config
+from shardzoo.pretraining.arguments import PretrainingArguments
 from shardzoo.trainer import Trainer
+from shardzoo.trainer.arguments.aliases import argument_aliases
 
 QUICKSTART = "deepspeed pretrain.py --model-parallel-size 2"  # what `make pretrain` types
 LAUNCHERS = (QUICKSTART, "torchrun --nproc-per-node 2 pretrain.py --model-parallel-size 2")
@@ -65,6 +69,28 @@ def test_every_block_is_code_that_is_run_or_marked_as_text():
         assert len([page for page in PAGES for block in blocks(page) if words in block.text]) == 1
     for page, tests in ELSEWHERE.items():
         assert Path(page).name in (ROOT / tests).read_text()
+
+
+def test_what_does_not_run_says_what_it_needs():
+    """Our commands in blocks of text begin with a comment such as `# needs 8 GPUs`; other systems' do not."""
+    ours = re.compile(r"^(?!#|\$).*\b(shardzoo \w|(pretrain|finetune|train|benchmarks/\w+)\.py\b)", re.MULTILINE)
+    theirs = re.compile(r"\b(tools/|config/|_gpt\.py|flagai)")
+    for page in PAGES:
+        for block in blocks(page, "text"):
+            if ours.search(block.text) and not theirs.search(block.text):
+                assert re.match(r"# (needs|takes) ", block.text), f"{page}: say what the block at {block.line} needs"
+
+
+def test_the_arguments_that_replace_others_exist():
+    """The second column of the tables of docs/coming-from, as options and as names with a value."""
+    known = {field.name for kind in (PretrainingArguments, FinetuningArguments) for field in fields(kind)}
+    known |= {*argument_aliases(known), "learning_rate", "config", "eval_only", "fast_dev_run", "resume"}
+    for page in (page for page in PAGES if "/coming-from/" in page):
+        for row in re.findall(r"^\|.*?\| (.*) \|$", (ROOT / page).read_text(), re.MULTILINE):
+            for code in re.findall(r"`([^`]+)`", row):
+                names = re.findall(r"--([\w-]+)", code) or re.findall(r"([\w.]+)=", code)
+                unknown = [name for name in names if name.replace("-", "_") not in known]
+                assert not unknown, f"{page}: {row}"
 
 
 def test_the_readme_opens_with_two_commands_and_their_picture():
