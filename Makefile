@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup pretrain test test-all parity lint format clean
+.PHONY: setup pretrain test test-all parity docs lint format clean
 
 setup: $(VENV)/.complete
 
@@ -13,7 +13,7 @@ $(VENV)/.complete: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip setuptools wheel packaging ninja pybind11
 	$(PIP) torch numpy seqeval
-	DS_BUILD_OPS=0 $(PIP) --no-build-isolation --editable ".[dev,triton]"
+	DS_BUILD_OPS=0 $(PIP) --no-build-isolation --editable ".[dev,docs,notebook,triton]"
 	$(PIP) --no-deps megatron-core
 	touch $@
 
@@ -33,6 +33,13 @@ test-all: test
 # The whole matrix of architectures against transformers, as the table of docs/models.md.
 parity: setup
 	$(BIN)/python tests/zoo/table.py $(ARGS)
+
+# The documentation site, in build/site. Its drawings and the table of recipes are made from the code.
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: setup
+	$(BIN)/python docs/scripts/drawings.py
+	$(BIN)/python docs/scripts/recipes.py
+	$(BIN)/python -m mkdocs build --strict $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

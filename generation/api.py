@@ -65,8 +65,8 @@ def generate(
     Args:
         input_ids: int64 [B, S], the same on every tensor-parallel rank; None starts from the bos token.
         attention_mask: [B, S], 0 for padding, which is on the left of prompts to be continued.
-        position_ids, generation_attention_mask: for a GLM, as its tokenizer's `build_inputs_for_generation` makes them;
-            `fill_blanks` needs neither.
+        position_ids: for a GLM, as its tokenizer's `build_inputs_for_generation` makes them; not for `fill_blanks`.
+        generation_attention_mask: The same.
         generation_config: transformers' object, the contents of its file, or `GenerationSettings`. It overrides the
             model's configuration.
         settings: fields of `GenerationSettings`, with transformers' names. They override generation_config.

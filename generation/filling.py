@@ -57,7 +57,9 @@ def fill_mask(
     Only the masked positions go through the output head, and only the best tokens of each rank are exchanged.
 
     Args:
-        input_ids, attention_mask, token_type_ids: [B, S], as the model takes them.
+        input_ids: [B, S], as the model takes them.
+        attention_mask: [B, S], as the model takes it.
+        token_type_ids: [B, S], as the model takes them.
         mask_token_id: The id of masked positions in input_ids.
         top_k: Number of tokens to return for each position.
 
@@ -122,7 +124,9 @@ def fill_blanks(
             vocabulary is a copy.
         tokens: Ids of the special tokens.
         attention_mask: [B, S], 0 for padding, on any side.
-        generation_config, logits_processor, stopping_criteria: As for `generate`.
+        generation_config: As for `generate`.
+        logits_processor: As for `generate`.
+        stopping_criteria: As for `generate`.
         settings: As for `generate`; max_new_tokens is for each blank.
 
     Raises:

@@ -37,7 +37,8 @@ def vocab_parallel_cross_entropy(
         labels: [...] integers, the same on every rank.
         num_classes: The vocabulary size without padding; later columns are padding and never enter the softmax. By
             default all tp * Vp columns.
-        label_smoothing, z_loss: See `ops.cross_entropy`.
+        label_smoothing: See `ops.cross_entropy`.
+        z_loss: See `ops.cross_entropy`.
 
     Returns:
         fp32 (fp64 for fp64 logits), the same on every rank: the mean over the labels that are not ignored (NaN if all

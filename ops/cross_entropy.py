@@ -171,7 +171,8 @@ def cross_entropy_stats(
     Args:
         logits: [T, Vp], the columns [first, first + columns) of the vocabulary, then padding.
         target: int64 [T], class numbers in the whole vocabulary.
-        first, columns: The rank's columns. `columns` may be 0 on a rank that holds only padding.
+        first: The rank's first column.
+        columns: The number of the rank's columns; 0 on a rank that holds only padding.
 
     Returns:
         maximum, sum_exp (of exp(x - maximum)), target_logit (0 if another rank has the target), sum_logits:
@@ -219,7 +220,10 @@ def cross_entropy_grad(
     """Returns the gradient of a rank's logits [T, Vp], in their dtype.
 
     Args:
-        logits, target, first, columns: As in `cross_entropy_stats`.
+        logits: As in `cross_entropy_stats`.
+        target: As in `cross_entropy_stats`.
+        first: As in `cross_entropy_stats`.
+        columns: As in `cross_entropy_stats`.
         grad: [T], the gradient of each token's loss.
         log_z: [T], the log of the sum of exp over the whole vocabulary.
         num_classes: The unpadded size of the whole vocabulary.
@@ -292,10 +296,14 @@ def linear_cross_entropy(
 
     Args:
         hidden: [T, H].
-        weight, bias: [Vp, H] and [Vp] or None, this rank's rows.
+        weight: [Vp, H], this rank's rows.
+        bias: [Vp] or None, this rank's rows.
         sum_grad: Starts the sum of the gradient of `hidden` over the ranks, which overlaps with the product for the
             weight's gradient.
-        target, num_classes, first, gather: As in `token_cross_entropy`.
+        target: As in `token_cross_entropy`.
+        num_classes: As in `token_cross_entropy`.
+        first: As in `token_cross_entropy`.
+        gather: As in `token_cross_entropy`.
     """
     settings = (num_classes, ignore_index, 0.0, 0.0, first, gather)
     return _LinearCrossEntropy.apply(*autocast_arguments(hidden, weight, bias), target, settings, sum_grad)

@@ -121,7 +121,8 @@ def bias_dropout_residual(
         residual: A tensor in the shape of x, or None.
         p: The probability of dropping an element; the other elements are multiplied by 1 / (1 - p).
         keys: int64 [B] from `dropout_keys`; required if p > 0.
-        first_row, first_column: Where x begins within the unsplit sample (see `dropout_keep`).
+        first_row: Where x begins within the unsplit sample (see `dropout_keep`).
+        first_column: The same for columns.
 
     Raises:
         ValueError: The shapes do not match, p is outside [0, 1), or p > 0 without keys.
@@ -183,7 +184,8 @@ def dropout_keys(key: int | list[int], first_sample: int, batch: int, device: to
 
     Args:
         key: The 64-bit key of one use, or those of several.
-        first_sample, batch: The samples.
+        first_sample: The number of the first sample in the run.
+        batch: The number of samples.
     """
     samples = torch.arange(first_sample, first_sample + batch, device=device)
     if isinstance(key, int):
@@ -227,8 +229,9 @@ def dropout_keep(keys: Tensor, shape: tuple[int, ...], p: float, first_row: int 
         keys: int64 [B] from `dropout_keys`.
         shape: The tensor's shape. The dimensions between the first and the last are the rows of a sample.
         p: The probability of dropping an element.
-        first_row, first_column: Where the tensor begins within the sample's unsplit tensor. A rank with positions
-            [s0, s0 + Sp) of [S, F] has first_row = s0; one with columns [f0, f0 + Fp) has first_column = f0.
+        first_row: Where the tensor begins within the sample's unsplit tensor. A rank with positions [s0, s0 + Sp) of
+            [S, F] has first_row = s0.
+        first_column: The same for columns: a rank with columns [f0, f0 + Fp) of [S, F] has first_column = f0.
     """
     rows = torch.arange(first_row, first_row + prod(shape[1:-1]), device=keys.device)
     return kept_elements(row_keys(keys, rows), shape[-1], p, first_column).reshape(shape)

@@ -12,6 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -19,20 +20,23 @@ import torch
 from commands import warm_environment
 from documents import PAGES, ROOT, Block, blocks, commands
 from every_case import EVERY_CASE
+from nanogpt import nanogpt_checkpoint, nanogpt_logits
 from tiny_models import save_glm, save_model, text, tokenizer_like
 from training import Pairs
 
 import shardzoo
+from shardzoo.convert import split
+from shardzoo.finetuning.arguments import FinetuningArguments
 from shardzoo.models.lora import add_lora, lora_config
+from shardzoo.pretraining.arguments import PretrainingArguments
 from shardzoo.trainer import Trainer
+from shardzoo.trainer.arguments.aliases import argument_aliases
 
 QUICKSTART = "deepspeed pretrain.py --model-parallel-size 2"  # what `make pretrain` types
 LAUNCHERS = (QUICKSTART, "torchrun --nproc-per-node 2 pretrain.py --model-parallel-size 2")
+SIZES = "hidden_size: 48\nnum_hidden_layers: 1\nvocab_size: 300\n"
 SHORT = """\
-hidden_size: 48
-num_hidden_layers: 1
 sequence_length: 64
-vocab_size: 300
 held_out_fraction: 0.3
 train_steps: 2
 eval_sequences: 2
@@ -49,8 +53,10 @@ ELSEWHERE = {
 # Commands that are this very run of the tests, that .ci/run calls beside it, or that tests/cli/test_pretrain.py runs.
 RUN_ELSEWHERE = {"make setup", "make pretrain", "make test", "make lint", *LAUNCHERS}
 STARTED = ("shardzoo doctor", "shardzoo convert verify runs/quickstart/hf --logits")
-OF_OTHERS = ("zero/stage_1_and_2.py", "bf16_optimizer.py", "script.py")  # DeepSpeed's files, a user's
-SPLIT = ("README.md", "docs/trainer.md")  # their snippets ask for two ranks
+# Files of DeepSpeed, a user and nanoGPT.
+OF_OTHERS = ("zero/stage_1_and_2.py", "bf16_optimizer.py", "script.py", "config/train_gpt2.py", "prepare.py")
+SPLIT = ("README.md", "docs/trainer.md", "docs/coming-from/flagai.md")  # their snippets ask for two ranks
+AFTER_QUICKSTART = ("README.md", "docs/index.md")  # their commands read what `make pretrain` leaves
 # The same command for more families, whose recipes other tests read and whose models they train.
 ALIKE = [f"{QUICKSTART} --model {family}-quickstart" for family in ("t5", "mt5", "bert", "roberta")]
 
@@ -63,6 +69,28 @@ def test_every_block_is_code_that_is_run_or_marked_as_text():
         assert len([page for page in PAGES for block in blocks(page) if words in block.text]) == 1
     for page, tests in ELSEWHERE.items():
         assert Path(page).name in (ROOT / tests).read_text()
+
+
+def test_what_does_not_run_says_what_it_needs():
+    """Our commands in blocks of text begin with a comment such as `# needs 8 GPUs`; other systems' do not."""
+    ours = re.compile(r"^(?!#|\$).*\b(shardzoo \w|(pretrain|finetune|train|benchmarks/\w+)\.py\b)", re.MULTILINE)
+    theirs = re.compile(r"\b(tools/|config/|_gpt\.py|flagai)")
+    for page in PAGES:
+        for block in blocks(page, "text"):
+            if ours.search(block.text) and not theirs.search(block.text):
+                assert re.match(r"# (needs|takes) ", block.text), f"{page}: say what the block at {block.line} needs"
+
+
+def test_the_arguments_that_replace_others_exist():
+    """The second column of the tables of docs/coming-from, as options and as names with a value."""
+    known = {field.name for kind in (PretrainingArguments, FinetuningArguments) for field in fields(kind)}
+    known |= {*argument_aliases(known), "learning_rate", "config", "eval_only", "fast_dev_run", "resume"}
+    for page in (page for page in PAGES if "/coming-from/" in page):
+        for row in re.findall(r"^\|.*?\| (.*) \|$", (ROOT / page).read_text(), re.MULTILINE):
+            for code in re.findall(r"`([^`]+)`", row):
+                names = re.findall(r"--([\w-]+)", code) or re.findall(r"([\w.]+)=", code)
+                unknown = [name for name in names if name.replace("-", "_") not in known]
+                assert not unknown, f"{page}: {row}"
 
 
 def test_the_readme_opens_with_two_commands_and_their_picture():
@@ -108,11 +136,13 @@ def models(tmp_path_factory) -> Path:
     save_model(folder / "bert", "BertForMaskedLM", "bert")
     untied = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
     save_model(folder / "t5-v1_1-base", "T5ForConditionalGeneration", "t5", **untied)
-    save_model(folder / "mt5-small", "MT5ForConditionalGeneration", "t5")
+    save_model(folder / "mt5-small", "MT5ForConditionalGeneration", "t5", vocab_size=437)  # with the sentinels
     trainer = Trainer(env_type="pytorch", train_steps=1, batch_size=2, save_dir=str(folder / "run"))
     trainer.train(shardzoo.from_pretrained(folder / "t5-v1_1-base"), train_dataset=Pairs(2))
     tokenizer_like("bert").save_pretrained(folder / "glm-large")
     save_glm(folder / "glm-large", "bert")
+    split(folder / "glm-large", folder / "glm-mp", 2, style="legacy")
+    split(folder / "gpt2", folder / "megatron", 2, style="megatron")
     return folder.parent
 
 
@@ -129,7 +159,12 @@ def workplace(models, tmp_path, monkeypatch) -> Path:
     Path("texts").mkdir()
     for number, words in enumerate(texts[:8]):
         Path("texts", f"{number}.txt").write_text(words.replace(" seven ", "\n") * 4)
-    Path("short.yaml").write_text(SHORT + f"data: {tmp_path / 'texts'}\n")
+    short = SHORT + f"data: {tmp_path / 'texts'}\n"
+    Path("short.yaml").write_text(SIZES + short)
+    Path("init.yaml").write_text(short)
+    Path("pairs.json").write_text("".join(f'{{"s": "{words[:40]}", "t": "{words[:12]}"}}\n' for words in texts))
+    Path("out").mkdir()
+    torch.save(nanogpt_checkpoint(), "out/ckpt.pt")
     return tmp_path
 
 
@@ -201,15 +236,36 @@ def check_mems(names: dict) -> None:
     torch.testing.assert_close(names["logits"], whole, rtol=1e-4, atol=1e-5)
 
 
+def check_nanogpt(names: dict) -> None:
+    ids = torch.arange(22).view(2, 11)
+    with torch.no_grad():
+        logits = shardzoo.from_pretrained("gpt2-hf").eval()(ids).logits
+    torch.testing.assert_close(logits[..., :40], nanogpt_logits(ids), rtol=1e-5, atol=1e-4)
+
+
+def check_shard(names: dict) -> None:
+    """The numbers in the comments of docs/concepts.md."""
+    shard = names["shard"]
+    assert shard.groups == (768, 768, 768)
+    assert shard.ranges(rank=0, size=2) == [(0, 384), (768, 1152), (1536, 1920)]
+    assert [shard.local_shape(rank=rank, size=5)[0] // 192 for rank in range(5)] == [3, 2, 3, 2, 2]
+
+
 # What holds after the block in which these words stand.
-CHECKS = {"num_beams=4, no_repeat": check_generation, "Cache(": check_cache, "mems=output.mems": check_mems}
+CHECKS = {
+    "num_beams=4, no_repeat": check_generation,
+    "Cache(": check_cache,
+    "mems=output.mems": check_mems,
+    "save_file(wanted": check_nanogpt,
+    "print(shard.groups)": check_shard,
+}
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in ELSEWHERE and blocks(page)])
 def test_page(page, workplace, run_ranks, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py"])  # a snippet is part of a script, which a launcher starts again
     names = given_names()
-    if page == "README.md":
+    if page in AFTER_QUICKSTART:
         make_quickstart(workplace, run_ranks)
     for block in blocks(page):
         if block.language == "python" and page in SPLIT:
@@ -228,7 +284,8 @@ def test_page(page, workplace, run_ranks, monkeypatch):
 def pretrain_here(words: list[str], folder: Path) -> int:
     """Exit code of `pretrain.py` in this process, one of the ranks, with the short configuration."""
     os.chdir(folder)
-    return importlib.import_module("shardzoo.cli.pretrain").main([*words, "--config", "short.yaml"]) or 0
+    config = "init.yaml" if "--init-from" in words else "short.yaml"  # weights have sizes of their own
+    return importlib.import_module("shardzoo.cli.pretrain").main([*words, "--config", config]) or 0
 
 
 def make_quickstart(folder: Path, run_ranks) -> None:

@@ -21,10 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .arguments.training_arguments import TrainingArguments
+    from .launch.notebook import notebook_launcher
     from .trainer import Trainer
 
-_MODULES = {"Trainer": "trainer", "TrainingArguments": "arguments.training_arguments"}
-__all__ = ["Trainer", "TrainingArguments"]
+_MODULES = {
+    "Trainer": "trainer",
+    "TrainingArguments": "arguments.training_arguments",
+    "notebook_launcher": "launch.notebook",
+}
+__all__ = ["Trainer", "TrainingArguments", "notebook_launcher"]
 
 
 def __getattr__(name: str) -> Any:

@@ -149,7 +149,7 @@ def save_model(folder: Path, architecture: str, tokenizer: str, *, seed: int | N
     """
     entries = tokenizer_like(tokenizer)
     entries.save_pretrained(folder)
-    model = hf_model(architecture, 0.0, vocab_size=len(entries), **changes)
+    model = hf_model(architecture, 0.0, **{"vocab_size": len(entries), **changes})
     if seed is not None:
         randomize(model, seed)
     model.save_pretrained(folder)

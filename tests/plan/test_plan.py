@@ -53,7 +53,7 @@ def test_published_runs_are_predicted():
 
 
 def test_the_docs_show_the_measured_exponents():
-    """No cost grows faster than expected by more than 0.1, except those whose reasons docs/scale.md gives."""
+    """No cost grows faster than expected by more than 0.1, except those whose reasons docs/performance.md gives."""
     found = json.loads((ROOT / "benchmarks" / "results" / "scaling_cpu.json").read_text())
     page = (ROOT / "docs" / "scale.md").read_text()
     too_fast = []

@@ -107,7 +107,7 @@ def start_processes(
     """Runs this process's command line as a job of several processes; returns its exit code. See `ensure_processes`."""
     slots = nodes.slots()
     if not slots:
-        _check_gpus(world_size)
+        check_gpus(world_size)
         command = [sys.executable, *own_command(script)]
         if not dry_run:
             return run_ranks(command, world_size, faults)
@@ -151,7 +151,8 @@ def own_script(script: str | None = None) -> list[str]:
     return list(sys.argv)
 
 
-def _check_gpus(world_size: int) -> None:
+def check_gpus(world_size: int) -> None:
+    """Raises ValueError if this machine has GPUs, but fewer than processes."""
     if not any(path for pattern in GPU_DEVICES for path in Path("/dev").glob(pattern)):
         return  # importing torch only to find no GPU would take seconds
     import torch

@@ -1,0 +1,104 @@
+"""Hooks of MkDocs: what the site has beside docs/*.md.
+
+On the forge the pages link to files of the whole repository, such as `../recipes/gpt2.yaml`. The site gets copies of
+those files, pages of the README of each folder, and the reference of the public modules, made from their docstrings.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority
+from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[2]
+LINK = re.compile(r"(\]\(|src=\")([^)\"\s#:]+)(?=[)\"#])")
+OUTSIDE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md", "tests/README.md")  # pages
+RENAMED = {"README.md": "project.md"}  # MkDocs makes a README the front page, which is docs/index.md
+API = {
+    "shardzoo": ("shardzoo",),
+    "mpu": ("shardzoo.mpu",),
+    "trainer": ("shardzoo.trainer",),
+    "models": ("shardzoo.models",),
+    "convert": ("shardzoo.convert",),
+    "generation": ("shardzoo.generation",),
+    # Functions that have the name of their module are hidden by it in the package.
+    "ops": (
+        "shardzoo.ops",
+        *(f"shardzoo.ops.{name}.{name}" for name in ("attention", "cross_entropy", "dropout", "matmul")),
+    ),
+    "checkpoint": ("shardzoo.checkpoint.checkpoint", "shardzoo.checkpoint.manifest", "shardzoo.checkpoint.layout"),
+    "data": ("shardzoo.data",),
+}
+
+
+@event_priority(100)  # before mkdocstrings reads its paths
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Lets mkdocstrings find the package, which has its name only where it is installed or copied."""
+    package = Path(tempfile.mkdtemp(prefix="shardzoo-docs-"), "shardzoo")
+    rooms = [path.parent for path in ROOT.glob("*/__init__.py")]
+    for source in [ROOT / "__init__.py", *(file for room in rooms for file in room.rglob("*.py"))]:
+        copy = package / source.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, copy)
+    config.plugins["mkdocstrings"].config.handlers["python"]["paths"] = [str(package.parent)]
+    config.extra["package_copy"] = str(package.parent)
+    return config
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    shutil.rmtree(config.extra["package_copy"])
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for path in OUTSIDE:
+        files.append(File.generated(config, uri_of(path), abs_src_path=str(ROOT / path)))
+    pages = [repository_path(file) for file in files.documentation_pages()]
+    linked = {target for page in pages for target in targets(page, (ROOT / page).read_text())}
+    for target in sorted(target for target in linked if not target.startswith("docs/") and target not in OUTSIDE):
+        inclusion = InclusionLevel.NOT_IN_NAV
+        files.append(File.generated(config, target, abs_src_path=str(ROOT / target), inclusion=inclusion))
+    for name, shown in API.items():
+        lines = [f"# `{'.'.join(dict.fromkeys(('shardzoo', name)))}`", *(f"::: {path}" for path in shown)]
+        files.append(File.generated(config, f"api/{name}.md", content="\n\n".join(lines)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Replaces links of the repository by links of the site."""
+    own, folder = repository_path(page.file), posixpath.dirname(page.file.src_uri)
+
+    def replaced(link: re.Match[str]) -> str:
+        target = resolved(own, link[2])
+        return link[1] + posixpath.relpath(uri_of(target), folder) if (ROOT / target).is_file() else link[0]
+
+    return markdown if page.file.src_uri.startswith("api/") else LINK.sub(replaced, markdown)
+
+
+def targets(page: str, markdown: str) -> Iterator[str]:
+    """The files of the repository that a page links to."""
+    for link in LINK.finditer(markdown):
+        if (ROOT / (target := resolved(page, link[2]))).is_file():
+            yield target
+
+
+def resolved(page: str, link: str) -> str:
+    return posixpath.normpath(posixpath.join(posixpath.dirname(page), link))
+
+
+def uri_of(path: str) -> str:
+    """The site's name of a file of the repository."""
+    return RENAMED.get(path, path.removeprefix("docs/"))
+
+
+def repository_path(file: File) -> str:
+    """The repository's name of a page of the site."""
+    outside = {uri_of(path): path for path in OUTSIDE}
+    return outside.get(file.src_uri, f"docs/{file.src_uri}")
