@@ -11,13 +11,27 @@ import pandas as pd
 import pytest
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
-from training import Pairs, Stream, run_training, tiny_t5
+from training import Pairs, Stream, on_ranks, run_training, tiny_t5
 
 REFUSED = [
     ({"torch_compile": True, "recompute": "selective"}, "torch_compile works with recompute='none' or 'full'"),
     (
         {"torch_compile": True, "env_type": "deepspeed+mpu", "pipeline_parallel_size": 2},
         "torch_compile does not work with pipeline stages; use pipeline_parallel_size=1",
+    ),
+    (
+        {"env_type": "deepspeed+mpu", "model_parallel_size": 2, "symmetric_memory": True},
+        "symmetric_memory fuses the collectives of sequence parallelism; use it with sequence_parallel=True",
+    ),
+    (
+        {
+            "env_type": "deepspeed+mpu",
+            "model_parallel_size": 2,
+            "sequence_parallel": True,
+            "symmetric_memory": True,
+            "torch_compile": True,
+        },
+        "torch_compile cannot compile products in symmetric memory; use one of the two",
     ),
     ({"torch_compile_backend": "zzz"}, "torch_compile_backend must be one of .*inductor.*, not 'zzz'"),
     ({"model_paralle_size": 2}, "no argument 'model_paralle_size'; did you mean model_parallel_size"),
@@ -64,6 +78,12 @@ def test_arguments_that_do_not_work_are_refused(keywords, message):
 
     with pytest.raises(ValueError, match=message):
         TrainingArguments(**keywords)
+
+
+def test_symmetric_memory_needs_gpus(run_mesh, tmp_path):
+    arguments = {"env_type": "deepspeed+mpu", "model_parallel_size": 2, "sequence_parallel": True}
+    with pytest.raises(Exception, match=r"needs the GPUs of one host.*but there is no GPU; use"):
+        on_ranks(run_mesh, tmp_path, tp=2, symmetric_memory=True, **arguments)
 
 
 class Name(str, enum.Enum):
