@@ -152,7 +152,7 @@ def test_configuration_files_that_do_not_work_are_refused(tmp_path, text, messag
     path = tmp_path / "ds.json"
     path.write_text(text) if text else path.mkdir()
     with pytest.raises(ValueError, match=message):
-        deepspeed_config(TrainingArguments(env_type="deepspeed+mpu", epochs=1, deepspeed_config=str(path)), 1)
+        deepspeed_config(TrainingArguments(env_type="deepspeed+mpu", epochs=1, deepspeed_config=str(path)), 1, 9)
 
 
 def test_a_usual_configuration_file_is_taken(tmp_path):
@@ -168,7 +168,7 @@ def test_a_usual_configuration_file_is_taken(tmp_path):
         "zero_optimization": {"stage": "auto", "overlap_comm": False},
     }
     (tmp_path / "ds.json").write_text(json.dumps(config))
-    made = deepspeed_config(TrainingArguments(env_type="deepspeed", deepspeed_config=tmp_path / "ds.json"), 1)
+    made = deepspeed_config(TrainingArguments(env_type="deepspeed", deepspeed_config=tmp_path / "ds.json"), 1, 9)
     assert made["steps_per_print"] == 100
     assert made["zero_optimization"] == {"stage": 1, "offload_optimizer": {"device": "none"}, "overlap_comm": False}
     assert not {"optimizer", "scheduler"} & made.keys()
@@ -207,7 +207,7 @@ def test_the_settings_of_a_whole_deepspeed_file_become_arguments(tmp_path, capsy
     assert TrainingArguments(env_type="deepspeed", deepspeed_config=path).precision == "fp16"
     whole = TrainingArguments(env_type="deepspeed", deepspeed_config=path, global_batch_size=16)
     assert (whole.accumulation_steps(2), whole.gradient_accumulation_steps) == (2, None)
-    config = deepspeed_config(made, 3)
+    config = deepspeed_config(made, 3, 9)
     assert config["train_batch_size"] == 4 * 2 * 3
     assert config["fp16"] == {**FLAGAI["fp16"], "enabled": False}
     assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
