@@ -315,6 +315,28 @@ def test_operators_that_are_called_by_their_private_names():
         assert float(norm) == 5.0
 
 
+def test_zero_takes_gradients_by_the_methods_that_are_replaced():
+    with needed_by(
+        "trainer/engines/buckets.py (OrderedGradients), trainer/engines/deepspeed_engine.py (_bucketing_optimizer)",
+        breaks="Gradients are exchanged in each rank's own order, or in bf16 under ZeRO 1 after the backward pass.",
+        remedy="Find what DeepSpeed's hooks call with a gradient, and what ends a pass. If it orders gradients itself, "
+        "delete OrderedGradients; if BF16_Optimizer exchanges gradients in hooks, delete _bucketing_optimizer. "
+        "tests/trainer/test_overlap.py checks both.",
+    ):
+        from deepspeed.runtime.engine import DeepSpeedEngine
+        from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+        for method, text in (
+            (DeepSpeedZeroOptimizer.create_gradient_handling_hooks, "self.process_gradients(param, i)"),
+            (
+                DeepSpeedZeroOptimizer.overlapping_partition_gradients_reduce_epilogue,
+                "self.independent_gradient_partition_epilogue()",
+            ),
+            (DeepSpeedEngine._do_optimizer_sanity_check, "return BFLOAT16"),
+        ):
+            assert text in inspect.getsource(method)
+
+
 def test_torchs_fused_products_in_symmetric_memory():
     """Their names, arguments and requirements; what they compute is tested in tests/mpu/test_fused_products.py."""
     with needed_by(

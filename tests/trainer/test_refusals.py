@@ -170,7 +170,9 @@ def test_a_usual_configuration_file_is_taken(tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps(config))
     made = deepspeed_config(TrainingArguments(env_type="deepspeed", deepspeed_config=tmp_path / "ds.json"), 1, 9)
     assert made["steps_per_print"] == 100
-    assert made["zero_optimization"] == {"stage": 1, "offload_optimizer": {"device": "none"}, "overlap_comm": False}
+    assert made["zero_optimization"] == {
+        "stage": 1, "offload_optimizer": {"device": "none"}, "overlap_comm": False, "reduce_bucket_size": 6_553_600
+    }  # fmt: skip
     assert not {"optimizer", "scheduler"} & made.keys()
 
 

@@ -1,4 +1,4 @@
-"""Says in which pieces, and in which order, data-parallel ranks add up their gradients while a backward pass goes on."""
+"""Says in which pieces and in which order data-parallel ranks add up gradients while a backward pass goes on."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ SMALLEST = (25 << 20) // 4  # elements: 25 MiB in fp32, DistributedDataParallel'
 def bucket_elements(trained: int, replicas: int) -> int:
     """Returns how many gradients the data-parallel ranks add up at a time.
 
-    An eighth of them, so that little is left when the backward pass ends. Smaller pieces would wait for latency more
-    than for bandwidth: a bucket has at least torch's 25 MiB, and in large models Megatron Core's 40 million elements, or
-    a million for each rank.
+    An eighth of them, so that little is left when the backward pass ends; but not less than torch's 25 MiB, below which
+    latency costs more than the exchange; and not more than Megatron Core's 40 million elements, or a million for each
+    rank, with which latency costs little.
 
     Args:
         trained: The number of elements that a rank trains.

@@ -51,7 +51,7 @@ class DDPEngine(TorchEngine):
             )
 
 
-def _sum_in_fp32(masters: MasterWeights, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _sum_in_fp32(masters: MasterWeights, bucket: Any) -> torch.futures.Future[Tensor]:
     """Adds the ranks' gradients of a bucket, with what earlier micro-batches have left, into the master weights' own.
 
     So 16-bit gradients are exchanged once in a step, and their sum is rounded as rarely as under ZeRO.

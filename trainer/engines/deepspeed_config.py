@@ -38,21 +38,20 @@ def deepspeed_config(arguments: TrainingArguments, data_parallel_size: int, trai
         decided["data_types"] = {"grad_accum_dtype": "fp32"}
     config = _merge(decided, translated(read_deepspeed_file(arguments.deepspeed_config)).others)
     config.setdefault("steps_per_print", 2**31)  # the trainer shows its own progress
-    if stage and data_parallel_size > 1:
-        _reduce_during_backward(config, arguments, bucket_elements(trained, data_parallel_size))
+    if stage:
+        _set_buckets(config, arguments, data_parallel_size, trained)
     return config
 
 
-def _reduce_during_backward(config: dict[str, Any], arguments: TrainingArguments, bucket: int) -> None:
+def _set_buckets(config: dict[str, Any], arguments: TrainingArguments, replicas: int, trained: int) -> None:
     """Lets ZeRO add up gradients in buckets during the backward pass, unless the user's file says otherwise."""
     zero = config["zero_optimization"]
     if zero.get("reduce_bucket_size", "auto") == "auto":
-        zero["reduce_bucket_size"] = bucket
-    if arguments.pipeline_parallel_size > 1:  # DeepSpeed's pipelines reduce after the last micro-batch
-        return
-    if zero.get("overlap_comm", "auto") == "auto":
-        zero["overlap_comm"] = True
-    if zero["overlap_comm"] and zero["stage"] == 1 and arguments.precision == "bf16":
+        zero["reduce_bucket_size"] = bucket_elements(trained, replicas)
+    if zero["stage"] < 3 and zero.get("overlap_comm", "auto") == "auto":  # stage 3 does so anyway
+        # DeepSpeed's pipelines reduce after the last micro-batch.
+        zero["overlap_comm"] = replicas > 1 and arguments.pipeline_parallel_size == 1
+    if zero["stage"] == 1 and zero["overlap_comm"] and arguments.precision == "bf16":
         config.setdefault("communication_data_type", "fp32")  # in which the micro-batches are added up
 
 
