@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -36,7 +35,7 @@ def use_symmetric_memory(group: dist.ProcessGroup) -> None:
     Raises:
         ValueError: The ranks' GPUs cannot reach one another's memory; raised on every rank, with the reason.
     """
-    for find in (_no_gpu, partial(_several_hosts, group), partial(_no_access, group)):
+    for find in (_no_gpu, _several_hosts, _no_access):
         _agree_on_problem(find, group)
     _symmetric.add(group)
 
@@ -54,7 +53,7 @@ def gathered_product(
     Returns:
         [B, S, N] and [B, S, K], both contiguous; None where the product can hide nothing.
     """
-    if torch.compiler.is_compiling() or tensor.dim() != 3:
+    if torch.compiler.is_compiling() or tensor.dim() != 3 or not tensor.numel():
         return None
     if group in _symmetric:
         _operators()
@@ -81,7 +80,7 @@ def scattered_product(tensor: Tensor, matrix: Tensor, bias: Tensor | None, group
     Raises:
         ValueError: The ranks cannot have equal parts of the sequence.
     """
-    if torch.compiler.is_compiling() or tensor.dim() != 3 or group not in _symmetric:
+    if torch.compiler.is_compiling() or tensor.dim() != 3 or not tensor.numel() or group not in _symmetric:
         return None
     equal_share(tensor, SEQUENCE_DIM, group.size())
     _operators()
@@ -109,7 +108,8 @@ def _in_pieces(
     parts = tensor.chunk(pieces, 0 if by_sample else 1)
     arrivals = [start_all_gather(part[None], 0, group) for part in parts]
     start = 0
-    for part, arrived in zip(parts, arrivals, strict=True):
+    for part in parts:
+        arrived = arrivals.pop(0)  # so that the piece is freed when it has been copied
         dim, length = (0, part.shape[0]) if by_sample else (2, part.shape[1])
         source, result = (of.narrow(dim, start, length) for of in (whole, product))
         source.copy_(arrived().movedim(0, 1))  # [samples, tp, rows, K]
@@ -133,9 +133,9 @@ def _operators() -> Any:
     return symmetric_memory
 
 
-def _agree_on_problem(find: Callable[[], str], group: dist.ProcessGroup) -> None:
+def _agree_on_problem(find: Callable[[dist.ProcessGroup], str], group: dist.ProcessGroup) -> None:
     """Raises ValueError on every rank if one of them finds a problem, so that none waits in a collective alone."""
-    found = [text.decode() for text in gather_bytes(find().encode(), group)]
+    found = [text.decode() for text in gather_bytes(find(group).encode(), group)]
     problem = next(filter(None, found), None)
     if problem:
         raise ValueError(
@@ -144,8 +144,8 @@ def _agree_on_problem(find: Callable[[], str], group: dist.ProcessGroup) -> None
         )
 
 
-def _no_gpu() -> str:
-    return "" if torch.cuda.is_available() else "there is no GPU"
+def _no_gpu(group: dist.ProcessGroup) -> str:
+    return "" if torch.cuda.is_available() and "nccl" in dist.get_backend(group) else "the ranks compute on CPUs"
 
 
 def _several_hosts(group: dist.ProcessGroup) -> str:

@@ -203,7 +203,7 @@ class Refuses:
 
 def refusals(mesh):
     """What a rank says without a GPU, on two hosts, and where one rank's driver refuses."""
-    kept = torch.cuda.is_available, socket.gethostname, fused_products._operators
+    kept = fused_products._no_gpu, socket.gethostname, fused_products._operators
     found = []
 
     def attempt():
@@ -213,20 +213,20 @@ def refusals(mesh):
 
     try:
         attempt()
-        torch.cuda.is_available = lambda: True
+        fused_products._no_gpu = lambda group: ""
         socket.gethostname = lambda: f"node{mesh.tp_rank}"
         attempt()
         socket.gethostname = lambda: "node0"
         fused_products._operators = lambda: Refuses
         attempt()
     finally:
-        torch.cuda.is_available, socket.gethostname, fused_products._operators = kept
+        fused_products._no_gpu, socket.gethostname, fused_products._operators = kept
     return found, mesh.tp_group in fused_products._symmetric
 
 
 def test_symmetric_memory_is_refused_where_it_does_not_exist(run_mesh):
     for (no_gpu, hosts, driver), is_on in run_mesh(2, refusals):
-        assert "but there is no GPU; use symmetric_memory=False" in no_gpu
+        assert "but the ranks compute on CPUs; use symmetric_memory=False" in no_gpu
         assert "but the tensor-parallel ranks are on 2 hosts: node0, node1; use" in hosts
         assert "but CUDA driver error: peer access is not supported; use" in driver
         assert not is_on

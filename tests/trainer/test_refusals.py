@@ -82,7 +82,7 @@ def test_arguments_that_do_not_work_are_refused(keywords, message):
 
 def test_symmetric_memory_needs_gpus(run_mesh, tmp_path):
     arguments = {"env_type": "deepspeed+mpu", "model_parallel_size": 2, "sequence_parallel": True}
-    with pytest.raises(Exception, match=r"needs the GPUs of one host.*but there is no GPU; use"):
+    with pytest.raises(Exception, match=r"needs the GPUs of one host.*but the ranks compute on CPUs; use"):
         on_ranks(run_mesh, tmp_path, tp=2, symmetric_memory=True, **arguments)
 
 

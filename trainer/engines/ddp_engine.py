@@ -56,9 +56,9 @@ def _sum_in_fp32(masters: MasterWeights, bucket: Any) -> torch.futures.Future[Te
 
     So 16-bit gradients are exchanged once in a step, and their sum is rounded as rarely as under ZeRO.
     """
-    own = masters.take(bucket.parameters(), bucket.gradients())
+    own, buffer = masters.take(bucket.parameters(), bucket.gradients()), bucket.buffer()
     work = cast(Any, dist).all_reduce(own, async_op=True)
-    return work.get_future().then(lambda _: bucket.buffer())
+    return work.get_future().then(lambda _: buffer)
 
 
 class _FixedBuckets(DistributedDataParallel):
