@@ -131,6 +131,13 @@ CASES = (
         {"micro_batch_size": 2, "length": 512, "data_parallel_size": 2, "padded": False},
     ),
     Case(
+        "GPT-2, bf16, ZeRO-1, DP=2, two micro-batches",
+        "gpt2",
+        GPT2 | {"n_layer": 8},
+        {"micro_batch_size": 4, "length": 512, "precision": "bf16", "data_parallel_size": 2, "zero_stage": 1,
+         "accumulation_steps": 2},
+    ),
+    Case(
         "GPT-2, bf16, ZeRO-2, DP=2",
         "gpt2",
         GPT2 | {"n_layer": 8},

@@ -12,6 +12,7 @@ from .collectives import (
 )
 from .cross_entropy import head_losses, vocab_parallel_cross_entropy
 from .dropout import Dropout, assign_dropout_sites, checkpoint, dropout_state, scaled_masked_softmax
+from .fused_products import use_symmetric_memory
 from .layers import (
     ColumnParallelLinear,
     LayerNorm,
@@ -34,6 +35,7 @@ __all__ = [
     "broadcast_from_stage", "checkpoint", "clip_grad_norm_", "column_parallel", "copy_to_tp", "divide", "dropout_state",
     "gather_from_tp", "gather_sequence", "grad_norm", "head_losses", "initialize", "materialize", "receive_from_stage",
     "reduce_from_tp", "reduce_scatter_sequence", "scaled_masked_softmax", "scatter_sequence", "scatter_to_tp",
-    "send_to_stage", "set_reduction", "tp_rank", "tp_size", "validate_layout", "vocab_parallel_cross_entropy",
+    "send_to_stage", "set_reduction", "tp_rank", "tp_size", "use_symmetric_memory", "validate_layout",
+    "vocab_parallel_cross_entropy",
 ]
 # fmt: on

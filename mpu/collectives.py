@@ -225,7 +225,7 @@ def _allocate(x: Tensor, kind: str, dim: int, group: str) -> Tensor:
     if kind == "all_gather":
         shape[dim] *= size
     if kind == "reduce_scatter":
-        shape[dim] = _share(x, dim % x.dim(), size)
+        shape[dim] = equal_share(x, dim % x.dim(), size)
     return x.new_empty(shape)
 
 
@@ -280,7 +280,7 @@ def start_reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> 
     size, dim = group.size(), dim % tensor.dim()
     if size == 1:
         return lambda: tensor
-    share = _share(tensor, dim, size)
+    share = equal_share(tensor, dim, size)
     pieces = torch.unflatten(tensor, dim, (size, share)).movedim(dim, 0).contiguous()  # [size, ..., share, ...]
     if not tensor.numel():
         return lambda: pieces[0]
@@ -292,7 +292,7 @@ def start_reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> 
 
 def local_slice(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Returns this rank's equal slice of `dim`, as a copy, so that the whole tensor can be freed."""
-    share = _share(tensor, dim % tensor.dim(), group.size())
+    share = equal_share(tensor, dim % tensor.dim(), group.size())
     return tensor.narrow(dim, group.rank() * share, share).clone(memory_format=torch.contiguous_format)
 
 
@@ -312,7 +312,7 @@ def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[by
     return [bytes(numbers) for numbers in found]
 
 
-def _share(tensor: Tensor, dim: int, size: int) -> int:
+def equal_share(tensor: Tensor, dim: int, size: int) -> int:
     """Returns the length of a rank's slice of `dim`. Raises ValueError if the ranks cannot have equal slices."""
     length = tensor.shape[dim]
     if dim == SEQUENCE_DIM and tensor.dim() > 2 and length % size:

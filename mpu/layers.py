@@ -31,6 +31,7 @@ from .collectives import (
     start_reduce_scatter,
 )
 from .cross_entropy import head_losses
+from .fused_products import gathered_product, scattered_product
 from .mesh import ParallelMesh
 from .parameter import SplitLayer, check_ids, split_parameter
 from .shard import Shard
@@ -220,8 +221,11 @@ class _ColumnParallel(Function):
     ) -> Tensor:
         ctx.save_for_backward(tensor, weight)
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
-        whole = start_all_gather(tensor, SEQUENCE_DIM, group)() if sequence_parallel else tensor
-        return linear(whole, weight, bias)
+        if not sequence_parallel:
+            return linear(tensor, weight, bias)
+        if (fused := gathered_product(tensor, weight.t(), bias, group)) is not None:
+            return fused[0]
+        return linear(start_all_gather(tensor, SEQUENCE_DIM, group)(), weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -261,6 +265,8 @@ class _RowParallel(Function):
     ) -> Tensor:
         ctx.save_for_backward(tensor, weight)
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        if sequence_parallel and (fused := scattered_product(tensor, weight.t(), bias, group)) is not None:
+            return fused
         partial = linear(tensor, weight, bias if group.rank() == 0 else None)
         if sequence_parallel:
             return start_reduce_scatter(partial, SEQUENCE_DIM, group)()
@@ -271,8 +277,12 @@ class _RowParallel(Function):
     def backward(ctx: Any, *grads: Tensor):
         tensor, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad = start_all_gather(grads[0], SEQUENCE_DIM, ctx.group)() if ctx.sequence_parallel else grads[0]
-        input_grad = _input_grad(grad, weight) if needs_input else None
+        grad, input_grad = grads[0], None
+        if ctx.sequence_parallel:
+            fused = gathered_product(grad, weight, None, ctx.group) if needs_input else None
+            input_grad, grad = fused or (None, start_all_gather(grad, SEQUENCE_DIM, ctx.group)())
+        if needs_input and input_grad is None:
+            input_grad = _input_grad(grad, weight)
         weight_grad = _weight_grad(grad, tensor) if needs_weight else None
         bias_grad = grad.flatten(0, -2).sum(0) if needs_bias else None
         return input_grad, weight_grad, bias_grad, None, None

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..data import Share
 from ..data.loading.loader import DefaultCollate, with_loss_mask
 from ..mpu import ParallelMesh, set_reduction
+from ..mpu.fused_products import use_symmetric_memory
 from .arguments.deepspeed_file import deepspeed_notice
 from .arguments.training_arguments import TrainingArguments
 from .batches.dataset_kinds import check_agreement, length_of, makes_batches
@@ -348,6 +349,8 @@ class Trainer:
         mesh = mesh or ParallelMesh(arguments.model_parallel_size, arguments.pipeline_parallel_size)
         set_collective_timeout(mesh, wait)
         set_reduction(mesh.tp_group, arguments.tensor_parallel_reduction)
+        if arguments.symmetric_memory:
+            use_symmetric_memory(mesh.tp_group)
         return mesh, device
 
     def _run(

@@ -315,6 +315,52 @@ def test_operators_that_are_called_by_their_private_names():
         assert float(norm) == 5.0
 
 
+def test_zero_takes_gradients_by_the_methods_that_are_replaced():
+    with needed_by(
+        "trainer/engines/buckets.py (OrderedGradients), trainer/engines/deepspeed_engine.py (_bucketing_optimizer)",
+        breaks="Gradients are exchanged in each rank's own order, or in bf16 under ZeRO 1 after the backward pass.",
+        remedy="Find what DeepSpeed's hooks call with a gradient, and what ends a pass. If it orders gradients itself, "
+        "delete OrderedGradients; if BF16_Optimizer exchanges gradients in hooks, delete _bucketing_optimizer. "
+        "tests/trainer/test_overlap.py checks both.",
+    ):
+        from deepspeed.runtime.engine import DeepSpeedEngine
+        from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+        for method, text in (
+            (DeepSpeedZeroOptimizer.create_gradient_handling_hooks, "self.process_gradients(param, i)"),
+            (
+                DeepSpeedZeroOptimizer.overlapping_partition_gradients_reduce_epilogue,
+                "self.independent_gradient_partition_epilogue()",
+            ),
+            (DeepSpeedEngine._do_optimizer_sanity_check, "return BFLOAT16"),
+        ):
+            assert text in inspect.getsource(method)
+
+
+def test_torchs_fused_products_in_symmetric_memory():
+    """Their names, arguments and requirements; what they compute is tested in tests/mpu/test_fused_products.py."""
+    with needed_by(
+        "mpu/fused_products.py",
+        breaks="symmetric_memory=True raises in the first forward pass, or is refused everywhere.",
+        remedy="Find how torch/distributed/_symmetric_memory/__init__.py now names the product of a gathered tensor "
+        "and the scattered sum of a product, and what they ask of a group. If they are gone, delete "
+        "`use_symmetric_memory` and the argument `symmetric_memory`.",
+    ):
+        module = importlib.import_module("torch.distributed._symmetric_memory")
+        expected = {
+            "fused_all_gather_matmul": ["A", "Bs", "gather_dim", "group_name", "return_A"],
+            "fused_matmul_reduce_scatter": ["A", "B", "reduce_op", "scatter_dim", "group_name"],
+        }
+        for name, arguments in expected.items():
+            schema = getattr(torch.ops.symm_mem, name).default._schema
+            assert [argument.name for argument in schema.arguments] == arguments
+            assert torch._C._dispatch_has_kernel_for_dispatch_key(f"symm_mem::{name}", "CUDA")
+            assert not torch._C._dispatch_has_kernel_for_dispatch_key(f"symm_mem::{name}", "CPU")
+        assert list(inspect.signature(module.rendezvous).parameters) == ["tensor", "group"]
+        # Groups need no registration from torch 2.11 on; `use_symmetric_memory` makes none.
+        assert "no need to call" in module.enable_symm_mem_for_group.__deprecated__
+
+
 def test_a_process_group_is_found_by_its_name(tmp_path):
     with needed_by(
         "mpu/collectives.py, whose collectives in compiled graphs name their groups",
@@ -452,7 +498,7 @@ def test_every_private_name_has_a_canary():
         "_resolve_process_group", "_worker_info", "_epoch", "_cdata", "_version", "_python_dispatch",
         "_utils", "_untyped_storage", "_checkpoint_offset", "_rebuild_tensor_v2", "_StorageInfo",
         "_MEM_FORMAT_ENCODING", "_get_layout",
-        "_set_pg_timeout",
+        "_set_pg_timeout", "_symmetric_memory", "_do_optimizer_sanity_check",
         "_INSTRUCTION_MAP", "_exec_schedule", "_train_schedule", "_exec_optimizer_step", "_compute_loss", "_hp_grad",
     }  # fmt: skip
     # Of long standing and documented, or in a benchmark alone.

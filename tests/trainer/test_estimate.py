@@ -177,7 +177,7 @@ def test_the_largest_micro_batch(largest):
 
 def test_layouts_change_what_they_should():
     config = find_config("t5-3b")
-    base = Job(micro_batch_size=4, length=512, precision="bf16", zero_stage=1)
+    base = Job(micro_batch_size=4, length=512, precision="bf16", zero_stage=1, accumulation_steps=2)
     peak = {name: estimate(config, job).peak.lines for name, job in {
         "base": base,
         "dp": Job(**vars(base) | {"data_parallel_size": 8}),

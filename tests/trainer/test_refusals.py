@@ -11,13 +11,27 @@ import pandas as pd
 import pytest
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
-from training import Pairs, Stream, run_training, tiny_t5
+from training import Pairs, Stream, on_ranks, run_training, tiny_t5
 
 REFUSED = [
     ({"torch_compile": True, "recompute": "selective"}, "torch_compile works with recompute='none' or 'full'"),
     (
         {"torch_compile": True, "env_type": "deepspeed+mpu", "pipeline_parallel_size": 2},
         "torch_compile does not work with pipeline stages; use pipeline_parallel_size=1",
+    ),
+    (
+        {"env_type": "deepspeed+mpu", "model_parallel_size": 2, "symmetric_memory": True},
+        "symmetric_memory fuses the collectives of sequence parallelism; use it with sequence_parallel=True",
+    ),
+    (
+        {
+            "env_type": "deepspeed+mpu",
+            "model_parallel_size": 2,
+            "sequence_parallel": True,
+            "symmetric_memory": True,
+            "torch_compile": True,
+        },
+        "torch_compile cannot compile products in symmetric memory; use one of the two",
     ),
     ({"torch_compile_backend": "zzz"}, "torch_compile_backend must be one of .*inductor.*, not 'zzz'"),
     ({"model_paralle_size": 2}, "no argument 'model_paralle_size'; did you mean model_parallel_size"),
@@ -64,6 +78,12 @@ def test_arguments_that_do_not_work_are_refused(keywords, message):
 
     with pytest.raises(ValueError, match=message):
         TrainingArguments(**keywords)
+
+
+def test_symmetric_memory_needs_gpus(run_mesh, tmp_path):
+    arguments = {"env_type": "deepspeed+mpu", "model_parallel_size": 2, "sequence_parallel": True}
+    with pytest.raises(Exception, match=r"needs the GPUs of one host.*but the ranks compute on CPUs; use"):
+        on_ranks(run_mesh, tmp_path, tp=2, symmetric_memory=True, **arguments)
 
 
 class Name(str, enum.Enum):
@@ -132,7 +152,7 @@ def test_configuration_files_that_do_not_work_are_refused(tmp_path, text, messag
     path = tmp_path / "ds.json"
     path.write_text(text) if text else path.mkdir()
     with pytest.raises(ValueError, match=message):
-        deepspeed_config(TrainingArguments(env_type="deepspeed+mpu", epochs=1, deepspeed_config=str(path)), 1)
+        deepspeed_config(TrainingArguments(env_type="deepspeed+mpu", epochs=1, deepspeed_config=str(path)), 1, 9)
 
 
 def test_a_usual_configuration_file_is_taken(tmp_path):
@@ -148,9 +168,11 @@ def test_a_usual_configuration_file_is_taken(tmp_path):
         "zero_optimization": {"stage": "auto", "overlap_comm": False},
     }
     (tmp_path / "ds.json").write_text(json.dumps(config))
-    made = deepspeed_config(TrainingArguments(env_type="deepspeed", deepspeed_config=tmp_path / "ds.json"), 1)
+    made = deepspeed_config(TrainingArguments(env_type="deepspeed", deepspeed_config=tmp_path / "ds.json"), 1, 9)
     assert made["steps_per_print"] == 100
-    assert made["zero_optimization"] == {"stage": 1, "offload_optimizer": {"device": "none"}, "overlap_comm": False}
+    assert made["zero_optimization"] == {
+        "stage": 1, "offload_optimizer": {"device": "none"}, "overlap_comm": False, "reduce_bucket_size": 6_553_600
+    }  # fmt: skip
     assert not {"optimizer", "scheduler"} & made.keys()
 
 
@@ -187,7 +209,7 @@ def test_the_settings_of_a_whole_deepspeed_file_become_arguments(tmp_path, capsy
     assert TrainingArguments(env_type="deepspeed", deepspeed_config=path).precision == "fp16"
     whole = TrainingArguments(env_type="deepspeed", deepspeed_config=path, global_batch_size=16)
     assert (whole.accumulation_steps(2), whole.gradient_accumulation_steps) == (2, None)
-    config = deepspeed_config(made, 3)
+    config = deepspeed_config(made, 3, 9)
     assert config["train_batch_size"] == 4 * 2 * 3
     assert config["fp16"] == {**FLAGAI["fp16"], "enabled": False}
     assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}

@@ -55,6 +55,8 @@ class TrainingArguments:
     tensor_parallel_reduction: Literal["auto", "native", "fp32"] = "auto"
     """Who adds the ranks' partial results. native: the backend, such as NCCL, which rounds 16-bit sums at every hop.
     fp32: the ranks, which exchange them, add in fp32 and round once. auto: native on GPUs, fp32 on CPUs."""
+    symmetric_memory: bool = False
+    """Fuse sequence parallelism's collectives with products, in torch's symmetric memory. For GPUs of one host."""
     num_nodes: int = 1
     num_gpus: int = 1
     """Processes on each node, if the trainer starts them itself."""
@@ -265,6 +267,8 @@ class TrainingArguments:
     def _check_compiler(self) -> None:
         if self.torch_compile and self.recompute == "selective":
             raise ValueError("torch_compile works with recompute='none' or 'full', not 'selective'")
+        if self.torch_compile and self.symmetric_memory:
+            raise ValueError("torch_compile cannot compile products in symmetric memory; use one of the two")
         if self.torch_compile and self.pipeline_parallel_size > 1:
             raise ValueError("torch_compile does not work with pipeline stages; use pipeline_parallel_size=1")
         if self.torch_compile_backend == type(self).torch_compile_backend:
@@ -282,6 +286,11 @@ class TrainingArguments:
             raise ValueError(
                 f"model_parallel_size={self.model_parallel_size} splits layers, which env_type={self.env_type!r} does "
                 "not; use env_type='deepspeed+mpu'"
+            )
+        if self.symmetric_memory and (not self.sequence_parallel or self.model_parallel_size == 1):
+            raise ValueError(
+                "symmetric_memory fuses the collectives of sequence parallelism; use it with sequence_parallel=True "
+                "and a model_parallel_size above 1"
             )
         if self.pipeline_parallel_size > 1:
             self._check_pipeline()

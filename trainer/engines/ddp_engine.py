@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.ranks import Ranks
-from .torch_engine import TorchEngine
+from .buckets import bucket_elements
+from .torch_engine import MasterWeights, TorchEngine
 
 
 class DDPEngine(TorchEngine):
-    """An `Engine` that exchanges gradients during the backward pass of a step's last micro-batch.
-
-    16-bit gradients are exchanged in every micro-batch, because the master weights keep their sum in fp32.
-    """
+    """An `Engine` that exchanges gradients during the backward pass of a step's last micro-batch."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, arguments: TrainingArguments, ranks: Ranks
     ) -> None:
         super().__init__(model, optimizer, arguments)
-        self._replicas = ranks.dp_size
-        self._exchange_always = arguments.precision != "fp32"
-        self.model = _FixedBuckets(model)
+        # DDP averages fp32 gradients over the ranks, but the ranks' losses already add up to the mean.
+        self._scale = ranks.dp_size if arguments.precision == "fp32" else 1
+        self.model = _FixedBuckets(model, ranks.dp_size)
+        if arguments.precision != "fp32":
+            # torch reads the annotations of a hook, and knows them only as types: a lambda has none.
+            self.model.register_comm_hook(self._masters, lambda masters, bucket: _sum_in_fp32(masters, bucket))
         self._trained: dict[Tensor, str] = {
             parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad
         }
@@ -33,11 +37,10 @@ class DDPEngine(TorchEngine):
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
         self._without_gradient.update(self._trained)
-        self.model.require_backward_grad_sync = is_last or self._exchange_always
+        self.model.require_backward_grad_sync = is_last
 
     def backward(self, loss: Tensor) -> None:
-        # DDP averages over the ranks, but the ranks' losses already add up to the mean.
-        super().backward(loss * self._replicas)
+        super().backward(loss * self._scale)
         if self.model.require_backward_grad_sync and self._without_gradient:
             # DDP reports this only in the next step, after an update with gradients that were not exchanged.
             names = sorted(self._trained[parameter] for parameter in self._without_gradient)
@@ -48,6 +51,16 @@ class DDPEngine(TorchEngine):
             )
 
 
+def _sum_in_fp32(masters: MasterWeights, bucket: Any) -> torch.futures.Future[Tensor]:
+    """Adds the ranks' gradients of a bucket, with what earlier micro-batches have left, into the master weights' own.
+
+    So 16-bit gradients are exchanged once in a step, and their sum is rounded as rarely as under ZeRO.
+    """
+    own, buffer = masters.take(bucket.parameters(), bucket.gradients()), bucket.buffer()
+    work = cast(Any, dist).all_reduce(own, async_op=True)
+    return work.get_future().then(lambda _: buffer)
+
+
 class _FixedBuckets(DistributedDataParallel):
     """DistributedDataParallel whose gradient buckets never change. The model's last parameters come first in them.
 
@@ -56,8 +69,11 @@ class _FixedBuckets(DistributedDataParallel):
     therefore differ in the last bit from the same step of an uninterrupted run.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
+    def __init__(self, model: nn.Module, replicas: int = 1) -> None:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        elements = bucket_elements(sum(parameter.numel() for parameter in trained), replicas)
+        itemsize = max((parameter.element_size() for parameter in trained), default=4)
+        super().__init__(model, bucket_cap_mb=cast(Any, elements * itemsize / 2**20))
         self.reducer._push_all_rebuilt_params()
         self.reducer._rebuild_buckets()
 

@@ -6,10 +6,15 @@ from typing import Any
 
 from ..arguments.deepspeed_file import read_deepspeed_file, translated
 from ..arguments.training_arguments import ELEMENTWISE, TrainingArguments
+from .buckets import bucket_elements
 
 
-def deepspeed_config(arguments: TrainingArguments, data_parallel_size: int) -> dict[str, Any]:
-    """Returns the DeepSpeed configuration of a run: the keys that the arguments decide, and the user's file's."""
+def deepspeed_config(arguments: TrainingArguments, data_parallel_size: int, trained: int) -> dict[str, Any]:
+    """Returns the DeepSpeed configuration of a run: the keys that the arguments decide, and the user's file's.
+
+    Args:
+        trained: The number of elements that a rank trains.
+    """
     accumulation_steps = arguments.accumulation_steps(data_parallel_size)
     decided: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": arguments.micro_batch_size,
@@ -33,7 +38,21 @@ def deepspeed_config(arguments: TrainingArguments, data_parallel_size: int) -> d
         decided["data_types"] = {"grad_accum_dtype": "fp32"}
     config = _merge(decided, translated(read_deepspeed_file(arguments.deepspeed_config)).others)
     config.setdefault("steps_per_print", 2**31)  # the trainer shows its own progress
+    if stage:
+        _set_buckets(config, arguments, data_parallel_size, trained)
     return config
+
+
+def _set_buckets(config: dict[str, Any], arguments: TrainingArguments, replicas: int, trained: int) -> None:
+    """Lets ZeRO add up gradients in buckets during the backward pass, unless the user's file says otherwise."""
+    zero = config["zero_optimization"]
+    if zero.get("reduce_bucket_size", "auto") == "auto":
+        zero["reduce_bucket_size"] = bucket_elements(trained, replicas)
+    if zero["stage"] < 3 and zero.get("overlap_comm", "auto") == "auto":  # stage 3 does so anyway
+        # DeepSpeed's pipelines reduce after the last micro-batch.
+        zero["overlap_comm"] = replicas > 1 and arguments.pipeline_parallel_size == 1
+    if zero["stage"] == 1 and zero["overlap_comm"] and arguments.precision == "bf16":
+        config.setdefault("communication_data_type", "fp32")  # in which the micro-batches are added up
 
 
 def zero_stage(arguments: TrainingArguments) -> int:

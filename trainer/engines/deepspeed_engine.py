@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime import compiler
+from deepspeed.runtime.constants import BFLOAT16
+from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from deepspeed.utils import (
     groups,
     safe_get_local_fp32_param,
@@ -26,6 +29,7 @@ from ...models.common.language_model import ModelOutput
 from ...mpu import grad_norm
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.ranks import Ranks
+from .buckets import OrderedGradients
 from .deepspeed_config import deepspeed_config, zero_stage
 from .engine import Forward, StepOutcome
 from .optimizers import ELEMENT_STATES
@@ -89,8 +93,12 @@ class DeepSpeedEngine:
     def _initialize(self, model: nn.Module, arguments: TrainingArguments, ranks: Ranks) -> Any:
         """Returns DeepSpeed's engine, and sets `model`, which runs the forward passes."""
         mpu = ranks.mesh if arguments.env_type == "deepspeed+mpu" else None
-        config = deepspeed_config(arguments, ranks.dp_size)
-        self.model = deepspeed.initialize(model=model, optimizer=self.optimizer, config=config, mpu=mpu)[0]
+        config = deepspeed_config(arguments, ranks.dp_size, sum(parameter.numel() for parameter in self._owners))
+        overlaps = self._zero in (1, 2) and config["zero_optimization"].get("overlap_comm", False)
+        with _bucketing_optimizer() if overlaps else nullcontext():
+            self.model = deepspeed.initialize(model=model, optimizer=self.optimizer, config=config, mpu=mpu)[0]
+        if overlaps:
+            OrderedGradients(self.model.optimizer, model)
         return self.model
 
     @property
@@ -101,6 +109,9 @@ class DeepSpeedEngine:
     def forward_backward(self, forward: Forward, micro_batches: int) -> Tensor:
         losses: list[Tensor] = []
         for k in range(micro_batches):
+            # DeepSpeed would tell its optimizer in a hook on the model's output, which it does not find in a
+            # `ModelOutput`; the optimizer would then reduce the gradients of the wrong micro-batch.
+            self._engine.set_gradient_accumulation_boundary(k == micro_batches - 1)
             loss = forward(k)
             if hasattr(self._engine.optimizer, "clear_lp_grads"):  # bf16, ZeRO 1: each pass is added to fp32 sums
                 # DeepSpeed does so in a hook on the model's output, which it does not find in a `ModelOutput`.
@@ -315,6 +326,27 @@ def _check_groups(optimizer: torch.optim.Optimizer, stage: int, trained: set[nn.
         raise ValueError(
             "ZeRO stage 3 updates all parameters that require gradients; freeze those not in the optimizer"
         )
+
+
+@contextmanager
+def _bucketing_optimizer() -> Generator[None]:
+    """Lets ZeRO 1 in bf16 use the optimizer of its other precisions, which reduces gradients in the backward pass.
+
+    DeepSpeed 0.19 would choose its BF16_Optimizer, which reduces all of them afterwards. Both add up micro-batches in
+    fp32 and keep fp32 master weights.
+    """
+    kind: Any = deepspeed.DeepSpeedEngine
+    original = kind._do_optimizer_sanity_check
+
+    def choose(engine: Any, optimizer: Any) -> Any:
+        chosen = original(engine, optimizer)
+        return ZERO_OPTIMIZATION if chosen == BFLOAT16 else chosen
+
+    kind._do_optimizer_sanity_check = choose
+    try:
+        yield
+    finally:
+        kind._do_optimizer_sanity_check = original
 
 
 def _import_muon() -> None:

@@ -53,7 +53,7 @@ class PipelineEngine(DeepSpeedEngine):
     def _initialize(self, model: nn.Module, arguments: TrainingArguments, ranks: Ranks) -> Any:
         assert ranks.mesh is not None
         mesh, self.model = ranks.mesh, model
-        config = deepspeed_config(arguments, ranks.dp_size)
+        config = deepspeed_config(arguments, ranks.dp_size, sum(parameter.numel() for parameter in self._owners))
         # Tensor-parallel ranks would split hidden states between them, as whole tensors of one shape.
         config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
         if not self._zero:

@@ -113,6 +113,7 @@ class MasterWeights:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._taken: set[Tensor] = set()
         for group in optimizer.param_groups:
             for place, parameter in enumerate(group["params"]):
                 if parameter.dtype in (torch.bfloat16, torch.float16):
@@ -123,6 +124,7 @@ class MasterWeights:
                         state = optimizer.state.pop(parameter)
                         optimizer.state[master] = {name: _widened(value) for name, value in state.items()}
                     self.pairs.append((parameter, master))
+        self._of: dict[Tensor, nn.Parameter] = dict(self.pairs)
 
     @torch.no_grad()
     def take_gradients(self) -> None:
@@ -131,7 +133,9 @@ class MasterWeights:
         for parameter, master in self.pairs:
             if parameter.grad is None:
                 continue
-            if master.grad is None:
+            if parameter in self._taken:
+                pass
+            elif master.grad is None:
                 master.grad = torch.empty_like(master)
                 first.append((master.grad, parameter.grad))
             else:
@@ -141,6 +145,22 @@ class MasterWeights:
             torch.ops.aten._foreach_copy_(*zip(*first, strict=True))
         if later:
             torch.ops.aten._foreach_add_(*zip(*later, strict=True))
+        self._taken.clear()
+
+    @torch.no_grad()
+    def take(self, parameters: list[Tensor], gradients: list[Tensor]) -> Tensor:
+        """Adds `gradients` of `parameters` to those of their master weights, and moves the sums into one tensor.
+
+        Returns the tensor, fp32 [elements]. What is written into it changes the master weights' gradients, to which
+        `take_gradients` then adds nothing.
+        """
+        sums = torch.cat([gradient.flatten().float() for gradient in gradients])
+        for parameter, own in zip(parameters, sums.split([one.numel() for one in parameters]), strict=True):
+            if (master := self._of.get(parameter)) is not None:  # the optimizer updates it
+                own = own.view_as(master)
+                master.grad = own if master.grad is None else own.add_(master.grad)
+        self._taken.update(parameters)
+        return sums
 
     @torch.no_grad()
     def update_parameters(self) -> None:

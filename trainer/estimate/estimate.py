@@ -9,6 +9,7 @@ from typing import Any
 
 from ...models.common.config import ModelConfig
 from ...models.sizes import ParameterSize
+from ..engines.buckets import bucket_elements
 from .model import Job, ModelMemory, hf_model_memory, model_memory
 from .pipeline import stage_memory
 
@@ -139,7 +140,7 @@ def _moments(model: ModelMemory, engine: EngineMemory, job: Job) -> list[Moment]
     return moments
 
 
-ZERO_BUCKET = 500_000_000  # elements: DeepSpeed's reduce_bucket_size
+ZERO_0_BUCKET = 500_000_000  # elements that DeepSpeed sums at once without ZeRO
 ZERO_3_GATHERED = 50_000_000  # elements: DeepSpeed's prefetch_bucket_size
 
 
@@ -200,7 +201,7 @@ def _replicated(model: ModelMemory, job: Job) -> EngineMemory:
     """Returns the memory of DeepSpeed without ZeRO, in fp32: gradients are summed in flat copies."""
     plain = _torch(model, job)
     trained = sum(size.local for size in model.trained)
-    return replace(plain, buffers=FP32 * min(trained, ZERO_BUCKET))
+    return replace(plain, buffers=FP32 * min(trained, ZERO_0_BUCKET))
 
 
 def _zero(model: ModelMemory, job: Job) -> EngineMemory:
@@ -211,19 +212,21 @@ def _zero(model: ModelMemory, job: Job) -> EngineMemory:
     own = -(-trained // ranks)
     largest = max((size.local for size in model.trained), default=0)
     flat = [-(-sum(size.local for size in group) // ranks) for group in _groups(model)]
-    # For bf16 under stage 1 DeepSpeed uses its BF16_Optimizer, which always keeps flat fp32 gradients of everything.
-    always_fp32 = stage == 1 and job.precision == "bf16"
-    gradients = trained * e if stage == 1 else own * FP32
-    if always_fp32:
+    exchanges_early = ranks > 1 and job.pipeline_parallel_size == 1
+    if stage == 1 and job.precision == "bf16" and not exchanges_early:
+        # DeepSpeed's BF16_Optimizer always keeps flat fp32 gradients of everything.
         held, grown, stepped, bucket = FP32 * trained, 0.0, FP32 * trained, 0
     else:
         accumulates = job.accumulation_steps > 1
-        held = gradients if accumulates else 0
+        wide = e if stage == 1 and job.precision == "fp16" else FP32  # of sums over micro-batches
+        gradients = wide * (own if exchanges_early or stage > 1 else trained)
+        held = (wide * trained if stage == 1 else gradients) if accumulates else 0
         grown = 0.0 if accumulates else gradients / (trained * e)
         stepped = gradients + FP32 * max(flat)
-        # Gradients are copied into a bucket. A GPU allocates all of it, a CPU only the pages that are written to.
-        bucket = ZERO_BUCKET * e if job.device == "cuda" else 0
-        grown += 1.0 if job.device == "cpu" else 0.0
+        # Gradients are copied into a bucket, or into two in turn. A CPU allocates only the pages that are written to.
+        bucket = bucket_elements(trained, ranks) * (wide if stage == 1 else e) * (1 + (exchanges_early and stage < 3))
+        if job.device == "cpu":
+            bucket = min(bucket, wide * trained)
     return EngineMemory(
         parameters=every * e if stage < 3 else -(-every // ranks) * e + min(every, ZERO_3_GATHERED) * e,
         masters=FP32 * own,
