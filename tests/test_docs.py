@@ -42,6 +42,7 @@ final_eval_sequences: 2
 ELSEWHERE = {
     "docs/adding-a-model.md": "tests/models/test_adding_a_model.py",
     "docs/board.md": "tests/cli/test_board.py",
+    "docs/evaluation.md": "tests/evaluation/test_harness.py",
     "docs/finetune.md": "tests/cli/test_finetune.py",
     "docs/pretraining.md": "tests/cli/test_pretrain.py",
     "examples/README.md": "tests/examples/test_examples.py",
@@ -49,7 +50,7 @@ ELSEWHERE = {
 # Commands that are this very run of the tests, that .ci/run calls beside it, or that tests/cli/test_pretrain.py runs.
 RUN_ELSEWHERE = {"make setup", "make pretrain", "make test", "make lint", *LAUNCHERS}
 STARTED = ("shardzoo doctor", "shardzoo convert verify runs/quickstart/hf --logits")
-OF_OTHERS = ("zero/stage_1_and_2.py", "bf16_optimizer.py", "script.py")  # DeepSpeed's files, a user's
+OF_OTHERS = ("zero/stage_1_and_2.py", "bf16_optimizer.py", "script.py", "evaluate.py")  # DeepSpeed's files, a user's
 SPLIT = ("README.md", "docs/trainer.md")  # their snippets ask for two ranks
 # The same command for more families, whose recipes other tests read and whose models they train.
 ALIKE = [f"{QUICKSTART} --model {family}-quickstart" for family in ("t5", "mt5", "bert", "roberta")]
