@@ -27,6 +27,7 @@ COMMANDS = {
     "convert": ("shardzoo.cli.convert", "split, merge, reshard and verify checkpoints"),
     "board": ("shardzoo.cli.board.command", "show runs on a local page while they go on"),
     "checkpoint": ("shardzoo.cli.checkpoint", "verify the checkpoints of a run"),
+    "lm-eval": ("shardzoo.cli.lm_eval.command", "evaluate a model with lm-evaluation-harness"),
     "generate": ("shardzoo.cli.generate", "continue, answer or fill in texts with a model"),
     "models": ("shardzoo.cli.models", "list families, presets and their sizes"),
     "estimate": ("shardzoo.cli.estimate", "estimate whether a training run fits a device's memory"),

@@ -46,6 +46,7 @@ final_eval_sequences: 2
 ELSEWHERE = {
     "docs/adding-a-model.md": "tests/models/test_adding_a_model.py",
     "docs/board.md": "tests/cli/test_board.py",
+    "docs/evaluation.md": "tests/evaluation/test_harness.py",
     "docs/finetune.md": "tests/cli/test_finetune.py",
     "docs/pretraining.md": "tests/cli/test_pretrain.py",
     "examples/README.md": "tests/examples/test_examples.py",
@@ -54,7 +55,9 @@ ELSEWHERE = {
 RUN_ELSEWHERE = {"make setup", "make pretrain", "make test", "make lint", *LAUNCHERS}
 STARTED = ("shardzoo doctor", "shardzoo convert verify runs/quickstart/hf --logits")
 # Files of DeepSpeed, a user and nanoGPT.
-OF_OTHERS = ("zero/stage_1_and_2.py", "bf16_optimizer.py", "script.py", "config/train_gpt2.py", "prepare.py")
+OF_OTHERS = (
+    "zero/stage_1_and_2.py", "bf16_optimizer.py", "script.py", "evaluate.py", "config/train_gpt2.py", "prepare.py",
+)  # fmt: skip
 SPLIT = ("README.md", "docs/trainer.md", "docs/coming-from/flagai.md")  # their snippets ask for two ranks
 AFTER_QUICKSTART = ("README.md", "docs/index.md")  # their commands read what `make pretrain` leaves
 # The same command for more families, whose recipes other tests read and whose models they train.

@@ -19,15 +19,15 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # A room imports rooms of lower floors, and beside it only those that BESIDE names.
 FLOORS = {
-    "cli": 7, "pretrain": 7, "finetune": 7, "pretraining": 6, "finetuning": 6, "plan": 6, "trainer": 5, "convert": 4,
-    "generation": 4, "models": 3, "checkpoint": 2, "mpu": 2, "ops": 1, "data": 1, "csrc": 0,
+    "cli": 7, "pretrain": 7, "finetune": 7, "pretraining": 6, "finetuning": 6, "plan": 6, "evaluation": 6, "trainer": 5,
+    "convert": 4, "generation": 4, "models": 3, "checkpoint": 2, "mpu": 2, "ops": 1, "data": 1, "csrc": 0,
 }  # fmt: skip
 BESIDE = {("checkpoint", "mpu"), ("pretrain", "cli"), ("finetune", "cli")}
 # trainer/ stands above convert/, of which it may use the merge for an export, and knows nothing of decoding.
 APART = {("trainer", "generation"), ("pretraining", "finetuning"), ("finetuning", "pretraining")}
 MOST_FILES_OF_A_ROOM = 15
 MOST_SINGLE_IMPORTERS = 30
-MOST_LINES = 50_700
+MOST_LINES = 51_300
 LONGEST_USUAL_FUNCTION, LONGEST_FUNCTION, MOST_LONG_FUNCTIONS = 27, 60, 2
 MOST_LINES_OF_A_MODEL = 200
 MOST_TYPE_IGNORES = 19

@@ -28,7 +28,7 @@ BEFORE_RUN = (LOCK, NEW_DATA, NEW_ARGUMENTS)  # a process killed while it prepar
 OWN = (
     NEW_DATA, NEW_ARGUMENTS, "arguments.yaml", "metrics.jsonl", "metrics.partial", ".metrics.jsonl.partial",
     "tensorboard", "wandb", "loss.png", "data", "tokenizer", "hf", ".hf.shards", ".hf.partial", "report.html",
-    "trace.json",
+    "trace.json", "trackers.json", "comet",
 )  # fmt: skip
 OWN_CHECKPOINT = re.compile(
     r"\.?step-\d{6,}(\.(partial|deleted|abandoned\d*))?|\.(merged|\.merged\.partial|best\.partial)|best"

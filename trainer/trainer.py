@@ -42,7 +42,8 @@ from .launch.ranks import Ranks, on_first_rank
 from .logging.diagnostics import StepProfiler
 from .logging.provenance import command_line, git_commit, hardware, versions
 from .logging.report import Section, write_report
-from .logging.reporter import MetricsFile, Reporter, RunReporter, SilentReporter, TensorBoard, WeightsAndBiases
+from .logging.reporter import MetricsFile, Reporter, RunReporter, SilentReporter
+from .logging.trackers import TrackedRun, open_trackers
 from .loop import TrainingLoop
 from .lora import apply_lora
 from .run_folder import RunFolder
@@ -410,10 +411,11 @@ class Trainer:
             return SilentReporter()
         arguments, folder = self.arguments, self.run_folder
         board = Path(arguments.tensorboard_dir) if arguments.tensorboard_dir else folder.tensorboard
-        sinks: list[Any] = [MetricsFile(folder.metrics_file), TensorBoard(board, first_step)]
-        if arguments.wandb:
-            sinks.append(WeightsAndBiases(arguments.experiment_name, asdict(arguments), folder.path))
-        return RunReporter(self.console, sinks, first_step=first_step, total_steps=total_steps)
+        name = arguments.experiment_name or folder.path.name
+        run = TrackedRun(name, asdict(arguments), folder.path, first_step)
+        trackers = open_trackers(arguments.report_to, run, board, partial(self.console.print, markup=False))
+        logs = [MetricsFile(folder.metrics_file), *trackers]
+        return RunReporter(self.console, logs, first_step=first_step, total_steps=total_steps)
 
 
 def _of_restart(arguments: TrainingArguments) -> TrainingArguments:

@@ -1,6 +1,6 @@
 """Takes the pictures of docs/board.md with a headless Chromium.
 
-    python docs/scripts/board.py runs/quickstart runs/t5-quickstart
+python docs/scripts/board.py runs/quickstart runs/t5-quickstart
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def main(runs: list[str]) -> int:
             options = [f"--screenshot={PICTURES / name}", f"--window-size={window}", f"--user-data-dir={profile}"]
             settled = ["--virtual-time-budget=4000", "--hide-scrollbars", "--no-sandbox", "--disable-gpu"]
             url = f"http://127.0.0.1:{server.server_address[1]}/{address}"
-            subprocess.run([browser, "--headless", *options, *settled, url], check=True, capture_output=True, timeout=60)
+            subprocess.run(
+                [browser, "--headless", *options, *settled, url], check=True, capture_output=True, timeout=60
+            )
         server.shutdown()
     return 0
 

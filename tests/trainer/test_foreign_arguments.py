@@ -90,7 +90,7 @@ def test_a_share_of_the_training_file_is_held_out_as_its_percentage():
 
 REFUSED = [
     ("load_best_model_at_end", True, "save_best names a validation value"),
-    ("report_to", "wandb", "wandb=True adds Weights & Biases"),
+    ("wandb", True, "tensorboard wandb are TensorBoard and Weights & Biases"),
     ("data_parallel_size", 2, "it follows from the number of processes"),
     ("adafactor", "yes", "adafactor must be True or False, not 'yes'"),
     ("resume_from_checkpoint", 3, "resume must be True or False, not 3"),

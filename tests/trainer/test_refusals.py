@@ -56,7 +56,7 @@ REFUSED = [
     ({"clip_grad": float("nan")}, "clip_grad must be a finite number, not nan"),
     ({"epochs": "3"}, "epochs must be an integer, not '3'"),
     ({"env_type": "pytorch", "num_gpus": 4}, "env_type='pytorch' runs in one process, but num_gpus=4"),
-    ({"wandb": True}, "wandb=True needs the package wandb: pip install wandb"),
+    ({"report_to": "wandb"}, "report_to=wandb needs the package wandb: pip install wandb"),
     ({"master_port": 99999}, "master_port must be from 1 to 65535, not 99999"),
     ({"epochs": 0.5}, "epochs must be an integer, not 0.5"),
     ({"train_steps": 2.5}, "train_steps must be an integer or None, not 2.5"),

@@ -14,7 +14,7 @@ import pytest
 
 from shardzoo.trainer.logging.provenance import command_line, git_commit, hardware, versions
 from shardzoo.trainer.logging.report import plot_loss, write_report
-from shardzoo.trainer.logging.reporter import TensorBoard
+from shardzoo.trainer.logging.trackers import TensorBoard, TrackedRun
 from shardzoo.trainer.run_folder import RunFolder
 
 SPEED = {"train/seconds": 0.5, "train/tokens_per_second": 100.0, "train/mfu": 0.25, "train/memory_gb": 1.5}
@@ -196,7 +196,7 @@ def test_a_failed_writer_of_tensorboard_reports_nothing_by_itself(tmp_path, monk
     monkeypatch.setattr(_AsyncWriterThread, "run", fail)
     reported = []
     monkeypatch.setattr(threading, "excepthook", reported.append)
-    sink = TensorBoard(tmp_path, 0)
+    sink = TensorBoard(TrackedRun("run", {}, tmp_path, 0), tmp_path)
 
     def log():
         for step in range(100):

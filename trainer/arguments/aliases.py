@@ -88,11 +88,11 @@ _DATA = (
 )
 _CONTEXT = "sequences are split only within a tensor-parallel group: use sequence_parallel with model_parallel_size"
 _EXPERT = "the zoo has no mixture-of-experts models; leave it out"
-_REPORTS = "TensorBoard's events are always written; wandb=True adds Weights & Biases"
+_WANDB = "report_to names the trackers; tensorboard wandb are TensorBoard and Weights & Biases"
 _BEST = "save_best names a validation value, and keeps the checkpoint where it was best"
 EXPLAINED = {
     **dict.fromkeys(("load_best_model_at_end", "greater_is_better"), _BEST),
-    "report_to": _REPORTS,
+    "wandb": _WANDB,
     "torch_ort": "ONNX Runtime's training has ended; use torch_compile",
     "mode": "set task to text2text-generation for pairs, or to text-generation for plain text",
     "do_train": "name a train_file to train, or call train with a data set",
@@ -104,7 +104,8 @@ EXPLAINED = {
 # transformers' arguments -> the value that means what happens here anyway, with which they are taken.
 NOWHERE = object()
 AS_HERE: dict[str, Any] = {
-    "num_checkpoints": 1  # FlagAI: blocks between recomputed activations
+    "num_checkpoints": 1,  # FlagAI: blocks between recomputed activations
+    "wandb": False,
 }
 
 

@@ -6,12 +6,12 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from importlib.util import find_spec
 from numbers import Real
 from pathlib import PurePath
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
+from ..logging.trackers import checked_trackers
 from .aliases import with_argument_aliases
 from .deepspeed_file import arguments_of_file
 
@@ -185,8 +185,9 @@ class TrainingArguments:
     seed: int = 1234
     tf32: bool | None = None
     """Whether a GPU may multiply fp32 matrices in TF32; by default as PyTorch is set."""
-    wandb: bool = False
-    """Also log to Weights & Biases, which must be installed."""
+    report_to: tuple[str, ...] = ("tensorboard",)
+    """Experiment trackers that get the arguments and all values: tensorboard, wandb, mlflow, comet; or none. They must
+    be installed."""
     profile_steps: int = 0
     """Number of steps to record, after the first two, with torch's profiler; writes a Chrome trace to the run's
     folder."""
@@ -209,9 +210,7 @@ class TrainingArguments:
             raise ValueError(f"experiment_name must be a folder within save_dir, not {self.experiment_name!r}")
         if self.early_stopping_patience is not None and self.save_best is None:
             raise ValueError("early_stopping_patience needs save_best, the value that must improve, such as 'loss'")
-        package = find_spec("wandb") if self.wandb else None
-        if self.wandb and (package is None or package.origin is None):  # find_spec also finds a folder named wandb
-            raise ValueError("wandb=True needs the package wandb: pip install wandb")
+        object.__setattr__(self, "report_to", checked_trackers(texts("report_to", self.report_to)))
         self._check_lora()
         self._check_compiler()
         self._check_environment()

@@ -1,29 +1,22 @@
-"""Shows progress on the console, and logs values to metrics.jsonl, TensorBoard and Weights & Biases."""
+"""Shows progress on the console, and logs values to metrics.jsonl and to experiment trackers."""
 
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from .trackers import Tracker
+
 LINES_WITHOUT_TERMINAL = 20  # number of progress lines if the output is a file
 
 
 # "valid": an evaluation at an interval. "final": the one at the end, over all held-out samples.
 Evaluation = Literal["valid", "final"]
-
-
-class Sink(Protocol):
-    """A destination of logged values."""
-
-    def log(self, step: int, values: dict[str, float]) -> None: ...
-    def close(self) -> None: ...
 
 
 class MetricsFile:
@@ -42,57 +35,6 @@ class MetricsFile:
             self._file.close()
 
 
-class TensorBoard:
-    """Writes TensorBoard events. Hides those of steps after `first_step` that are from before a kill."""
-
-    def __init__(self, folder: Path, first_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # takes a second to import
-
-        # The file is opened at the first value, because a run may yet be refused.
-        self._open = partial(SummaryWriter, str(folder), purge_step=first_step + 1)
-        self._writer: SummaryWriter | None = None
-        self._hook, threading.excepthook = threading.excepthook, self._report
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        self._writer = self._writer or self._open()
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        try:
-            if self._writer is not None:
-                self._writer.close()
-        finally:
-            for thread in threading.enumerate():
-                if _is_writer(thread) and getattr(thread, "exception", None):  # it has told, and is about to report
-                    thread.join()
-            threading.excepthook = self._hook
-
-    def _report(self, failure: threading.ExceptHookArgs) -> None:
-        """Prints what ended a thread. The writer's thread tells its error to the next call of `log` or `close`."""
-        if not _is_writer(failure.thread):
-            self._hook(failure)
-
-
-def _is_writer(thread: threading.Thread | None) -> bool:
-    return type(thread).__module__.startswith("tensorboard.")
-
-
-class WeightsAndBiases:
-    """Logs to Weights & Biases."""
-
-    def __init__(self, name: str | None, arguments: dict[str, Any], folder: Path) -> None:
-        import wandb  # pyright: ignore[reportMissingImports]
-
-        self._run = wandb.init(name=name, config=arguments, dir=str(folder))
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        self._run.log(values, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
 class Reporter(Protocol):
     """Receives the events of a run, and is open while training runs. Only the first rank's shows and logs them."""
 
@@ -105,12 +47,14 @@ class Reporter(Protocol):
 
 
 class RunReporter:
-    """Shows progress on the console, and passes every logged value to the sinks."""
+    """Shows progress on the console, and passes every logged value to `MetricsFile` and the trackers."""
 
-    def __init__(self, console: Console, sinks: Sequence[Sink], *, first_step: int, total_steps: int | None) -> None:
+    def __init__(
+        self, console: Console, trackers: Sequence[Tracker], *, first_step: int, total_steps: int | None
+    ) -> None:
         self._console = console
         self._total = total_steps
-        self._sinks = sinks
+        self._trackers = trackers
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -130,8 +74,8 @@ class RunReporter:
 
     def __exit__(self, *exception: object) -> None:
         self._progress.stop()
-        for sink in self._sinks:
-            sink.close()
+        for tracker in self._trackers:
+            tracker.close()
 
     def training(self, step: int, values: dict[str, float]) -> None:
         self._log(step, "train", values)
@@ -154,8 +98,8 @@ class RunReporter:
 
     def _log(self, step: int, kind: str, values: dict[str, float]) -> None:
         named = {f"{kind}/{name}": value for name, value in values.items()}
-        for sink in self._sinks:
-            sink.log(step, named)
+        for tracker in self._trackers:
+            tracker.log(step, named)
 
 
 class SilentReporter:

@@ -1,0 +1,1 @@
+"""The command of lm-evaluation-harness, with models of the zoo."""

@@ -1,0 +1,110 @@
+"""`shardzoo lm-eval`: lm-evaluation-harness's own command, in which `--model shardzoo` is a model split over ranks."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ...evaluation import missing_packages
+from ...evaluation.arguments import ModelArguments
+from ...trainer.launch.launch import start_processes
+from ...trainer.launch.rank_info import RankInfo
+from ..console import exit_code_of
+
+MODEL = "shardzoo"
+HELP = f"""\
+The model `{MODEL}` is the default, and runs models of the zoo, split over processes that this command starts:
+
+  shardzoo lm-eval run --model_args pretrained=FOLDER,tensor_parallel_size=2 --tasks TASK --batch_size 8
+
+The rest is the command `lm-eval` of lm-evaluation-harness:
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command. Returns 0, 2 after a user's error, or the exit code of the process that failed first."""
+    launch = RankInfo.from_environment()
+    given = sys.argv[1:] if argv is None else list(argv)
+    return exit_code_of(lambda: start(given, launch), quiet=not launch.is_first)
+
+
+def start(given: list[str], launch: RankInfo) -> int:
+    if missing := missing_packages():
+        raise ValueError(missing)
+    from lm_eval._cli import HarnessCLI
+
+    harness = HarnessCLI()
+    if not given or given[0] in ("-h", "--help"):
+        print(HELP)
+    parsed = parse(harness, given)
+    if parsed.command != "run":
+        harness.execute(parsed)
+        return 0
+    model_args = choose_model(parsed)
+    if model_args is None:
+        harness.execute(parsed)
+        return 0
+    arguments = ModelArguments.of(model_args)
+    size = arguments.tensor_parallel_size
+    check(arguments, parsed)
+    if launch.world_size < size:
+        return start_processes(size)
+    run(harness, parsed, model_args, launch)
+    return 0
+
+
+def parse(harness: Any, given: list[str]) -> Namespace:
+    """Parses a command line as the harness does, which reads `sys.argv`."""
+    before, sys.argv = sys.argv, ["lm-eval", *given]
+    try:
+        return harness.parse_args()
+    finally:
+        sys.argv = before
+
+
+def choose_model(parsed: Namespace) -> dict[str, Any] | None:
+    """Returns the arguments of a model of ours, which is the default; None for another of the harness's models."""
+    import lm_eval.models  # noqa: F401  (registers the harness's own models)
+    from lm_eval.api.registry import model_registry
+    from lm_eval.config.evaluate_config import EvaluatorConfig
+    from lm_eval.utils import simple_parse_args_string
+
+    stored = EvaluatorConfig.load_yaml_config(parsed.config) if parsed.config else {}
+    parsed.model = parsed.model or stored.get("model") or MODEL
+    if parsed.model != MODEL:
+        if parsed.model not in model_registry:
+            raise ValueError(
+                f"--model: there is no model {parsed.model!r}; use {MODEL}, or one of the harness's, as hf"
+            )
+        return None
+    given = parsed.model_args or stored.get("model_args") or {}
+    return dict(simple_parse_args_string(given) if isinstance(given, str) else given)
+
+
+def check(arguments: ModelArguments, parsed: Namespace) -> None:
+    """Raises ValueError for what cannot work, before processes are started."""
+    from ...models import find_config
+    from ...models.common.transformer import check_heads
+
+    folder, *_ = arguments.folders()
+    if (folder / "config.json").exists():
+        check_heads(find_config(str(folder)).attention_heads, arguments.tensor_parallel_size)
+    batch_size = getattr(parsed, "batch_size", None)
+    if batch_size is not None:
+        replace(arguments, harness={**arguments.harness, "batch_size": batch_size})
+
+
+def run(harness: Any, parsed: Namespace, model_args: dict[str, Any], launch: RankInfo) -> None:
+    from lm_eval.utils import setup_logging
+
+    from ...evaluation import ShardzooLM, leading
+
+    if launch.is_first:
+        setup_logging()
+        with leading():
+            harness.execute(parsed)
+    else:
+        ShardzooLM(**model_args, device=parsed.device).serve()
