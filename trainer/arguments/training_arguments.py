@@ -55,6 +55,8 @@ class TrainingArguments:
     tensor_parallel_reduction: Literal["auto", "native", "fp32"] = "auto"
     """Who adds the ranks' partial results. native: the backend, such as NCCL, which rounds 16-bit sums at every hop.
     fp32: the ranks, which exchange them, add in fp32 and round once. auto: native on GPUs, fp32 on CPUs."""
+    distributed_backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """What the ranks communicate by. auto: NCCL on GPUs, else gloo. With gloo several ranks may share one GPU."""
     num_nodes: int = 1
     num_gpus: int = 1
     """Processes on each node, if the trainer starts them itself."""
