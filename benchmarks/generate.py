@@ -2,7 +2,7 @@
 
     python benchmarks/generate.py --models gpt2 t5-small --batches 1 8
 
-All sides decode greedily with the same weights, prompts, device and threads. transformers decodes with its dynamic and with its
+All sides decode greedily with the same weights, prompts and threads. transformers decodes with its dynamic and with its
 static cache, and with the compiled static cache if `--compiled` is given. If a side decodes other tokens, no side is
 timed and the program fails; they are compared in fp32, also if another type is timed. In each round every side runs
 once; ratios are those of the medians over all rounds.
@@ -46,7 +46,8 @@ SIZES = {  # as published
 
 TINY = {  # which show that everything runs
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 99, "n_positions": 64},
-    **dict.fromkeys(("t5-small", "t5-base"), {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "vocab_size": 99}),
+    "t5-small": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "vocab_size": 99},
+    "t5-base": {"d_model": 48, "d_kv": 8, "d_ff": 64, "num_layers": 3, "num_decoder_layers": 3, "vocab_size": 99},
 }
 
 Side = Callable[[int], Tensor]  # from the number of new tokens to the sequences

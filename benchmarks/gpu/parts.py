@@ -89,18 +89,18 @@ def measure(out: Path) -> list[Part]:
     tiny = ["--models", "gpt2", "--batches", "1", "--prompt", "4", "--new-tokens", "3", "--rounds", "1", "--tiny"]
     return [
         kernels(
-            "kernels", 60, out, ["--op", *rows, "--shape", *shapes, "--no-compile"],
+            "kernels", 50, out, ["--op", *rows, "--shape", *shapes, "--no-compile"],
             ["--op", "rms_norm", "--shape", "8x32", "16x32"],
         ),
         kernels("kernels_triton", 25, out, ["--op", *rows, "--shape", "8192x1024", "65536x4096", "--no-compile"],
                 ["--op", "bias_gelu", "--shape", "8x32"], "triton"),
-        kernels("kernels_compiled", 60, out, ["--op", *others, "layer_norm", "rms_norm", "--repetitions", "11"],
+        kernels("kernels_compiled", 50, out, ["--op", *others, "layer_norm", "rms_norm", "--repetitions", "11"],
                 ["--op", "cross_entropy", "--scale", "0.01"]),
-        kernels("attention", 50, out, [*attended, "--length", "512", "2048", "--repetitions", "9", "--no-compile"],
+        kernels("attention", 45, out, [*attended, "--length", "512", "2048", "--repetitions", "9", "--no-compile"],
                 [*attended, "--length", "8", "--scale", "0.001"], ""),
         *(
             script(f"steps_{name}", seconds, out, "--model", name, file="steps")
-            for name, seconds in zip(MODELS, (60, 45, 65, 65), strict=True)
+            for name, seconds in zip(MODELS, (75, 50, 75, 60), strict=True)
         ),
         script("libai", 35, out, "--model", "libai", file="steps"),
         decoding(35, out, ["--models", "gpt2", "t5-small", "--batches", "1", "8", "--dtype", "bfloat16"], tiny),
