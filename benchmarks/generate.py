@@ -4,7 +4,8 @@
 
 All sides decode greedily with the same weights, prompts and threads. transformers decodes with its dynamic and with its
 static cache, and with the compiled static cache if `--compiled` is given. If a side decodes other tokens, no side is
-timed and the program fails. In each round every side runs once; ratios are those of the medians over all rounds.
+timed and the program fails; they are compared in fp32, also if another type is timed. In each round every side runs
+once; ratios are those of the medians over all rounds.
 
 A step must read the weights and the cache at least once. The table shows which share of that bound each side reaches,
 with the memory bandwidth as the fastest of several reads. The size of the native cache is compared with its formula.
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages for all sides
 
@@ -42,6 +44,11 @@ SIZES = {  # as published
     "t5-base": transformers.T5Config(num_layers=12, d_model=768, num_heads=12, d_ff=3072, decoder_start_token_id=0),
 }
 
+TINY = {  # which show that everything runs
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 99, "n_positions": 64},
+    "t5-small": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "vocab_size": 99},
+    "t5-base": {"d_model": 48, "d_kv": 8, "d_ff": 64, "num_layers": 3, "num_decoder_layers": 3, "vocab_size": 99},
+}
 
 Side = Callable[[int], Tensor]  # from the number of new tokens to the sequences
 
@@ -56,6 +63,11 @@ class Arguments:
     """Tokens of each prompt."""
     new_tokens: int = 64
     rounds: int = 5
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """The type that is timed."""
+    tiny: bool = False
+    """Models of a few thousand parameters."""
     threads: int = 0
     """Threads of torch; 0 for torch's default."""
     compiled: bool = False
@@ -63,7 +75,7 @@ class Arguments:
     required: float = 0.0
     """Fail if native is not this many times as fast as the best of transformers."""
     json: Path | None = None
-    """File to add the figures to; they replace those of the same models and batch sizes."""
+    """File to add the figures to; they replace those of the same models, types and batch sizes."""
 
 
 def main() -> int:
@@ -73,25 +85,27 @@ def main() -> int:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     sizes = [(name, batch) for name in arguments.models for batch in arguments.batches]
-    results = [measure(name, batch, arguments) for name, batch in sizes]
-    for result in results:
-        show(result)
-    if arguments.json:
-        record(arguments.json, results)
+    results = []
+    for name, batch in sizes:
+        results.append(measure(name, batch, arguments))
+        show(results[-1])
+        if arguments.json:
+            record(arguments.json, results, arguments.device)
     return int(any("error" in result or result["ratio"] < arguments.required for result in results))
 
 
 def measure(name: str, batch: int, arguments: Arguments) -> dict:
     torch.manual_seed(0)
-    config = SIZES[name]
+    config = type(SIZES[name])(**SIZES[name].to_diff_dict() | TINY[name]) if arguments.tiny else SIZES[name]
     reference = (transformers.GPT2LMHeadModel if name == "gpt2" else transformers.T5ForConditionalGeneration)(config)
     reference.eval()
     reference.generation_config.eos_token_id = None  # all sides decode the same number of tokens
     reference.generation_config.pad_token_id = 0
     with tempfile.TemporaryDirectory() as folder:
         reference.save_pretrained(folder)
-        native = shardzoo.from_pretrained(folder)
-    ids = torch.randint(3, config.vocab_size, (batch, arguments.prompt))
+        native = shardzoo.from_pretrained(folder).to(arguments.device)
+    reference.to(arguments.device)
+    ids = torch.randint(3, config.vocab_size, (batch, arguments.prompt)).to(arguments.device)
     mask = torch.ones_like(ids)
 
     def by_transformers(**options) -> Side:
@@ -106,7 +120,13 @@ def measure(name: str, batch: int, arguments: Arguments) -> dict:
         "hf dynamic": by_transformers(),
         "hf static": by_transformers(cache_implementation="static", disable_compile=True),
     }
-    result = {"model": name, "batch": batch, "prompt": arguments.prompt, "new_tokens": arguments.new_tokens}
+    result = {
+        "model": name,
+        "dtype": arguments.dtype,
+        "batch": batch,
+        "prompt": arguments.prompt,
+        "new_tokens": arguments.new_tokens,
+    }
     if arguments.compiled:
         sides["hf static compiled"] = by_transformers(cache_implementation="static", compile_config=compilation())
     tokens, first_call = {}, {}
@@ -118,10 +138,15 @@ def measure(name: str, batch: int, arguments: Arguments) -> dict:
     wrong = [side for side, found in tokens.items() if not torch.equal(found, tokens["hf dynamic"])]
     if wrong:
         return result | {"error": f"{', '.join(wrong)} and transformers with its dynamic cache decoded other tokens"}
-    whole, prompt = (take_turns(sides, count, arguments.rounds) for count in (arguments.new_tokens, 1))
+    for model in (reference, native):
+        model.to(dtype=getattr(torch, arguments.dtype))
+    for decode in sides.values():
+        decode(2)
+    counts = (arguments.new_tokens, 1)
+    whole, prompt = (take_turns(sides, count, arguments.rounds, arguments.device) for count in counts)
     best = min(seconds for side, seconds in whole.items() if side != "native")
-    cache = cache_sizes(config, sides["native"], arguments.new_tokens)
-    least = bytes_of_a_step(native, cache["formula"], arguments) / read_bandwidth()
+    cache = cache_sizes(config, sides["native"], arguments.new_tokens, getattr(torch, arguments.dtype).itemsize)
+    least = bytes_of_a_step(native, cache["formula"], arguments) / read_bandwidth(arguments.device)
     return result | {
         "tokens_per_second": {side: batch * arguments.new_tokens / seconds for side, seconds in whole.items()},
         "first_token_ms": {side: 1000 * seconds for side, seconds in prompt.items()},
@@ -133,15 +158,23 @@ def measure(name: str, batch: int, arguments: Arguments) -> dict:
     }
 
 
-def take_turns(sides: dict[str, Side], count: int, rounds: int) -> dict[str, float]:
+def take_turns(sides: dict[str, Side], count: int, rounds: int, device: str) -> dict[str, float]:
     """Runs the sides alternately and returns the median seconds of each for `count` new tokens."""
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(rounds):
         for side, decode in sides.items():
+            wait_for(device)
             started = time.perf_counter()
             decode(count)
+            wait_for(device)
             seconds[side].append(time.perf_counter() - started)
     return {side: statistics.median(values) for side, values in seconds.items()}
+
+
+def wait_for(device: str) -> None:
+    """Waits until the device has done all that is queued."""
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def compilation() -> transformers.CompileConfig:
@@ -163,15 +196,17 @@ def bytes_of_a_step(native, cache: int, arguments: Arguments) -> float:
     return read + cache * (arguments.prompt + arguments.new_tokens / 2) / length
 
 
-def read_bandwidth() -> float:
-    """Returns the bytes per second of the fastest of several ways to read 512 MiB with all threads."""
-    data, vector = torch.ones(4096, 2**15), torch.ones(2**15)
+def read_bandwidth(device: str) -> float:
+    """Returns the bytes per second of the fastest of several ways to read 512 MiB (2 GiB of a GPU) in fp32."""
+    data, vector = torch.ones(2**14 if device == "cuda" else 2**12, 2**15, device=device), torch.ones(2**15)
+    vector = vector.to(device)
     with torch.inference_mode():
         reads = {"sum": data.sum, "max": data.max, "product": lambda: shardzoo.ops.linear(vector, data)}
-        return data.nbytes / min(take_turns({name: lambda _, f=f: f() for name, f in reads.items()}, 0, 7).values())
+        sides: dict[str, Side] = {name: lambda _, f=f: f() for name, f in reads.items()}
+        return data.nbytes / min(take_turns(sides, 0, 7, device).values())
 
 
-def cache_sizes(config, decode: Side, count: int) -> dict[str, int]:
+def cache_sizes(config, decode: Side, count: int, itemsize: int) -> dict[str, int]:
     """Returns the bytes of the cache that a call allocates, and those of the formula in docs/generation.md."""
     kept = []
     original = Decoder.__init__
@@ -190,20 +225,20 @@ def cache_sizes(config, decode: Side, count: int) -> dict[str, int]:
         layers, inner, source = config.num_layers, config.num_heads * config.d_kv, kept[0].sources[0].length
     else:
         layers, inner = config.n_layer, config.n_embd
-    return {"bytes": kept[0].nbytes, "formula": 2 * layers * rows * inner * (length - 1 + source) * 4}
+    return {"bytes": kept[0].nbytes, "formula": 2 * layers * rows * inner * (length - 1 + source) * itemsize}
 
 
-def record(path: Path, results: list[dict]) -> None:
+def record(path: Path, results: list[dict], device: str) -> None:
     environment = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "threads": torch.get_num_threads(),
-        "processor": processor(),
+        "processor": torch.cuda.get_device_name() if device == "cuda" else processor(),
         "load": f"{os.getloadavg()[0]:.1f} of {os.cpu_count()} cores",
     }
     known = json.loads(path.read_text())["results"] if path.exists() else []
-    done = {(result["model"], result["batch"]) for result in results}
-    known = [one for one in known if (one["model"], one["batch"]) not in done]
+    done = {(result["model"], result["dtype"], result["batch"]) for result in results}
+    known = [one for one in known if (one["model"], one.get("dtype", "float32"), one["batch"]) not in done]
     path.write_text(json.dumps({"environment": environment, "results": [*known, *results]}, indent=1) + "\n")
 
 

@@ -20,6 +20,7 @@ from ..ops import current_choice
 from ..ops.bench.cases import Case, cases
 from ..ops.bench.measure import Result, measure
 
+SHAPED = ("layer_norm", "rms_norm", "bias_gelu", "geglu", "swiglu", "bias_dropout_residual")  # those that --shape sizes
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -44,6 +45,8 @@ class Kernels:
     """Factor of the leading dimension, for quick runs."""
     length: tuple[int, ...] = (0,)
     """Sequence lengths of attention, e.g. 256 512 1024 2048; 0 for 256 on a CPU, 2,048 on a GPU."""
+    shape: tuple[str, ...] = ()
+    """Rows and columns of norms, activations and residuals, e.g. 8192x768 65536x4096."""
     compile: bool = True
     """Also measure torch.compile of the PyTorch code."""
     json: Path | None = None
@@ -73,9 +76,8 @@ def run(options: Kernels) -> int:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if options.threads:
         torch.set_num_threads(options.threads)
-    first, *longer = (cases(device, options.scale, length) for length in options.length)
-    chosen = first + [case for others in longer for case in others if case.name.startswith("attention")]
-    names = [case.name for case in chosen]
+    chosen = chosen_cases(options, device)
+    names = list(dict.fromkeys(case.name for case in chosen))
     unknown = [name for name in options.op if name not in names]
     if unknown:
         raise ValueError(f"there is no operator {unknown[0]!r} to measure; use {', '.join(names)}")
@@ -100,6 +102,26 @@ def run(options: Kernels) -> int:
     if options.plot:
         plot([result for result in results if not result.error], options.plot)
     return 1 if wrong else 0
+
+
+def chosen_cases(options: Kernels, device: str) -> list[Case]:
+    """Returns the cases at their usual sizes, and then those at the other lengths and shapes that are asked for."""
+    first, *longer = (cases(device, options.scale, length) for length in options.length)
+    found = first + [case for others in longer for case in others if case.name.startswith("attention")]
+    shapes = [parsed_shape(text) for text in options.shape]
+    if not shapes:
+        return found
+    fixed = [case for case in found if case.name not in SHAPED]
+    sized = (cases(device, options.scale, shape=shape) for shape in shapes)
+    return fixed + [case for others in sized for case in others if case.name in SHAPED]
+
+
+def parsed_shape(text: str) -> tuple[int, int]:
+    """Returns rows and columns from a text such as 8192x768. Raises ValueError for another text."""
+    rows, _, columns = text.partition("x")
+    if not (rows.isdecimal() and columns.isdecimal()) or int(rows) % 8 or not int(rows) * int(columns):
+        raise ValueError(f"--shape must be rows, a multiple of 8, and columns, such as 8192x768, not {text!r}")
+    return int(rows), int(columns)
 
 
 def attempt(case: Case, device: str, dtype: str, options: Kernels) -> Result:

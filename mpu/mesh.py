@@ -6,7 +6,7 @@ import atexit
 import os
 import socket
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .shard import describe_sizes, divisors
 
 AXES = ("pipeline", "data", "tensor")
+
+Backend = Literal["auto", "nccl", "gloo"]
 
 
 def validate_layout(world_size: int, tensor_parallel_size: int, pipeline_parallel_size: int = 1) -> int:
@@ -217,13 +219,21 @@ def join_process_group() -> bool:
     return True
 
 
-def init_process_group(timeout: timedelta | None = None) -> None:
-    """Creates the default process group from the launcher's variables: NCCL with GPUs, else gloo.
+def init_process_group(timeout: timedelta | None = None, backend: Backend = "auto") -> None:
+    """Creates the default process group from the launcher's variables.
+
+    "auto" is NCCL with GPUs, else gloo. gloo sends tensors of a GPU through the host's memory, but several ranks may
+    then share one GPU, which NCCL refuses.
 
     If MASTER_ADDR is this machine's loopback address, the rendezvous is open to this machine alone; torch's own
     listens on all addresses.
+
+    Raises ValueError for "nccl" without a GPU.
     """
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    has_gpu = torch.cuda.is_available()
+    if backend == "nccl" and not has_gpu:
+        raise ValueError("distributed_backend='nccl' needs a GPU, and this process sees none; use 'gloo' or 'auto'")
+    chosen = ("nccl" if has_gpu else "gloo") if backend == "auto" else backend
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent has opened a rendezvous
     if os.environ["MASTER_ADDR"] in ("localhost", "127.0.0.1") and not has_agent:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -231,9 +241,9 @@ def init_process_group(timeout: timedelta | None = None) -> None:
         descriptor = socket.create_server(address, backlog=world_size + 16).detach() if rank == 0 else None
         wait = timeout or timedelta(minutes=30)  # torch's default
         store = cast(Any, dist).TCPStore(*address, world_size, rank == 0, wait, master_listen_fd=descriptor)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=timeout)
         return
-    dist.init_process_group(backend, timeout=timeout)
+    dist.init_process_group(chosen, timeout=timeout)
 
 
 def _leave_process_group() -> None:

@@ -345,8 +345,15 @@ class Trainer:
                     "'deepspeed' or 'deepspeed+mpu'"
                 )
             return None, single_device(arguments.pytorch_device)
-        wait, stall = arguments.collective_timeout, arguments.stall_timeout
-        device = initialize_distributed(launch, collective_timeout=wait, stall_timeout=stall)
+        wait, backend = arguments.collective_timeout, arguments.distributed_backend
+        device = initialize_distributed(
+            launch, backend=backend, collective_timeout=wait, stall_timeout=arguments.stall_timeout
+        )
+        if arguments.pipeline_parallel_size > 1 and device.type != "cpu" and backend == "gloo":
+            raise ValueError(
+                "distributed_backend='gloo' cannot pass a GPU's tensors between pipeline stages; use 'nccl' with a GPU "
+                "for each process, or pipeline_parallel_size=1"
+            )
         mesh = mesh or ParallelMesh(arguments.model_parallel_size, arguments.pipeline_parallel_size)
         set_collective_timeout(mesh, wait)
         set_reduction(mesh.tp_group, arguments.tensor_parallel_reduction)

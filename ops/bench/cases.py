@@ -273,17 +273,19 @@ def _attention(name: str, size: tuple[int, int, int, int]) -> Case:
     )
 
 
-def cases(device: str, scale: float = 1.0, length: int = 0) -> list[Case]:
+def cases(device: str, scale: float = 1.0, length: int = 0, shape: tuple[int, int] | None = None) -> list[Case]:
     """Returns all cases, with the sizes of a training step on a CPU, or well beyond the L2 cache on a GPU.
 
     Args:
         scale: Multiplies the leading size, for quick runs.
         length: The positions of attention's sequences; 0 for 256 on a CPU, 2,048 on a GPU. Their tokens stay as many.
+        shape: Rows, a multiple of 8, and columns of norms, activations and residuals; by default 16,384 × 1,024 on a
+            CPU and 65,536 × 4,096 on a GPU.
     """
     big = device == "cuda"
     batch, rows = (max(1, int(n * scale)) for n in ((16, 65536) if big else (4, 16384)))
     rows = max(rows // 8, 1) * 8
-    width = 4096 if big else 1024
+    rows, width = shape or (rows, 4096 if big else 1024)
     classes, tokens = (131072, 8192) if big else (250112, 128)
     scores = (batch, 32, 1024, 1024) if big else (batch, 8, 1024, 1024)
     length = length or (2048 if big else 256)

@@ -59,7 +59,7 @@ def test_bench_refuses_a_speed_for_a_wrong_result(monkeypatch, capsys):
     wrong = next(case for case in cases("cpu", 0.001) if case.name == "bias_gelu")
     right = wrong.ours
     wrong.ours = lambda t: right(t) * (1.001 if t["x"].dtype == torch.float32 else 1.0)
-    monkeypatch.setattr(bench, "cases", lambda device, scale, length: [wrong])
+    monkeypatch.setattr(bench, "cases", lambda device, scale, length=0, shape=None: [wrong])
     assert bench.main([*QUICK, "--dtype", "float32"]) == 1
     assert "WRONG: bias_gelu float32: output is off by" in capsys.readouterr().out
     result = measure.measure(wrong, "cpu", torch.float32, repetitions=1, compiled=False)
@@ -74,7 +74,7 @@ def test_bench_goes_on_after_a_failure(tmp_path, monkeypatch, capsys):
         raise RuntimeError("out of memory\nand more")
 
     first.ours, second.rivals = fail, {"liger_gelu": fail}
-    monkeypatch.setattr(bench, "cases", lambda device, scale, length: [first, second])
+    monkeypatch.setattr(bench, "cases", lambda device, scale, length=0, shape=None: [first, second])
     report = tmp_path / "out.json"
     assert bench.main([*QUICK, "--dtype", "float32", "--json", str(report)]) == 1
     shown = capsys.readouterr().out

@@ -57,6 +57,8 @@ class TrainingArguments:
     fp32: the ranks, which exchange them, add in fp32 and round once. auto: native on GPUs, fp32 on CPUs."""
     symmetric_memory: bool = False
     """Fuse sequence parallelism's collectives with products, in torch's symmetric memory. For GPUs of one host."""
+    distributed_backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """What the ranks communicate by. auto: NCCL on GPUs, else gloo. With gloo several ranks may share one GPU."""
     num_nodes: int = 1
     num_gpus: int = 1
     """Processes on each node, if the trainer starts them itself."""

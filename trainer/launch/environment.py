@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ...mpu import shared_memory
-from ...mpu.mesh import ParallelMesh, init_process_group
+from ...mpu.mesh import Backend, ParallelMesh, init_process_group
 from .heartbeat import watch_peers
 from .rank_info import RankInfo, cpu_environment, free_port
 from .rank_process import LAUNCHER_PID, join_job
@@ -24,11 +24,14 @@ if not torch.accelerator.is_available():
 
 
 def initialize_distributed(
-    launch: RankInfo, *, collective_timeout: float = 1800.0, stall_timeout: float = 300.0
+    launch: RankInfo, *, backend: Backend = "auto", collective_timeout: float = 1800.0, stall_timeout: float = 300.0
 ) -> torch.device:
-    """Joins the process group (NCCL with GPUs, else gloo) and returns this process's device.
+    """Joins the process group and returns this process's device.
+
+    With fewer GPUs than ranks on this machine, the ranks take turns: local rank r has GPU r modulo their number.
 
     Args:
+        backend: See `mpu.mesh.init_process_group`.
         collective_timeout: Seconds that a collective waits for the other ranks.
         stall_timeout: Seconds after which a job that stands still is ended, if no launcher of ours watches it; 0 for
             never.
@@ -42,13 +45,14 @@ def initialize_distributed(
             os.environ.setdefault("RANK", "0")
             os.environ.setdefault("WORLD_SIZE", "1")
             os.environ.setdefault("LOCAL_RANK", "0")
-        init_process_group(timedelta(seconds=collective_timeout))
+        init_process_group(timedelta(seconds=collective_timeout), backend)
         atexit.register(leave_distributed)
         if launch.world_size > 1 and stall_timeout and LAUNCHER_PID not in os.environ:
             watch_peers(launch.rank, launch.world_size, launch.local_rank, stall_timeout, _connect)
     if torch.cuda.is_available():
         index = launch.local_rank % torch.cuda.device_count()  # under srun a task may see only its own GPU
         torch.cuda.set_device(index)
+        os.environ["LOCAL_RANK"] = str(index)  # DeepSpeed uses the GPU of this number
         return torch.device("cuda", index)
     torch.set_num_threads(int(cpu_environment(launch.local_world_size)["OMP_NUM_THREADS"]))
     return torch.device("cpu")

@@ -29,6 +29,7 @@ def ensure_processes(
     script: str | None = None,
     dry_run: bool = False,
     faults: Faults = DEFAULT_FAULTS,
+    shares_gpus: bool = False,
 ) -> RankInfo:
     """Returns the rank of this process, after starting the processes of the run if no launcher has.
 
@@ -41,6 +42,7 @@ def ensure_processes(
         script: A file to run with the arguments of this process; by default the script of this process.
         dry_run: Print the commands of the job, start nothing, and raise `SystemExit(0)`.
         faults: What to do about ranks that die or stand still.
+        shares_gpus: Whether there may be more processes than GPUs on a machine.
 
     Raises ValueError if there are fewer machines or GPUs than asked for, or the script cannot be run again.
     """
@@ -57,7 +59,9 @@ def ensure_processes(
             print(shlex.join([sys.executable, *own_command(script)]))
             raise SystemExit(0)
         return launch
-    raise SystemExit(start_processes(world_size, nodes, script=script, dry_run=dry_run, faults=faults))
+    raise SystemExit(
+        start_processes(world_size, nodes, script=script, dry_run=dry_run, faults=faults, shares_gpus=shares_gpus)
+    )
 
 
 def ensure_processes_of(arguments: TrainingArguments) -> RankInfo:
@@ -77,7 +81,10 @@ def ensure_processes_of(arguments: TrainingArguments) -> RankInfo:
     script, dry_run = arguments.training_script, arguments.dry_run
     smaller = smaller_jobs(arguments)
     faults = Faults(arguments.stall_timeout, arguments.grace_period, arguments.max_restarts, smaller)
-    return ensure_processes(processes_of(arguments), nodes, script=script, dry_run=dry_run, faults=faults)
+    shares = arguments.distributed_backend == "gloo"
+    return ensure_processes(
+        processes_of(arguments), nodes, script=script, dry_run=dry_run, faults=faults, shares_gpus=shares
+    )
 
 
 def processes_of(arguments: TrainingArguments) -> int:
@@ -103,11 +110,13 @@ def start_processes(
     script: str | None = None,
     dry_run: bool = False,
     faults: Faults = DEFAULT_FAULTS,
+    shares_gpus: bool = False,
 ) -> int:
     """Runs this process's command line as a job of several processes; returns its exit code. See `ensure_processes`."""
     slots = nodes.slots()
     if not slots:
-        check_gpus(world_size)
+        if not shares_gpus:
+            check_gpus(world_size)
         command = [sys.executable, *own_command(script)]
         if not dry_run:
             return run_ranks(command, world_size, faults)
@@ -158,7 +167,10 @@ def check_gpus(world_size: int) -> None:
     import torch
 
     if 0 < torch.cuda.device_count() < world_size:
-        raise ValueError(f"{world_size} processes need as many GPUs; this machine has {torch.cuda.device_count()}")
+        raise ValueError(
+            f"{world_size} processes need as many GPUs; this machine has {torch.cuda.device_count()}. With "
+            "distributed_backend='gloo' the trainer's processes may share them"
+        )
 
 
 def _describe(nodes: Nodes, command: Sequence[str], script: Sequence[str]) -> list[str]:

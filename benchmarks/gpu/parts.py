@@ -1,0 +1,110 @@
+"""The parts of the two calls of benchmarks/gpu.sh: their commands, time limits and packages, and their dry runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from packages import BUILD, COMMANDS, missing
+
+LONGEST_CALL = 9 * 60  # seconds
+PREPARATION = 35  # of them: packages, and the machine's facts
+MODELS = ("gpt2-medium", "bert-large", "t5-large", "gpt2-xl")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One program of a call.
+
+    Attributes:
+        seconds: Its time limit.
+        words: What follows the interpreter on its command line.
+        dry: What follows instead in a dry run.
+        needs: The import names of packages without which it is left out.
+        environment: Variables that it is given, and `dry_environment` in a dry run.
+    """
+
+    name: str
+    seconds: int
+    words: Sequence[str]
+    dry: Sequence[str]
+    needs: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    dry_environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def script(name: str, seconds: int, out: Path, *words: str, file: str = "") -> Part:
+    """Returns a part that is a script of this folder. All of them take --device, --tiny and --json."""
+    common = [f"benchmarks/gpu/{file or name}.py", *words, "--json", str(out / f"{name}.json")]
+    return Part(name, seconds, [*common, "--device", "cuda"], [*common, "--device", "cpu", "--tiny"])
+
+
+def kernels(
+    name: str, seconds: int, out: Path, words: Sequence[str], dry: Sequence[str], variant: str = "cuda"
+) -> Part:
+    """Returns a part of `shardzoo bench kernels` with the CUDA or the Triton kernels, or what training takes ("")."""
+    common = ["-m", "shardzoo.cli.main", "bench", "kernels", "--json", str(out / f"{name}.json")]
+    tiny = ["--device", "cpu", "--dtype", "float32", "--repetitions", "2", "--no-compile", *dry]
+    return Part(
+        name, seconds, [*common, "--device", "cuda", "--dtype", "bfloat16", *words], [*common, *tiny],
+        tuple(COMMANDS), {"SHARDZOO_KERNELS": variant} if variant else {},
+    )  # fmt: skip
+
+
+def decoding(seconds: int, out: Path, words: Sequence[str], dry: Sequence[str]) -> Part:
+    """Returns the part that decodes beside transformers; it refuses a speed if a side decodes other tokens."""
+    common = ["benchmarks/generate.py", "--json", str(out / "decoding.json")]
+    return Part("decoding", seconds, [*common, "--device", "cuda", *words], [*common, *dry], tuple(COMMANDS))
+
+
+def prove(out: Path) -> list[Part]:
+    """Returns the parts of the first call."""
+    workers = [] if missing(["xdist"]) else ["-n", "8"]  # compiling Triton's kernels is most of the tests' time
+    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/ops/test_gpu.py"]
+    build = {"SHARDZOO_CUDA": "1", "SHARDZOO_BUILD": "required"}
+    doctor = ["-m", "shardzoo.cli.main", "doctor"]
+    tiny = ["--models", "gpt2", "--batches", "1", "--prompt", "4", "--new-tokens", "3", "--rounds", "1", "--tiny"]
+    few = ["--prompt", "32", "--new-tokens", "32", "--rounds", "1"]
+    return [
+        Part("build", 90, ["csrc/build.py"], ["csrc/build.py"], tuple(BUILD), build, {"SHARDZOO_BUILD": "skip"}),
+        Part("doctor", 15, doctor, doctor, tuple(COMMANDS)),
+        Part(
+            "kernels", 100, [*tests, *workers], [*tests, "-k", "fp64 and rms_norm and float32 and cpp"],
+            dry_environment={"SHARDZOO_TEST_DEVICE": "cpu"},
+        ),
+        script("parity", 110, out),
+        script("training", 80, out),
+        script("sharing", 75, out),
+        decoding(30, out, ["--models", "gpt2", "t5-small", "--batches", "2", *few], tiny),
+    ]  # fmt: skip
+
+
+def measure(out: Path) -> list[Part]:
+    """Returns the parts of the second call."""
+    rows = ["layer_norm", "rms_norm", "bias_gelu", "geglu", "swiglu", "bias_dropout_residual"]
+    shapes = ["8192x768", "8192x1024", "8192x2048", "8192x4096", "65536x4096"]
+    others = ["masked_softmax", "softmax_bias", "cross_entropy"]
+    attended = ["--op", "attention", "attention_causal", "attention_bias"]
+    tiny = ["--models", "gpt2", "--batches", "1", "--prompt", "4", "--new-tokens", "3", "--rounds", "1", "--tiny"]
+    return [
+        kernels(
+            "kernels", 50, out, ["--op", *rows, "--shape", *shapes, "--no-compile"],
+            ["--op", "rms_norm", "--shape", "8x32", "16x32"],
+        ),
+        kernels("kernels_triton", 25, out, ["--op", *rows, "--shape", "8192x1024", "65536x4096", "--no-compile"],
+                ["--op", "bias_gelu", "--shape", "8x32"], "triton"),
+        kernels("kernels_compiled", 50, out, ["--op", *others, "layer_norm", "rms_norm", "--repetitions", "11"],
+                ["--op", "cross_entropy", "--scale", "0.01"]),
+        kernels("attention", 45, out, [*attended, "--length", "512", "2048", "--repetitions", "9", "--no-compile"],
+                [*attended, "--length", "8", "--scale", "0.001"], ""),
+        *(
+            script(f"steps_{name}", seconds, out, "--model", name, file="steps")
+            for name, seconds in zip(MODELS, (75, 50, 75, 60), strict=True)
+        ),
+        script("libai", 35, out, "--model", "libai", file="steps"),
+        decoding(35, out, ["--models", "gpt2", "t5-small", "--batches", "1", "8", "--dtype", "bfloat16"], tiny),
+    ]  # fmt: skip
+
+
+CALLS = {"prove": prove, "measure": measure}

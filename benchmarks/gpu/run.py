@@ -1,0 +1,172 @@
+"""Runs the parts of a call of benchmarks/gpu.sh, each with a time limit, and reports after each of them.
+
+A part that fails, hangs or lacks a package is reported and does not stop the others. The report is also written if the
+call itself is ended early. The exit code is 0 if all parts pass, 1 if not, and 2 if nothing can run here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from packages import ALL, REQUIRED, describe, install, missing
+from parts import CALLS, LONGEST_CALL, Part
+from report import Outcome, write
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTHING_RUNS = 2
+GRACE = 5  # seconds from SIGTERM to SIGKILL
+
+
+class Call:
+    """The state of a call: what its parts are given, and how those that ran have ended."""
+
+    def __init__(self, options: argparse.Namespace, site: Path) -> None:
+        self.name, self.folder, self.dry = options.call, Path(options.output).resolve(), options.dry_run
+        self.python = os.environ.get("PYTHON") or sys.executable
+        self.started = time.monotonic()
+        self.outcomes: list[Outcome] = []
+        self.facts: dict[str, Any] = {}
+        self.running: subprocess.Popen[bytes] | None = None
+        self.files = self.folder / self.name
+        self.files.mkdir(parents=True, exist_ok=True)
+        for path in self.files.iterdir():  # of an earlier call
+            path.unlink()
+        above = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
+        chosen = ("SHARDZOO_KERNELS", "TRITON_INTERPRET")
+        self.environment = {name: value for name, value in os.environ.items() if name not in chosen}
+        self.environment |= {"PYTHONPATH": ":".join(above), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+
+    def run(self, part: Part) -> None:
+        """Runs a part and notes how it ended."""
+        lacking, left = missing(part.needs), LONGEST_CALL - GRACE - (time.monotonic() - self.started)
+        if lacking or left < GRACE:
+            reason = f"not run: {describe(lacking)} missing" if lacking else "not run: the call's time is over"
+            self.note(Outcome(part.name, reason, 0.0))
+            return
+        print(f"== {part.name}", flush=True)
+        words, variables = (part.dry, part.dry_environment) if self.dry else (part.words, part.environment)
+        began, limit = time.monotonic(), min(part.seconds, left)
+        with (self.files / f"{part.name}.log").open("wb") as log:
+            code = self.wait([self.python, *words], self.environment | dict(variables), limit, log)
+        outcome = "passed" if code == 0 else f"failed ({code})" if code is not None else f"ended after {limit:.0f} s"
+        self.note(Outcome(part.name, outcome, time.monotonic() - began))
+
+    def wait(self, words: Sequence[str], environment: dict[str, str], limit: float, log: Any) -> int | None:
+        """Runs a program to its end; returns its exit code, or None if it had to be ended."""
+        self.running = subprocess.Popen(
+            words, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            return self.running.wait(limit)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            self.end_running()
+
+    def end_running(self) -> None:
+        """Ends the running program and all that it has started."""
+        process = self.running
+        if process is None:
+            return
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if process.poll() is None or number == signal.SIGKILL:
+                try:
+                    os.killpg(process.pid, number)
+                except ProcessLookupError:
+                    break
+            try:
+                process.wait(GRACE)
+            except subprocess.TimeoutExpired:
+                continue
+        self.running = None
+
+    def note(self, outcome: Outcome) -> None:
+        """Prints how a part ended, and renews the report."""
+        self.outcomes.append(outcome)
+        log = self.files / f"{outcome.part}.log"
+        print(f"   {outcome.part}: {outcome.outcome}, {outcome.seconds:.0f} s", flush=True)
+        if outcome.outcome != "passed" and log.exists():
+            lines = log.read_text(errors="replace").splitlines()[-5:]
+            print("\n".join(f"   | {line}" for line in lines), flush=True)
+        write(self.folder, self.name, self.facts, self.outcomes)
+
+
+def prepare(call: Call, site: Path) -> str:
+    """Installs missing packages from WHEELS and describes the machine. Returns why nothing can run here, or ""."""
+    wheels = os.environ.get("WHEELS")
+    if wheels and (names := install(Path(wheels).resolve(), site, call.python)):
+        print(f"installed from {wheels}: {len(names)} wheels")
+    sys.path.insert(0, str(site))
+    if lacking := missing(ALL):
+        print(f"missing packages: {describe(lacking)}. benchmarks/gpu_wheels.sh gathers them for WHEELS", flush=True)
+    if needed := missing(REQUIRED):
+        return f"nothing runs without {describe(needed)}"
+    path = call.files / "machine.json"
+    words = ["benchmarks/gpu/machine.py", "--device", "cpu" if call.dry else "cuda", "--json", str(path)]
+    with (call.files / "machine.log").open("w+b") as log:
+        code = call.wait([call.python, *words], call.environment, 60, log)
+        log.seek(0)
+        text = log.read().decode(errors="replace").strip()
+    if code:
+        return text.splitlines()[-1] if text else f"the machine could not be described ({code})"
+    if code is None:
+        return "importing PyTorch and finding the GPU took more than 60 s"
+    call.facts = json.loads(path.read_text())
+    return ""
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="benchmarks/gpu.sh", description=__doc__)
+    parser.add_argument("call", choices=tuple(CALLS))
+    parser.add_argument("--output", default=str(ROOT / "benchmarks/results/gpu"), help="folder of the report")
+    parser.add_argument("--parts", nargs="+", metavar="NAME", help="only these parts")
+    parser.add_argument("--dry-run", action="store_true", help="on the CPU, in tiny sizes")
+    options = parser.parse_args(words)
+    known = [part.name for part in CALLS[options.call](Path())]
+    if unknown := sorted(set(options.parts or ()) - set(known)):
+        parser.error(f"there is no part {unknown[0]!r}; use {', '.join(known)}")
+    return options
+
+
+def stop(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def main(words: Sequence[str]) -> int:
+    options = parse(words)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    with tempfile.TemporaryDirectory() as folder:
+        site = Path(folder)
+        (site / "shardzoo").symlink_to(ROOT)  # the checkout is the package
+        call = Call(options, site)
+        try:
+            if reason := prepare(call, site):
+                print(f"error: {reason}", file=sys.stderr)
+                return NOTHING_RUNS
+        except (ValueError, subprocess.CalledProcessError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return NOTHING_RUNS
+        chosen = [part for part in CALLS[call.name](call.files) if part.name in (options.parts or [part.name])]
+        try:
+            for part in chosen:
+                call.run(part)
+        finally:
+            for part in chosen[len(call.outcomes) :]:
+                call.outcomes.append(Outcome(part.name, "not run: the call was ended", 0.0))
+            print(f"report: {write(call.folder, call.name, call.facts, call.outcomes)}")
+    return int(any(outcome.outcome != "passed" for outcome in call.outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,114 @@
+"""The models whose steps benchmarks/gpu/steps.py measures, at their published depth, and their batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from shardzoo.models import find_config
+from shardzoo.models.common.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and the batch of a step.
+
+    Attributes:
+        auto: The class of transformers that builds it.
+        length, target: Tokens of a sequence; of an encoder-decoder's target.
+        masked: Whether batches have an attention mask. Without one, kernels without masks can compute.
+        precision: Of weights and activations, as the trainer's argument.
+        tf32: Whether fp32 products may be TF32.
+        compiled: Whether compiled blocks are measured too, for which the deepest model leaves no time.
+        note: What the title of its table says.
+        sizes: Changed values of a tiny model.
+    """
+
+    preset: str
+    auto: str
+    batch: int
+    length: int
+    target: int = 0
+    masked: bool = False
+    precision: str = "bf16"
+    tf32: bool = False
+    compiled: bool = True
+    note: str = ""
+    sizes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+
+    @property
+    def tokens(self) -> int:
+        """Of a batch: those of the inputs, and of an encoder-decoder's targets."""
+        return self.batch * (self.length + self.target)
+
+    def tiny(self) -> Workload:
+        return replace(self, batch=2, length=16, target=8 if self.target else 0)
+
+    def config(self, tiny: bool) -> ModelConfig:
+        return find_config(self.preset).with_changes(**(self.sizes if tiny else {}))
+
+
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 99, "bos_token_id": 0, "eos_token_id": 0}
+BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 99}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 99}
+WORKLOADS = {
+    "gpt2-medium": Workload("gpt2-medium", "AutoModelForCausalLM", 16, 1024, sizes=GPT2),
+    "gpt2-xl": Workload("gpt2-xl", "AutoModelForCausalLM", 8, 1024, compiled=False, sizes=GPT2),
+    "bert-large": Workload("bert-large-uncased", "AutoModelForMaskedLM", 32, 512, sizes=BERT),
+    "t5-large": Workload("t5-large", "AutoModelForSeq2SeqLM", 16, 512, 128, sizes=T5),
+    "libai": Workload(
+        "mt5-libai", "AutoModelForSeq2SeqLM", 16, 512, 128, masked=True, precision="fp32", tf32=True, compiled=False,
+        note="LiBai's workload, of which 70 samples/s on one A100 are published", sizes=T5,
+    ),
+}  # fmt: skip
+
+
+def build(workload: Workload, config: ModelConfig, device: str) -> nn.Module:
+    """Returns transformers' model with new weights, made on the device."""
+    values = transformers.AutoConfig.for_model(**config.to_dict())
+    values.use_cache = False
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = getattr(transformers, workload.auto).from_config(values, attn_implementation="sdpa")
+        if not values.tie_word_embeddings and hasattr(model, "lm_head"):  # its own start gives losses of hundreds
+            nn.init.normal_(model.lm_head.weight, std=values.hidden_size**-0.5)
+    return model.to(device, workload.dtype)
+
+
+def sample(workload: Workload, vocabulary: int, index: int) -> dict[str, Tensor]:
+    """Returns sample `index` of an endless dataset, in CPU memory: random tokens, none of them padding."""
+    generator = torch.Generator().manual_seed(index)
+
+    def ids(length: int) -> Tensor:
+        return torch.randint(5, vocabulary, (length,), generator=generator)
+
+    inputs = ids(workload.length)
+    labels = ids(workload.target) if workload.target else inputs.clone()
+    if "Masked" in workload.auto:
+        labels[torch.rand(workload.length, generator=generator) > 0.15] = -100
+    mask = {"attention_mask": torch.ones_like(inputs)} if workload.masked else {}
+    return {"input_ids": inputs, "labels": labels, **mask}
+
+
+def batch_of(workload: Workload, vocabulary: int, device: str) -> dict[str, Tensor]:
+    """Returns a batch on the device."""
+    samples = [sample(workload, vocabulary, index) for index in range(workload.batch)]
+    return {name: torch.stack([one[name] for one in samples]).to(device) for name in samples[0]}
+
+
+class Samples:
+    """The endless dataset, as the trainer takes it."""
+
+    def __init__(self, workload: Workload, vocabulary: int) -> None:
+        self.workload, self.vocabulary = workload, vocabulary
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return sample(self.workload, self.vocabulary, index)
