@@ -154,7 +154,7 @@ def is_wide(instruction: Instruction) -> bool:
 
 
 def main_loop(code: Sequence[Instruction]) -> list[int]:
-    """Returns the longest way through the innermost loop with the most 128-bit accesses; [] if no loop has any."""
+    """Returns the longest way through the innermost loop with the most 128-bit loads; [] if no loop has any."""
     loops = [(i.target, n) for n, i in enumerate(code) if i.is_branch and i.target < n]
     ways = {}
     for head, tail in loops:
@@ -166,7 +166,7 @@ def main_loop(code: Sequence[Instruction]) -> list[int]:
         for (head, tail), way in ways.items()
         if not any(head <= h and t <= tail and (h, t) != (head, tail) for h, t in ways)
     ]
-    return max(inner, key=lambda way: sum(is_wide(code[i]) for i in way), default=[])
+    return max(inner, key=lambda way: sum(is_wide(code[i]) for i in way if code[i].opcode.startswith("LDG")), default=[])
 
 
 def whole_way(code: Sequence[Instruction]) -> list[int]:
