@@ -88,7 +88,7 @@ __device__ __forceinline__ void write_zeros(T* out, int64_t first, int64_t colum
 // The thread that writes the target's element reads it before, and writes it again after the others: so the loop tests
 // no element.
 template <class T, int N>
-__global__ void __launch_bounds__(kThreads) cross_entropy_grad_kernel(CrossEntropyGrad a) {
+__global__ void __launch_bounds__(kThreads, 2) cross_entropy_grad_kernel(CrossEntropyGrad a) {
   using C = Compute<T>;
   const int64_t whole = a.columns / N * N;
   for (int64_t r = blockIdx.x; r < a.rows; r += gridDim.x) {

@@ -87,7 +87,7 @@ MUTANTS = {
         "gelu",
     ),
     "second of two rows": ("elementwise.cuh", "two = begin(r + step)", "two = begin(r)", "tall_gelu"),
-    "rows between a block's": ("elementwise.cuh", "r += 2 * step", "r += step", "tall_gelu"),
+    "rows between a block's": ("elementwise.cuh", "r += 2 * step", "r += step", "tall_bias_gelu"),
     "rows of the last chunk": (
         "elementwise.cuh",
         "first + chunk_rows < rows ? first + chunk_rows : rows",
@@ -142,7 +142,7 @@ MUTANTS = {
         "row -= rows_per_sample",
         "tall_dropout",
     ),
-    "step of dropout": ("dropout.cu", "rows_each = step % rows_per_sample", "rows_each = step", "tall_dropout"),
+    "step of dropout": ("dropout.cu", "rows_each = step % rows_per_sample", "rows_each = step", "tall_short"),
     "padding of the vocabulary": ("cross_entropy.cu", "last < a.columns)", "last <= a.columns)", "padded_vocabulary"),
     "gradient of the padding": ("cross_entropy.cu", "last < a.columns ?", "last <= a.columns ?", "padded_vocab"),
     "stride of a row": (
@@ -196,9 +196,11 @@ def odd_cases(rows: int, columns: int) -> dict[str, conftest.Case]:
 def tall_cases() -> dict[str, conftest.Case]:
     """Returns cases of whole vectors and of so many rows that threads and teams have several."""
     cases = conftest.build_cases(rows=70, columns=136)
-    wide = {"layer_norm": (27, 576)}  # teams of several warps
-    cases |= {name: conftest.build_cases(*size)[name] for name, size in wide.items()}
-    return {f"tall_{name}": cases[name] for name in ("bias_gelu", "gelu", "layer_norm", "dropout", "swiglu")}
+    cases["layer_norm"] = conftest.build_cases(rows=27, columns=576)["layer_norm"]  # teams of several warps
+    tall = {f"tall_{name}": cases[name] for name in ("bias_gelu", "gelu", "layer_norm", "dropout", "swiglu")}
+    samples = torch.randn(40, 3, 136, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    tensors = {"x": samples, "keys": ops.dropout_keys(7, 5, 40)}  # a thread's next row is ten samples on
+    return {**tall, "tall_short_samples": conftest.Case(ops.dropout, tensors, ("x",), {"p": 0.4})}
 
 
 def misaligned(tensor: torch.Tensor) -> torch.Tensor:
