@@ -20,10 +20,13 @@ SHARDZOO_HASH uint64_t row_key(int64_t sample_key, int64_t row) {
   return z ^ (z >> 31);
 }
 
+// The row of attention probabilities of a query of a head, as counted in the unsplit tensor.
+SHARDZOO_HASH int64_t head_row(int64_t head, int64_t query) { return (head << 32) + query; }
+
 // The row of attention probabilities of the unit-th (head, query) of a tensor whose first head is `first_head`. It does
 // not depend on the number of queries, which padding changes.
 SHARDZOO_HASH int64_t attention_row(int64_t first_head, int64_t unit, int64_t queries) {
-  return ((first_head + unit / queries) << 32) + unit % queries;
+  return head_row(first_head + unit / queries, unit % queries);
 }
 
 // The hash of the element in `column` of a row whose key has these halves. Either the column or the halves may be

@@ -136,7 +136,7 @@ struct DropoutBackward {
 struct CrossEntropyStats {
   const void* logits;
   const int64_t* target;
-  void *maximum, *sum_exp, *target_logit, *sum_logits;  // wide [rows]
+  void *maximum, *sum_exp, *target_logit, *sum_logits;  // wide [rows]; sum_logits may be null
   int64_t rows, row_stride, first, columns;
 };
 
@@ -201,6 +201,9 @@ int shardzoo_cpu_has_amx();
 
 // Queues a whole kernel on a CUDA stream of the current device. Returns 0, a cudaError_t, or -1 as above.
 int shardzoo_cuda_run(int kernel, int dtype, const void* parameters, void* stream);
+
+// The multiprocessors of the current device.
+int shardzoo_cuda_multiprocessors();
 
 // Text of a cudaError_t.
 const char* shardzoo_cuda_error(int code);

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from .library import LIBRARY, Op, compute_dtype, empty_pooled, runs_compiled, same_dtype
+from .library import LIBRARY, Op, compute_dtype, empty_placeholder, empty_pooled, runs_compiled, same_dtype
 from .matmul import addmm, autocast_arguments, matmul
 
 IGNORE_INDEX = -100
@@ -31,22 +31,22 @@ CHUNK_ELEMENTS = 1 << 21  # logits that are widened at once: 8 MiB in fp32
 # Logits of `linear_cross_entropy` that exist at a time if there are more than MOST_WHOLE. The backward pass may have to
 # compute them again, which is a fourth product besides three; fewer logits are therefore kept.
 MOST_WHOLE, AT_A_TIME = 10**9, 1 << 26
-Gather = Callable[[Tensor], Tensor]  # each rank's [3, T] -> [ranks, 3, T]
+Gather = Callable[[Tensor], Tensor]  # each rank's [2 or 3, T] -> [ranks, 2 or 3, T]
 SumGrad = Callable[[Tensor], Callable[[], Tensor]]  # starts the sum over the ranks; the returned function finishes it
 
 
-def stats_reference(logits, target, first, columns):
-    """Returns (maximum, sum of exp(x - maximum), target logit or 0, sum of logits), each [T]."""
+def stats_reference(logits, target, first, columns, with_sum):
+    """Returns (maximum, sum of exp(x - maximum), target logit or 0, sum of logits or a placeholder), each [T]."""
     x = logits[:, :columns].to(compute_dtype(logits))
     here = (target >= first) & (target < first + columns)
     if columns == 0:
         zero = torch.zeros_like(target, dtype=x.dtype)
-        return zero - float("inf"), zero, zero.clone(), zero.clone()
+        return zero - float("inf"), zero, zero.clone(), zero.clone() if with_sum else empty_placeholder(x)
     maximum = x.amax(-1)
     shift = torch.where(maximum == float("-inf"), 0.0, maximum)
     sum_exp = torch.exp(x - shift[:, None]).sum(-1)
     picked = x.gather(1, (target - first).clamp(0, columns - 1)[:, None])[:, 0]
-    return maximum, sum_exp, torch.where(here, picked, 0.0), x.sum(-1)
+    return maximum, sum_exp, torch.where(here, picked, 0.0), x.sum(-1) if with_sum else empty_placeholder(x)
 
 
 def grad_reference(logits, target, grad, log_z, first, columns, num_classes, label_smoothing, z_loss, ignore_index):
@@ -60,8 +60,10 @@ def grad_reference(logits, target, grad, log_z, first, columns, num_classes, lab
     return (torch.nn.functional.pad(result, (0, logits.shape[1] - columns)).to(logits.dtype),)
 
 
-def _allocate_stats(logits, target, first, columns):
-    return tuple(logits.new_empty(logits.shape[0], dtype=compute_dtype(logits)) for _ in range(4))
+def _allocate_stats(logits, target, first, columns, with_sum):
+    rows = logits.shape[0]
+    sizes = (rows, rows, rows, rows if with_sum else 0)
+    return tuple(logits.new_empty(size, dtype=compute_dtype(logits)) for size in sizes)
 
 
 def _check_columns(logits, columns):
@@ -69,9 +71,9 @@ def _check_columns(logits, columns):
         raise ValueError(f"columns must be in 0..{logits.shape[1]}, got {columns}")
 
 
-def _prepare_stats(logits, target, first, columns):
+def _prepare_stats(logits, target, first, columns, with_sum):
     _check_columns(logits, columns)
-    return same_dtype(logits) or (logits.contiguous(), target.to(torch.int64).contiguous(), first, columns)
+    return same_dtype(logits) or (logits.contiguous(), target.to(torch.int64).contiguous(), first, columns, with_sum)
 
 
 def _prepare_grad(logits, target, grad, log_z, *settings):
@@ -84,7 +86,7 @@ def _prepare_grad(logits, target, grad, log_z, *settings):
 _SETTINGS = "SymInt first, SymInt columns, SymInt num_classes, float label_smoothing, float z_loss, int ignore_index"
 stats_op = Op(
     "cross_entropy_stats",
-    "Tensor logits, Tensor target, SymInt first, SymInt columns",
+    "Tensor logits, Tensor target, SymInt first, SymInt columns, bool with_sum",
     ("maximum", "sum_exp", "target_logit", "sum_logits"),
     allocate=_allocate_stats,
     reference=stats_reference,
@@ -121,7 +123,7 @@ LIBRARY.define(
 
 def _loss(logits, target, label_smoothing, z_loss, ignore_index):
     columns = logits.shape[1]
-    maximum, sum_exp, picked, total = stats_op(logits, target, 0, columns)
+    maximum, sum_exp, picked, total = stats_op(logits, target, 0, columns, label_smoothing != 0)
     log_z = maximum + torch.log(sum_exp)
     losses = cross_entropy_loss(
         log_z,
@@ -138,7 +140,7 @@ def _loss(logits, target, label_smoothing, z_loss, ignore_index):
 
 LIBRARY.impl("cross_entropy", _loss, "CompositeExplicitAutograd")
 torch.library.register_fake(
-    "shardzoo::cross_entropy", lambda logits, *_: _allocate_stats(logits, None, 0, 0)[:2], lib=LIBRARY
+    "shardzoo::cross_entropy", lambda logits, *_: _allocate_stats(logits, None, 0, 0, False)[:2], lib=LIBRARY
 )
 
 
@@ -164,7 +166,7 @@ def _check(logits: Tensor, target: Tensor) -> None:
 
 
 def cross_entropy_stats(
-    logits: Tensor, target: Tensor, first: int, columns: int
+    logits: Tensor, target: Tensor, first: int, columns: int, *, with_sum: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the statistics of a rank's logits, in one pass over them. Not differentiable.
 
@@ -173,6 +175,7 @@ def cross_entropy_stats(
         target: int64 [T], class numbers in the whole vocabulary.
         first: The rank's first column.
         columns: The number of the rank's columns; 0 on a rank that holds only padding.
+        with_sum: Whether to compute sum_logits, which label smoothing needs; otherwise it has size 0.
 
     Returns:
         maximum, sum_exp (of exp(x - maximum)), target_logit (0 if another rank has the target), sum_logits:
@@ -180,7 +183,7 @@ def cross_entropy_stats(
     """
     _check(logits, target)
     _check_columns(logits, columns)
-    return stats_op(logits, target, first, columns)
+    return stats_op(logits, target, first, columns, with_sum)
 
 
 def cross_entropy_loss(
@@ -315,7 +318,7 @@ class _TokenCrossEntropy(Function):
     @staticmethod
     def forward(ctx, logits: Tensor, target: Tensor, settings: tuple) -> Tensor:
         columns = _columns(logits.shape[1], settings)
-        stats = _statistics(logits, target, settings[-2], columns)
+        stats = _statistics(logits, target, settings, columns)
         losses, log_z, ctx.settings = _token_losses(stats, columns, target, *settings)
         ctx.save_for_backward(logits, target, log_z)
         return losses
@@ -350,7 +353,7 @@ class _LinearCrossEntropy(Function):
             logits, (losses, log_z) = None, _chunked_losses(ctx, hidden, weight, bias, target, columns, settings)
         else:
             logits = addmm(bias, hidden, weight.t())  # [T, Vp]
-            stats = _statistics(logits, target, settings[-2], columns)
+            stats = _statistics(logits, target, settings, columns)
             losses, log_z, ctx.settings = _token_losses(stats, columns, target, *settings)
         ctx.save_for_backward(hidden, weight, bias, logits, target, log_z)
         ctx.sum_grad, ctx.spent = sum_grad, False
@@ -428,7 +431,7 @@ def _chunked_losses(ctx, hidden, weight, bias, target, columns, settings) -> tup
     every, sums = [], []
     for part in _chunks(len(hidden), len(weight), AT_A_TIME):
         logits = addmm(bias, hidden[part], weight.t())
-        stats = _statistics(logits, target[part], settings[-2], columns)
+        stats = _statistics(logits, target[part], settings, columns)
         losses, log_z, ctx.settings = _token_losses(stats, columns, target[part], *settings)
         if ctx.sums is not None:
             ctx.sums.add(part, logits, target[part], torch.ones_like(losses), log_z, ctx.settings)
@@ -458,15 +461,21 @@ def _columns(width: int, settings: tuple) -> int:
     return min(max(settings[0] - settings[-2], 0), width)
 
 
-def _statistics(logits: Tensor, target: Tensor, first: int, columns: int) -> Tensor:
-    """Returns [3, T]: the log of the sum of exp, the target's logit and the sum of logits of this rank's columns."""
-    stats = logits.new_empty(3, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32))
+def _statistics(logits: Tensor, target: Tensor, settings: tuple, columns: int) -> Tensor:
+    """Returns [2 or 3, T]: the log of the sum of exp, the target's logit and, for smoothing, the sum of logits.
+
+    They are those of this rank's columns; `settings` are those of `_token_losses`.
+    """
+    smoothing, first = settings[2] != 0, settings[-2]
+    stats = logits.new_empty(2 + smoothing, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32))
     for rows in _calls(logits):
         maximum, sum_exp, picked, total = torch.ops.shardzoo.cross_entropy_stats(
-            logits[rows], target[rows], first, columns
+            logits[rows], target[rows], first, columns, smoothing
         )
         stats[0, rows] = maximum + sum_exp.log()
-        stats[1, rows], stats[2, rows] = picked, total
+        stats[1, rows] = picked
+        if smoothing:
+            stats[2, rows] = total
     return stats
 
 
@@ -485,8 +494,7 @@ def _token_losses(
 
     `stats` and `columns` are those of `_statistics`.
     """
-    stats = stats if smoothing else stats[:2]
-    stats = gather(stats) if gather else stats[None]  # [ranks, 3, T]
+    stats = gather(stats) if gather else stats[None]  # [ranks, 2 or 3, T]
     log_z = stats[:, 0].logsumexp(0)  # [T]
     losses = log_z - (1 - smoothing) * stats[:, 1].sum(0)
     if smoothing:

@@ -22,6 +22,11 @@ void* current_cuda_stream(int32_t device) {
   return stream;
 }
 
+int64_t multiprocessors(const Tensor& like) {
+  const torch::stable::accelerator::DeviceGuard guard(like.get_device_index());
+  return shardzoo_cuda_multiprocessors();
+}
+
 void run_cuda(Kernel kernel, const Tensor& like, const void* parameters) {
   const int32_t device = like.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
@@ -29,6 +34,7 @@ void run_cuda(Kernel kernel, const Tensor& like, const void* parameters) {
   STD_TORCH_CHECK(error == 0, "CUDA kernel ", static_cast<int>(kernel), ": ", shardzoo_cuda_error(error));
 }
 #else
+int64_t multiprocessors(const Tensor&) { return 1; }
 void run_cuda(Kernel, const Tensor&, const void*) { STD_TORCH_CHECK(false, "built without CUDA kernels"); }
 #endif
 
@@ -41,6 +47,12 @@ void run(Kernel kernel, const Tensor& like, const void* parameters, int64_t unit
   torch::stable::parallel_for(0, units, grain, [&](int64_t begin, int64_t end) {
     shardzoo_cpu_run(kernel, dtype, parameters, begin, end);  // cannot fail: `kernel` and `dtype` exist
   });
+}
+
+Chunks::Chunks(const Tensor& x) {
+  const int64_t rows = rows_of(x), most = x.is_cpu() ? 256 : multiprocessors(x), least = x.is_cpu() ? 32 : 8;
+  rows_each = std::max(least, (rows + most - 1) / most);
+  count = (rows + rows_each - 1) / rows_each;
 }
 
 Tensor partial_sums(const Tensor& like, const Chunks& chunks, int64_t columns) {

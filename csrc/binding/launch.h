@@ -60,16 +60,12 @@ inline Dropout dropout_of(const OptionalTensor& keys, double p, int64_t first_ro
 // Runs `units` units of a kernel, of `unit_size` elements each, on the device and in the dtype of `like`.
 void run(Kernel kernel, const Tensor& like, const void* parameters, int64_t units, int64_t unit_size);
 
-// Column sums are computed over chunks of rows. The chunk size depends only on the shape, so results are the same in
-// every run and for any number of threads.
+// Column sums are computed over chunks of rows: on a GPU one for each multiprocessor, on a CPU more than it has threads.
+// Their size depends only on the shape and the device, so results are the same in every run and for any number of
+// threads.
 struct Chunks {
-  explicit Chunks(const Tensor& x)
-      : rows_each(std::max<int64_t>(32, (rows_of(x) + most(x) - 1) / most(x))),
-        count((rows_of(x) + rows_each - 1) / rows_each) {}
+  explicit Chunks(const Tensor& x);
   int64_t rows_each, count;
-
- private:
-  static int64_t most(const Tensor& x) { return x.is_cpu() ? 256 : 512; }
 };
 
 // An uninitialized tensor [chunks, columns] in the type of the computation, for partial column sums.

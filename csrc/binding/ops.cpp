@@ -161,13 +161,14 @@ void bias_dropout_residual_backward(const Tensor& grad, const OptionalTensor& ke
   if (has_bias) sum_columns(*partial, grad_bias);
 }
 
-void cross_entropy_stats(const Tensor& logits, const Tensor& target, int64_t first, int64_t columns,
+void cross_entropy_stats(const Tensor& logits, const Tensor& target, int64_t first, int64_t columns, bool with_sum,
                          const Tensor& maximum, const Tensor& sum_exp, const Tensor& target_logit,
                          const Tensor& sum_logits) {
   const CrossEntropyStats a = {input(logits),        integers(target),   output(maximum), output(sum_exp),
                                output(target_logit), output(sum_logits), logits.size(0),  logits.size(1),
                                first,                columns};
-  check_sizes(a.rows, {target, maximum, sum_exp, target_logit, sum_logits});
+  check_sizes(a.rows, {target, maximum, sum_exp, target_logit});
+  check_sizes(with_sum ? a.rows : 0, {sum_logits});
   run(kCrossEntropyStats, logits, &a, a.rows, a.row_stride);
 }
 
@@ -294,7 +295,7 @@ STABLE_TORCH_LIBRARY(shardzoo_kernels, m) {
       "bias_dropout_residual_backward(Tensor grad, Tensor? keys, float p, int first_row, int first_column, "
       "bool has_bias, Tensor(a!) grad_x, Tensor(b!) grad_bias) -> ()");
   m.def(
-      "cross_entropy_stats(Tensor logits, Tensor target, int first, int columns, Tensor(a!) maximum, "
+      "cross_entropy_stats(Tensor logits, Tensor target, int first, int columns, bool with_sum, Tensor(a!) maximum, "
       "Tensor(b!) sum_exp, Tensor(c!) target_logit, Tensor(d!) sum_logits) -> ()");
   m.def(
       "cross_entropy_grad(Tensor logits, Tensor target, Tensor grad, Tensor log_z, int first, int columns, "

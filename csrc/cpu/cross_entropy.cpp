@@ -53,7 +53,7 @@ void cross_entropy_stats(const CrossEntropyStats& a, int64_t begin, int64_t end)
     const bool here = column >= 0 && column < a.columns;
     static_cast<C*>(a.maximum)[r] = top;
     static_cast<C*>(a.sum_exp)[r] = sum_lanes<C>(exps);
-    static_cast<C*>(a.sum_logits)[r] = sum_lanes<C>(sums);
+    if (a.sum_logits != nullptr) static_cast<C*>(a.sum_logits)[r] = sum_lanes<C>(sums);
     static_cast<C*>(a.target_logit)[r] = here ? load(x + column, Part{1})[0] : 0;
   }
 }

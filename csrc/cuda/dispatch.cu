@@ -28,6 +28,8 @@ extern "C" int shardzoo_cuda_run(int kernel, int dtype, const void* p, void* str
 #undef SHARDZOO_CASE
 }
 
+extern "C" int shardzoo_cuda_multiprocessors() { return shardzoo::multiprocessors(); }
+
 extern "C" const char* shardzoo_cuda_error(int code) {
   return code < 0 ? "no such kernel" : cudaGetErrorString(static_cast<cudaError_t>(code));
 }

@@ -1,4 +1,4 @@
-// Kernels without a reduction along the row: a thread processes one vector of columns in all rows.
+// Kernels without a reduction along the row: a thread processes one vector of columns in many rows.
 #pragma once
 
 #include "common.cuh"
@@ -6,57 +6,77 @@
 namespace shardzoo {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256;   // of a block without column sums; with them it has up to kTeamThreads
+constexpr int kBlocksEach = 4;  // blocks of a multiprocessor
 
-// Calls step(row, column) for a block's rows. Blocks are kThreads threads, `width` of them along the columns.
-template <int N, class F>
-__device__ __forceinline__ void each_row(int64_t rows, int64_t columns, F step) {
-  const int64_t column = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * N;
-  if (column >= columns) return;
-  const int64_t stride = static_cast<int64_t>(gridDim.y) * blockDim.y;
-#pragma unroll(N > 1 ? 2 : 1)
-  for (int64_t r = static_cast<int64_t>(blockIdx.y) * blockDim.y + threadIdx.y; r < rows; r += stride) {
-    step(r, column);
-  }
+// A thread's first column.
+template <int N>
+__device__ __forceinline__ int64_t own_column() {
+  return (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * N;
 }
 
-// Calls step(row, column, sums) for a chunk of rows, blockIdx.y, then writes the sums of the columns.
-template <class C, int N, class F>
+// Calls finish(row, begin(row)) for the rows first, first + step, ... below `stop`. Begins two rows before it finishes
+// them, so that the loads of both are under way.
+template <int N, class Begin, class Finish>
+__device__ __forceinline__ void two_at_a_time(int64_t first, int64_t step, int64_t stop, Begin begin, Finish finish) {
+  int64_t r = first;
+  if constexpr (N > 1) {
+    for (; r + step < stop; r += 2 * step) {
+      const auto one = begin(r), two = begin(r + step);
+      finish(r, one);
+      finish(r + step, two);
+    }
+  }
+  for (; r < stop; r += step) finish(r, begin(r));
+}
+
+// Calls begin and finish for the rows of this thread's column, which it shares with the blocks above and below.
+template <int N, class Begin, class Finish>
+__device__ __forceinline__ void each_row(int64_t rows, Begin begin, Finish finish) {
+  const int64_t step = static_cast<int64_t>(gridDim.y) * blockDim.y;
+  two_at_a_time<N>(static_cast<int64_t>(blockIdx.y) * blockDim.y + threadIdx.y, step, rows, begin, finish);
+}
+
+// The same for the rows of a chunk, blockIdx.y, which the block's teams take in turns. Then it writes the sums of the
+// thread's columns, which `finish` adds up in `sums`. All threads of the block must call it.
+template <class C, int N, class Begin, class Finish>
 __device__ __forceinline__ void each_row_of_chunk(int64_t rows, int64_t columns, int64_t chunk_rows, void* partial,
-                                                  F step) {
-  const int64_t column = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * N;
-  if (column >= columns) return;
-  const int64_t chunk = blockIdx.y, first = chunk * chunk_rows;
+                                                  C (&sums)[N], Begin begin, Finish finish) {
+  const int64_t column = own_column<N>(), chunk = blockIdx.y, first = chunk * chunk_rows;
   const int64_t stop = first + chunk_rows < rows ? first + chunk_rows : rows;
-  C sums[N] = {};
-#pragma unroll(N > 1 ? 2 : 1)
-  for (int64_t r = first; r < stop; ++r) step(r, column, sums);
+  if (column < columns) two_at_a_time<N>(first + threadIdx.y, blockDim.y, stop, begin, finish);
   if (partial == nullptr) return;
-#pragma unroll
-  for (int j = 0; j < N; ++j) at<C>(partial, chunk * columns + column)[j] = sums[j];
+  add_teams(sums);
+  if (threadIdx.y != 0 || column >= columns) return;
+  store_wide<C, N>(at<C>(partial, chunk * columns + column), sums);
 }
 
 struct Launch {
   dim3 grid, block;
 };
 
-// For each_row: narrow rows share a block.
+// The threads along the columns: whole warps, and as many in every block of a row.
+inline Launch across(int64_t columns, int n, int most) {
+  const int64_t vectors = (columns + n - 1) / n, tiles = (vectors + most - 1) / most;
+  return {dim3(static_cast<unsigned>(tiles)), dim3(threads_for((vectors + tiles - 1) / tiles, 1, most))};
+}
+
+// For each_row: as many blocks as the device runs at a time, so that a thread prepares once for many rows.
 inline Launch over_rows(int64_t rows, int64_t columns, int n) {
-  const int64_t vectors = (columns + n - 1) / n;
-  int width = 32;
-  while (width < kThreads && width < vectors) width *= 2;
-  const int height = kThreads / width;
-  const int64_t tiles = (vectors + width - 1) / width, bands = (rows + height - 1) / height;
-  return {dim3(static_cast<unsigned>(tiles), static_cast<unsigned>(bands < 65535 ? bands : 65535)),
-          dim3(width, height)};
+  Launch l = across(columns, n, kThreads);
+  l.block.y = kThreads / l.block.x;
+  const int64_t bands = (rows + l.block.y - 1) / l.block.y;
+  const int64_t room = (static_cast<int64_t>(multiprocessors()) * kBlocksEach + l.grid.x - 1) / l.grid.x;
+  l.grid.y = static_cast<unsigned>(bands < room ? bands : room);
+  return l;
 }
 
 // For each_row_of_chunk: the binding creates at most 65535 chunks.
 inline Launch over_chunks(int64_t rows, int64_t columns, int64_t chunk_rows, int n) {
-  const int64_t vectors = (columns + n - 1) / n;
-  const int width = threads_for(vectors, 1, kThreads);
-  const int64_t tiles = (vectors + width - 1) / width, chunks = (rows + chunk_rows - 1) / chunk_rows;
-  return {dim3(static_cast<unsigned>(tiles), static_cast<unsigned>(chunks)), dim3(width)};
+  Launch l = across(columns, n, kThreads);
+  l.block = teams_of(l.block.x, chunk_rows);
+  l.grid.y = static_cast<unsigned>((rows + chunk_rows - 1) / chunk_rows);
+  return l;
 }
 
 }  // namespace

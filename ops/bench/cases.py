@@ -227,7 +227,7 @@ def _cross_entropy(rows: int, columns: int) -> Case:
         ("x",),
         lambda t: ops.cross_entropy(t["x"], t["target"]),
         lambda t: F.cross_entropy(t["x"].float(), t["target"], reduction="none"),
-        ("cross_entropy_stats", lambda t: (t["x"], t["target"], 0, t["x"].shape[1])),
+        ("cross_entropy_stats", lambda t: (t["x"], t["target"], 0, t["x"].shape[1], False)),
         ("cross_entropy_grad", backward_arguments),
         1,
         2,

@@ -21,6 +21,7 @@ def stats(
     row_stride,
     first,
     columns,
+    WITH_SUM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -32,7 +33,8 @@ def stats(
         column = offset + tl.arange(0, BLOCK)
         inside = column < columns
         x = tl.load(start + column, mask=inside, other=0.0).to(tl.float32)
-        totals += x
+        if WITH_SUM:
+            totals += x
         x = tl.where(inside, x, float("-inf"))
         larger = tl.where(x > tops, x, tops)
         shift = tl.where(larger == float("-inf"), 0.0, larger)
@@ -46,7 +48,8 @@ def stats(
     here = (column >= 0) & (column < columns)
     tl.store(maximum_ptr + row, top)
     tl.store(sum_exp_ptr + row, tl.sum(sums * rescale, axis=0))
-    tl.store(sum_logits_ptr + row, tl.sum(totals, axis=0))
+    if WITH_SUM:
+        tl.store(sum_logits_ptr + row, tl.sum(totals, axis=0))
     picked = tl.load(start + tl.where(here, column, 0)).to(tl.float32)
     tl.store(target_logit_ptr + row, tl.where(here, picked, 0.0))
 
@@ -83,11 +86,13 @@ def gradient(
         tl.store(grad_logits_ptr + at, grad.to(grad_logits_ptr.dtype.element_ty), mask=column < row_stride)
 
 
-def _stats(logits, target, first, columns, maximum, sum_exp, target_logit, sum_logits):
+def _stats(logits, target, first, columns, with_sum, maximum, sum_exp, target_logit, sum_logits):
     rows, width = logits.shape
     block = min(block_of(width), LARGEST_BLOCK)
     outputs = (maximum, sum_exp, target_logit, sum_logits)
-    stats[(rows,)](logits, target, *outputs, width, first, columns, BLOCK=block, num_warps=warps_of(block))
+    stats[(rows,)](
+        logits, target, *outputs, width, first, columns, WITH_SUM=with_sum, BLOCK=block, num_warps=warps_of(block)
+    )
 
 
 def _gradient(

@@ -18,3 +18,8 @@ inline __nv_bfloat16 __float2bfloat16_rn(float x) {
   if (x != x) return {static_cast<uint16_t>(wide >> 16 | 0x40)};
   return {static_cast<uint16_t>((wide + 0x7FFF + (wide >> 16 & 1)) >> 16)};
 }
+
+struct __nv_bfloat162 {
+  __nv_bfloat16 x, y;
+};
+inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {__float2bfloat16_rn(x), __float2bfloat16_rn(y)}; }

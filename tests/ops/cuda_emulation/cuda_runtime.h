@@ -14,8 +14,16 @@ struct dim3 {
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
 
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+
 using cudaStream_t = void*;
 enum cudaError_t : int { cudaSuccess = 0 };
+enum cudaDeviceAttr : int { cudaDevAttrMultiProcessorCount };
+// So few multiprocessors that a persistent block has several rows, even of a small tensor.
+inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) { return *value = 2, cudaSuccess; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
 
@@ -34,6 +42,9 @@ void begin_shared(void* start, size_t bytes);
 void check_bounds(unsigned most_threads);
 
 uint64_t shuffle_xor(unsigned mask, uint64_t bits, int offset);
+
+// What PTX's .ftz does with results too small to be normal.
+inline float flush(float x) { return std::fabs(x) < 1.17549435e-38f ? 0.0f * x : x; }
 }  // namespace emulation
 
 #define threadIdx (::emulation::thread_index)
@@ -52,4 +63,18 @@ T __shfl_xor_sync(unsigned mask, T value, int offset) {
   return value;
 }
 
-#define __expf(x) std::exp(static_cast<float>(x))
+template <class T>
+T __ldg(const T* from) {
+  return *from;
+}
+inline float __uint_as_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+inline uint32_t __float_as_uint(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }

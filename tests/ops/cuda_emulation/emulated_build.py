@@ -24,20 +24,33 @@ import build as library  # noqa: E402
 UNDEFINED = ("-fsanitize=undefined", "-fno-sanitize-recover=all")
 SANITIZERS = ("-g1", "-fsanitize=address")
 LAUNCH = re.compile(r"([\w<>]+?)<<<(.+), (dim3\(.*?\)|[\w.]+), 0, stream>>>\((.*?)\);")
-SHARED = re.compile(r"__shared__ ([^;\[]+? (\w+)(?:\[\d+\])+);")
-BOUNDS = re.compile(r"__global__ void __launch_bounds__\((\w+)\) (\w+\([^)]*\) \{)")
+SHARED = re.compile(r"__shared__ ([^;\[]+? (\w+)(?:\[\w+\])+);")
+BOUNDS = re.compile(r"__global__ void __launch_bounds__\(([^,()]+)(?:, \w+)?\) (\w+\([^)]*\) \{)")
+PTX = {
+    re.compile(r'asm\("ex2\.approx\.ftz\.f32 %0, %1;" : "=f"\((\w+)\) : "f"\((\w+)\)\);'): (
+        r"\1 = emulation::flush(std::exp2(\2));"
+    ),
+    re.compile(r'asm\("rcp\.approx\.ftz\.f32 %0, %1;" : "=f"\((\w+)\) : "f"\((\w+)\)\);'): (
+        r"\1 = emulation::flush(1.0f / \2);"
+    ),
+    re.compile(r'asm volatile\("st\.global\.v4\.u32 [^;]*;" ::"l"\((\w+)\), "r"\((\w+)\.x\)[^;]*;'): (
+        r"*static_cast<uint4*>(\1) = \2;"
+    ),
+}
 
 
 def rewrite(text: str) -> str:
-    """Returns a CUDA source as C++: with launches, shared memory and launch bounds by the emulator.
+    """Returns a CUDA source as C++: with launches, shared memory, launch bounds and PTX by the emulator.
 
     Raises:
-        ValueError: A launch, a shared variable or a kernel is written in a way that the emulation does not know.
+        ValueError: One of them is written in a way that the emulation does not know.
     """
     text = LAUNCH.sub(r"emulation::launch(\2, \3, [&] { \1(\4); });", text)
     text = SHARED.sub(r"static \1; emulation::begin_shared(\2, sizeof(\2));", text)
     text = BOUNDS.sub(r"void \2 emulation::check_bounds(\1);", text)
-    if left := re.search(r"<<<|__shared__|__global__|__launch_bounds__", text):
+    for instruction, code in PTX.items():
+        text = instruction.sub(code, text)
+    if left := re.search(r"<<<|__shared__|__global__|__launch_bounds__|\basm\b", text):
         raise ValueError(f"the emulation of CUDA does not know how to rewrite {text[left.start() :][:80]!r}")
     return text.replace('#include "../', f'#include "{CSRC}/')
 

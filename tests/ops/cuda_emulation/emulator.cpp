@@ -145,12 +145,14 @@ void run_block(int threads) {
 void launch(dim3 grid, dim3 block, const std::function<void()>& kernel) {
   const uint64_t threads = uint64_t{block.x} * block.y * block.z;
   if (threads == 0 || threads > kMostThreads) refuse("a block must have 1 to 1,024 threads");
-  if (grid.x == 0 || grid.y == 0 || grid.x > 0x7FFFFFFF || grid.y > 65535) refuse("a grid's size is out of range");
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.x > 0x7FFFFFFF || grid.y > 65535 || grid.z > 65535) refuse("a grid's size is out of range");
   body = &kernel, block_size = block, grid_size = grid;
-  for (const unsigned y : ordered(static_cast<int>(grid.y))) {
-    for (const unsigned x : ordered(static_cast<int>(grid.x))) {
-      block_index = dim3(x, y, 0);
-      run_block(static_cast<int>(threads));
+  for (const unsigned z : ordered(static_cast<int>(grid.z))) {
+    for (const unsigned y : ordered(static_cast<int>(grid.y))) {
+      for (const unsigned x : ordered(static_cast<int>(grid.x))) {
+        block_index = dim3(x, y, z);
+        run_block(static_cast<int>(threads));
+      }
     }
   }
 }

@@ -26,18 +26,14 @@ import conftest  # noqa: E402
 
 # name: (file of csrc/cuda, text, what replaces it, beginnings of the names of the cases that reach it)
 MUTANTS = {
-    "barrier before a reduction": (
-        "common.cuh",
-        "__syncthreads();  // of_warps may still be read by the reduction before this one",
-        "",
-        "layer_norm",
-    ),
+    "turns of a reduction": ("common.cuh", "of_warps[turn ^= 1]", "of_warps[turn]", "layer_norm"),
     "barrier inside a reduction": (
         "common.cuh",
-        "= value;\n  __syncthreads();\n  value = of_warps[0]",
-        "= value;\n  value = of_warps[0]",
+        "= value;\n  __syncthreads();\n  if (lane",
+        "= value;\n  if (lane",
         "rms_norm",
     ),
+    "team of a reduction": ("common.cuh", " + threadIdx.y * warps", "", "tall_layer_norm"),
     "barrier of column sums": ("norm.cu", "= sum;\n  __syncthreads();", "= sum;", "layer_norm"),
     "barrier that one warp skips": (
         "norm.cu",
@@ -45,14 +41,18 @@ MUTANTS = {
         "= sum;\n  if (warp != 0 || column >= a.columns) return;\n  __syncthreads();",
         "layer_norm",
     ),
-    "one warp left out of a reduction": (
-        "common.cuh",
-        "for (int warp = 1; warp",
-        "for (int warp = 2; warp",
-        "rms_norm",
-    ),
+    "one warp left out of a reduction": ("common.cuh", "if (lane < warps) value", "if (lane < warps - 1) value", "rms"),
     "half of the lanes left out": ("common.cuh", "int offset = 16; offset", "int offset = 8; offset", "rms_norm"),
     "blocks of broken warps": ("common.cuh", "(threads + 31) / 32 * 32", "threads", "softmax"),
+    "barrier before the teams' sums": (
+        "common.cuh",
+        "__syncthreads();  // of_threads may still be read by the call before",
+        "",
+        "layer_norm",
+    ),
+    "barrier of the teams' sums": ("common.cuh", "= sums[j];\n  __syncthreads();", "= sums[j];", "layer_norm"),
+    "one team left out": ("common.cuh", "for (int team = 1;", "for (int team = 2;", "layer_norm"),
+    "too many teams": ("common.cuh", "kTeamThreads / threads", "1024 / threads", "tall_layer_norm"),
     "divisibility of columns": ("common.cuh", "columns % kVector<T> == 0 && ", "", "gelu"),
     "alignment of pointers": ("common.cuh", " && (aligned(pointers, 16) && ...)", "", "rms_norm"),
     "alignment of one pointer": ("norm.cu", "(a.columns, a.x, a.residual,", "(a.columns, a.x,", "add_rms_norm"),
@@ -64,8 +64,8 @@ MUTANTS = {
     ),
     "divisibility of a gate's rows": (
         "activation.cu",
-        "fit = even && vectors_fit<T>(a.columns, a.gate, a.up, a.y)",
-        "fit = vectors_fit<T>(a.columns, a.gate, a.up, a.y)",
+        "even && vectors_fit<T>(a.columns, a.gate, a.up, a.y)",
+        "vectors_fit<T>(a.columns, a.gate, a.up, a.y)",
         "gate_of_odd_rows",
     ),
     "columns: one too many": (
@@ -75,17 +75,19 @@ MUTANTS = {
         "rms",
     ),
     "columns: one thread too many": (
-        "elementwise.cuh",
-        "if (column >= columns) return;\n  const int64_t stride",
-        "if (column > columns) return;\n  const int64_t stride",
+        "activation.cu",
+        "if (column >= a.columns) return;",
+        "if (column > a.columns) return;",
         "swiglu",
     ),
     "rows of a tile": (
         "elementwise.cuh",
-        "blockIdx.y) * blockDim.y + threadIdx.y; r",
-        "blockIdx.y) * blockDim.y; r",
+        "blockIdx.y) * blockDim.y + threadIdx.y, step",
+        "blockIdx.y) * blockDim.y, step",
         "gelu",
     ),
+    "second of two rows": ("elementwise.cuh", "two = begin(r + step)", "two = begin(r)", "tall_gelu"),
+    "rows between a block's": ("elementwise.cuh", "r += 2 * step", "r += step", "tall_bias_gelu"),
     "rows of the last chunk": (
         "elementwise.cuh",
         "first + chunk_rows < rows ? first + chunk_rows : rows",
@@ -98,51 +100,60 @@ MUTANTS = {
         "first + a.chunk_rows",
         "layer_norm",
     ),
-    "divisor of the mean": (
+    "row that is fetched ahead": ("norm.cu", "(a, r + blockDim.y, stop)", "(a, r, stop)", "tall_layer_norm"),
+    "row after the last": ("norm.cu", "if (r >= stop) return row;", "", "many_rows"),
+    "rows that a team skips": (
         "norm.cu",
-        ".first / count;  // the mean",
-        ".first / (count + 1);  // the mean",
-        "layer_norm",
+        "base < stop; base += blockDim.y",
+        "base < stop; base += 99",
+        "tall_layer_norm",
     ),
+    "divisor of the mean": ("norm.cu", "/ count;  // the mean", "/ (count + 1);  // the mean", "layer_norm"),
     "last partial sum": ("norm.cu", "for (int w = 1; w < 32; ++w)", "for (int w = 1; w < 2; ++w)", "many_rows"),
-    "sums of long rows": ("norm.cu", "if (!Kept && r > first)", "if (!Kept && r > first + 1)", "layer_norm"),
+    "sums of long rows": ("norm.cu", "(r > first ? to_weight", "(r > first + 1 ? to_weight", "layer_norm"),
     "causal limit": ("softmax.cu", "q + a.columns - a.queries + 1", "q + a.columns - a.queries", "softmax_causal"),
-    "last visible column": ("softmax.cu", "column + j < row.limit", "column + j <= row.limit", "softmax_causal"),
+    "last visible column": ("softmax.cu", "j < left ? z[j]", "j <= left ? z[j]", "softmax_causal"),
     "gradient of a shared bias": (
         "softmax.cu",
         "bias_sum[k][j] += p[k][j]",
         "bias_sum[k][j] = p[k][j]",
-        "softmax_bias",
+        "many_samples",
     ),
+    "samples of a team": ("softmax.cu", "base += blockDim.y", "base += 1", "softmax_bias"),
+    "sample after the last": ("softmax.cu", "if (!is_row) continue;", "", "many_samples"),
     "gradient of a long bias": ("softmax.cu", "first += blockDim.x)", "first += 2 * blockDim.x)", "softmax_bias"),
     "launch bounds": (
         "softmax.cu",
-        "kEach<T, 1>, threads = threads_for(a.columns, each, 512)",
+        "kEach<T, 1>, threads = threads_for(a.columns, each, kTeamThreads)",
         "kEach<T, 1>, threads = threads_for(a.columns, each, 1024)",
         "softmax_head",
     ),
     "column of dropout": ("common.cuh", "d.first_column + column", "column", "dropout"),
-    "row of dropout": ("dropout.cu", "d.first_row + r % rows_per_sample", "r % rows_per_sample", "bias_dropout"),
-    "sample of dropout": ("dropout.cu", "d.keys[r / rows_per_sample]", "d.keys[r / (rows_per_sample + 1)]", "dropout"),
-    "padding of the vocabulary": (
-        "cross_entropy.cu",
-        "valid = column + j < a.columns",
-        "valid = column + j <= a.columns",
-        "padded_vocabulary",
+    "row of dropout": ("dropout.cu", "dropout.first_row + row", "row", "bias_dropout"),
+    "sample of dropout": (
+        "dropout.cu",
+        "sample = first / rows_per_sample",
+        "sample = first / (rows_per_sample + 1)",
+        "dropout",
     ),
-    "gradient of the padding": (
-        "cross_entropy.cu",
-        "column + j >= a.columns",
-        "column + j > a.columns",
-        "padded_vocab",
+    "next sample of dropout": (
+        "dropout.cu",
+        "row -= rows_per_sample, ++sample",
+        "row -= rows_per_sample",
+        "tall_dropout",
     ),
+    "step of dropout": ("dropout.cu", "rows_each = step % rows_per_sample", "rows_each = step", "tall_short"),
+    "padding of the vocabulary": ("cross_entropy.cu", "last < a.columns)", "last <= a.columns)", "padded_vocabulary"),
+    "gradient of the padding": ("cross_entropy.cu", "last < a.columns ?", "last <= a.columns ?", "padded_vocab"),
     "stride of a row": (
         "cross_entropy.cu",
-        "column < a.columns; column += kThreads * N",
-        "column < a.columns; column += kThreads",
+        "column + kThreads * N < whole; column += 2 * kThreads * N",
+        "column + kThreads * N < whole; column += kThreads * N",
         "cross_entropy",
     ),
-    "a larger maximum": ("cross_entropy.cu", "*= exponential(largest_and_sum.first - top)", "*= C(1)", "cross_entropy"),
+    "a larger maximum": ("cross_entropy.cu", "seen.sum_exp *= exponential(seen.largest - shift);", "", "cross_entropy"),
+    "writer of the target": ("cross_entropy.cu", "target / N % kThreads", "target % kThreads", "cross_entropy"),
+    "share of the target": ("cross_entropy.cu", "is_mine ? widen(x[target])", "is_mine ? C(0)", "cross_entropy"),
 }
 ORDERS = ("forward", "reversed", "5")
 # short rows, whole vectors, several warps, and rows too long for registers, for scalars and for vectors
@@ -172,12 +183,24 @@ def odd_cases(rows: int, columns: int) -> dict[str, conftest.Case]:
         return ops.rms_norm(x, weight, 1e-6)
 
     tall = torch.randn(32 * 3 + 5, 7, generator=g, dtype=torch.float64)
+    scores = torch.randn(17, 1, rows, columns, generator=g, dtype=torch.float64)  # one sample more than teams fit
     return {
+        "many_samples": conftest.Case(ops.masked_softmax, {"scores": scores, "bias": scores[:1]}, ("scores", "bias")),
         "mask_of_odd_rows": conftest.Case(masked, {"scores": wide[..., 1:], "mask": wide}, ("scores",)),
         "gate_of_odd_rows": conftest.Case(gated, {"both": wide}, ("both",)),
         "padded_vocabulary": conftest.Case(loss, {"logits": wide[0, ..., 1:].flatten(0, 1), "target": target}, ()),
         "many_rows": conftest.Case(summed, {"x": tall, "weight": tall[0]}, ("x", "weight")),
     }
+
+
+def tall_cases() -> dict[str, conftest.Case]:
+    """Returns cases of whole vectors and of so many rows that threads and teams have several."""
+    cases = conftest.build_cases(rows=70, columns=136)
+    cases["layer_norm"] = conftest.build_cases(rows=27, columns=576)["layer_norm"]  # teams of several warps
+    tall = {f"tall_{name}": cases[name] for name in ("bias_gelu", "gelu", "layer_norm", "dropout", "swiglu")}
+    samples = torch.randn(40, 3, 136, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    tensors = {"x": samples, "keys": ops.dropout_keys(7, 5, 40)}  # a thread's next row is ten samples on
+    return {**tall, "tall_short_samples": conftest.Case(ops.dropout, tensors, ("x",), {"p": 0.4})}
 
 
 def misaligned(tensor: torch.Tensor) -> torch.Tensor:
@@ -189,6 +212,7 @@ def check(prefix: str) -> None:
     """Runs the cases whose names begin with `prefix`, at all sizes. Raises AssertionError for a wrong result."""
     for rows, columns in SIZES:
         cases = {**conftest.build_cases(rows, columns), **odd_cases(rows, columns)}
+        cases |= tall_cases() if columns == 64 else {}
         for name in (name for name in cases if name.startswith(prefix)):
             for dtype in (torch.float32, torch.bfloat16):
                 check_case(cases[name].rounded(dtype), dtype, shift=columns == 64)
