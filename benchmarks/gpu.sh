@@ -5,7 +5,7 @@
 #   benchmarks/gpu.sh [output folder]        default: benchmarks/results/gpu
 #
 # Runs from the checkout, which need not be installed. Python must have torch, triton, transformers, safetensors, pytest,
-# hypothesis, cloudpickle, rich, matplotlib, tyro, setuptools and pybind11; nothing is fetched. WHEELS=<folder> installs
+# hypothesis, cloudpickle, rich, matplotlib, tyro and setuptools; nothing is fetched. WHEELS=<folder> installs
 # the wheels in it first, to a folder of their own. PYTHON=<command> chooses the interpreter. Without nvcc a library
 # that is already in ops/ is used.
 #

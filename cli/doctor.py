@@ -71,21 +71,13 @@ def compiled() -> dict[str, str]:
         facts["CUDA kernels"] = (
             "built in" if library.has_cuda_kernels() else "not built in (no working nvcc, or switched off)"
         )
+        facts["built with"] = library.build_info()
     else:
         facts["to build"] = "pip install --no-build-isolation --force-reinstall --no-deps <source folder>"
     facts["shared memory"] = (
         "built in: ranks of one host exchange CPU tensors through it"
         if shared_memory.compiled
         else "not built: ranks of one host exchange CPU tensors through sockets, 3 to 100 times slower"
-    )
-    try:
-        from ..ops import _build_info as info  # pyright: ignore[reportAttributeAccessIssue]
-    except ImportError as missing:
-        facts["build information"] = f"not built ({missing})"
-        return facts
-    facts["built with"] = f"{info.compiler}, torch stable ABI {info.torch_stable_abi}"
-    facts["machine code"] = (
-        f"CPU {info.cpu_instruction_sets}; CUDA {info.cuda_code if library.has_cuda_kernels() else 'none'}"
     )
     return facts
 
