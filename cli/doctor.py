@@ -16,16 +16,21 @@ from rich.console import Console
 from ..mpu import shared_memory
 from ..ops import current_choice, library
 from ..trainer.logging.provenance import hardware, versions
+from .help import HelpPage, show_help
 
 
 @dataclass
 class Doctor:
-    """Show which kernels are built and used."""
+    """Show what is built, which kernels run on each device, and why the others do not."""
+
+
+HELP = HelpPage("shardzoo doctor", Doctor)
 
 
 def main(argv: list[str]) -> int:
     """Prints the report. Returns 0, or 1 if SHARDZOO_KERNELS forces kernels that cannot run here."""
-    tyro.cli(Doctor, args=argv, prog="shardzoo doctor", description=__doc__)
+    show_help(HELP, argv)
+    tyro.cli(Doctor, args=argv, prog=HELP.program)
     console = Console(highlight=False, soft_wrap=True)
     for title, facts in (("Machine", machine()), ("Compiled parts", compiled()), ("Kernels", used())):
         console.print(f"[bold]{title}[/bold]")

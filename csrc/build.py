@@ -1,7 +1,7 @@
 """Builds the compiled parts: the kernel library, and the libraries of data/ and mpu/.
 
-None is a module of Python, so one build serves all its versions: the kernels use libtorch's stable ABI, and Python calls
-the others by ctypes.
+None is a module of Python, so one build serves all its versions: the kernels use libtorch's stable ABI, and Python
+calls the others by ctypes.
 
 `setup.py` loads this file by its path. Run as a script, it builds into the checkout. A failed build does not make an
 installation fail, unless the environment requires it:

@@ -16,7 +16,7 @@ import ctypes
 import os
 import secrets
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -78,11 +78,11 @@ class Channel:
     _handle: int | None = None
 
     def __init__(
-        self, descriptor: int, rank: int, processes: Sequence[int], capacity: int, slots: int, timeout: float, spin: float
+        self, descriptor: int, rank: int, processes: list[int], capacity: int, slots: int, timeout: float, spin: float
     ) -> None:
         assert compiled is not None
-        ids, self._library = (ctypes.c_int * len(processes))(*processes), compiled
-        size = len(processes)
+        self._library, size = compiled, len(processes)
+        ids = (ctypes.c_int * size)(*processes)
         self._handle = compiled.shardzoo_channel_open(descriptor, rank, ids, size, capacity, slots, timeout, spin)
         self._start, self._finish = compiled.shardzoo_channel_start, compiled.shardzoo_channel_finish
 

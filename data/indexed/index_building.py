@@ -102,11 +102,11 @@ def _load() -> ctypes.CDLL | None:
         library = ctypes.CDLL(str(LIBRARY))
     except OSError:
         return None
-    number, whole = ctypes.c_int64, {"flags": ("C", "A")}
-    rows = np.ctypeslib.ndpointer(np.int64, **whole)
+    number = ctypes.c_int64
+    rows = np.ctypeslib.ndpointer(np.int64, flags="C_CONTIGUOUS")
     library.shardzoo_sample_index.argtypes = (rows, number, number, number, number, rows)
     library.shardzoo_sample_index.restype = number
-    sizes = np.ctypeslib.ndpointer(np.int32, **whole)
+    sizes = np.ctypeslib.ndpointer(np.int32, flags="C_CONTIGUOUS")
     given = (sizes, rows, number, number, ctypes.c_double, number, ctypes.c_uint64, rows)
     library.shardzoo_sentence_index.argtypes = given
     library.shardzoo_sentence_index.restype = number
