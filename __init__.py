@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from .generation import generate
     from .models import from_config, from_pretrained
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["__version__", "from_config", "from_pretrained", "generate"]
 
 

@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 PARTS = sorted(path.parent.name for path in Path(__file__).parent.glob("*/__init__.py"))
@@ -16,6 +17,13 @@ class BuildPackage(build_py):
     def find_package_modules(self, package, package_dir):
         modules = super().find_package_modules(package, package_dir)
         return [module for module in modules if module[:2] != ("shardzoo", "setup")]
+
+
+class Wheel(bdist_wheel):
+    """Names the wheel for every Python: the compiled parts are no modules of one (csrc/build.py)."""
+
+    def get_tag(self):
+        return "py3", "none", super().get_tag()[2]
 
 
 def load_build():
@@ -33,6 +41,6 @@ setup(
     package_dir={"shardzoo": "."},
     packages=["shardzoo", *(f"shardzoo.{name}" for name in SUBPACKAGES)],
     package_data={"shardzoo": ["recipes/*.yaml", "cli/board/page/*"]},
-    cmdclass={"build_py": BuildPackage, "build_ext": build.BuildCompiled},
+    cmdclass={"bdist_wheel": Wheel, "build_py": BuildPackage, "build_ext": build.BuildCompiled},
     ext_modules=build.extensions(),
 )

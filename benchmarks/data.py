@@ -115,7 +115,6 @@ def index_building(arguments: Arguments, corpus: Path, tokenizer: Path, table: T
     if builders.compiled is None:
         raise SystemExit("the compiled index builders are not installed")
     generator = np.random.default_rng(0)
-    compiled = builders.compiled
     sizes = generator.poisson(24, arguments.index_tokens // 24).astype(np.int32)
     marks = np.arange(0, len(sizes) + 1, 25, dtype=np.int64)
     sentence = (sizes, marks, 509, 0.1, 2, 7)
@@ -123,15 +122,15 @@ def index_building(arguments: Arguments, corpus: Path, tokenizer: Path, table: T
     lengths = np.add.reduceat(sizes, marks[:-1], dtype=np.int64)
     count = int(lengths.sum()) // 1024
     sample = (lengths, 0, 1024, count)
-    if not np.array_equal(compiled.sentence_index(*small), builders.reference_sentence_index(*small)):
+    if not np.array_equal(builders.compiled_sentence_index(*small), builders.reference_sentence_index(*small)):
         raise SystemExit("the sentence indices differ")
-    if not np.array_equal(compiled.sample_index(*sample), builders.reference_sample_index(*sample)):
+    if not np.array_equal(builders.compiled_sample_index(*sample), builders.reference_sample_index(*sample)):
         raise SystemExit("the sample indices differ")
     tokens, total, total_reference = arguments.index_tokens / 1e6, 0.0, 0.0
     for name, builder, inputs in (("sentence", "sentence_index", sentence), ("packing", "sample_index", sample)):
         ours, theirs = take_turns(
             1 if builder == "sentence_index" else 9,
-            lambda name=builder, inputs=inputs: getattr(compiled, name)(*inputs),
+            lambda name=builder, inputs=inputs: getattr(builders, f"compiled_{name}")(*inputs),
             lambda name=builder, inputs=inputs: getattr(builders, f"reference_{name}")(*inputs),
         )
         row(table, f"{name} index, million tokens/s", tokens / ours, tokens / theirs, "")

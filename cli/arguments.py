@@ -27,6 +27,7 @@ from ..trainer.arguments.aliases import (
     hint,
     resolve_aliases,
 )
+from .help import HelpPage, show_help
 
 Arguments = TypeVar("Arguments")
 
@@ -66,21 +67,15 @@ ConfigLoader.add_implicit_resolver(
 
 
 def parse(
-    kind: type[Arguments],
-    argv: Sequence[str],
-    *,
-    program: str,
-    description: str,
-    quiet: bool,
-    values: Mapping[str, Any] | None = None,
+    kind: type[Arguments], page: HelpPage, argv: Sequence[str], *, quiet: bool, values: Mapping[str, Any] | None = None
 ) -> Arguments:
-    """Parses a command line into an object of the dataclass `kind`.
+    """Parses a command line into an object of the dataclass `kind`, whose help is `page`.
 
     In names, `-` and `_` are equivalent, and the names of FlagAI and transformers are accepted too. An unknown option
-    exits with code 2 after a message.
+    exits with code 2 after a message, and a question for help with code 0 after the page.
 
     Args:
-        quiet: Do not print that message; for every rank except the first.
+        quiet: Print neither; for every rank except the first.
         values: The defaults, by the names of fields; by default those of the YAML file that `--config` names.
 
     Raises ValueError if the dataclass refuses a value, or the YAML file cannot be used.
@@ -89,8 +84,9 @@ def parse(
         config = given_value(argv, "config")
         values = read_yaml(kind, Path(config)) if config else {}
     default = kind(**values)
+    show_help(page, argv, default, quiet=quiet)
     argv = resolve_alias_options(argv, default)
-    return tyro.cli(kind, prog=program, args=argv, default=default, description=description, console_outputs=not quiet)
+    return tyro.cli(kind, prog=page.program, args=argv, default=default, console_outputs=not quiet)
 
 
 def given_value(argv: Sequence[str], name: str) -> str | None:

@@ -19,6 +19,7 @@ from rich.table import Table
 from ..ops import current_choice
 from ..ops.bench.cases import Case, cases
 from ..ops.bench.measure import Result, measure
+from .help import HelpPage, show_commands
 
 SHAPED = ("layer_norm", "rms_norm", "bias_gelu", "geglu", "swiglu", "bias_dropout_residual")  # those that --shape sizes
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -44,9 +45,9 @@ class Kernels:
     scale: float = 1.0
     """Factor of the leading dimension, for quick runs."""
     length: tuple[int, ...] = (0,)
-    """Sequence lengths of attention, e.g. 256 512 1024 2048; 0 for 256 on a CPU, 2,048 on a GPU."""
+    """Sequence lengths of attention, such as 256 512 1024 2048; 0 for 256 on a CPU, 2,048 on a GPU."""
     shape: tuple[str, ...] = ()
-    """Rows and columns of norms, activations and residuals, e.g. 8192x768 65536x4096."""
+    """Rows and columns of norms, activations and residuals, such as 8192x768 65536x4096."""
     compile: bool = True
     """Also measure torch.compile of the PyTorch code."""
     json: Path | None = None
@@ -55,13 +56,21 @@ class Kernels:
     """Draw the bandwidths to this file."""
 
 
+HELP = HelpPage(
+    "shardzoo bench kernels",
+    Kernels,
+    sections={"device": "what is measured", "repetitions": "how", "length": "what is measured", "json": "output"},
+)
+
+
 def main(argv: list[str]) -> int:
     """Runs `bench <what>`. Returns 0, 1 if a result is wrong, or 2 after a user's error."""
     what, *rest = argv or ["--help"]
+    show_commands("shardzoo bench", "Measures the fused kernels.", {"kernels": HELP}, [what, *rest])
     if what != "kernels":
-        print("usage: shardzoo bench kernels [options]     (--help shows them)")
-        return 0 if what in ("-h", "--help") else 2
-    options = tyro.cli(Kernels, args=rest, prog="shardzoo bench kernels")
+        print("error: name what to measure: shardzoo bench kernels", file=sys.stderr)
+        return 2
+    options = tyro.cli(Kernels, args=rest, prog=HELP.program)
     try:
         return run(options)
     except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -16,6 +17,7 @@ from ..checkpoint.folder_files import STATE, changed_files, read_state_file
 from ..data.files import printable
 from ..trainer.run_folder import RunFolder
 from .console import USAGE_ERROR, columns, exit_code_of, gigabytes, message_of
+from .help import HelpPage, show_commands
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +28,9 @@ class Verify:
     """The folder of a run, or one checkpoint."""
     json: bool = False
     """Print one JSON object instead of text."""
+
+
+HELP = {"verify": HelpPage("shardzoo checkpoint verify", Verify)}
 
 
 @dataclass(frozen=True)
@@ -41,9 +46,9 @@ class Verdict:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. Returns 0, or 2 after a user's error or if a checkpoint is damaged."""
-    command = tyro.extras.subcommand_cli_from_dict(
-        {"verify": Verify}, prog="shardzoo checkpoint", args=argv, description=__doc__
-    )
+    argv = sys.argv[1:] if argv is None else argv
+    show_commands("shardzoo checkpoint", "Checks the checkpoints of a training run.", HELP, argv)
+    command = tyro.extras.subcommand_cli_from_dict({"verify": Verify}, prog="shardzoo checkpoint", args=argv)
     return exit_code_of(lambda: report(command))
 
 

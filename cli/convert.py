@@ -16,6 +16,7 @@ from tyro.conf import Positional
 from ..checkpoint.hub import find_model
 from ..data.files import printable
 from .console import columns, exit_code_of, facts, gigabytes, message_of, transfer_progress
+from .help import HelpPage, show_commands
 
 if TYPE_CHECKING:
     from ..convert.operations import Options, Outcome
@@ -75,13 +76,13 @@ class WritingRanks(Converting):
     tp: int = 2
     """Number of tensor-parallel ranks."""
     to: Format = "shardzoo"
-    """Of the destination; legacy: mp_rank_XX_model_states.pt files; megatron: Megatron-LM's folders."""
+    """Format of the destination; legacy: mp_rank_XX_model_states.pt files; megatron: Megatron-LM's folders."""
     pp: int = 1
     """Number of pipeline stages, for megatron."""
     with_optimizer: bool = False
     """Of a training checkpoint, move the optimizer's state too, so that a run resumes from the result."""
     names: Names | None = None
-    """Of the tensors, for megatron: those of Transformer Engine, of megatron-core's local layers, or before
+    """Names of the tensors, for megatron: those of Transformer Engine, of megatron-core's local layers, or before
     megatron-core. By default the first that can hold the model."""
 
 
@@ -97,7 +98,7 @@ class MergeShards(Converting):
     to: Literal["hf", "dcp", "universal"] = "hf"
     """Format of the destination. A universal checkpoint has weights and optimizer of a training checkpoint in fp32."""
     step: Literal["int", "tensor"] | None = None
-    """Of a universal checkpoint's step counts: as DeepSpeed's Adam optimizers keep them, the default, or torch's."""
+    """Type of a universal checkpoint's step counts: as DeepSpeed's Adam keeps them, the default, or torch's."""
     max_file_gb: float = 5.0
     """Largest weight file, in gigabytes of 10^9 bytes."""
 
@@ -138,7 +139,9 @@ class DiffCheckpoints(Common):
     """Show the tensors in which two folders differ. Exit code 1 if they do."""
 
     first: Positional[Path]
+    """A folder of any format."""
     second: Positional[Path]
+    """Another folder, which may have another format."""
 
 
 Command = Union[  # noqa: UP007 - tyro reads the annotations of a Union at run time
@@ -151,17 +154,26 @@ Command = Union[  # noqa: UP007 - tyro reads the annotations of a Union at run t
     Annotated[DiffCheckpoints, tyro.conf.subcommand("diff")],
 ]
 
+WRITING = {"tp": "result", "adapter": "result", "overwrite": "run", "json": "source and output"}
+HELP = {
+    "plan": HelpPage("shardzoo convert plan", PlanConversion),
+    "split": HelpPage("shardzoo convert split", SplitCheckpoint, sections=WRITING),
+    "merge": HelpPage("shardzoo convert merge", MergeShards, sections={**WRITING, "to": "result"}),
+    "reshard": HelpPage("shardzoo convert reshard", ReshardCheckpoint, sections=WRITING),
+    "verify": HelpPage(
+        "shardzoo convert verify", VerifyCheckpoint, sections={"round_trip": "what is compared", "json": "options"}
+    ),
+    "inspect": HelpPage("shardzoo convert inspect", InspectCheckpoint),
+    "diff": HelpPage("shardzoo convert diff", DiffCheckpoints),
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. Returns 0, 1 if `verify` or `diff` found differences, or 2 after a user's error."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    show_commands("shardzoo convert", "Splits, merges, reshards and compares checkpoints.", HELP, argv)
     command_type: Any = Command  # Any for type checkers; tyro itself accepts a Union
-    command = tyro.cli(
-        command_type,
-        prog="shardzoo convert",
-        args=None if argv is None else list(argv),
-        description=__doc__,
-        config=(tyro.conf.OmitSubcommandPrefixes,),
-    )
+    command = tyro.cli(command_type, prog="shardzoo convert", args=argv, config=(tyro.conf.OmitSubcommandPrefixes,))
     return exit_code_of(lambda: run(command))
 
 

@@ -25,6 +25,7 @@ from ..data.text.prepare import PrepareOptions, PrepareProgress, PrepareReport, 
 from ..data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from ..data.tokenizers.training import TokenizerKind, train_tokenizer
 from .console import message_of
+from .help import HelpPage, show_commands
 
 
 @dataclass(frozen=True)
@@ -158,9 +159,19 @@ Command = (
     | Annotated[TrainTokenizer, tyro.conf.subcommand("train-tokenizer")]
 )
 
+PREPARE = {"input": "text", "workers": "run", "text_key": "text", "resume": "run"}
+HELP = {
+    "prepare": HelpPage("shardzoo data prepare", Prepare, sections=PREPARE),
+    "merge": HelpPage("shardzoo data merge", Merge),
+    "inspect": HelpPage("shardzoo data inspect", Inspect),
+    "split": HelpPage("shardzoo data split", Split),
+    "train-tokenizer": HelpPage("shardzoo data train-tokenizer", TrainTokenizer),
+}
+
 
 def main(argv: list[str]) -> int:
     """Runs `shardzoo data …`. Returns 0, or 2 after a user's error and one line on stderr."""
+    show_commands("shardzoo data", "Prepares corpora and tokenizers.", HELP, argv)
     command_type: Any = Command  # Any for type checkers; tyro itself accepts a Union
     command = tyro.cli(command_type, args=argv, prog="shardzoo data")
     try:

@@ -16,16 +16,21 @@ from rich.console import Console
 from ..mpu import shared_memory
 from ..ops import current_choice, library
 from ..trainer.logging.provenance import hardware, versions
+from .help import HelpPage, show_help
 
 
 @dataclass
 class Doctor:
-    """Show which kernels are built and used."""
+    """Show what is built, which kernels run on each device, and why the others do not."""
+
+
+HELP = HelpPage("shardzoo doctor", Doctor)
 
 
 def main(argv: list[str]) -> int:
     """Prints the report. Returns 0, or 1 if SHARDZOO_KERNELS forces kernels that cannot run here."""
-    tyro.cli(Doctor, args=argv, prog="shardzoo doctor", description=__doc__)
+    show_help(HELP, argv)
+    tyro.cli(Doctor, args=argv, prog=HELP.program)
     console = Console(highlight=False, soft_wrap=True)
     for title, facts in (("Machine", machine()), ("Compiled parts", compiled()), ("Kernels", used())):
         console.print(f"[bold]{title}[/bold]")
@@ -71,21 +76,13 @@ def compiled() -> dict[str, str]:
         facts["CUDA kernels"] = (
             "built in" if library.has_cuda_kernels() else "not built in (no working nvcc, or switched off)"
         )
+        facts["built with"] = library.build_info()
     else:
         facts["to build"] = "pip install --no-build-isolation --force-reinstall --no-deps <source folder>"
     facts["shared memory"] = (
         "built in: ranks of one host exchange CPU tensors through it"
         if shared_memory.compiled
         else "not built: ranks of one host exchange CPU tensors through sockets, 3 to 100 times slower"
-    )
-    try:
-        from ..ops import _build_info as info  # pyright: ignore[reportAttributeAccessIssue]
-    except ImportError as missing:
-        facts["build information"] = f"not built ({missing})"
-        return facts
-    facts["built with"] = f"{info.compiler}, torch stable ABI {info.torch_stable_abi}"
-    facts["machine code"] = (
-        f"CPU {info.cpu_instruction_sets}; CUDA {info.cuda_code if library.has_cuda_kernels() else 'none'}"
     )
     return facts
 

@@ -24,6 +24,7 @@ from ..plan.layouts import Remedy, remedies
 from ..trainer.estimate import Estimate, Job, bubble, choose_blocks, estimate, estimate_stages, largest_micro_batch
 from ..trainer.estimate.tables import stage_rows, stage_table
 from .console import exit_code_of
+from .help import HelpPage, show_help
 
 GIB = 1 << 30
 DOES_NOT_FIT = 1
@@ -200,10 +201,24 @@ def advice(found: Sequence[Remedy]) -> Table | Text:
     return table
 
 
+HELP = HelpPage(
+    "shardzoo estimate",
+    EstimateArguments,
+    sections={
+        "tp": "layout",
+        "micro_batch_size": "batch",
+        "recompute": "precision and memory",
+        "freeze": "what is trained",
+        "device_memory": "device",
+        "device": "device",
+    },
+)
+
+
 def main(argv: list[str]) -> int:
     """Runs the command. Returns 0 if the run fits, 1 if it does not, 2 after a user's error."""
-    arguments = tyro.cli(EstimateArguments, prog="shardzoo estimate", args=argv)
-
+    show_help(HELP, argv)
+    arguments = tyro.cli(EstimateArguments, prog=HELP.program, args=argv)
     return exit_code_of(lambda: run(arguments))
 
 

@@ -23,7 +23,9 @@ from ..trainer.arguments.training_arguments import texts
 from ..trainer.launch.environment import end_process
 from ..trainer.launch.rank_info import RankInfo
 from .arguments import parse
+from .help import HelpPage
 from .rank_errors import exit_code_of_rank
+from .training_help import COMMON_TRAINING, SHORT_NAMES, TRAINING_SECTIONS
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
@@ -54,14 +56,40 @@ class FinetuneCommand(FinetuningArguments):
             raise ValueError("prompt_list needs the embedding on every process: use pipeline_parallel_size=1")
 
 
+def help_page() -> HelpPage:
+    script = Path(sys.argv[0]).name
+    return HelpPage(
+        script if script == "finetune.py" else "shardzoo finetune",
+        FinetuneCommand,
+        usage="--model-name-or-path FOLDER --train-file FILE [options]",
+        description=__doc__ or "",
+        required=("model_name_or_path", "train_file"),
+        sections={
+            "model_name_or_path": "model and task",
+            "validation_file": "data",
+            **TRAINING_SECTIONS,
+            "freeze_encoder": "LoRA and frozen parts",
+            "predict_with_generate": "evaluation by generated texts",
+            "label_smoothing": "loss and batches",
+            "dropout_rate": "other",
+            "output_dir": "run",
+            "config": "run",
+        },
+        common=(
+            *("task", "validation_file", "test_file", "source_id", "target_id", "max_source_length"),
+            *("max_target_length", "predict_with_generate", "lora_rank", "epochs", *COMMON_TRAINING, "overwrite"),
+        ),
+        names=SHORT_NAMES,
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. Returns 0, 2 after a user's error, or the exit code of the process that failed first."""
     launch = RankInfo.from_environment()
     given = sys.argv[1:] if argv is None else argv
 
     def work() -> int:
-        describe = {"program": "finetune.py", "description": __doc__ or "", "quiet": not launch.is_first}
-        run(make_trainer(parse(FinetuneCommand, given, **describe)))
+        run(make_trainer(parse(FinetuneCommand, help_page(), given, quiet=not launch.is_first)))
         return 0
 
     return exit_code_of_rank(work, launch)

@@ -17,6 +17,7 @@ from ..data.tokenizers.glm_tokens import GLMVocabulary
 from ..generation.settings import GenerationSettings
 from .arguments import parse, read_yaml
 from .console import exit_code_of
+from .help import HelpPage
 
 if TYPE_CHECKING:
     from ..generation.pipeline import TextGenerationPipeline
@@ -62,6 +63,36 @@ class GenerateArguments(GenerationSettings):
     sequence_bias: Annotated[Any, tyro.conf.Suppress] = None
 
 
+HELP = HelpPage(
+    "shardzoo generate",
+    GenerateArguments,
+    usage="--model FOLDER [--prompt TEXT ...] [options]",
+    description="Continues prompts, or fills in their spans, masks and blanks. Prints JSON lines, or text as it comes.",
+    required=("model",),
+    sections={
+        "prompt": "prompts and output",
+        "model": "model",
+        "adapter": "model",
+        "tp": "processes",
+        "stream": "prompts and output",
+        "batch_size": "processes",
+        "dtype": "model",
+        "max_new_tokens": "length",
+        "do_sample": "sampling and beams",
+        "temperature": "sampling and beams",
+        "repetition_penalty": "scores",
+        "pad_token_id": "tokens",
+        "config": "other",
+    },
+    common=(
+        *("prompt", "file", "stream", "full_text", "tp", "pp", "batch_size", "dtype", "adapter", "tokenizer"),
+        *("max_new_tokens", "min_new_tokens", "stop_strings", "do_sample", "seed", "num_beams"),
+        *("num_return_sequences", "temperature", "top_k", "top_p", "repetition_penalty", "no_repeat_ngram_size"),
+        "config",
+    ),
+)
+
+
 def given_settings(arguments: GenerateArguments, argv: Sequence[str]) -> dict[str, Any]:
     """Returns the settings that the command line or its YAML file names. The model's own file decides the others."""
     named = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in argv if word.startswith("--")}
@@ -88,7 +119,7 @@ def start(argv: Sequence[str] | None, launch: RankInfo, quiet: bool) -> int:
     from ..trainer.launch.launch import start_processes
 
     given = sys.argv[1:] if argv is None else list(argv)
-    arguments = parse(GenerateArguments, given, program="shardzoo generate", description=__doc__ or "", quiet=quiet)
+    arguments = parse(GenerateArguments, HELP, given, quiet=quiet)
     if not arguments.model:
         raise ValueError("--model is missing: name the folder of a model")
     if min(arguments.tp, arguments.pp, arguments.batch_size) < 1:

@@ -20,22 +20,31 @@ from .console import USAGE_ERROR
 
 INTERRUPTED = 130  # as a shell reports a SIGINT
 
-# command -> (module with `main(argv) -> exit code`, help text)
-COMMANDS = {
-    "pretrain": ("shardzoo.cli.pretrain", "pretrain a model on text"),
-    "finetune": ("shardzoo.cli.finetune", "fine-tune a model on pairs, labelled texts or plain text"),
-    "convert": ("shardzoo.cli.convert", "split, merge, reshard and verify checkpoints"),
-    "board": ("shardzoo.cli.board.command", "show runs on a local page while they go on"),
-    "checkpoint": ("shardzoo.cli.checkpoint", "verify the checkpoints of a run"),
-    "lm-eval": ("shardzoo.cli.lm_eval.command", "evaluate a model with lm-evaluation-harness"),
-    "generate": ("shardzoo.cli.generate", "continue, answer or fill in texts with a model"),
-    "models": ("shardzoo.cli.models", "list families, presets and their sizes"),
-    "estimate": ("shardzoo.cli.estimate", "estimate whether a training run fits a device's memory"),
-    "plan": ("shardzoo.cli.plan", "lay a training run out on a cluster, and predict its time"),
-    "data": ("shardzoo.cli.data", "prepare, merge, split and inspect corpora; train tokenizers"),
-    "bench": ("shardzoo.cli.bench", "measure the fused kernels"),
-    "doctor": ("shardzoo.cli.doctor", "show which kernels are built and used"),
+# topic -> command -> (module with `main(argv) -> exit code`, help text)
+TOPICS = {
+    "train": {
+        "pretrain": ("shardzoo.cli.pretrain", "pretrain a model on text"),
+        "finetune": ("shardzoo.cli.finetune", "fine-tune a model on pairs, labelled texts or plain text"),
+        "board": ("shardzoo.cli.board.command", "show runs on a local page while they go on"),
+        "checkpoint": ("shardzoo.cli.checkpoint", "verify the checkpoints of a run"),
+    },
+    "use models": {
+        "generate": ("shardzoo.cli.generate", "continue, answer or fill in texts with a model"),
+        "lm-eval": ("shardzoo.cli.lm_eval.command", "evaluate a model with lm-evaluation-harness"),
+        "convert": ("shardzoo.cli.convert", "split, merge, reshard and verify checkpoints"),
+        "models": ("shardzoo.cli.models", "list families, presets and their sizes"),
+    },
+    "prepare": {
+        "data": ("shardzoo.cli.data", "prepare, merge, split and inspect corpora; train tokenizers"),
+        "estimate": ("shardzoo.cli.estimate", "estimate whether a training run fits a device's memory"),
+        "plan": ("shardzoo.cli.plan", "lay a training run out on a cluster, and predict its time"),
+    },
+    "this machine": {
+        "doctor": ("shardzoo.cli.doctor", "show which kernels are built and used"),
+        "bench": ("shardzoo.cli.bench", "measure the fused kernels"),
+    },
 }
+COMMANDS = {name: entry for commands in TOPICS.values() for name, entry in commands.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,9 +97,10 @@ def _interrupt_after(code: CodeType) -> None:
 
 def usage() -> str:
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {help_text}" for name, (_, help_text) in COMMANDS.items()]
-    footer = "`shardzoo <command> --help` shows a command's options."
-    return "\n".join(["usage: shardzoo <command> [options]", "", *lines, "", footer])
+    lines = ["usage: shardzoo COMMAND [options]"]
+    for topic, commands in TOPICS.items():
+        lines += ["", f"{topic}:", *(f"  {name:<{width}}  {text}" for name, (_, text) in commands.items())]
+    return "\n".join([*lines, "", "`shardzoo COMMAND --help` shows a command's options."])
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from ..models.common.config import ModelConfig
 from ..models.sizes import largest_size, sizes_of, uneven_work
 from ..trainer.estimate.model import ITEMSIZE
 from .console import exit_code_of
+from .help import HelpPage, show_help
 
 OPTIMIZER_BYTES = {"none": 0, "adam": 8, "sgd": 0, "momentum": 4, "lion": 4}
 """Bytes of fp32 state for each parameter."""
@@ -37,6 +38,9 @@ class ModelsArguments:
     """Data type of weights and gradients."""
     optimizer: Literal["none", "sgd", "momentum", "lion", "adam"] = "adam"
     """Optimizer; its state is in fp32, and it keeps an fp32 copy of 16-bit weights. "none" is inference."""
+
+
+HELP = HelpPage("shardzoo models", ModelsArguments)
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,8 @@ def table_of(arguments: ModelsArguments) -> Table:
 
 
 def main(argv: list[str]) -> int:
-    arguments = tyro.cli(ModelsArguments, prog="shardzoo models", args=argv)
+    show_help(HELP, argv)
+    arguments = tyro.cli(ModelsArguments, prog=HELP.program, args=argv)
 
     def run() -> int:
         if arguments.tp < 1:

@@ -24,6 +24,7 @@ from ..plan.layouts import Plan, Request, network_of_config, plans, save_seconds
 from ..plan.simulate import Failures, Stragglers, outlook, save_interval, simulate_step, young_interval
 from .arguments import read_yaml
 from .console import exit_code_of
+from .help import HelpPage, show_help
 from .pretrain import RECIPES, PretrainCommand
 
 GIB, DAY = 1 << 30, 86400
@@ -114,6 +115,26 @@ class PlanArguments:
             self.optimizer,
             "cpu" if on_cpu else "cuda",
         )
+
+
+HELP = HelpPage(
+    "shardzoo plan",
+    PlanArguments,
+    required=("model",),
+    sections={
+        "gpus": "cluster",
+        "tokens": "run",
+        "peak": "cluster",
+        "best": "result",
+        "calibrate": "cluster",
+        "write": "result",
+        "mtbf": "simulation",
+    },
+    common=(
+        *("gpus", "device", "node_size", "network", "calibrate", "tokens", "global_batch_size", "length", "precision"),
+        *("optimizer", "best", "write", "json", "simulate", "mtbf", "restart_seconds", "slow_share"),
+    ),
+)
 
 
 def result_of(plan: Plan, cluster: Cluster, tokens: float) -> dict[str, Any]:
@@ -241,7 +262,8 @@ def recipe(plan: Plan, request: Request, arguments: PlanArguments) -> dict[str, 
 
 def main(argv: list[str]) -> int:
     """Runs the command. Returns 0 if a layout fits, 1 if none does, 2 after a user's error."""
-    arguments = tyro.cli(PlanArguments, prog="shardzoo plan", args=argv)
+    show_help(HELP, argv)
+    arguments = tyro.cli(PlanArguments, prog=HELP.program, args=argv)
     return exit_code_of(lambda: run(arguments))
 
 

@@ -31,7 +31,9 @@ from ..trainer.launch.rank_info import RankInfo
 from ..trainer.launch.rank_process import is_restarted
 from ..trainer.run_folder import RunFolder
 from .arguments import given_value, overrides_as_options, parse, read_yaml
+from .help import HelpPage
 from .rank_errors import exit_code_of_rank
+from .training_help import COMMON_TRAINING, SHORT_NAMES, TRAINING_SECTIONS
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 OBJECTIVE_OPTION = "--objective"
@@ -48,6 +50,32 @@ class PretrainCommand(PretrainingArguments):
     """YAML file with values for these arguments; the command line takes precedence. By default the recipe of the model,
     if recipes/ has one."""
     local_rank: Annotated[int, tyro.conf.arg(help="Set by launchers.")] = 0
+
+
+def help_page(objective: str) -> HelpPage:
+    """Returns the help of the command when `objective` is chosen."""
+    script = Path(sys.argv[0]).name
+    return HelpPage(
+        script if script == "pretrain.py" else "shardzoo pretrain",
+        PretrainCommand,
+        usage="[--model NAME] [--data PATH ...] [options] [name=value ...]",
+        description=__doc__ or "",
+        sections={
+            "model": "model",
+            "objective": "data",
+            "sequence_length": "data",
+            "resume": "run",
+            "seed": "other",
+            **TRAINING_SECTIONS,
+            "output_dir": "run",
+        },
+        common=(
+            *("model", "init_from", "data", "objective", "sequence_length", "train_steps", *COMMON_TRAINING),
+            *("resume", "overwrite", "fast_dev_run", "dry_run"),
+        ),
+        names=SHORT_NAMES,
+        texts={"objective": f"What the model learns, here {objective}. One of {', '.join(objective_names())}."},
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,9 +125,8 @@ def read_arguments(argv: Sequence[str], *, quiet: bool) -> PretrainCommand:
     if saved is not None:
         values = _merged(saved, values if config else {})
     values["objective"] = _objective(argv, name, values)
-    chosen = f"--objective NAME: one of {', '.join(objective_names())}; here {values['objective'].name}."
-    describe = {"program": "pretrain.py", "description": f"{__doc__}\n{chosen}", "quiet": quiet}
-    arguments = parse(PretrainCommand, argv, values=values, **describe)
+    page = help_page(values["objective"].name)
+    arguments = parse(PretrainCommand, page, argv, values=values, quiet=quiet)
     if saved is not None:
         _check_unchanged(arguments, PretrainCommand(**{**saved, "objective": _objective((), None, saved)}))
     if arguments.fast_dev_run:

@@ -1,4 +1,7 @@
-"""Builds the compiled parts: the kernel library, the build information, and the modules of data/ and mpu/.
+"""Builds the compiled parts: the kernel library, and the libraries of data/ and mpu/.
+
+None is a module of Python, so one build serves all its versions: the kernels use libtorch's stable ABI, and Python
+calls the others by ctypes.
 
 `setup.py` loads this file by its path. Run as a script, it builds into the checkout. A failed build does not make an
 installation fail, unless the environment requires it:
@@ -26,7 +29,6 @@ from setuptools.command.build_ext import build_ext
 
 CSRC = Path(__file__).resolve().parent
 KERNELS = "shardzoo.ops._kernels"
-BUILD_INFO = "shardzoo.ops._build_info"
 TORCH_TARGET = "0x020b000000000000"  # the oldest torch whose stable ABI the library uses: 2.11
 CPU_SOURCES = ("activation", "attention", "cross_entropy", "dropout", "linear", "norm", "softmax")
 X86_FLAGS = {
@@ -52,11 +54,10 @@ def extensions() -> list[Extension]:
     if mode("SHARDZOO_BUILD", ("auto", "required", "skip")) == "skip":
         return []
     relative = [str(path.relative_to(CSRC.parent)) for path in sorted(CSRC.rglob("*.[ch]*")) if path.is_file()]
-    modules = [(room, path.stem) for room in ("data", "mpu") for path in sorted((CSRC / room).glob("*.cpp"))]
+    libraries = [(room, path.stem) for room in ("data", "mpu") for path in sorted((CSRC / room).glob("*.cpp"))]
     return [
         Extension(KERNELS, ["csrc/binding/ops.cpp"], depends=relative),
-        Extension(BUILD_INFO, ["csrc/build_info.cpp"]),
-        *(Extension(f"shardzoo.{room}._{name}", [f"csrc/{room}/{name}.cpp"]) for room, name in modules),
+        *(Extension(f"shardzoo.{room}._{name}", [f"csrc/{room}/{name}.cpp"]) for room, name in libraries),
     ]
 
 
@@ -97,7 +98,7 @@ class BuildCompiled(build_ext):
         objects.mkdir(parents=True, exist_ok=True)
         if extension.name == KERNELS:
             return build_kernels(objects, target)
-        build_pybind11(CSRC.parent / extension.sources[0], objects, target)
+        build_library(CSRC.parent / extension.sources[0], objects, target)
         return None
 
     def target(self, name: str) -> str:
@@ -108,10 +109,8 @@ class BuildCompiled(build_ext):
         return self.get_ext_fullpath(name)
 
     def get_ext_filename(self, fullname: str) -> str:
-        """Returns an extension's file name. The kernel library is not a Python module, so its name has no version."""
-        if fullname.endswith("_kernels"):
-            return str(Path(*fullname.split("."))) + ".so"
-        return super().get_ext_filename(fullname)
+        """Returns an extension's file name, without Python's version."""
+        return str(Path(*fullname.split("."))) + ".so"
 
     def remove(self, extension: Extension) -> None:
         """Removes the library of an earlier build, so that it is not used in place of the failed build."""
@@ -141,12 +140,11 @@ def compiler() -> list[str]:
     raise CannotBuild("there is no C++ compiler (g++, c++ or clang++) on PATH")
 
 
-def package_folder(name: str) -> Path:
-    """Returns the folder of an installed package, without importing the package."""
-    spec = importlib.util.find_spec(name)
+def torch_folder() -> Path:
+    """Returns the folder of torch, without importing it."""
+    spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        hint = "install it first and pass --no-build-isolation"
-        raise CannotBuild(f"{name} is not installed where the build runs ({hint})")
+        raise CannotBuild("torch is not installed where the build runs")
     return Path(spec.origin).parent
 
 
@@ -210,11 +208,13 @@ def cuda_jobs(nvcc: str, cxx: list[str], objects: Path) -> list[tuple[Path, Path
 
 
 def binding_jobs(cxx: list[str], objects: Path, torch: Path, cuda: bool) -> list[tuple[Path, Path, list[str]]]:
-    """Returns the compile commands of the binding to torch, which uses its stable ABI."""
+    """Returns the compile commands of the binding to torch, which uses its stable ABI, and of the build information."""
     include = ["-isystem", str(torch / "include")]
+    machine_code = " ".join(flag.split("=")[-1] for flag in cuda_architectures()) if cuda else "none"
     defines = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET}", *(["-DSHARDZOO_WITH_CUDA", "-DUSE_CUDA"] if cuda else [])]
+    defines += [f'-DSHARDZOO_CUDA_CODE="{machine_code}"']
     jobs = []
-    for source in sorted((CSRC / "binding").glob("*.cpp")):
+    for source in (CSRC / "build_info.cpp", *sorted((CSRC / "binding").glob("*.cpp"))):
         target = objects / f"{source.stem}.{'cuda' if cuda else 'cpu'}.binding.o"
         command = [*cxx, *COMMON, "-O2", "-std=c++20", *defines, *include, "-c", str(source), "-o", str(target)]
         jobs.append((source, target, command))
@@ -239,7 +239,7 @@ def build_kernels(objects: Path, target: Path) -> str | None:
 
 def link_kernels(objects: Path, target: Path, nvcc: str | None) -> None:
     """Compiles and links the kernel library, with CUDA kernels if `nvcc` is not None."""
-    cxx, torch = compiler(), package_folder("torch")
+    cxx, torch = compiler(), torch_folder()
     jobs = [*binding_jobs(cxx, objects, torch, nvcc is not None), *cpu_jobs(cxx, objects)]
     link = ["-L" + str(torch / "lib"), "-ltorch_cpu", "-ldl"]
     linker = cxx
@@ -251,16 +251,11 @@ def link_kernels(objects: Path, target: Path, nvcc: str | None) -> None:
     run([*linker, "-shared", "-o", str(target), *(str(job[1]) for job in jobs), *link])
 
 
-def build_pybind11(source: Path, objects: Path, target: Path) -> None:
-    """Compiles a pybind11 module, whose name is an underscore and the name of its source."""
-    import sysconfig
-
+def build_library(source: Path, objects: Path, target: Path) -> None:
+    """Compiles a library of one source."""
     cxx = compiler()
-    include = ["-isystem", sysconfig.get_path("include"), "-isystem", str(package_folder("pybind11") / "include")]
-    architectures = "" if find_nvcc() is None else " ".join(flag.split("=")[-1] for flag in cuda_architectures())
-    defines = [f'-DSHARDZOO_CUDA_CODE="{architectures}"', f"-DTORCH_TARGET_VERSION={TORCH_TARGET}"]
     output = objects / f"{source.stem}.o"
-    run([*cxx, *COMMON, "-O2", "-std=c++17", *defines, *include, "-c", str(source), "-o", str(output)])
+    run([*cxx, *COMMON, "-O2", "-std=c++17", "-c", str(source), "-o", str(output)])
     run([*cxx, "-shared", "-o", str(target), str(output)])
 
 

@@ -1,17 +1,18 @@
-// Reports what the compiled parts were built with, for `shardzoo doctor`.
-#include <pybind11/pybind11.h>
-
+// Reports what the kernel library was built with, for `shardzoo doctor`.
 #include <string>
 
 namespace {
 
-std::string compiler() {
 #ifdef __clang__
-  return "clang " __clang_version__;
+constexpr const char* kCompiler = "clang " __clang_version__;
 #else
-  return "gcc " __VERSION__;
+constexpr const char* kCompiler = "gcc " __VERSION__;
 #endif
-}
+#ifdef __x86_64__
+constexpr const char* kCpu = "x86-64-v4+bf16 x86-64-v4 x86-64-v3 baseline";
+#else
+constexpr const char* kCpu = "baseline";
+#endif
 
 std::string torch_target() {
   const unsigned long long version = TORCH_TARGET_VERSION;
@@ -20,13 +21,8 @@ std::string torch_target() {
 
 }  // namespace
 
-PYBIND11_MODULE(_build_info, m) {
-  m.attr("compiler") = compiler();
-  m.attr("cuda_code") = SHARDZOO_CUDA_CODE;
-  m.attr("torch_stable_abi") = torch_target();
-#ifdef __x86_64__
-  m.attr("cpu_instruction_sets") = "x86-64-v4+bf16 x86-64-v4 x86-64-v3 baseline";
-#else
-  m.attr("cpu_instruction_sets") = "baseline";
-#endif
+extern "C" __attribute__((visibility("default"))) const char* shardzoo_build_info() {
+  static const std::string info = std::string(kCompiler) + ", torch stable ABI " + torch_target() +
+                                  "; machine code: CPU " + kCpu + ", CUDA " + SHARDZOO_CUDA_CODE;
+  return info.c_str();
 }

@@ -64,7 +64,9 @@ class FinetuningArguments(TrainingArguments):
     """JSON lines {"translation": {"s": source, "t": target}} or with the two keys at the top, NAME.source beside
     NAME.target, parquet, or a datasets folder; for text-generation text files, folders, or JSON lines with `text`."""
     validation_file: str | None = None
+    """A file like train_file, for evaluations during training."""
     test_file: str | None = None
+    """A file like train_file, for a test at the end."""
     validation_split: float = 5
     """Percent of the training data to use for validation if there is no validation_file; a number below 1 is a share,
     as in t2t-tuner."""
@@ -87,6 +89,7 @@ class FinetuningArguments(TrainingArguments):
     max_source_length: int = 128
     """Maximum tokens of a source, including the end token; longer sources are cut."""
     max_target_length: int = 128
+    """Maximum tokens of a target, including the end token; longer targets are cut."""
     doc_stride: int = 64
     """Tokens that the windows of a long text share, for question-answering."""
     block_size: int | None = None

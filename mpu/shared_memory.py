@@ -12,13 +12,12 @@ is left in /dev/shm when ranks are killed. A rank that waits for one that has en
 # (torch does not annotate many of its methods)
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 import uuid
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,22 +25,84 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-try:
-    compiled: Any = import_module("._shared_memory", __package__)
-except ImportError:  # not built: there is no compiler
-    compiled = None
-
+LIBRARY = Path(__file__).with_name("_shared_memory.so")
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = range(3)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64)
 SLOT, SLOTS = 1 << 18, 8  # bytes of a slot, and slots of a rank: some of them stay in a core's second-level cache
 SPIN = 3e-5  # seconds for which a rank looks for others' data before it sleeps, if every rank has a core
 TIMEOUT = 1800.0  # seconds: torch's default
 
-_channels: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()  # None: the group has no channel
+_channels: WeakKeyDictionary[dist.ProcessGroup, Channel | None] = WeakKeyDictionary()  # None: the group has no channel
 _timeouts: WeakKeyDictionary[dist.ProcessGroup, float] = WeakKeyDictionary()
 
 
-def find(tensor: Tensor, group: dist.ProcessGroup) -> Any | None:
+def _load() -> ctypes.PyDLL | None:
+    """Returns the library of csrc/mpu/shared_memory.cpp, or None if it was not built."""
+    try:
+        library = ctypes.PyDLL(str(LIBRARY))
+    except OSError:
+        return None
+    whole, number, seconds, channel = ctypes.c_int, ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+    code = ctypes.c_uint32
+    for name, returned, *given in (
+        ("most_ranks", whole),
+        ("channel_bytes", number, whole, number, number),
+        ("channel_open", channel, whole, whole, ctypes.POINTER(whole), whole, number, number, seconds, seconds),
+        ("channel_start", number, channel, code, code, channel, channel, number, ctypes.py_object),
+        ("channel_finish", number, channel, number),
+        ("channel_set_timeout", None, channel, seconds),
+        ("channel_close", None, channel),
+    ):
+        function = getattr(library, f"shardzoo_{name}")
+        function.restype, function.argtypes = returned, given
+    return library
+
+
+compiled = _load()
+
+
+class Channel:
+    """The memory that a group's ranks share, mapped into this process.
+
+    Args:
+        descriptor: Of the file, which the channel does not need after this call.
+        rank: This process's, in the group.
+        processes: The process id of each rank.
+        capacity: Bytes of a slot: a multiple of 64, and at least 64 for each rank.
+        slots: Slots of a rank.
+        timeout, spin: Seconds that a collective waits for a rank, and that it looks for its data without sleeping.
+
+    Raises RuntimeError if the file cannot be mapped.
+    """
+
+    _handle: int | None = None
+
+    def __init__(
+        self, descriptor: int, rank: int, processes: list[int], capacity: int, slots: int, timeout: float, spin: float
+    ) -> None:
+        assert compiled is not None
+        self._library, size = compiled, len(processes)
+        ids = (ctypes.c_int * size)(*processes)
+        self._handle = compiled.shardzoo_channel_open(descriptor, rank, ids, size, capacity, slots, timeout, spin)
+        self._start, self._finish = compiled.shardzoo_channel_start, compiled.shardzoo_channel_finish
+
+    def __del__(self) -> None:
+        if self._handle is not None:
+            self._library.shardzoo_channel_close(self._handle)
+
+    def start(self, kind: int, dtype: int, tensor: Tensor, out: Tensor, count: int) -> int:
+        """Starts a collective; returns its number. The tensors stay alive until it has ended."""
+        return self._start(self._handle, kind, dtype, tensor.data_ptr(), out.data_ptr(), count, (tensor, out))
+
+    def finish(self, number: int) -> None:
+        """Waits for a collective's end. Raises RuntimeError if a rank has ended, is late or calls another one."""
+        self._finish(self._handle, number)
+
+    def set_timeout(self, seconds: float) -> None:
+        self._library.shardzoo_channel_set_timeout(self._handle, seconds)
+
+
+def find(tensor: Tensor, group: dist.ProcessGroup) -> Channel | None:
     """Returns the channel through which the group's ranks exchange tensors such as this one, or None.
 
     The first call with a group is a collective.
@@ -60,13 +121,13 @@ def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
         channel.set_timeout(seconds)
 
 
-def start(channel: Any, kind: int, tensor: Tensor, out: Tensor, count: int) -> Callable[[], Tensor]:
+def start(channel: Channel, kind: int, tensor: Tensor, out: Tensor, count: int) -> Callable[[], Tensor]:
     """Starts a collective of contiguous tensors. Returns a function that waits for its end and returns `out`.
 
     Args:
         count: Elements of the tensor; for a reduce-scatter, of the piece that each rank keeps.
     """
-    number = channel.start(kind, DTYPES.index(tensor.dtype), tensor.data_ptr(), out.data_ptr(), count, (tensor, out))
+    number = channel.start(kind, DTYPES.index(tensor.dtype), tensor, out, count)
 
     def finish() -> Tensor:
         channel.finish(number)
@@ -75,7 +136,7 @@ def start(channel: Any, kind: int, tensor: Tensor, out: Tensor, count: int) -> C
     return finish
 
 
-def _open(group: dist.ProcessGroup) -> Any | None:
+def _open(group: dist.ProcessGroup) -> Channel | None:
     """Opens the group's memory on all ranks, or on none if one of them cannot."""
     file = _make_file(group.size()) if group.rank() == 0 else -1
     ranks = _gather([*_host(), os.getpid(), file], group)
@@ -90,14 +151,14 @@ def _open(group: dist.ProcessGroup) -> Any | None:
 
 def _make_file(size: int) -> int:
     """Returns the descriptor of a new file without a name, or -1 if there can be none."""
-    if compiled is None or size > compiled.MOST_RANKS or not hasattr(os, "memfd_create"):
+    if compiled is None or size > compiled.shardzoo_most_ranks() or not hasattr(os, "memfd_create"):
         return -1
     file = os.memfd_create("shardzoo")
-    os.ftruncate(file, compiled.bytes_of(size, SLOT, SLOTS))
+    os.ftruncate(file, compiled.shardzoo_channel_bytes(size, SLOT, SLOTS))
     return file
 
 
-def _map_file(path: str, processes: list[int], group: dist.ProcessGroup) -> Any | None:
+def _map_file(path: str, processes: list[int], group: dist.ProcessGroup) -> Channel | None:
     """Returns the channel in a file that the group's first rank has made; None if this process cannot open it."""
     if compiled is None:
         return None
@@ -108,7 +169,7 @@ def _map_file(path: str, processes: list[int], group: dist.ProcessGroup) -> Any 
     except OSError:
         return None
     try:
-        return compiled.Channel(file, group.rank(), processes, SLOT, SLOTS, _timeouts.get(group, TIMEOUT), spin)
+        return Channel(file, group.rank(), processes, SLOT, SLOTS, _timeouts.get(group, TIMEOUT), spin)
     except RuntimeError:  # there is no address space for it
         return None
     finally:

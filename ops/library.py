@@ -422,7 +422,7 @@ def load_error() -> str | None:
 @functools.cache
 def _symbols() -> ctypes.CDLL:
     symbols = ctypes.CDLL(str(COMPILED))
-    symbols.shardzoo_cpu_isa.restype = ctypes.c_char_p
+    symbols.shardzoo_cpu_isa.restype = symbols.shardzoo_build_info.restype = ctypes.c_char_p
     return symbols
 
 
@@ -440,6 +440,11 @@ def emulates_cuda() -> bool:
 def cpu_isa() -> str:
     """Returns the instruction set that the CPU kernels use on this machine. Requires the library."""
     return _symbols().shardzoo_cpu_isa().decode()
+
+
+def build_info() -> str:
+    """Returns the compiler, torch's ABI and the machine code of the library, which is required."""
+    return _symbols().shardzoo_build_info().decode()
 
 
 def is_amd_with_avx512() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import socket
+import sys
 import threading
 import time
 from array import array
@@ -25,6 +26,7 @@ from ...mpu.shard import Shard
 from ...trainer.run_folder import RunFolder, metrics_record
 from ...trainer.run_lock import LOCK
 from ..console import exit_code_of, message_of
+from ..help import HelpPage, show_help
 
 PAGE = Path(__file__).with_name("page")
 # All that is served as a file. Nothing in a request is ever part of a path.
@@ -59,9 +61,14 @@ class Board:
     """The address to listen on. With any other than this machine's own, everybody in the network can read the page."""
 
 
+HELP = HelpPage("shardzoo board", Board, required=("runs",))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves the page until it is interrupted. Returns 2 after a user's error."""
-    command = tyro.cli(Board, prog="shardzoo board", args=argv, description=__doc__)
+    argv = sys.argv[1:] if argv is None else argv
+    show_help(HELP, argv)
+    command = tyro.cli(Board, prog=HELP.program, args=argv)
     return exit_code_of(lambda: serve(command))
 
 

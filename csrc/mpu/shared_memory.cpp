@@ -12,12 +12,13 @@
 //
 // A sum adds the ranks' values in rank order, 16-bit floats in fp32, and rounds once. So it has the same bits on every
 // rank, in every run, and however a message is cut.
+//
+// Python calls the functions at the end by ctypes.PyDLL, which raises what they set. They use a few functions of Python's
+// stable ABI and no header of it, so one library serves every version.
 
 #include <linux/futex.h>
 #include <poll.h>
 #include <signal.h>
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -34,11 +35,60 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
-namespace py = pybind11;
+extern "C" {
+struct PyObject;
+struct PyThreadState;
+extern PyObject* PyExc_RuntimeError;
+extern PyObject* PyExc_ValueError;
+PyThreadState* PyEval_SaveThread();
+void PyEval_RestoreThread(PyThreadState*);
+int PyErr_CheckSignals();
+void Py_IncRef(PyObject*);
+void Py_DecRef(PyObject*);
+void PyErr_SetString(PyObject*, const char*);
+}
 
 namespace {
+
+struct ErrorOfPython {};  // a signal handler has raised it
+
+// A reference to a Python object. It is made and given up where this thread runs Python.
+class Reference {
+ public:
+  explicit Reference(PyObject* object) : object_(object) { Py_IncRef(object_); }
+  ~Reference() {
+    if (object_ != nullptr) Py_DecRef(object_);
+  }
+  Reference(Reference&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
+  Reference& operator=(Reference&& other) noexcept {
+    std::swap(object_, other.object_);
+    return *this;
+  }
+
+ private:
+  PyObject* object_;
+};
+
+// Lets other threads run Python while this one does not.
+class WithoutPython {
+ public:
+  WithoutPython() : state_(PyEval_SaveThread()) {}
+  ~WithoutPython() { PyEval_RestoreThread(state_); }
+  WithoutPython(const WithoutPython&) = delete;
+  WithoutPython& operator=(const WithoutPython&) = delete;
+  int check_signals() {
+    PyEval_RestoreThread(state_);
+    const int raised = PyErr_CheckSignals();
+    state_ = PyEval_SaveThread();
+    return raised;
+  }
+
+ private:
+  PyThreadState* state_;
+};
 
 enum Kind : uint32_t { kAllReduce, kAllGather, kReduceScatter };
 constexpr const char* kKindNames[] = {"all-reduce", "all-gather", "reduce-scatter"};
@@ -154,12 +204,12 @@ struct Job {
   DType dtype;
   const char* in;
   char* out;
-  size_t count;      // elements: of the tensor, or of each piece of a reduce-scatter
-  size_t per_chunk;  // elements
-  uint64_t first;    // number of its first chunk
-  size_t chunks, posted, reduced, consumed;
-  int64_t id;
-  py::object tensors;  // keeps `in` and `out` alive
+  Reference tensors;     // keeps `in` and `out` alive
+  size_t count = 0;      // elements: of the tensor, or of each piece of a reduce-scatter
+  size_t per_chunk = 0;  // elements
+  uint64_t first = 0;    // number of its first chunk
+  size_t chunks = 0, posted = 0, reduced = 0, consumed = 0;
+  int64_t id = 0;
   size_t width() const { return kWidths[dtype]; }
   size_t begin(size_t chunk) const { return chunk * per_chunk; }
   size_t length(size_t chunk) const { return std::min(per_chunk, count - begin(chunk)); }
@@ -195,47 +245,30 @@ class Channel {
 
   // Starts a collective of `count` elements at address `in` (a reduce-scatter: of `count` for each rank) and returns its
   // number. It posts what fits into free slots, and waits for nothing but earlier collectives that did not fit.
-  int64_t start(uint32_t kind, uint32_t dtype, uintptr_t in, uintptr_t out, size_t count, py::object tensors) {
-    std::vector<py::object> released;
-    const py::gil_scoped_release release;
+  int64_t start(uint32_t kind, uint32_t dtype, const void* in, void* out, size_t count, PyObject* tensors) {
+    Reference kept(tensors);
+    std::vector<Reference> ended;
     const Turn turn(*this);
-    if (!jobs_.empty() && jobs_.back().posted < jobs_.back().chunks) complete(jobs_.back().id, released);
-    Job job{};
-    job.kind = static_cast<Kind>(kind);
-    job.dtype = static_cast<DType>(dtype);
-    job.in = reinterpret_cast<const char*>(in);
-    job.out = reinterpret_cast<char*>(out);
+    if (!jobs_.empty() && jobs_.back().posted < jobs_.back().chunks) complete(jobs_.back().id, ended);
+    const size_t pieces = kind == kReduceScatter ? static_cast<size_t>(size_) : 1, width = kWidths[dtype];
+    Job job{static_cast<Kind>(kind), static_cast<DType>(dtype), static_cast<const char*>(in), static_cast<char*>(out),
+            std::move(kept)};
     job.count = count;
-    const size_t pieces = kind == kReduceScatter ? static_cast<size_t>(size_) : 1;
-    job.per_chunk = capacity_ / pieces / kLine * kLine / job.width();
+    job.per_chunk = capacity_ / pieces / kLine * kLine / width;
     job.chunks = (count + job.per_chunk - 1) / job.per_chunk;
     job.first = next_;
     job.id = next_id_++;
-    {
-      const py::gil_scoped_acquire acquire;
-      job.tensors = std::move(tensors);
-      jobs_.push_back(std::move(job));
-      released.clear();
-    }
-    next_ += jobs_.back().chunks;
+    next_ += job.chunks;
+    jobs_.push_back(std::move(job));
     post(jobs_.back());
     return jobs_.back().id;
   }
 
   // Waits until collective `id` has ended.
   void finish(int64_t id) {
-    std::vector<py::object> released;  // destroyed after the lock of the interpreter is taken again
-    const py::gil_scoped_release release;
+    std::vector<Reference> ended;  // given up after this thread's turn, when it runs Python again
     const Turn turn(*this);
-    try {
-      complete(id, released);
-    } catch (...) {
-      const py::gil_scoped_acquire acquire;
-      released.clear();
-      throw;
-    }
-    const py::gil_scoped_acquire acquire;
-    released.clear();
+    complete(id, ended);
   }
 
   void set_timeout(double seconds) { timeout_ = seconds; }
@@ -250,6 +283,7 @@ class Channel {
       }
       channel.mutex_.lock();
       channel.holder_ = std::this_thread::get_id();
+      channel.python_ = &python_;
     }
     ~Turn() {
       channel_.holder_ = std::thread::id();
@@ -259,6 +293,7 @@ class Channel {
     Turn& operator=(const Turn&) = delete;
 
    private:
+    WithoutPython python_;  // taken back last, when others may have their turn
     Channel& channel_;
   };
 
@@ -310,10 +345,7 @@ class Channel {
       const double time = now();
       if (time - looked < 0.05) continue;
       looked = time;
-      {
-        const py::gil_scoped_acquire acquire;
-        if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-      }
+      if (python_->check_signals() != 0) throw ErrorOfPython{};
       if (has_ended(rank)) {
         if (reached(count, number)) return;  // it ended after its part was done
         fail(job, rank, "has ended");
@@ -449,10 +481,10 @@ class Channel {
   }
 
   // Runs the collectives up to `id`, in the order in which they were started.
-  void complete(int64_t id, std::vector<py::object>& released) {
+  void complete(int64_t id, std::vector<Reference>& ended) {
     while (!jobs_.empty() && jobs_.front().id <= id) {
       run(jobs_.front());
-      released.push_back(std::move(jobs_.front().tensors));
+      ended.push_back(std::move(jobs_.front().tensors));
       jobs_.pop_front();
     }
   }
@@ -467,20 +499,63 @@ class Channel {
   char* memory_ = nullptr;
   std::mutex mutex_;
   std::atomic<std::thread::id> holder_;
+  WithoutPython* python_ = nullptr;  // of the thread whose turn it is
   std::deque<Job> jobs_;
   uint64_t next_ = 0;
   int64_t next_id_ = 0;
 };
 
+// Returns what `work` returns, or -1 after it has set Python's error.
+template <class Work>
+int64_t raising(Work work) {
+  try {
+    return work();
+  } catch (const ErrorOfPython&) {
+  } catch (const std::invalid_argument& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return -1;
+}
+
 }  // namespace
 
-PYBIND11_MODULE(_shared_memory, module) {
-  module.attr("MOST_RANKS") = kMostRanks;
-  module.def("bytes_of", &Channel::bytes, py::arg("size"), py::arg("capacity"), py::arg("slots"));
-  py::class_<Channel>(module, "Channel")
-      .def(py::init<int, int, std::vector<int>, size_t, size_t, double, double>(), py::arg("descriptor"), py::arg("rank"),
-           py::arg("processes"), py::arg("capacity"), py::arg("slots"), py::arg("timeout"), py::arg("spin"))
-      .def("start", &Channel::start)
-      .def("finish", &Channel::finish)
-      .def("set_timeout", &Channel::set_timeout);
+#define EXPORT __attribute__((visibility("default")))
+
+extern "C" {
+EXPORT int shardzoo_most_ranks() { return kMostRanks; }
+
+EXPORT int64_t shardzoo_channel_bytes(int size, int64_t capacity, int64_t slots) {
+  return static_cast<int64_t>(Channel::bytes(size, static_cast<size_t>(capacity), static_cast<size_t>(slots)));
+}
+
+// Returns the channel, or a null pointer after it has set Python's error.
+EXPORT Channel* shardzoo_channel_open(int descriptor, int rank, const int* processes, int size, int64_t capacity,
+                                      int64_t slots, double timeout, double spin) {
+  Channel* channel = nullptr;
+  raising([&] {
+    std::vector<int> every(processes, processes + size);
+    const size_t bytes = static_cast<size_t>(capacity), count = static_cast<size_t>(slots);
+    channel = new Channel(descriptor, rank, std::move(every), bytes, count, timeout, spin);
+    return 0;
+  });
+  return channel;
+}
+
+EXPORT void shardzoo_channel_close(Channel* channel) { delete channel; }
+
+EXPORT int64_t shardzoo_channel_start(Channel* channel, uint32_t kind, uint32_t dtype, const void* in, void* out,
+                                      int64_t count, PyObject* tensors) {
+  return raising([&] { return channel->start(kind, dtype, in, out, static_cast<size_t>(count), tensors); });
+}
+
+EXPORT int64_t shardzoo_channel_finish(Channel* channel, int64_t id) {
+  return raising([&] {
+    channel->finish(id);
+    return int64_t{0};
+  });
+}
+
+EXPORT void shardzoo_channel_set_timeout(Channel* channel, double seconds) { channel->set_timeout(seconds); }
 }

@@ -1,17 +1,17 @@
-"""Builds sample and sentence indexes: the numpy reference, and the compiled builders where the extension is built.
+"""Builds sample and sentence indexes: the numpy reference, and the compiled builders where the library is built.
 
 Both give equal results; the reference is the ground truth of csrc/data/index.cpp.
 """
 
 from __future__ import annotations
 
+import ctypes
+from pathlib import Path
+
 import numpy as np
 
-try:
-    from .. import _index as compiled
-except ImportError:
-    compiled = None
-
+LIBRARY = Path(__file__).parents[1] / "_index.so"
+TOO_MANY_SAMPLES = "a sample begins after the last document"
 _MASK = (1 << 64) - 1
 
 
@@ -24,12 +24,11 @@ def reference_sample_index(lengths: np.ndarray, first: int, stride: int, count: 
     Returns:
         int64 [count, 2]: (document, offset in it) of each sample.
     """
-    if first < 0 or stride < 1 or count < 0:
-        raise ValueError("first and count must be at least 0, and stride at least 1")
+    _check_samples(first, stride, count)
     positions = first + stride * np.arange(count, dtype=np.int64)
     ends = np.cumsum(lengths, dtype=np.int64)
     if count and (len(ends) == 0 or positions[-1] >= ends[-1]):
-        raise ValueError("a sample begins after the last document")
+        raise ValueError(TOO_MANY_SAMPLES)
     documents = np.searchsorted(ends, positions, side="right")
     offsets = positions - (ends[documents] - lengths[documents])
     return np.stack([documents, offsets], axis=1).astype(np.int64)  # [count, 2]
@@ -56,8 +55,7 @@ def reference_sentence_index(
     Returns:
         int64 [samples, 3]: (first sentence, last sentence + 1, target number of tokens).
     """
-    if max_length < 2:
-        raise ValueError("max_length must be at least 2")
+    _check_sentences(sizes, marks, max_length)
     drawn = 0
 
     def next_target() -> int:
@@ -86,5 +84,59 @@ def reference_sentence_index(
     return np.array(rows, np.int64).reshape(-1, 3)
 
 
-sample_index = reference_sample_index if compiled is None else compiled.sample_index
-sentence_index = reference_sentence_index if compiled is None else compiled.sentence_index
+def _check_samples(first: int, stride: int, count: int) -> None:
+    if first < 0 or stride < 1 or count < 0:
+        raise ValueError("first and count must be at least 0, and stride at least 1")
+
+
+def _check_sentences(sizes: np.ndarray, marks: np.ndarray, max_length: int) -> None:
+    if max_length < 2:
+        raise ValueError("max_length must be at least 2")
+    if len(marks) == 0 or marks[0] < 0 or marks[-1] > len(sizes) or (marks[1:] < marks[:-1]).any():
+        raise ValueError("document marks out of order")
+
+
+def _load() -> ctypes.CDLL | None:
+    """Returns the library of csrc/data/index.cpp, or None if it was not built."""
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+    except OSError:
+        return None
+    number = ctypes.c_int64
+    rows = np.ctypeslib.ndpointer(np.int64, flags="C_CONTIGUOUS")
+    library.shardzoo_sample_index.argtypes = (rows, number, number, number, number, rows)
+    library.shardzoo_sample_index.restype = number
+    sizes = np.ctypeslib.ndpointer(np.int32, flags="C_CONTIGUOUS")
+    given = (sizes, rows, number, number, ctypes.c_double, number, ctypes.c_uint64, rows)
+    library.shardzoo_sentence_index.argtypes = given
+    library.shardzoo_sentence_index.restype = number
+    return library
+
+
+compiled = _load()
+
+
+def compiled_sample_index(lengths: np.ndarray, first: int, stride: int, count: int) -> np.ndarray:
+    """Returns what `reference_sample_index` does. The library must be built."""
+    assert compiled is not None
+    _check_samples(first, stride, count)
+    lengths, rows = np.require(lengths, np.int64, ("C", "A")), np.empty((count, 2), np.int64)
+    if compiled.shardzoo_sample_index(lengths, len(lengths), first, stride, count, rows) < count:
+        raise ValueError(TOO_MANY_SAMPLES)
+    return rows
+
+
+def compiled_sentence_index(
+    sizes: np.ndarray, marks: np.ndarray, max_length: int, short_probability: float, least_sentences: int, seed: int
+) -> np.ndarray:
+    """Returns what `reference_sentence_index` does. The library must be built."""
+    assert compiled is not None
+    _check_sentences(sizes, marks, max_length)
+    sizes, marks = np.require(sizes, np.int32, ("C", "A")), np.require(marks, np.int64, ("C", "A"))
+    rows = np.empty((len(sizes), 3), np.int64)  # the system gives memory only for the rows that are written
+    settings = (max_length, short_probability, least_sentences, seed)
+    return rows[: compiled.shardzoo_sentence_index(sizes, marks, len(marks) - 1, *settings, rows)].copy()
+
+
+sample_index = reference_sample_index if compiled is None else compiled_sample_index
+sentence_index = reference_sentence_index if compiled is None else compiled_sentence_index

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -60,9 +59,3 @@ def write_dataset(tmp_path: Path) -> Callable[..., IndexedDataset]:
         return IndexedDataset(tmp_path / f"data{count}")
 
     return write
-
-
-@pytest.fixture(scope="session")
-def compiled_index() -> ModuleType:
-    """The C++ index builders, where they were built."""
-    return pytest.importorskip("shardzoo.data._index", reason="no compiled index builders")

@@ -77,7 +77,7 @@ def jobs(folder: Path, changed: dict[str, str], flags: tuple[str, ...]) -> list[
             (place / other).write_text(text if other == name else texts[other])
         command = [*common, "-I", str(CSRC), "-x", "c++", "-c", str(place / name), "-o"]
         made.append((place / f"{name}.o", command))
-    torch = library.package_folder("torch")
+    torch = library.torch_folder()
     for source, target, command in library.binding_jobs(cxx, folder, torch, False):
         text = "".join(path.read_text() for path in [source, *(CSRC / "binding").glob("*.h"), CSRC / "kernels.h"])
         version = (torch / "version.py").read_text()
@@ -111,7 +111,7 @@ def build(folder: Path, *, sanitize: bool = False, changed: dict[str, str] | Non
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(make, parts))
     objects = [str(target) for target, _ in parts]
-    link = [*UNDEFINED, "-L" + str(library.package_folder("torch") / "lib"), "-ltorch_cpu", "-ldl", "-shared", "-o"]
+    link = [*UNDEFINED, "-L" + str(library.torch_folder() / "lib"), "-ltorch_cpu", "-ldl", "-shared", "-o"]
     target = folder.resolve() / f"{hashlib.sha256(repr((objects, flags)).encode()).hexdigest()[:16]}.so"
     make((target, [*library.compiler(), *flags, *objects, *link]))
     return target
