@@ -114,8 +114,17 @@ def test_commands_that_are_run_elsewhere_are():
 
 @pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "tests/README.md"])
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\((?!http)([^)#]+)\)", (ROOT / page).read_text()):
-        assert (ROOT / page).parent.joinpath(target).exists(), f"{page} links to {target}"
+    """Files and headings as a forge names them; tests/test_site.py looks at those of the site."""
+    for target, heading in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", (ROOT / page).read_text()):
+        path = (ROOT / page).parent / target if target else ROOT / page
+        assert path.exists(), f"{page} links to {target}"
+        assert not heading or heading in headings(path), f"{page} links to {target}#{heading}"
+
+
+def headings(page: Path) -> set[str]:
+    """A page's headings as a forge writes them in addresses."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "tests/README.md"])

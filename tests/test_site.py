@@ -7,13 +7,17 @@ import inspect
 import re
 import subprocess
 import sys
+import threading
+from functools import partial
 from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
 import yaml
+from browser import CHROMIUM, Browser
 from commands import user_environment, warm_environment
 from documents import PAGES, ROOT
 
@@ -137,6 +141,27 @@ def test_a_browser_asks_nobody_else(site, html):
     styles = "".join(path.read_text() for path in site.rglob("*.css"))
     assert not re.findall(r"(?:@import|url\()\s*['\"]?(?:https?:)?//", styles)
     assert "fonts.g" not in "".join(path.read_text() for path in html)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH (Debian: apt-get install chromium)")
+def test_the_search_and_the_drawings_work_in_a_browser(site, tmp_path):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=str(site)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}/"
+    with Browser(tmp_path / "profile") as page:
+        page.open(f"{address}concepts.html")
+        page.wait("[...document.images].length == 3 && [...document.images].every(image => image.naturalWidth == 1000)")
+        page.evaluate("document.querySelector('.md-search__input').focus()")
+        page.call("Input.insertText", text="resharding")
+        page.wait("document.querySelectorAll('.md-search-result__item').length > 0")
+        assert not page.problems
+        assert not [request for request in page.requests if not request.startswith((address, "data:", "blob:"))]
+    server.shutdown()
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, format, *args):
+        pass
 
 
 def is_code(value) -> bool:

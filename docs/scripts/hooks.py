@@ -19,6 +19,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
+COPY = tempfile.TemporaryDirectory(prefix="shardzoo-docs-")  # of the package; deleted when the process ends
 LINK = re.compile(r"(\]\(|src=\")([^)\"\s#:]+)(?=[)\"#])")
 OUTSIDE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md", "tests/README.md")  # pages
 RENAMED = {"README.md": "project.md"}  # MkDocs makes a README the front page, which is docs/index.md
@@ -42,19 +43,14 @@ API = {
 @event_priority(100)  # before mkdocstrings reads its paths
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Lets mkdocstrings find the package, which has its name only where it is installed or copied."""
-    package = Path(tempfile.mkdtemp(prefix="shardzoo-docs-"), "shardzoo")
+    package = Path(COPY.name, "shardzoo")
     rooms = [path.parent for path in ROOT.glob("*/__init__.py")]
     for source in [ROOT / "__init__.py", *(file for room in rooms for file in room.rglob("*.py"))]:
         copy = package / source.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, copy)
     config.plugins["mkdocstrings"].config.handlers["python"]["paths"] = [str(package.parent)]
-    config.extra["package_copy"] = str(package.parent)
     return config
-
-
-def on_post_build(config: MkDocsConfig) -> None:
-    shutil.rmtree(config.extra["package_copy"])
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
