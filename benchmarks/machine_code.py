@@ -1,4 +1,4 @@
-"""Counts the CUDA kernels' machine instructions, and what share of the memory's bandwidth they leave within reach.
+"""Counts the CUDA kernels' machine instructions, and how busy they are while the memory delivers.
 
     python benchmarks/machine_code.py                # for sm_90
     python benchmarks/machine_code.py --arch sm_80
@@ -9,10 +9,10 @@ the longest way through the loop that calls no subroutine: every optional tensor
 usual path. "around" are the instructions outside the loop, once a thread, with the loops for what is left over; "of 16"
 shares them among the times that a thread passes its loop.
 
-The bound is a share of the bandwidth. A multiprocessor's four schedulers issue one instruction of a warp per cycle; the
-unit for integers, comparisons and conversions takes two cycles for one, that for exponentials and reciprocals eight.
-The slowest of the three takes so many cycles for 16 elements, and the memory so many for their bytes. The bound is the
-ratio of the two, if everything overlaps, at the clock and the bandwidth of an H100 SXM.
+"busy" is how long the busiest unit takes, as a share of the time in which the memory delivers the elements, at the
+clock and the bandwidth of an H100 SXM: below 100 % the kernel can reach the full bandwidth if everything overlaps. A
+multiprocessor's four schedulers issue one instruction of a warp per cycle; the unit for integers, comparisons and
+conversions takes two cycles for one, that for exponentials and reciprocals eight.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MULTIPROCESSORS, CLOCK, BANDWIDTH = 132, 1.755e9, 3.35e12  # H100 SXM at its usu
 DTYPES = {"fp32": ("f", 4, 4), "bf16": ("13__nv_bfloat16", 8, 2)}  # mangled, elements of a vector, bytes of an element
 EXPONENTIALS = ("MUFU",)
 FULL_RATE = ("FADD", "FMUL", "FFMA", "HADD2", "HMUL2", "HFMA2", "IMAD", "MOV", "UMOV", "NOP", "LD", "ST", "BRA", "BSSY")
-FULL_RATE += ("BSYNC", "EXIT", "BAR", "SHFL", "U", "S2", "CS2R", "R2UR", "WARPSYNC")
+FULL_RATE += ("BSYNC", "EXIT", "BAR", "SHFL", "U", "S2", "CS2R", "R2UR", "WARPSYNC", "CALL")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,14 @@ class Instruction:
 
     @property
     def is_branch(self) -> bool:
-        return self.opcode.split(".")[0] == "BRA" and "DIV" not in self.opcode  # .DIV: a diverged warp's slow path
+        kind = self.opcode.split(".")[0]
+        if kind == "CALL":  # to an address: sm_80's way to jump far
+            return self.operands.startswith("0x")
+        return kind == "BRA" and "DIV" not in self.opcode  # .DIV: a diverged warp's slow path
+
+    @property
+    def is_call(self) -> bool:
+        return self.opcode.startswith("CALL") and not self.is_branch
 
     @property
     def target(self) -> int:
@@ -147,7 +154,7 @@ def longest_way(code: Sequence[Instruction], first: int, last: int) -> list[int]
         onward = [(best[j][0], j) for j in next_ones(code, i) if i < j <= last and j in best]
         if onward:
             length, j = max(onward)
-            best[i] = (length + (-100_000 if code[i].opcode.startswith("CALL") else 1), j)
+            best[i] = (length + (-100_000 if code[i].is_call else 1), j)
     way, at = [], first if first in best else None
     while at is not None:
         way.append(at)
@@ -193,12 +200,15 @@ def count(code: Sequence[Instruction], way: Sequence[int]) -> Count:
     return Count(len(opcodes), halves, exponentials, loads, stores, len(accesses) - loads - stores)
 
 
-def bound(kernel: Kernel, size: int, per_16: float, halves: float, exponentials: float) -> float:
-    """Returns the share of the bandwidth that the instructions for 16 elements of `size` bytes leave within reach."""
+def busy(kernel: Kernel, size: int, per_16: float, halves: float, exponentials: float) -> float:
+    """Returns the time of the busiest unit by that of the memory, for elements of `size` bytes.
+
+    Args:
+        per_16, halves, exponentials: Instructions for 16 elements: all, those of the half-rate unit, exponentials.
+    """
     cycles = max(per_16, 2 * halves, 8 * exponentials)  # of a scheduler, for 16 elements of each of 32 lanes
     compute = cycles / (MULTIPROCESSORS * 4 * CLOCK)
-    memory = 32 * 16 * size * kernel.moves / BANDWIDTH
-    return min(1.0, memory / compute)
+    return compute / (32 * 16 * size * kernel.moves / BANDWIDTH)
 
 
 KERNELS = (  # passes: of 8,192 rows of 768 columns, or 3,072 behind an activation, or 50,304 words, on an H100
@@ -232,7 +242,7 @@ def row(kernel: Kernel, dtype: str, code: Sequence[Instruction], used: tuple[int
     vectors = (inside.stores if kernel.kind == "STG" else inside.loads) / kernel.vectors
     scale = 16 / (vectors * width)
     total = scale * (inside.instructions + around / kernel.passes)
-    share = bound(kernel, size, total, scale * inside.halves, scale * inside.exponentials)
+    share = busy(kernel, size, total, scale * inside.halves, scale * inside.exponentials)
     numbers = [inside.loads, inside.stores, inside.narrow, round(scale * inside.instructions), around, round(total)]
     return [kernel.label, dtype, *map(str, used), *map(str, numbers), f"{share:.0%}"]
 
@@ -258,7 +268,7 @@ def table(arch: str) -> list[list[str]]:
     return rows
 
 
-HEADINGS = ["kernel", "dtype", "registers", "spills", "loads", "stores", "narrow", "loop", "around", "of 16", "bound"]
+HEADINGS = ["kernel", "dtype", "registers", "spills", "loads", "stores", "narrow", "loop", "around", "of 16", "busy"]
 
 
 def main() -> None:

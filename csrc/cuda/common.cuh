@@ -280,6 +280,7 @@ __device__ __forceinline__ void add_teams(C (&sums)[M]) {
   for (int j = 0; j < M; ++j) of_threads[j][threadIdx.y * blockDim.x + threadIdx.x] = sums[j];
   __syncthreads();
   if (threadIdx.y != 0) return;
+#pragma unroll 1
   for (int team = 1; team < blockDim.y; ++team) {
 #pragma unroll
     for (int j = 0; j < M; ++j) sums[j] += of_threads[j][team * blockDim.x + threadIdx.x];

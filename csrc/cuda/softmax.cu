@@ -54,8 +54,7 @@ template <class T, int N>
 __device__ __forceinline__ void masked_scores(const Row<T>& row, Compute<T> scale, int64_t column,
                                               Compute<T> (&z)[N]) {
   using C = Compute<T>;
-  const int64_t left = row.limit - column;
-  if (left <= 0) {
+  if (column >= row.limit) {
 #pragma unroll
     for (int j = 0; j < N; ++j) z[j] = kLowest;
     return;
@@ -79,7 +78,8 @@ __device__ __forceinline__ void masked_scores(const Row<T>& row, Compute<T> scal
 #pragma unroll
     for (int j = 0; j < N; ++j) z[j] = visible.values[j] ? z[j] : C(kLowest);
   }
-  if (left >= N) return;
+  if (row.limit - column >= N) return;
+  const int left = static_cast<int>(row.limit - column);
 #pragma unroll
   for (int j = 1; j < N; ++j) z[j] = j < left ? z[j] : C(kLowest);
 }
