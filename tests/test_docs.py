@@ -42,6 +42,7 @@ final_eval_sequences: 2
 ELSEWHERE = {
     "docs/adding-a-model.md": "tests/models/test_adding_a_model.py",
     "docs/board.md": "tests/cli/test_board.py",
+    "docs/gpu.md": "tests/test_gpu_calls.py",
     "docs/finetune.md": "tests/cli/test_finetune.py",
     "docs/pretraining.md": "tests/cli/test_pretrain.py",
     "examples/README.md": "tests/examples/test_examples.py",
