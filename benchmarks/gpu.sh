@@ -8,6 +8,5 @@
 # missing (benchmarks/gpu_wheels.sh gathers them); PYTHON=<command> chooses the interpreter. --dry-run does the same on a
 # CPU in tiny sizes.
 set -euo pipefail
-cd "$(dirname "$0")/.."
 export PYTHON="${PYTHON:-$(command -v python3 || command -v python)}"
-exec "$PYTHON" benchmarks/gpu/run.py "$@"
+exec "$PYTHON" "$(dirname "$0")/gpu/run.py" "$@"

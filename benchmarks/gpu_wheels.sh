@@ -1,31 +1,32 @@
 #!/usr/bin/env bash
 # Gathers the packages that benchmarks/gpu.sh needs beside a bare image's, on a machine with a package index:
 #
-#   benchmarks/gpu_wheels.sh FOLDER [PYTHON VERSION] [PLATFORM]        default: 3.12 manylinux_2_28_x86_64
+#   benchmarks/gpu_wheels.sh FOLDER [PYTHON VERSION] [ARCHITECTURE]        default: 3.12 x86_64
 #
-# Copy FOLDER to the machine with the GPU, and run benchmarks/gpu.sh there with WHEELS=FOLDER. Only what is missing
-# there is installed from it, to a folder that is removed afterwards. RIVALS="liger-kernel quack-kernels" adds the
-# kernels of others to the measurements.
+# Copy FOLDER to the machine with the GPU, and run benchmarks/gpu.sh there with WHEELS=FOLDER. What is not there in the
+# same version is installed to a folder that is removed afterwards. RIVALS="liger-kernel" adds the kernels of others to
+# the measurements. This machine's Python (PYTHON) needs pip, setuptools and torch, with which DeepSpeed's wheel is made.
 set -euo pipefail
-folder=${1:?usage: benchmarks/gpu_wheels.sh FOLDER [PYTHON VERSION] [PLATFORM]}
+folder=${1:?usage: benchmarks/gpu_wheels.sh FOLDER [PYTHON VERSION] [ARCHITECTURE]}
 version=${2:-3.12}
-platform=${3:-manylinux_2_28_x86_64}
+machine=${3:-x86_64}
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd)
 cd "$(dirname "$0")/.."
 python=${PYTHON:-$(command -v python3 || command -v python)}
-read -ra rivals <<<"${RIVALS:-}"
-mapfile -t names < <("$python" benchmarks/gpu/packages.py --names "${rivals[@]}")
-# Versions are those that the tests run with. Dependencies are named, so that none brings a second torch along.
-fetch=("$python" -m pip --disable-pip-version-check)
-target=(--python-version "$version" --implementation cp --platform "$platform" --platform "${platform/_2_28_/_2_17_}" --platform "${platform/_2_28_/2014_}")
-for name in "${names[@]}"; do
-  if ! "${fetch[@]}" download --quiet --no-deps --only-binary=:all: "${target[@]}" -c constraints.txt \
-    --dest "$folder" "$name" 2>"$folder/.error"; then
-    # A package without a wheel, such as DeepSpeed. Nothing of it is compiled, so its wheel fits every platform.
-    DS_BUILD_OPS=0 "${fetch[@]}" wheel --quiet --no-deps --no-build-isolation -c constraints.txt \
-      --wheel-dir "$folder" "$name" || { cat "$folder/.error" >&2; exit 1; }
-  fi
+pip=("$python" -m pip --disable-pip-version-check --quiet)
+target=(--dest "$folder" --only-binary=:all: --implementation cp --python-version "$version")
+for platform in manylinux_2_28 manylinux_2_17 manylinux2014; do
+  target+=(--platform "${platform}_$machine")
 done
-rm -f "$folder/.error"
+mapfile -t names < <("$python" benchmarks/gpu/packages.py --names)
+read -ra rivals <<<"${RIVALS:-}"
+# Versions are those that the tests run with, and what they depend on.
+"${pip[@]}" download "${target[@]}" -c constraints.txt "${names[@]}"
+# These depend on torch, which the image has. DeepSpeed is published as source; nothing of it is compiled, so its wheel
+# fits every platform.
+DS_BUILD_OPS=0 "${pip[@]}" wheel --no-deps --no-build-isolation -c constraints.txt --wheel-dir "$folder" deepspeed
+for rival in "${rivals[@]}"; do
+  "${pip[@]}" download "${target[@]}" --no-deps "$rival"
+done
 du -sh "$folder"

@@ -1,12 +1,13 @@
 """Names the packages that the calls of benchmarks/gpu.sh need, says which are missing, and installs those from wheels.
 
-    python benchmarks/gpu/packages.py [--names [OTHER ...]]     # lists what is missing, or all that wheels may have
+    python benchmarks/gpu/packages.py [--names]     # lists what is missing, or what wheels are gathered of
 
 Runs on a bare image, so it imports nothing but the standard library.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import re
 import subprocess
@@ -52,23 +53,22 @@ def normalized(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
-def wheels_for(folder: Path, python: str) -> list[Path]:
-    """Returns the wheels of a folder whose distribution this interpreter lacks, whether named in `ALL` or a rival's."""
-    code = "import importlib.metadata as m; print(*(d.metadata['Name'] for d in m.distributions()), sep='\\n')"
-    found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    known = {normalized(name) for name in found}
-    wheels = sorted(folder.glob("*.whl"))
-    return [wheel for wheel in wheels if normalized(wheel.name.partition("-")[0]) not in known]
+def wheels_for(folder: Path) -> list[Path]:
+    """Returns the wheels of a folder that this interpreter does not have in the same version."""
+    found = importlib.metadata.distributions()
+    known = {(normalized(one.metadata["Name"]), one.version) for one in found if one.metadata["Name"]}
+    named = {wheel: wheel.name.split("-") for wheel in sorted(folder.glob("*.whl"))}
+    return [wheel for wheel, (name, version, *_) in named.items() if (normalized(name), version) not in known]
 
 
 def install(folder: Path, site: Path, python: str) -> list[str]:
-    """Installs from a folder of wheels what is missing, into `site`. Returns the names of the wheels.
+    """Installs from a folder of wheels, into `site`, what is not here in the same version. Returns the wheels' names.
 
     Raises ValueError if the folder has no wheels, and CalledProcessError if pip fails.
     """
     if not any(folder.glob("*.whl")):
         raise ValueError(f"WHEELS={folder} has no *.whl; benchmarks/gpu_wheels.sh gathers them")
-    wheels = wheels_for(folder, python)
+    wheels = wheels_for(folder)
     if wheels:
         words = [python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(site)]
         subprocess.run([*words, *map(str, wheels)], check=True)
@@ -77,8 +77,7 @@ def install(folder: Path, site: Path, python: str) -> list[str]:
 
 def main(words: list[str]) -> int:
     if words[:1] == ["--names"]:
-        brought = {name: value for name, value in ALL.items() if name not in BARE}
-        print(*dict.fromkeys([*brought.values(), *words[1:]]), sep="\n")
+        print(*(value for name, value in ALL.items() if name not in BARE and name != "deepspeed"), sep="\n")
         return 0
     lacking = missing(ALL)
     print(f"missing: {describe(lacking)}" if lacking else "no package is missing")

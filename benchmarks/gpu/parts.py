@@ -34,10 +34,10 @@ class Part:
     dry_environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def script(name: str, seconds: int, out: Path, *words: str, file: str = "") -> Part:
+def script(name: str, seconds: int, out: Path, *words: str, file: str = "", needs: tuple[str, ...] = ()) -> Part:
     """Returns a part that is a script of this folder. All of them take --device, --tiny and --json."""
     common = [f"benchmarks/gpu/{file or name}.py", *words, "--json", str(out / f"{name}.json")]
-    return Part(name, seconds, [*common, "--device", "cuda"], [*common, "--device", "cpu", "--tiny"])
+    return Part(name, seconds, [*common, "--device", "cuda"], [*common, "--device", "cpu", "--tiny"], needs)
 
 
 def kernels(
@@ -62,20 +62,19 @@ def prove(out: Path) -> list[Part]:
     """Returns the parts of the first call."""
     workers = [] if missing(["xdist"]) else ["-n", "8"]  # compiling Triton's kernels is most of the tests' time
     tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/ops/test_gpu.py"]
-    build = {"SHARDZOO_CUDA": "1", "SHARDZOO_BUILD": "required"}
     doctor = ["-m", "shardzoo.cli.main", "doctor"]
     tiny = ["--models", "gpt2", "--batches", "1", "--prompt", "4", "--new-tokens", "3", "--rounds", "1", "--tiny"]
     few = ["--prompt", "32", "--new-tokens", "32", "--rounds", "1"]
     return [
-        Part("build", 90, ["csrc/build.py"], ["csrc/build.py"], tuple(BUILD), build, {"SHARDZOO_BUILD": "skip"}),
-        Part("doctor", 15, doctor, doctor, tuple(COMMANDS)),
+        script("build", 90, out, file="build_kernels", needs=tuple(BUILD)),
+        Part("doctor", 20, doctor, doctor, tuple(COMMANDS)),
         Part(
             "kernels", 100, [*tests, *workers], [*tests, "-k", "fp64 and rms_norm and float32 and cpp"],
             dry_environment={"SHARDZOO_TEST_DEVICE": "cpu"},
         ),
-        script("parity", 110, out),
-        script("training", 80, out),
-        script("sharing", 75, out),
+        script("parity", 105, out, file="device_parity"),
+        script("training", 80, out, file="device_training"),
+        script("sharing", 75, out, file="shared_device"),
         decoding(30, out, ["--models", "gpt2", "t5-small", "--batches", "2", *few], tiny),
     ]  # fmt: skip
 

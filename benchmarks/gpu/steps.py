@@ -272,7 +272,7 @@ def main() -> int:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     bench = Bench(options.model, options.device, options.tiny, options.json)
-    torch.backends.cuda.matmul.allow_tf32 = bench.workload.tf32
+    torch.set_float32_matmul_precision("high" if bench.workload.tf32 else "highest")
     with tempfile.TemporaryDirectory() as folder:
         bench.attempt("transformers", lambda: measure_theirs(bench, folder))
         bench.attempt("shardzoo", lambda: measure_ours(bench, folder))

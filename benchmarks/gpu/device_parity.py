@@ -1,6 +1,6 @@
 """Compares every architecture of the zoo on the device with transformers: the matrix of tests/zoo, without splitting.
 
-    python benchmarks/gpu/parity.py --device cuda --json FILE
+    python benchmarks/gpu/device_parity.py --device cuda --json FILE
 
 Ours computes on the device in fp32 (TF32 off), with and without dropout, and decodes. What it is compared with computes
 on the CPU in fp32: outputs and gradients, tolerances four times those of the tests (tests/harness/matrix.py), and the
@@ -34,7 +34,7 @@ JOBS = 6  # cases at a time; each process takes half a GiB of the GPU for itself
 def compare(name: str, device: str, in_bf16: bool) -> tuple[list[str], list[str]]:
     """Runs a case in this process. Returns its row, and what is wrong with it."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")
     family_name, case = load_rows()[name]
     layouts = [("plain", "fp32"), ("plain", "dropout"), *([("plain", "bf16")] if in_bf16 else [])]
     with tempfile.TemporaryDirectory() as folder:

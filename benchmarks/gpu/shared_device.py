@@ -1,9 +1,9 @@
 """Trains over two processes that share the device, over gloo, and compares their losses with those of one on the CPU.
 
-    python benchmarks/gpu/sharing.py --device cuda --json FILE
+    python benchmarks/gpu/shared_device.py --device cuda --json FILE
 
 NCCL refuses two ranks on one GPU. TP=2, the replicas of DDP and those of ZeRO 1 take the same global batches, and their
-losses have the tolerance of benchmarks/gpu/training.py.
+losses have the tolerance of benchmarks/gpu/device_training.py.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from device_training import TOLERANCE, Comparison, options_of, started
 from train_run import train
-from training import TOLERANCE, Comparison, options_of, started
 
 RUNS = {
     "TP=2, ZeRO 1": {"env_type": "deepspeed+mpu", "model_parallel_size": 2, "zero_stage": 1},

@@ -1,6 +1,6 @@
 """Compares runs of the trainer on the device with one on the CPU, and a resumed run with an uninterrupted one.
 
-    python benchmarks/gpu/training.py --device cuda --json FILE
+    python benchmarks/gpu/device_training.py --device cuda --json FILE
 
 Twenty steps of a small GPT-2 with dropout, whose masks are the same everywhere. In fp32 without TF32 each loss is
 within 1e-4 of the CPU's: sums have another order, __expf rounds differently, and Adam divides small gradients by their
