@@ -91,12 +91,26 @@ def is_read(name: str) -> bool:
     return holds_weights(name) or name == CONFIG or name in TOKENIZER_FILES
 
 
+def holds_training_state(folder: Path) -> bool:
+    """Returns whether a folder is a training checkpoint, whose state `read_state_file` reads.
+
+    The Trainer of transformers writes a file of the same name into its checkpoints, which are Hugging Face folders.
+    """
+    state = folder / STATE
+    if not state.exists() and not state.is_symlink():
+        return False
+    if (folder / "manifest.json").exists():
+        return True
+    content = read_folder_json(folder, STATE, finite=False) or {}
+    return not isinstance(content.get("log_history"), list) or not content.keys().isdisjoint(("files", "sha256"))
+
+
 def check_companions(folder: Path, without: Collection[str] = ()) -> None:
     """Raises ValueError if a training checkpoint's configuration, manifest or tokenizer has changed.
 
     Does nothing for other folders, and for checkpoints that were written before those had digests.
     """
-    if not (folder / STATE).exists() and not (folder / STATE).is_symlink():
+    if not holds_training_state(folder):
         return
     names = read_state_file(folder)["files"]
     check_recorded(folder, [name for name in names if Path(name).suffix != ".safetensors" and name not in without])

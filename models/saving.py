@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..checkpoint.dtypes import from_torch_name
 from ..checkpoint.file_io import OpenFiles
-from ..checkpoint.folder_files import CONFIG, OWN_FILES
+from ..checkpoint.folder_files import CONFIG, OWN_FILES, STATE, holds_training_state
 from ..checkpoint.hub import upload_folder
 from ..checkpoint.json_digest import sync
 from ..checkpoint.layout import ParameterSpec
@@ -173,7 +173,7 @@ def _check_folder(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; name a folder to save the model in")
     for name in sorted(OWN_FILES):
-        if (folder / name).exists():
+        if (folder / name).exists() and (name != STATE or holds_training_state(folder)):
             raise ValueError(
                 f"{folder} holds shards or a training checkpoint ({name}); save the model in another folder"
             )
