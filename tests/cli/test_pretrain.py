@@ -388,10 +388,10 @@ def test_help_shows_the_settings_of_the_objective_in_use(capsys):
     from shardzoo.cli.pretrain import read_arguments
 
     with pytest.raises(SystemExit):
-        read_arguments(["--help", "--objective", "roberta"], quiet=False)
+        read_arguments(["--help-all", "--objective", "roberta"], quiet=False)
     shown = capsys.readouterr().out
     assert "--objective.whole-words" in shown
-    assert "--objective NAME: one of bart, bert-nsp" in shown
+    assert "here roberta. One of bart, bert-nsp" in " ".join(shown.split())
     assert "mean-span-length" not in shown
 
 
