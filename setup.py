@@ -9,6 +9,7 @@ from setuptools.command.build_py import build_py
 
 PARTS = sorted(path.parent.name for path in Path(__file__).parent.glob("*/__init__.py"))
 SUBPACKAGES = find_packages(".", include=[pattern for part in PARTS for pattern in (part, f"{part}.*")])
+DATA = ("recipes", "cli.board.page")  # folders without a module
 
 
 class BuildPackage(build_py):
@@ -39,8 +40,8 @@ build = load_build()
 
 setup(
     package_dir={"shardzoo": "."},
-    packages=["shardzoo", *(f"shardzoo.{name}" for name in SUBPACKAGES)],
-    package_data={"shardzoo": ["recipes/*.yaml", "cli/board/page/*"]},
+    packages=["shardzoo", *(f"shardzoo.{name}" for name in (*SUBPACKAGES, *DATA))],
+    package_data={f"shardzoo.{name}": ["*"] for name in DATA},
     cmdclass={"bdist_wheel": Wheel, "build_py": BuildPackage, "build_ext": build.BuildCompiled},
     ext_modules=build.extensions(),
 )

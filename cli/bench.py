@@ -65,12 +65,11 @@ HELP = HelpPage(
 
 def main(argv: list[str]) -> int:
     """Runs `bench <what>`. Returns 0, 1 if a result is wrong, or 2 after a user's error."""
-    what, *rest = argv or ["--help"]
-    show_commands("shardzoo bench", "Measures the fused kernels.", {"kernels": HELP}, [what, *rest])
-    if what != "kernels":
+    show_commands("shardzoo bench", "Measures the fused kernels.", {"kernels": HELP}, argv)
+    if argv[:1] != ["kernels"]:
         print("error: name what to measure: shardzoo bench kernels", file=sys.stderr)
         return 2
-    options = tyro.cli(Kernels, args=rest, prog=HELP.program)
+    options = tyro.cli(Kernels, args=argv[1:], prog=HELP.program)
     try:
         return run(options)
     except ValueError as error:

@@ -24,8 +24,8 @@ from ..trainer.launch.environment import end_process
 from ..trainer.launch.rank_info import RankInfo
 from .arguments import parse
 from .help import HelpPage
+from .help.training import COMMON_TRAINING, SHORT_NAMES, TRAINING_SECTIONS
 from .rank_errors import exit_code_of_rank
-from .training_help import COMMON_TRAINING, SHORT_NAMES, TRAINING_SECTIONS
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer

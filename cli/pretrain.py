@@ -32,8 +32,8 @@ from ..trainer.launch.rank_process import is_restarted
 from ..trainer.run_folder import RunFolder
 from .arguments import given_value, overrides_as_options, parse, read_yaml
 from .help import HelpPage
+from .help.training import COMMON_TRAINING, SHORT_NAMES, TRAINING_SECTIONS
 from .rank_errors import exit_code_of_rank
-from .training_help import COMMON_TRAINING, SHORT_NAMES, TRAINING_SECTIONS
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 OBJECTIVE_OPTION = "--objective"

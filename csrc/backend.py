@@ -4,9 +4,10 @@ Without this, an isolated build would have no torch, or one that only packs the 
 it is does not matter: the kernel library works with each one from 2.11 on.
 """
 
-import build
 from setuptools import build_meta
 from setuptools.build_meta import *  # noqa: F403
+
+import build
 
 TORCH = "torch>=2.11"
 

@@ -53,7 +53,15 @@ ELSEWHERE = {
     "examples/README.md": "tests/examples/test_examples.py",
 }
 # Commands that are this very run of the tests, that .ci/run calls beside it, or that tests/cli/test_pretrain.py runs.
-RUN_ELSEWHERE = {"make setup", "make pretrain", "make test", "make lint", *LAUNCHERS}
+INSTALLED = (
+    "shardzoo pretrain --tp 2",
+    "deepspeed --module shardzoo.pretrain --model-parallel-size 2",
+    "torchrun --nproc-per-node 2 -m shardzoo.pretrain --model-parallel-size 2",
+)  # without a checkout; "pip install shardzoo" is in tests/test_packaging.py and tests/release.py
+RUN_ELSEWHERE = {
+    *("make setup", "make pretrain", "make test", "make lint", "pip install shardzoo"),
+    *(*LAUNCHERS, *INSTALLED),
+}
 STARTED = ("shardzoo doctor", "shardzoo convert verify runs/quickstart/hf --logits")
 # Files of DeepSpeed, a user and nanoGPT.
 OF_OTHERS = (
@@ -108,7 +116,7 @@ def test_the_readme_opens_with_two_commands_and_their_picture():
 def test_commands_that_are_run_elsewhere_are():
     assert set(commands("README.md")) >= RUN_ELSEWHERE
     tests = (ROOT / "tests/cli/test_pretrain.py").read_text()
-    assert all(command in tests for command in LAUNCHERS)
+    assert all(command in tests for command in (*LAUNCHERS, *INSTALLED))
     assert 'run("make", "pretrain"' in tests
     assert f"/{QUICKSTART} " in (ROOT / "Makefile").read_text()
 

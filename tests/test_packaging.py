@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from local_index import local_index
+
+import shardzoo
 
 ROOT = Path(__file__).parents[1]
 NOT_PACKAGED = ("tests", "benchmarks", "examples", "docs")
@@ -38,9 +42,33 @@ def wheel(tmp_path_factory):
 def test_the_wheel_holds_the_whole_package(wheel):
     listed = run("git", "ls-files", "*.py", "recipes/*.yaml", "cli/board/page/*", cwd=ROOT).split()
     wanted = {name for name in listed if name.partition("/")[0] not in NOT_PACKAGED}
-    wanted -= {"setup.py", "csrc/build.py"}
+    wanted -= {"setup.py", "csrc/backend.py", "csrc/build.py"}
     held = {name.removeprefix("shardzoo/") for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert held == wanted
+
+
+def test_pip_finds_the_wheel_in_an_index(wheel, tmp_path):
+    """One wheel for every Python; its metadata is whole."""
+    assert wheel.name.startswith(f"shardzoo-{shardzoo.__version__}-py3-none-linux_")
+    (tmp_path / "index").mkdir()
+    with local_index(wheel.parent, tmp_path / "index") as address:
+        pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--quiet", "--target", str(tmp_path / "installed")]
+        run(
+            *pip,
+            "--index-url",
+            address,
+            "--only-binary",
+            "shardzoo",
+            "shardzoo",
+            cwd=tmp_path,
+            PIP_CONFIG_FILE=os.devnull,
+        )
+    [metadata] = (tmp_path / "installed").glob("shardzoo-*.dist-info/METADATA")
+    text = metadata.read_text()
+    for line in ("Name: shardzoo", "License-Expression: Apache-2.0", "Description-Content-Type: text/markdown"):
+        assert f"\n{line}\n" in text
+    assert {"Homepage", "Documentation", "Changelog", "Issues"} <= set(re.findall(r"Project-URL: (\w+),", text))
+    assert len(list((tmp_path / "installed" / "shardzoo" / "recipes").glob("*.yaml"))) > 20
 
 
 def test_the_installed_package_runs(wheel, tmp_path):

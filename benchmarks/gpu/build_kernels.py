@@ -17,9 +17,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "csrc"))
 
 import torch
-from build import find_nvcc
 from device_training import options_of
 from report import save, table
+
+from build import find_nvcc
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = ROOT / "ops" / "_kernels.so"

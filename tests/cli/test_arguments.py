@@ -9,6 +9,7 @@ import pytest
 
 from shardzoo.cli.arguments import given_value, overrides_as_options, parse, read_yaml
 from shardzoo.cli.console import exit_code_of
+from shardzoo.cli.help import HelpPage
 from shardzoo.cli.rank_errors import exit_code_of_rank
 from shardzoo.data import Share
 from shardzoo.trainer.arguments.aliases import hint
@@ -27,7 +28,7 @@ class Arguments:
 
 
 def read(*argv: str, quiet: bool = False) -> Arguments:
-    return parse(Arguments, argv, program="test", description="", quiet=quiet)
+    return parse(Arguments, HelpPage("test", Arguments), argv, quiet=quiet)
 
 
 @pytest.mark.parametrize("spelling", ["--train-steps", "--train_steps"])
@@ -77,7 +78,7 @@ class Parts:
 def read_parts(tmp_path, content: str, *argv: str) -> Parts:
     (tmp_path / "run.yaml").write_text(content)
     options, values = overrides_as_options(argv, Parts), read_yaml(Parts, tmp_path / "run.yaml")
-    return parse(Parts, options, program="test", description="", quiet=False, values=values)
+    return parse(Parts, HelpPage("test", Parts), options, quiet=False, values=values)
 
 
 def test_parts_and_overrides(tmp_path):
@@ -151,7 +152,7 @@ class Training:
 
 
 def read_training(*argv: str) -> Training:
-    return parse(Training, argv, program="test", description="", quiet=True)
+    return parse(Training, HelpPage("test", Training), argv, quiet=True)
 
 
 @pytest.mark.parametrize(
@@ -288,12 +289,12 @@ def test_the_value_of_an_option_before_parsing(argv, value):
 
 @pytest.mark.parametrize("spelling", ["--pipeline-parallel-size", "--pp", "--pipeline_model_parallel_size"])
 def test_pipeline_parallelism_has_several_names(spelling, tmp_path):
-    how = {"program": "test", "description": "", "quiet": True}
-    found = parse(TrainingArguments, [spelling, "2", "--env-type", "deepspeed+mpu"], **how)
+    page = HelpPage("test", TrainingArguments)
+    found = parse(TrainingArguments, page, [spelling, "2", "--env-type", "deepspeed+mpu"], quiet=True)
     file = tmp_path / "run.yaml"
     file.write_text(f"{spelling.strip('-')}: 2\nenv_type: deepspeed+mpu\n")
     values = read_yaml(TrainingArguments, file)
-    assert found == parse(TrainingArguments, [], values=values, **how) == TrainingArguments(**values)
+    assert found == parse(TrainingArguments, page, [], values=values, quiet=True) == TrainingArguments(**values)
     assert found.pipeline_parallel_size == 2
 
 

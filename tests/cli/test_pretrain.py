@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from commands import user_environment, warm_environment
 from documents import commands
+from every_case import EVERY_CASE
 
 ROOT = Path(__file__).parents[2]
 PRETRAIN = str(ROOT / "pretrain.py")
@@ -140,8 +141,16 @@ def test_a_killed_run_resumes_from_the_saved_step(workspace):
     assert len(metrics(workspace / "killed", "train/loss")) == saved + 2
 
 
-def test_torchrun(workspace):
-    line = "torchrun --nproc-per-node 2 pretrain.py --model-parallel-size 2"
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torchrun --nproc-per-node 2 pretrain.py --model-parallel-size 2",
+        "deepspeed --module shardzoo.pretrain --model-parallel-size 2",
+        "shardzoo pretrain --tp 2",
+        "torchrun --nproc-per-node 2 -m shardzoo.pretrain --model-parallel-size 2",
+    ][: None if EVERY_CASE else 3],
+)
+def test_other_ways_to_start(line, workspace):
     done = run(*line.split(), "--config", "tiny.yaml", cwd=workspace)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -388,10 +397,10 @@ def test_help_shows_the_settings_of_the_objective_in_use(capsys):
     from shardzoo.cli.pretrain import read_arguments
 
     with pytest.raises(SystemExit):
-        read_arguments(["--help", "--objective", "roberta"], quiet=False)
+        read_arguments(["--help-all", "--objective", "roberta"], quiet=False)
     shown = capsys.readouterr().out
     assert "--objective.whole-words" in shown
-    assert "--objective NAME: one of bart, bert-nsp" in shown
+    assert "here roberta. One of bart, bert-nsp" in " ".join(shown.split())
     assert "mean-span-length" not in shown
 
 

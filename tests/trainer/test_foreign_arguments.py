@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from shardzoo.cli.arguments import overrides_as_options, parse
+from shardzoo.cli.help import HelpPage
 from shardzoo.finetuning.arguments import FinetuningArguments
 from shardzoo.trainer import TrainingArguments
 from shardzoo.trainer.arguments.aliases import argument_aliases, hint
@@ -78,7 +79,7 @@ def test_arguments_of_other_tools_are_taken(given, expected):
     plain = TrainingArguments(**(SPLIT if SPLIT.items() <= given.items() else {}))
     made = TrainingArguments(**given)
     words = overrides_as_options([f"{name}={value}" for name, value in given.items()], TrainingArguments)
-    for found in (made, parse(TrainingArguments, words, program="test", description="", quiet=True)):
+    for found in (made, parse(TrainingArguments, HelpPage("test", TrainingArguments), words, quiet=True)):
         changed = {field.name for field in fields(found) if getattr(found, field.name) != getattr(plain, field.name)}
         assert {name: getattr(found, name) for name in {*changed, *expected}} == expected
 
