@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksEach) gelu_forward_kernel(Gel
 }
 
 template <class T, int N, int A>
-__global__ void __launch_bounds__(kTeamThreads) gelu_backward_kernel(GeluBackward a) {
+__global__ void __launch_bounds__(kTeamThreads, 2) gelu_backward_kernel(GeluBackward a) {
   using C = Compute<T>;
   struct Row {
     Pack<T, N> x, grad;

@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksEach) dropout_forward_kernel(
 
 // With the gradient of a bias; without one, the forward kernel computes the gradient of x.
 template <class T, int N>
-__global__ void __launch_bounds__(kTeamThreads) dropout_backward_kernel(DropoutBackward a) {
+__global__ void __launch_bounds__(kTeamThreads, 2) dropout_backward_kernel(DropoutBackward a) {
   using C = Compute<T>;
   const int64_t column = own_column<N>();
   Keys<C> keys(a.dropout, a.rows_per_sample, blockIdx.y * a.chunk_rows + threadIdx.y, blockDim.y);
