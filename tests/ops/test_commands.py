@@ -25,6 +25,19 @@ def test_bench_writes_what_it_measured(tmp_path, capsys):
     assert picture.stat().st_size > 1000
 
 
+def test_bench_measures_rows_and_columns_that_are_asked_for(tmp_path, capsys):
+    report = tmp_path / "out.json"
+    chosen = ["--op", "rms_norm", "bias_dropout_residual", "--dtype", "float32", "--shape", "8x33", "16x40"]
+    assert bench.main([*QUICK, *chosen, "--json", str(report)]) == 0
+    shapes = [(result["op"], result["shape"]) for result in json.loads(report.read_text())["results"]]
+    norms = [("rms_norm", shape) for shape in ([8, 33], [16, 40])]
+    residuals = [("bias_dropout_residual", shape) for shape in ([8, 1, 33], [8, 2, 40])]
+    assert sorted(shapes) == sorted(norms + residuals)
+    for wrong in ("7x32", "8x", "8x0", "8*32"):
+        assert bench.main([*QUICK, "--shape", wrong]) == 2
+        assert f"such as 8192x768, not {wrong!r}" in capsys.readouterr().err
+
+
 def test_bench_measures_attention_beside_that_of_pytorch_and_transformers(tmp_path, capsys):
     report = tmp_path / "out.json"
     chosen = ["--op", "attention", "attention_causal", "attention_bias", "--dtype", "float32", "--length", "8", "33"]
