@@ -28,8 +28,6 @@ def steps(workflow: Path) -> list[dict]:
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
 def test_steps_call_what_exists(workflow):
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    if not (ROOT / "mkdocs.yml").exists():
-        targets.add("docs")  # comes with the site
     commands = [shlex.split(step["run"], comments=True) for step in steps(workflow) if "run" in step]
     assert all(set(words[1:]) <= targets for words in commands if words[0] == "make")
     scripts = [word for words in commands for word in words if word.endswith(".py")]
