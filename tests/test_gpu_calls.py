@@ -22,7 +22,7 @@ from every_case import EVERY_CASE
 ROOT = Path(__file__).parents[1]
 SCRIPT = str(ROOT / "benchmarks" / "gpu.sh")
 # What `make test` runs of a dry run; `make test-all` runs everything.
-EVERY_DAY = {"prove": ("sharing",), "measure": ("kernels", "libai", "decoding")}
+EVERY_DAY = {"prove": ("sharing",), "measure": ("libai", "decoding")}
 SLEEP = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
 
 
@@ -72,7 +72,7 @@ def test_a_dry_run_passes_and_reports(call, tmp_path):
     page = (tmp_path / f"{call}.md").read_text()
     assert f"torch {torch.__version__}" in page
     if call == "measure":
-        assert "| rms_norm | 8 × 32 |" in page
+        assert not EVERY_CASE or "| rms_norm | 8 × 32 |" in page
         assert "| shardzoo | none |" in page
         assert "| shardzoo's trainer | as published |" in page
         assert "## Peak memory of the trainer, libai" in page
@@ -90,7 +90,6 @@ def test_the_commands_of_gpu_md(tmp_path):
         )
         assert done.returncode == 0, done.stdout + done.stderr
     assert "| build | passed | " in (tmp_path / "dry" / "prove.md").read_text()
-    assert "| doctor | passed |" in (tmp_path / "dry" / "prove.md").read_text()
 
 
 def test_a_call_takes_less_than_nine_minutes(gpu):

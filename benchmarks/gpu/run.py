@@ -41,7 +41,8 @@ class Call:
         self.files = self.folder / self.name
         self.files.mkdir(parents=True, exist_ok=True)
         for path in self.files.iterdir():  # of an earlier call
-            path.unlink()
+            if path.suffix in (".json", ".log"):
+                path.unlink()
         above = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
         chosen = ("SHARDZOO_KERNELS", "TRITON_INTERPRET")
         self.environment = {name: value for name, value in os.environ.items() if name not in chosen}

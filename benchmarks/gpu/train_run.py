@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-import shardzoo
-from shardzoo.models import find_config
+from shardzoo.models import ParallelConfig, find_config, from_config
 from shardzoo.trainer import Trainer
 from shardzoo.trainer.logging.reporter import SilentReporter
 
@@ -57,7 +56,8 @@ def train(tiny: bool, folder: Path, **arguments: Any) -> dict[int, float]:
     trainer, losses = Trainer(**settings), Losses()
     sizes = SMALL if tiny else MEDIUM
     config = find_config("gpt2").with_changes(vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **sizes)
-    model = shardzoo.models.from_config(config, trainer.mesh)
+    split = ParallelConfig(sequence_parallel=trainer.arguments.sequence_parallel)
+    model = from_config(config, trainer.mesh, parallel_config=split)
     trainer.train(model, train_dataset=Samples(sizes["n_positions"]), reporter=losses)
     return losses.by_step
 
