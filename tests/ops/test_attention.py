@@ -450,11 +450,11 @@ def test_mistakes_are_named(change, message):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("variant", ["auto", "reference"])
-def test_a_flop_counter_counts_both_products_once(variant, dtype):
+@pytest.mark.parametrize("choice", ["auto", "reference"])
+def test_a_flop_counter_counts_both_products_once(choice, dtype):
     from torch.utils.flop_counter import FlopCounterMode
 
     q, k = (torch.randn(2, heads, 96, 16, dtype=dtype, requires_grad=True) for heads in (4, 2))
-    with ops.kernels(variant), FlopCounterMode(display=False) as counter:
+    with ops.kernels(choice), FlopCounterMode(display=False) as counter:
         ops.attention(q, k, k, scale=1.0)
     assert counter.get_total_flops() == 2 * 2 * (2 * 4 * 96 * 96 * 16)
