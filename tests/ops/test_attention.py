@@ -449,12 +449,12 @@ def test_mistakes_are_named(change, message):
         attention(**arguments)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("precision", [torch.float32, torch.float64])
 @pytest.mark.parametrize("choice", ["auto", "reference"])
-def test_a_flop_counter_counts_both_products_once(choice, dtype):
+def test_a_flop_counter_counts_both_products_once(choice, precision):
     from torch.utils.flop_counter import FlopCounterMode
 
-    q, k = (torch.randn(2, heads, 96, 16, dtype=dtype, requires_grad=True) for heads in (4, 2))
+    q, k = (torch.randn(2, heads, 96, 16, dtype=precision, requires_grad=True) for heads in (4, 2))
     with ops.kernels(choice), FlopCounterMode(display=False) as counter:
         ops.attention(q, k, k, scale=1.0)
     assert counter.get_total_flops() == 2 * 2 * (2 * 4 * 96 * 96 * 16)
