@@ -25,7 +25,7 @@ class Recorder:
     fails: tuple[str, ...] = ()
 
     def __init__(self, run: trackers.TrackedRun) -> None:
-        self.run, self.id, self.logged, self.closed = run, run.id_of("wandb"), [], False
+        self.run, self.id, self.logged, self.closed = run, run.id_of("wandb"), [], None
         self.opened.append(self)
         self._may_fail("open")
         run.keep_id("wandb", self.id or f"id {len(self.opened)}")
@@ -34,8 +34,8 @@ class Recorder:
         self._may_fail("log")
         self.logged.append({"step": step, **values})
 
-    def close(self):
-        self.closed = True
+    def close(self, failed=False):
+        self.closed = "failed" if failed else "finished"
         self._may_fail("close")
 
     def _may_fail(self, method):
@@ -76,7 +76,7 @@ def test_a_tracker_gets_the_arguments_and_every_value(tmp_path):
     assert made.logged == metrics(tmp_path / "run")
     assert [entry["step"] for entry in made.logged if "train/loss" in entry] == [1, 2, 3]
     assert "valid/loss" in made.logged[-1]
-    assert made.closed
+    assert made.closed == "finished"
     assert not (tmp_path / "run" / "tensorboard").exists()
 
 
@@ -88,6 +88,15 @@ def test_a_resumed_run_goes_on_under_its_id_and_a_new_one_does_not(tmp_path):
     assert [made.id for made in kind.opened] == [None, "id 1", None]
     assert [made.logged[0]["step"] for made in kind.opened] == [1, 3, 5]
     assert json.loads((tmp_path / "run" / "trackers.json").read_text()) == {"wandb": "id 1"}
+
+
+def test_a_run_that_fails_is_closed_as_failed(tmp_path):
+    kind = recorder()
+    made = Trainer(save_dir=str(tmp_path), report_to="wandb", train_steps=2)
+    made.forward_step = lambda *_: 1 // 0
+    with pytest.raises(ZeroDivisionError):
+        made.train(tiny_t5(), train_dataset=Pairs(40))
+    assert [one.closed for one in kind.opened] == ["failed"]
 
 
 def count_openings(folder: Path) -> int:

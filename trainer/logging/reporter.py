@@ -30,7 +30,7 @@ class MetricsFile:
         self._file = self._file or self._path.open("a", buffering=1)
         self._file.write(json.dumps({"step": step, **values}) + "\n")
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         if self._file is not None:
             self._file.close()
 
@@ -75,7 +75,7 @@ class RunReporter:
     def __exit__(self, *exception: object) -> None:
         self._progress.stop()
         for tracker in self._trackers:
-            tracker.close()
+            tracker.close(failed=exception[0] is not None)
 
     def training(self, step: int, values: dict[str, float]) -> None:
         self._log(step, "train", values)

@@ -52,10 +52,13 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """A destination of logged values. The constructor opens it, and logs the run's arguments."""
+    """A destination of logged values. The constructor opens it, and logs the run's arguments.
+
+    `close` is told whether an exception has ended the run.
+    """
 
     def log(self, step: int, values: dict[str, float]) -> None: ...
-    def close(self) -> None: ...
+    def close(self, failed: bool = False) -> None: ...
 
 
 class TensorBoard:
@@ -79,7 +82,7 @@ class TensorBoard:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         try:
             if self._writer is not None:
                 self._writer.close()
@@ -116,8 +119,8 @@ class WeightsAndBiases:
     def log(self, step: int, values: dict[str, float]) -> None:
         self._run.log({STEP: step, **values})
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, failed: bool = False) -> None:
+        self._run.finish(exit_code=int(failed))
 
 
 class MLflow:
@@ -136,8 +139,8 @@ class MLflow:
     def log(self, step: int, values: dict[str, float]) -> None:
         self._mlflow.log_metrics(values, step=step, run_id=self._id)
 
-    def close(self) -> None:
-        self._mlflow.end_run()
+    def close(self, failed: bool = False) -> None:
+        self._mlflow.end_run("FAILED" if failed else "FINISHED")
 
 
 class Comet:
@@ -158,7 +161,8 @@ class Comet:
     def log(self, step: int, values: dict[str, float]) -> None:
         self._experiment.log_metrics(values, step=step)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
+        self._experiment.log_other("failed", failed)
         self._experiment.end()
 
 
@@ -178,9 +182,9 @@ class NeverFailing:
         if (tracker := self._tracker) is not None:
             self._try(lambda: tracker.log(step, values))
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         if (tracker := self._tracker) is not None:
-            self._try(tracker.close)
+            self._try(lambda: tracker.close(failed))
 
     def _try(self, work: Callable[[], None]) -> None:
         try:
