@@ -91,25 +91,22 @@ def show_help(page: HelpPage, argv: Sequence[str], default: Any = None, *, quiet
     raise SystemExit(0)
 
 
-def show_commands(
-    program: str, description: str, pages: Mapping[str, HelpPage], argv: Sequence[str], options: Sequence[str] = ()
-) -> None:
+def show_commands(program: str, description: str, pages: Mapping[str, HelpPage], argv: Sequence[str]) -> None:
     """Prints the help of a command that has commands of its own, or of one of these, like `show_help`."""
     if argv and argv[0] in pages:
         show_help(pages[argv[0]], argv[1:])
     elif argv and argv[0] in (*SHORT, WHOLE):
         texts = {name: _description(page) for name, page in pages.items()}
-        print(commands_page(f"{program} COMMAND", description, texts))
+        print(commands_page(program, description, texts))
         raise SystemExit(0)
 
 
-def commands_page(usage: str, description: str, commands: Mapping[str, str]) -> str:
-    """Returns the page that lists commands."""
+def commands_page(program: str, description: str, commands: Mapping[str, str]) -> str:
+    """Returns the page that lists the commands of a program."""
     width = min(max(shutil.get_terminal_size((100, 24)).columns, NARROWEST), WIDEST)
     indent = max(map(len, commands)) + 4
-    lines = [f"usage: {usage} [options]", "", *([description, ""] if description else []), "commands:"]
+    lines = [f"usage: {program} COMMAND [options]", "", description, "", "commands:"]
     lines += [f"  {name:<{indent - 2}}{shortened(text, width - indent)}" for name, text in commands.items()]
-    program = usage.partition(" COMMAND")[0]
     return "\n".join([*lines, "", f"`{program} COMMAND --help` shows the options of a command."])
 
 
@@ -160,8 +157,7 @@ def entries(page: HelpPage, default: Any = None) -> Iterator[Entry]:
             text = f"{text} One of {', '.join(choices)}.".strip()
         yield Entry(item.name, name, text, "" if needed else _shown(value), REQUIRED if needed else place)
         if is_dataclass(value) and not isinstance(value, type):
-            inner = HelpPage("", type(value), sections={"": ""})
-            for entry in entries(inner, value):
+            for entry in entries(HelpPage("", type(value)), value):
                 name = entry.name.replace("--", f"--{item.name.replace('_', '-')}.", 1)
                 yield replace(entry, field=f"{item.name}.{entry.field}", name=name, section=f"settings of {item.name}")
 
