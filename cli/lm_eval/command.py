@@ -16,11 +16,23 @@ from ..console import exit_code_of
 
 MODEL = "shardzoo"
 HELP = f"""\
-The model `{MODEL}` is the default, and runs models of the zoo, split over processes that this command starts:
+usage: shardzoo lm-eval run --model_args ARGS --tasks TASKS [option ...]
 
-  shardzoo lm-eval run --model_args pretrained=FOLDER,tensor_parallel_size=2 --tasks TASK --batch_size 8
+Evaluates a model with lm-evaluation-harness, split over several processes.
 
-The rest is the command `lm-eval` of lm-evaluation-harness:
+required:
+  --model_args ARGS     pretrained=FOLDER,tensor_parallel_size=N
+  --tasks TASKS         tasks, with commas between them
+
+options:
+  --include_path PATH   a folder with tasks of your own
+  --batch_size N        the number of sequences at a time
+  --limit N             only the first N samples of each task
+  --output_path PATH    where the results are written
+  --model NAME          {MODEL}, or a model of the harness, such as hf
+
+All options are the harness's: `shardzoo lm-eval run --help` shows them,
+and `shardzoo lm-eval ls tasks` its tasks.
 """
 
 
@@ -32,13 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start(given: list[str], launch: RankInfo) -> int:
+    if not given or given[0] in ("-h", "--help"):
+        print(HELP)
+        return 0
     if missing := missing_packages():
         raise ValueError(missing)
     from lm_eval._cli import HarnessCLI
 
     harness = HarnessCLI()
-    if not given or given[0] in ("-h", "--help"):
-        print(HELP)
     parsed = parse(harness, given)
     if parsed.command != "run":
         harness.execute(parsed)

@@ -21,7 +21,10 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[2]
 COPY = tempfile.TemporaryDirectory(prefix="shardzoo-docs-")  # of the package; deleted when the process ends
 LINK = re.compile(r"(\]\(|src=\")([^)\"\s#:]+)(?=[)\"#])")
-OUTSIDE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md", "tests/README.md")  # pages
+OUTSIDE = (
+    "README.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "SECURITY.md", "CHANGELOG.md", "examples/README.md",
+    "tests/README.md",
+)  # fmt: skip
 RENAMED = {"README.md": "project.md"}  # MkDocs makes a README the front page, which is docs/index.md
 API = {
     "shardzoo": ("shardzoo",),

@@ -486,6 +486,21 @@ def test_the_timeout_of_a_process_group_can_change(run_ranks):
         assert run_ranks(2, times_out, 1.0, isolated=True) == [True, True]
 
 
+def test_lm_evaluation_harness_has_its_command():
+    from lm_eval._cli import HarnessCLI
+
+    with needed_by(
+        "cli/lm_eval/command.py",
+        breaks="`shardzoo lm-eval` fails.",
+        remedy="Find how the harness parses and executes its command line now.",
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["lm-eval", "run", "--tasks", "a,b", "--model_args", "pretrained=x"])
+            parsed = HarnessCLI().parse_args()
+        assert (parsed.command, parsed.model, parsed.config) == ("run", None, None)
+        assert callable(HarnessCLI().execute)
+
+
 def test_every_private_name_has_a_canary():
     """A new use of another library's private name needs a test in this file."""
     import shardzoo
@@ -498,7 +513,7 @@ def test_every_private_name_has_a_canary():
         "_resolve_process_group", "_worker_info", "_epoch", "_cdata", "_version", "_python_dispatch",
         "_utils", "_untyped_storage", "_checkpoint_offset", "_rebuild_tensor_v2", "_StorageInfo",
         "_MEM_FORMAT_ENCODING", "_get_layout",
-        "_set_pg_timeout", "_symmetric_memory", "_do_optimizer_sanity_check",
+        "_set_pg_timeout", "_symmetric_memory", "_cli", "_do_optimizer_sanity_check",
         "_INSTRUCTION_MAP", "_exec_schedule", "_train_schedule", "_exec_optimizer_step", "_compute_loss", "_hp_grad",
     }  # fmt: skip
     # Of long standing and documented, or in a benchmark alone.

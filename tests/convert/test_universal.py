@@ -157,8 +157,15 @@ def test_deepspeed_goes_on_where_the_run_was(family, size, replicas, stage, save
     for name, value in loaded.items():
         check_state(name, value, wanted[name])
     weights = next_weights(family, loaded, stage, rate)
+    sizes = {
+        name.partition("/")[2]: float(v.max().sqrt()) for name, v in loaded.items() if name.startswith("exp_avg_sq/")
+    }
     for name, value in after.items():
-        torch.testing.assert_close(value, weights[name.partition("/")[2]], rtol=1e-5, atol=1e-6)
+        plain = name.partition("/")[2]
+        # The gradient of a bias of keys is zero but for rounding, of which Adam makes steps of any size up to the rate.
+        noise = sizes[plain] < 1e-5 * max(sizes.values())
+        assert noise == plain.endswith(".key.bias")
+        torch.testing.assert_close(value, weights[plain], rtol=1e-5, atol=2 * rate if noise else 1e-6)
 
 
 MISTAKES = {

@@ -110,7 +110,7 @@ def test_the_command_plans_with_what_it_has_measured(tmp_path, capsys, monkeypat
 
 def test_the_docs_show_the_measured_steps():
     found = json.loads((ROOT / "benchmarks" / "results" / "calibration_cpu.json").read_text())
-    page = (ROOT / "docs" / "scale.md").read_text()
+    page = (ROOT / "docs" / "performance.md").read_text()
     errors = {name: row["predicted"] / row["measured"] - 1 for name, row in found.items()}
     for name, row in found.items():
         figures = f"{row['predicted']:.3f} | {row['measured']:.3f} | {errors[name]:+.1%}"

@@ -13,6 +13,7 @@ import pytest
 from training import Pairs, tiny_t5
 
 from shardzoo.cli.arguments import parse
+from shardzoo.cli.help import HelpPage
 from shardzoo.trainer import Trainer
 from shardzoo.trainer.arguments.training_arguments import TrainingArguments
 from shardzoo.trainer.logging import trackers
@@ -149,7 +150,7 @@ def test_report_to_names_the_trackers(given, taken):
 def test_the_command_line_names_several():
     recorder()
     words = ["--report_to", "tensorboard", "wandb", "--lr", "0.5"]
-    made = parse(TrainingArguments, words, program="test", description="", quiet=True)
+    made = parse(TrainingArguments, HelpPage("test", TrainingArguments), words, quiet=True)
     assert (made.report_to, made.lr) == (("tensorboard", "wandb"), 0.5)
 
 

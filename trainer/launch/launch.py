@@ -142,7 +142,7 @@ def own_command(script: str | None = None) -> list[str]:
             raise ValueError(f"training_script {script} is not a file; leave it out to run the current command")
         return [script, *sys.argv[1:]]
     arguments = sys.orig_argv[1:]
-    if hasattr(sys, "ps1") or "ipykernel" in sys.modules or not arguments or arguments[-1] == "-":
+    if hasattr(sys, "ps1") or "ipykernel_launcher" in arguments or not arguments or arguments[-1] == "-":
         raise ValueError(
             "several processes can only run a script that is a file: save this code to a file, or use one process here"
         )
