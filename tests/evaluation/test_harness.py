@@ -18,6 +18,7 @@ import transformers
 import yaml
 from commands import warm_environment
 from documents import ROOT, blocks, commands
+from every_case import EVERY_CASE
 from tiny_models import PRETRAINED, save_model, text
 
 from shardzoo import evaluation
@@ -159,6 +160,7 @@ STORE = """
 """
 
 
+@pytest.mark.skipif(not EVERY_CASE, reason="an encoder-decoder in one process is compared every day: make test-all")
 def test_a_script_evaluates_a_split_encoder_decoder(folders, tasks, workplace):
     _, command = commands(PAGE)
     _, script = blocks(PAGE, "python")

@@ -341,7 +341,7 @@ def test_the_kernel_shares_the_processors_tiles_with_libraries():
     assert all(map(torch.equal, ours, outcome(*long_problem(), torch.bfloat16)))
 
 
-@pytest.mark.parametrize("isa", ["x86-64-v4+bf16", "x86-64-v4", "x86-64-v3", "baseline"])
+@pytest.mark.parametrize("isa", every_day(["x86-64-v3", "baseline"], more=["x86-64-v4+bf16", "x86-64-v4"]))
 def test_every_instruction_set(isa, tmp_path):
     """In a process each; with a set that the processor lacks, this tests the next lower one again."""
     tensors, grad, rules = long_problem()
