@@ -32,7 +32,7 @@ DEEPSPEED = {
     "pydantic_core": "pydantic_core", "annotated_types": "annotated-types", "typing_inspection": "typing-inspection",
     "tqdm": "tqdm",
 }  # fmt: skip
-BUILD = {"setuptools": "setuptools", "pybind11": "pybind11"}
+BUILD = {"setuptools": "setuptools"}
 TESTS = {"cloudpickle": "cloudpickle", "xdist": "pytest-xdist", "execnet": "execnet"}
 REQUIRED = BARE | COMMANDS
 ALL = REQUIRED | DEEPSPEED | BUILD | TESTS
