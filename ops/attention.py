@@ -336,7 +336,8 @@ def attention(
 
     Args:
         q: [B, N, Sq, D], fp32, bf16, fp16 or fp64.
-        k, v: [B, K, Sk, D] in the dtype of q; each of the K heads serves N / K consecutive query heads.
+        k: [B, K, Sk, D] in the dtype of q; each of the K heads serves N / K consecutive query heads.
+        v: As k.
         scale: Multiplies the scores.
         relative_bias: [N, Sq + Sk - 1], one number for each distance key - query, in the order of `lay_out_diagonals`;
             it gets a gradient.
@@ -347,7 +348,8 @@ def attention(
         key_lengths: int64 [B]; sample b has the keys j < key_lengths[b], whatever the other rules allow.
         dropout: The probability of dropping an attention probability; requires `keys`.
         keys: int64 [B] from `dropout_keys`.
-        first_head, first_row: The head and the query of the unsplit sample where q begins.
+        first_head: The head of the unsplit sample where q begins.
+        first_row: The query of the unsplit sample where q begins.
 
     Raises:
         ValueError: The shapes do not match, a prefix is passed without `causal`, or dropout without keys.
