@@ -274,7 +274,9 @@ def in_inference_mode() -> bool:
 
 
 def flop_counters() -> list[Any]:
-    """Returns the active `FlopCounterMode`s."""
+    """Returns the active `FlopCounterMode`s; none in compiled code, which a mode does not see and cannot be traced."""
+    if torch.compiler.is_compiling():
+        return []
     modes: list[Any] = _get_current_dispatch_mode_stack()
     return [mode.counter for mode in modes if type(mode).__module__ == "torch.utils.flop_counter"]
 

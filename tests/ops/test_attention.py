@@ -458,3 +458,15 @@ def test_a_flop_counter_counts_both_products_once(choice, precision):
     with ops.kernels(choice), FlopCounterMode(display=False) as counter:
         ops.attention(q, k, k, scale=1.0)
     assert counter.get_total_flops() == 2 * 2 * (2 * 4 * 96 * 96 * 16)
+
+
+def test_attention_compiles_without_a_break():
+    q = torch.randn(1, 2, 96, 16, requires_grad=True)
+
+    def computed(function):
+        out = function(q, q, q, scale=1.0, causal=True)
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), q)]
+
+    torch.testing.assert_close(
+        computed(torch.compile(ops.attention, backend="aot_eager", fullgraph=True)), computed(ops.attention)
+    )
