@@ -338,23 +338,23 @@ def choose_variant(device_type: str) -> str:
     Raises:
         RuntimeError: A forced variant cannot run on this machine.
     """
-    choice = current_choice()
+    return _best_variant(current_choice(), device_type)
+
+
+@functools.cache  # a decoding step asks a hundred times
+def _best_variant(choice: str, device_type: str) -> str:
     if choice != "auto":
         reason = unavailable(choice, device_type)
         if reason is not None:
             raise RuntimeError(f"SHARDZOO_KERNELS={choice} cannot run here: {reason}")
-        log_choice(choice, device_type, "forced")
+        log.info("kernels on %s: %s (forced)", device_type, choice)
         return choice
     preferred = ("cpp",) if device_type == "cpu" else ("cuda", "triton")
-    reasons = []
-    for variant in preferred:
-        reason = unavailable(variant, device_type)
-        if reason is None:
-            log_choice(variant, device_type, "fastest available")
-            return variant
-        reasons.append(reason)
-    log_choice("reference", device_type, "; ".join(reasons))
-    return "reference"
+    reasons = {variant: unavailable(variant, device_type) for variant in preferred}
+    best = next((variant for variant, reason in reasons.items() if reason is None), "reference")
+    why = "; ".join(reason for reason in reasons.values() if reason) if best == "reference" else "fastest available"
+    log.info("kernels on %s: %s (%s)", device_type, best, why)
+    return best
 
 
 def unavailable(variant: str, device_type: str) -> str | None:
@@ -392,12 +392,6 @@ def unfit_for_triton(tensor: torch.Tensor) -> str | None:
     if tensor.dim() != 2 and tensor.shape[-1] > LONGEST_ROW:
         return f"rows longer than {LONGEST_ROW}"
     return None
-
-
-@functools.cache
-def log_choice(variant: str, device_type: str, why: str) -> None:
-    """Logs a choice the first time it is made."""
-    log.info("kernels on %s: %s (%s)", device_type, variant, why)
 
 
 @functools.cache

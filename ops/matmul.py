@@ -6,9 +6,9 @@
 2. Large fp32 products use oneDNN on AMD processors with AVX-512, on which PyTorch's choice, MKL, runs AVX2 (Zen 4:
    MKL 150, oneDNN 195 GFLOP/s on two cores).
 3. A linear layer of few rows, as in a decoding step, takes as long as reading the weight once. BLAS is tuned for many
-   rows; our kernel reads the weight in its memory order, once for all rows. Every sum is computed in fp32 (fp64 for
-   fp64) in an order that does not depend on the number of rows or threads, and rounded once. The kernel has no
-   gradient formula and runs only in inference mode.
+   rows; our kernel reads the weight in its memory order, once for all rows, and multiplies pairs of bf16 where the
+   processor can. Every sum is computed in fp32 (fp64 for fp64) in an order that does not depend on the number of rows
+   or threads, and rounded once. The kernel has no gradient formula and runs only in inference mode.
 
 The reference of each function is the PyTorch function in its docstring.
 """
@@ -35,9 +35,10 @@ from .library import (
 )
 
 MIN_ONEDNN_SIZE = 1 << 27  # multiplications; for fewer, preparing oneDNN for a new size costs as much as it saves
-# The most rows of a linear layer for our kernel. With more, BLAS is as fast or faster; for 16-bit types it has
-# instructions that our kernel does not use.
+# The most rows of a linear layer for our kernel; with more, BLAS is as fast or faster. Where our kernel multiplies bf16
+# as BLAS does, it pays for more rows.
 MAX_GEMV_ROWS = {torch.float32: 32, torch.float64: 8, torch.bfloat16: 8, torch.float16: 8}
+MAX_GEMV_ROWS_BF16 = 16  # with AVX512-BF16; not with AMX, which BLAS uses
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -251,13 +252,20 @@ def _gemv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y
 
 
+@functools.cache
+def _max_gemv_rows(dtype: torch.dtype) -> int:
+    if dtype == torch.bfloat16 and library.load_error() is None and library.cpu_isa() == "x86-64-v4+bf16":
+        return MAX_GEMV_ROWS_BF16
+    return MAX_GEMV_ROWS.get(dtype, 0)
+
+
 def _suits_gemv(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Returns whether the kernel for few rows can and should compute this product."""
     columns = x.shape[-1] if x.dim() else 0
     return (
         in_inference_mode()
         and x.is_cpu
-        and 0 < x.numel() <= MAX_GEMV_ROWS.get(x.dtype, 0) * columns
+        and 0 < x.numel() <= _max_gemv_rows(x.dtype) * columns
         and weight.dim() == 2
         and weight.shape[1] == columns
         and weight.is_contiguous()

@@ -231,7 +231,8 @@ void attention(const Tensor& q, const Tensor& k, const Tensor& v, const Optional
   const AttentionForward a = attention_of(q, k, v, bias, mask, prefix, lengths, keys, scale, causal, p, first_head,
                                           first_row, out, lse);
   const int64_t blocks = (a.queries + kAttentionQueries - 1) / kAttentionQueries;
-  run(kAttentionForward, q, &a, a.batch * a.heads * blocks, a.queries / blocks * a.keys);
+  const int64_t work = a.queries / blocks * a.keys;
+  run(kAttentionForward, q, &a, a.batch * a.heads * blocks, a.queries <= kFewQueries ? work * a.size : work);
 }
 
 void attention_backward(const Tensor& grad, const Tensor& out, const Tensor& lse, const Tensor& q, const Tensor& k,

@@ -4,6 +4,7 @@
 // the softmax need no steps across lanes, and the numbers of a relative bias are adjacent. Products are in fp32, and
 // those of bf16 in bf16 where the processor has instructions for it.
 #include "entry.h"
+#include "few_queries.h"
 #include "math.h"
 #include "product.h"
 
@@ -532,7 +533,10 @@ struct ProductsOf<BFloat16> {
 
 template <class T>
 void attention_forward(const AttentionForward& a, int64_t begin, int64_t end) {
-  if constexpr (sizeof(Compute<T>) == 4) forward<T, typename ProductsOf<T>::type>(a, begin, end);
+  if constexpr (sizeof(Compute<T>) == 4) {
+    if (a.queries <= kFewQueries && a.dropout.keys == nullptr) return attend_few_queries<T>(a, begin, end);
+    forward<T, typename ProductsOf<T>::type>(a, begin, end);
+  }
 }
 
 template <class T>

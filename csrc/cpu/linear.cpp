@@ -13,27 +13,71 @@ constexpr int kSums = 8;
 #endif
 constexpr int64_t kAhead = 16384;  // bytes from the weight that is used to the one that is prefetched
 
-// Products of `Rows` rows of x (wide, padded to `width`) with `Features` rows of the weight. Every sum has a separate
+// How the factors of a product are loaded and multiplied: as vectors of the type of the computation, ...
+template <class T>
+struct Factors {
+  using X = Compute<T>;  // the type in which x is copied
+  using V = VectorOf<T>;
+  static constexpr int kStep = kLanes<T>;  // the elements of a vector
+  template <class Element, class Size>
+  INLINE V load_vector(const Element* p, Size size) {
+    return load(p, size);
+  }
+  INLINE V add_product(V sum, V x, V w) { return sum + x * w; }
+};
+#if defined(__AVX512BF16__)
+// ... or where the processor adds the products of pairs of bf16 to sums in fp32, as bf16.
+template <>
+struct Factors<BFloat16> {
+  using X = BFloat16;
+  using V = VF;
+  static constexpr int kStep = 2 * kLanes<BFloat16>;
+  INLINE V load_vector(const BFloat16* p, Full) { return read<VF>(p); }
+  INLINE V load_vector(const BFloat16* p, Part part) {
+    V v = {};
+    std::memcpy(&v, p, part.count * sizeof *p);
+    return v;
+  }
+  INLINE V add_product(V sum, V x, V w) {
+    return (V)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)w);
+  }
+};
+#endif
+template <class T>
+using X = typename Factors<T>::X;
+template <class T>
+constexpr bool kPairs = Factors<T>::kStep > kLanes<T>;
+
+// Calls step(i, Full or Part) for every vector of `columns` elements.
+template <class T, class F>
+INLINE void for_factors(int64_t columns, F step) {
+  constexpr int kStep = Factors<T>::kStep;
+  int64_t i = 0;
+  for (; i + kStep <= columns; i += kStep) step(i, Full{});
+  if (i < columns) step(i, Part{static_cast<int>(columns - i)});
+}
+
+// Products of `Rows` rows of x (padded to `width`) with `Features` rows of the weight. Every sum has a separate
 // register and adds the vectors in order, so that it is the same for any number of rows and in every tile.
 template <class T, int Rows, int Features>
-INLINE void linear_tile(const LinearForward& a, const Compute<T>* x, int64_t width, int64_t row, int64_t feature) {
+INLINE void linear_tile(const LinearForward& a, const X<T>* x, int64_t width, int64_t row, int64_t feature) {
   using C = Compute<T>;
-  using V = VectorOf<T>;
+  using V = typename Factors<T>::V;
   const T *weight = at<T>(a.weight, feature * a.columns), *bias = at<T>(a.bias, feature);
   V sums[Rows][Features] = {};
-  for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
+  for_factors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
     V w[Features];
 #pragma GCC unroll 4
     for (int f = 0; f < Features; ++f) {
       const T* p = weight + f * a.columns + i;
-      w[f] = load(p, part);
+      w[f] = Factors<T>::load_vector(p, part);
       if (row == 0 && i * sizeof(T) % 64 == 0) prefetch_far(reinterpret_cast<const char*>(p) + kAhead);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) {
-      const V value = load(x + (row + r) * width + i, Full{});
+      const V value = Factors<T>::load_vector(x + (row + r) * width + i, Full{});
 #pragma GCC unroll 4
-      for (int f = 0; f < Features; ++f) sums[r][f] += value * w[f];
+      for (int f = 0; f < Features; ++f) sums[r][f] = Factors<T>::add_product(sums[r][f], value, w[f]);
     }
   });
   const Part part{Features};
@@ -48,18 +92,18 @@ INLINE void linear_tile(const LinearForward& a, const Compute<T>* x, int64_t wid
 }
 
 template <class T, int Rows>
-INLINE void linear_rows(const LinearForward& a, const Compute<T>* x, int64_t width, int64_t row, int64_t feature,
+INLINE void linear_rows(const LinearForward& a, const X<T>* x, int64_t width, int64_t row, int64_t feature,
                         int64_t end) {
   // One row needs so little arithmetic that it waits for memory, which is fastest when it is read in one piece.
   constexpr int kMost = kLanes<T> < 4 ? kLanes<T> : 4;
-  constexpr int kFeatures = Rows == 1 ? 1 : kSums / Rows < kMost ? kSums / Rows : kMost;
+  constexpr int kFeatures = Rows == 1 || kPairs<T> ? 1 : kSums / Rows < kMost ? kSums / Rows : kMost;
   for (; feature + kFeatures <= end; feature += kFeatures) linear_tile<T, Rows, kFeatures>(a, x, width, row, feature);
   for (; feature < end; ++feature) linear_tile<T, Rows, 1>(a, x, width, row, feature);
 }
 
 // Processes `Rows` rows of x at a time, while a block of the weight stays in the cache, and then the rest.
 template <class T, int Rows>
-INLINE void linear_block(const LinearForward& a, const Compute<T>* x, int64_t width, int64_t row, int64_t first,
+INLINE void linear_block(const LinearForward& a, const X<T>* x, int64_t width, int64_t row, int64_t first,
                          int64_t last) {
   for (; row + Rows <= a.rows; row += Rows) linear_rows<T, Rows>(a, x, width, row, first, last);
   if constexpr (Rows > 1) linear_block<T, Rows == 8 ? 4 : Rows - 1>(a, x, width, row, first, last);
@@ -67,18 +111,20 @@ INLINE void linear_block(const LinearForward& a, const Compute<T>* x, int64_t wi
 
 template <class T>
 void linear_forward(const LinearForward& a, int64_t begin, int64_t end) {
-  const int64_t width = (a.columns + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
-  const Scratch<Compute<T>> scratch(a.rows * width);
-  Compute<T>* x = scratch.get();
+  using F = Factors<T>;
+  const int64_t width = (a.columns + F::kStep - 1) / F::kStep * F::kStep;
+  const Scratch<X<T>> scratch(a.rows * width);
+  X<T>* x = scratch.get();
   for (int64_t r = 0; r < a.rows; ++r) {
-    for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
-      store(x + r * width + i, load(at<T>(a.x, r * a.columns + i), part), Full{});
+    for_factors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
+      const typename F::V value = F::load_vector(at<T>(a.x, r * a.columns + i), part);
+      std::memcpy(x + r * width + i, &value, sizeof value);
     });
   }
   for (int64_t unit = begin; unit < end; ++unit) {
     const int64_t first = first_row(unit, a.block), last = end_row(unit, a.block, a.features);
     // Four rows of many stay in the first-level cache with the block.
-    if (a.rows > 8) linear_block<T, 4>(a, x, width, 0, first, last);
+    if (a.rows > 8 && !kPairs<T>) linear_block<T, 4>(a, x, width, 0, first, last);
     else linear_block<T, 8>(a, x, width, 0, first, last);
   }
 }

@@ -45,6 +45,8 @@ from .rotary import Rotary, rotate
 MAX_EAGER_SCORES = 512 * 512  # scores per head, for `eager_beats_sdpa`
 MIN_TILED_SCORES = 64 * 64  # scores per head, for `suits_blocks`
 MIN_BLOCKED_SCORES = 2048 * 2048  # the same without a kernel
+FEW_QUERIES = 4  # for `decodes`; the kernel's kFewQueries
+MIN_FEW_KEYS = 1 << 18  # numbers of all keys in fp32, for `decodes`
 
 gelu_tanh = partial(F.gelu, approximate="tanh")
 
@@ -392,6 +394,8 @@ class CoreAttention(nn.Module):
                 Visible(position_bias),
                 None,
             )  # without gradients, it can be a mask of added numbers
+        if position_bias is None and decodes(q, k):
+            return self.attend_in_blocks(q, k, v, visible, None)
         if position_bias is None and not self.dropout.drops and not eager_beats_sdpa(q, k):
             causal = visible.mask is None and visible.prefix is None and visible.causal and q.shape[2] == k.shape[2]
             grouped = q.shape[1] != k.shape[1]
@@ -480,6 +484,21 @@ def suits_blocks(queries: int, keys: int, device: str, itemsize: int) -> bool:
 def has_attention_kernel(device: str, itemsize: int) -> bool:
     """Whether attention has a kernel: not in fp64, and otherwise always on an accelerator, which may be elsewhere."""
     return itemsize < 8 and (device != "cpu" or OPS["attention"].choose_variant(device) != "reference")
+
+
+def decodes(q: Tensor, k: Tensor) -> bool:
+    """Whether attention is that of a decoding step, for which the kernel is faster than `scaled_dot_product_attention`.
+
+    In bf16 it takes a seventh of the time for 8 × 12 heads of 64 and 64 keys, in fp32 0.8 of it; for fewer keys in fp32
+    its call takes longer.
+    """
+    return (
+        in_inference_mode()
+        and q.is_cpu
+        and q.shape[2] <= FEW_QUERIES
+        and (q.dtype.itemsize == 2 or k.numel() >= MIN_FEW_KEYS)
+        and has_attention_kernel("cpu", q.dtype.itemsize)
+    )
 
 
 def eager_beats_sdpa(q: Tensor, k: Tensor) -> bool:

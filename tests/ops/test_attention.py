@@ -267,6 +267,17 @@ def test_the_kernel_is_written_out_attention(nan_filled, problem, dtype):
         assert error(value, wanted) <= most
 
 
+@settings(max_examples=400 if EVERY_CASE else 40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(problem=problems(5, 150, sizes=(3, 8, 24, 64, 80, 130)), dtype=st.sampled_from(KERNEL_DTYPES))
+def test_few_queries_are_written_out_attention(nan_filled, problem, dtype):
+    """Up to four queries without dropout, as in decoding, are not arranged in tiles."""
+    q, k, v, rules = problem
+    problem = with_short_values(q, k, v, {**rules, "dropout": 0.0, "keys": None})
+    values, expected = results(problem, dtype), results_written_out(problem, torch.float64, dtype)
+    for value, wanted, most in zip(values, expected, allowed_errors(problem, dtype, expected), strict=True):
+        assert error(value, wanted) <= most
+
+
 def long_problem():
     """Two blocks of 256 queries, of which the causal rule, prefixes, lengths and a mask hide whole tiles."""
     generator = torch.Generator().manual_seed(1)

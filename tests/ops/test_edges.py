@@ -232,9 +232,12 @@ def test_offsets_beyond_two_to_the_31(zoo):
 @pytest.mark.parametrize("isa", every_day(["baseline", "x86-64-v3"], more=["x86-64-v4", "x86-64-v4+bf16"]))
 def test_every_instruction_set(isa):
     """The same cases on the code for older processors, in a process that asks for it."""
-    chosen = "(test_matches_fp64 and cpp and 5 and 37) or test_few_rows or test_a_row"
+    chosen = "(test_matches_fp64 and cpp and 5 and 37) or test_few or test_a_row or test_non_finite"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-k", chosen]
-    files = [os.path.join(os.path.dirname(__file__), name) for name in ("test_variants.py", "test_matmul.py")]
+    files = [
+        os.path.join(os.path.dirname(__file__), name)
+        for name in ("test_variants.py", "test_matmul.py", "test_attention.py")
+    ]
     environment = {**os.environ, "SHARDZOO_CPU_ISA": isa}
     done = subprocess.run([*command, *files], env=environment, capture_output=True, text=True)
     assert done.returncode in (0, 5), done.stdout[-3000:]  # 5: nothing to run, because nothing is compiled

@@ -1,0 +1,123 @@
+// Attention of a few queries, as in decoding. Reading the keys and the values takes most of the time, so they are used
+// as they are stored, one query after the other: the tiles of attention.cpp would first be arranged for products.
+#pragma once
+
+#include "entry.h"
+#include "math.h"
+
+namespace shardzoo {
+namespace {
+
+// The scores of a query with the keys [0, count), as dot products.
+template <class T>
+INLINE void scores_of(const T* q, const T* k, int64_t k_stride, int64_t count, int64_t size, float scale, float* out) {
+  for (int64_t key = 0; key < count; ++key) {
+    const T* row = k + key * k_stride;
+    VF sums = {};
+    for_vectors<T>(size, [&](int64_t i, auto part) LAMBDA { sums += load(q + i, part) * load(row + i, part); });
+    out[key] = sum_lanes<float>(sums) * scale;
+  }
+}
+
+// Adds a row of a mask to scores, or hides what it does not allow. T is the type of a mask of numbers.
+template <class T>
+INLINE void add_mask(const AttentionForward& a, int64_t offset, int64_t count, float* scores) {
+  const int64_t step = a.mask_stride[3];
+  const uint8_t* allowed = static_cast<const uint8_t*>(a.mask) + offset;
+  const T* added = static_cast<const T*>(a.mask) + offset;
+  if (step != 1) {
+    for (int64_t key = 0; key < count; ++key) {
+      if (!a.mask_is_bool) scores[key] += load(added + key * step, Part{1})[0];
+      else if (!allowed[key * step]) scores[key] = -kInfinity;
+    }
+    return;
+  }
+  for_vectors<float>(count, [&](int64_t key, auto part) LAMBDA {
+    const VF score = load(scores + key, part);
+    store(scores + key, a.mask_is_bool ? where(allowed + key, part, score, -kInfinity) : score + load(added + key, part),
+          part);
+  });
+}
+
+// Turns scores into exp(score - top), and returns top and the sum. `scores` has room for whole vectors.
+INLINE void exponentials(float* scores, int64_t count, float& top, float& sum) {
+  VF tops = VF{} - kInfinity, sums = {};
+  for_vectors<float>(count, [&](int64_t i, auto part) LAMBDA {
+    const VF score = load(scores + i, part, -kInfinity);
+    store(scores + i, score, Full{});
+    tops = larger(score, tops);
+  });
+  top = max_lanes<float>(tops);
+  const float shift = top == -kInfinity ? 0 : top;
+  for (int64_t i = 0; i < count; i += kLanes<float>) {
+    const VF e = exp<true>(load(scores + i, Full{}) - shift);
+    store(scores + i, e, Full{});
+    sums += e;
+  }
+  sum = sum_lanes<float>(sums);
+}
+
+// out[0, size) = factor * the sum of the values [0, count), weighted. Four vectors are the usual size of a head.
+template <class T>
+INLINE void weighted_sum(const float* weights, const T* v, int64_t v_stride, int64_t count, int64_t size, float factor,
+                         T* out) {
+  constexpr int kAtOnce = 4;
+  int64_t i = 0;
+  for (; i + kAtOnce * kLanes<T> <= size; i += kAtOnce * kLanes<T>) {
+    VF sums[kAtOnce] = {};
+    for (int64_t key = 0; key < count; ++key) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kAtOnce; ++j) {
+        sums[j] += weights[key] * load(v + key * v_stride + i + j * kLanes<T>, Full{});
+      }
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < kAtOnce; ++j) store(out + i + j * kLanes<T>, sums[j] * factor, Full{});
+  }
+  for_vectors<T>(size - i, [&](int64_t rest, auto part) LAMBDA {
+    VF sum = {};
+    for (int64_t key = 0; key < count; ++key) sum += weights[key] * load(v + key * v_stride + i + rest, part);
+    store(out + i + rest, sum * factor, part);
+  });
+}
+
+// `begin` and `end` are heads of samples. Without dropout.
+template <class T>
+void attend_few_queries(const AttentionForward& a, int64_t begin, int64_t end) {
+  const Scratch<float> scratch(a.keys + kLanes<float>);
+  float* scores = scratch.get();
+  const auto row = [](auto* base, const int64_t* stride, int64_t b, int64_t head, int64_t query) LAMBDA {
+    return base + b * stride[0] + head * stride[1] + query * stride[2];
+  };
+  for (int64_t unit = begin; unit < end; ++unit) {
+    const int64_t n = unit % a.heads, b = unit / a.heads, group = n / (a.heads / a.key_value_heads);
+    const T* k = row(static_cast<const T*>(a.k), a.k_stride, b, group, 0);
+    const T* v = row(static_cast<const T*>(a.v), a.v_stride, b, group, 0);
+    for (int64_t query = 0; query < a.queries; ++query) {
+      int64_t count = a.keys;
+      if (a.causal) {
+        const int64_t earlier = query + 1 + a.keys - a.queries, prefix = a.prefix == nullptr ? 0 : a.prefix[b];
+        count = earlier > prefix ? earlier : prefix;
+      }
+      if (count > a.keys) count = a.keys;
+      if (a.lengths != nullptr && count > a.lengths[b]) count = a.lengths[b];
+      if (count < 0) count = 0;
+      const T* q = row(static_cast<const T*>(a.q), a.q_stride, b, n, query);
+      scores_of(q, k, a.k_stride[2], count, a.size, static_cast<float>(a.scale), scores);
+      if (a.bias != nullptr) {  // by key - query
+        const float* bias = a.bias + n * (a.queries + a.keys - 1) + a.queries - 1 - query;
+        for (int64_t key = 0; key < count; ++key) scores[key] += bias[key];
+      }
+      const int64_t* stride = a.mask_stride;
+      if (a.mask != nullptr) add_mask<T>(a, b * stride[0] + n * stride[1] + query * stride[2], count, scores);
+      float top = 0, sum = 0;
+      exponentials(scores, count, top, sum);
+      weighted_sum(scores, v, a.v_stride[2], count, a.size, sum == 0 ? 0 : 1 / sum,
+                   row(static_cast<T*>(a.out), a.out_stride, b, n, query));
+      static_cast<float*>(a.lse)[unit * a.queries + query] = sum == 0 ? -kInfinity : top + std::log(sum);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace shardzoo
