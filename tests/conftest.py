@@ -21,18 +21,23 @@ if not torch.cuda.is_available():
 # Workers import the harness by name, and so must this process; pytest's importlib mode adds no path by itself.
 sys.path.insert(0, str(Path(__file__).parent / "harness"))
 importlib.import_module("quick_disk")
+EVERY_CASE = importlib.import_module("every_case").EVERY_CASE
 gc.disable()  # until all tests are collected: imports make nothing but what stays
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """The longest files come first, so that no worker is left alone with one at the end."""
     long = ("test_pipeline.py", "test_matrix.py", "test_resume.py", "test_tasks.py", "test_whole_matrix.py")
     items.sort(key=lambda item: item.path.name not in long)
+    if not EVERY_CASE:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("before_release")])
+        items[:] = [item for item in items if not item.get_closest_marker("before_release")]
 
 
 def pytest_collection_finish():
     """Full garbage collections need not visit what the test files have imported, nor the tests."""
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # what tests leave is seldom a cycle
     gc.enable()
 
 

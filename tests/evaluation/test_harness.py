@@ -18,7 +18,6 @@ import transformers
 import yaml
 from commands import warm_environment
 from documents import ROOT, blocks, commands
-from every_case import EVERY_CASE
 from tiny_models import PRETRAINED, save_model, text
 
 from shardzoo import evaluation
@@ -160,7 +159,7 @@ STORE = """
 """
 
 
-@pytest.mark.skipif(not EVERY_CASE, reason="an encoder-decoder in one process is compared every day: make test-all")
+@pytest.mark.before_release
 def test_a_script_evaluates_a_split_encoder_decoder(folders, tasks, workplace):
     _, command = commands(PAGE)
     _, script = blocks(PAGE, "python")

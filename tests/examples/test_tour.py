@@ -14,7 +14,6 @@ import nbformat
 import pytest
 from commands import warm_programs
 from documents import ROOT
-from every_case import EVERY_CASE
 from nbclient import NotebookClient
 
 from shardzoo.trainer import notebook_launcher
@@ -35,7 +34,7 @@ def shown(cell: nbformat.NotebookNode) -> list[str]:
     return [VARIES.sub("", "".join(found))]
 
 
-@pytest.mark.skipif(not EVERY_CASE, reason="takes half a minute: make test-all")
+@pytest.mark.before_release
 def test_the_tour(tmp_path, monkeypatch):
     """Ranks are copies of a process that has imported everything, like other programs in the tests."""
     monkeypatch.delenv("PYTEST_CURRENT_TEST")  # with it a kernel does not show what other processes print

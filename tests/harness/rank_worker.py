@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import faulthandler
 import gc
 import os
 import signal
+import sys
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
@@ -32,9 +34,18 @@ def with_mesh(tensor_parallel_size: int, pipeline_parallel_size: int, function, 
     return function(_meshes[sizes], *args, **kwargs)
 
 
+def end_with_parent() -> None:
+    """Lets the kernel end this process with the fork server, also while it is stopped between two functions."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def serve(connection: Connection, rank: int, world_size: int, port: int, prefix: str, stack_path: str) -> None:
     """The life of one worker: join the process group, then run functions until the connection closes."""
+    gc.set_threshold(20_000, 20, 20)
     gc.freeze()  # else each full collection visits all that the fork server has imported, and copies its pages
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then closes the connections
     stack_file = open(stack_path, "w")  # noqa: SIM115 - it stays open for the signal handler
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)

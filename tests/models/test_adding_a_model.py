@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from commands import user_environment
 from documents import ROOT
 
@@ -25,6 +26,7 @@ def package_with(folder: Path, files: dict[str, str]) -> None:
         (folder / "models" / "starcoder2" / name).write_text(text)
 
 
+@pytest.mark.before_release
 def test_the_files_of_the_page_are_a_whole_family(tmp_path):
     files = dict(FILE.findall((ROOT / "docs" / "adding-a-model.md").read_text()))
     assert len(files) == 6

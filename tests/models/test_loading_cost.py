@@ -117,6 +117,7 @@ def peak_of_a_load(mesh, folder):
     return resident("VmHWM") - before, sum(p.nbytes for p in model.parameters())
 
 
+@pytest.mark.before_release
 def test_memory_peaks_at_the_ranks_parameters_and_little_more(run_mesh, tmp_path):
     config = find_config("t5-base")
     write_huge(tmp_path, config)

@@ -41,7 +41,7 @@ def test_every_operator(build, order):
     check(emulated_build.environment(build(), order))
 
 
-@pytest.mark.skipif(not EVERY_CASE, reason="takes minutes")
+@pytest.mark.before_release
 def test_no_access_out_of_bounds(build):
     check(emulated_build.environment(build(sanitize=True), "1", sanitize=True))
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from every_case import every_day
+from every_case import by_turns, every_day
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -17,6 +17,7 @@ from shardzoo.ops.library import OPS
 
 SMALL = {case.name: case for case in cases("cpu", 1 / 2048)}
 BENCHED = pytest.mark.parametrize("name", SMALL)
+OPCHECKED = pytest.mark.parametrize("name", by_turns(SMALL, 2))
 # Gradient formulas and traces are the same whatever kernel runs; Triton's interpreter would take long over them.
 OPCHECKS = {"triton": ("test_schema", "test_faketensor")}
 EVERY_OPCHECK = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -47,7 +48,7 @@ def shrink(tensor):
     return tensor[tuple(slice(limit) for limit in limits)].clone().contiguous()
 
 
-@BENCHED
+@OPCHECKED
 def test_opcheck(name, variant):
     with ops.kernels(variant):
         for op, arguments in forward_and_backward(name):
@@ -60,7 +61,7 @@ def test_opcheck(name, variant):
             torch.library.opcheck(overload, tuple(differentiable), test_utils=OPCHECKS.get(variant, EVERY_OPCHECK))
 
 
-@BENCHED
+@OPCHECKED
 def test_opcheck_of_out_forms(name, variant):
     with ops.kernels(variant):
         for op, arguments in forward_and_backward(name):

@@ -104,6 +104,7 @@ def test_a_forked_process_can_use_it():
     assert process.exitcode == 0
 
 
+@pytest.mark.before_release
 def test_the_pool_can_be_switched_off():
     program = (
         "import torch; from shardzoo import ops; x = ops.bias_gelu(torch.ones(1 << 10, 1 << 11)); del x; "

@@ -114,6 +114,7 @@ def test_all_compile_for_sm_90(tmp_path):
     assert printed(tmp_path, COMPILE, *MODULES) == MODULES
 
 
+@pytest.mark.before_release
 def test_attention_keeps_its_tiles_in_registers(tmp_path):
     """Compiled as it is launched, with every rule at once and with none, no kernel spills."""
     built = printed(tmp_path, COMPILE_ATTENTION, json.dumps(ATTENTION))

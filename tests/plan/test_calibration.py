@@ -80,6 +80,7 @@ def test_launches_are_hidden_only_where_the_device_runs_behind_the_host():
     assert step_time(network, run, fast).launches == 2e-3  # the fixed time of a step
 
 
+@pytest.mark.before_release
 def test_two_processes_measure_this_machine(tmp_path):
     path = tmp_path / "two.yaml"
     found = calibrate(2, "fp32", SMALL)

@@ -37,6 +37,7 @@ def page_faults(**own: str) -> int:
     return int(shown.stdout)
 
 
+@pytest.mark.before_release
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
 def test_freed_memory_is_kept_unless_the_user_says_otherwise():
     assert page_faults() < page_faults(MALLOC_TRIM_THRESHOLD_="131072") / 8

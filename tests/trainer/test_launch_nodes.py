@@ -240,6 +240,7 @@ os.write(1, f"host {{os.environ['CROSS_RANK']}}: stage {{mesh.pp_rank}}, rank {{
 """
 
 
+@pytest.mark.before_release
 def test_a_host_holds_whole_tensor_parallel_groups(cluster, hosts, tmp_path):
     from shardzoo.trainer.launch.rank_info import free_port
 

@@ -483,6 +483,7 @@ def traced_steps(mesh, folder: Path, micro_batches: int) -> list[list[tuple[floa
     return [passes[start : start + each] for start in range(0, len(passes), each)]
 
 
+@pytest.mark.before_release
 def test_idle_time_and_micro_batches_in_flight_are_those_of_the_schedule(run_mesh, tmp_path):
     from shardzoo.trainer.estimate import in_flight
 
