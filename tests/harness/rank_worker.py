@@ -46,6 +46,7 @@ def serve(connection: Connection, rank: int, world_size: int, port: int, prefix:
     gc.set_threshold(20_000, 20, 20)
     gc.freeze()  # else each full collection visits all that the fork server has imported, and copies its pages
     end_with_parent()
+    os.setpgid(0, 0)  # when a shell leaves a group in which processes are stopped, the kernel hangs up on all of it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then closes the connections
     stack_file = open(stack_path, "w")  # noqa: SIM115 - it stays open for the signal handler
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
