@@ -61,6 +61,7 @@ def test_pip_finds_the_wheel_in_an_index(wheel, tmp_path):
     assert len(list((tmp_path / "installed" / "shardzoo" / "recipes").glob("*.yaml"))) > 20
 
 
+@pytest.mark.before_release
 def test_the_installed_package_runs(wheel, tmp_path):
     target = tmp_path / "installed"
     zipfile.ZipFile(wheel).extractall(target)

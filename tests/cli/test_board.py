@@ -345,7 +345,7 @@ def test_a_browser_follows_runs(tmp_path):
         page.evaluate("document.querySelector('#runs button').click()")
         page.wait("document.getElementById('layout').textContent.includes('no checkpoint yet')")
         page.evaluate("location.hash = '#layout-1'")
-        page.wait("document.getElementById('charts').hidden")
+        page.wait("document.getElementById('charts')?.hidden")
         page.wait("document.getElementById('layout').textContent.includes('no checkpoint yet')")
         assert page.problems == []
         assert page.requests

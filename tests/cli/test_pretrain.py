@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from commands import user_environment, warm_environment
 from documents import commands
-from every_case import EVERY_CASE
+from every_case import every_day
 
 ROOT = Path(__file__).parents[2]
 PRETRAIN = str(ROOT / "pretrain.py")
@@ -143,12 +143,13 @@ def test_a_killed_run_resumes_from_the_saved_step(workspace):
 
 @pytest.mark.parametrize(
     "line",
-    [
-        "torchrun --nproc-per-node 2 pretrain.py --model-parallel-size 2",
-        "deepspeed --module shardzoo.pretrain --model-parallel-size 2",
-        "shardzoo pretrain --tp 2",
-        "torchrun --nproc-per-node 2 -m shardzoo.pretrain --model-parallel-size 2",
-    ][: None if EVERY_CASE else 3],
+    every_day(
+        ["deepspeed --module shardzoo.pretrain --model-parallel-size 2", "shardzoo pretrain --tp 2"],
+        more=[
+            "torchrun --nproc-per-node 2 pretrain.py --model-parallel-size 2",
+            "torchrun --nproc-per-node 2 -m shardzoo.pretrain --model-parallel-size 2",
+        ],
+    ),
 )
 def test_other_ways_to_start(line, workspace):
     done = run(*line.split(), "--config", "tiny.yaml", cwd=workspace)

@@ -16,6 +16,7 @@ from typing import Any
 import megatron_files
 import pytest
 import torch
+from every_case import every_day
 from megatron_files import Layout, gpt_modules, in_megatron_core
 from safetensors.torch import load_file
 from tiny_models import save_model
@@ -61,8 +62,13 @@ def save(source: Path, folder: Path, prefix: str, layout: str) -> None:
         dcp.save(state, checkpoint_id=str(folder))
 
 
-@pytest.mark.parametrize("layout", ["rows", "grid", "columns", "both"])
-@pytest.mark.parametrize("name", ["gpt", "bert"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    every_day(
+        [("gpt", "rows"), ("bert", "grid"), ("gpt", "columns"), ("bert", "both")],
+        more=[("bert", "rows"), ("gpt", "grid"), ("bert", "columns"), ("gpt", "both")],
+    ),
+)
 def test_chunks_of_every_kind_become_the_original_bytes(name, layout, request, run_ranks, hashes, tmp_path):
     source = request.getfixturevalue(name)
     prefix = {"rows": "model", "grid": "", "columns": "app.model", "both": "model.module"}[layout]

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from every_case import every_day
 
 from shardzoo.checkpoint.checkpoint import open_checkpoint
 from shardzoo.convert import workers
@@ -20,10 +21,11 @@ from shardzoo.convert.plan import plan_conversion
 from shardzoo.convert.target import huggingface_target, shards_target
 
 KILLS = int(os.environ.get("SHARDZOO_KILLS", "0"))
-KINDS = ["split", "reshard", "merge", *(["legacy", "megatron", "from megatron", "dcp", "from dcp"] if KILLS else [])]
-ATTEMPTS = (
-    KILLS // 2 + 1 if KILLS else 3
-)  # of each kind, killed one, two or three times in turn before they are resumed
+KINDS = every_day(["split", "merge"], more=["reshard"])
+if KILLS:
+    KINDS = ["split", "merge", "reshard", "legacy", "megatron", "from megatron", "dcp", "from dcp"]
+# Of each kind, killed one, two or three times in turn before they are resumed.
+ATTEMPTS = KILLS // 2 + 1 if KILLS else 3
 
 
 def convert(kind: str, source: Path, destination: Path, resume: bool) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_case import EVERY_CASE, every_day
+from every_case import EVERY_CASE
 from safetensors.torch import load_file
 from tiny_models import hf_model
 from training import Pairs, on_ranks
@@ -219,7 +219,8 @@ sys.exit(main(["convert", "merge", sys.argv[3], sys.argv[4], "--to", "universal"
 """
 
 
-@pytest.mark.parametrize(("most", "code"), every_day([(150, 2)], more=[(4096, 0)]))
+@pytest.mark.before_release
+@pytest.mark.parametrize(("most", "code"), [(150, 2), (4096, 0)])
 def test_many_files_need_a_higher_limit(most, code, saved, tmp_path):
     source = str(saved("bert", 2))
     done = subprocess.run(

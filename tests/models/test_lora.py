@@ -10,6 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from every_case import by_turns
 from safetensors.torch import load_file
 from tiny_models import hf_model
 
@@ -110,7 +111,7 @@ def compute(mesh: Any, folder: Path, parallel: dict[str, Any]) -> dict[str, Any]
 SIZES = [*((case, 3) for case in CASES), ("gpt2", 1), ("llama-heads", 1), ("mt5", 4), ("bert", 4), ("qwen2", 2)]
 
 
-@pytest.mark.parametrize(("case", "size"), SIZES)
+@pytest.mark.parametrize(("case", "size"), by_turns(SIZES, 2))
 def test_a_split_model_computes_what_peft_computes(adapted, run_mesh, case, size):
     folder, expected = adapted(case)
     stored = load_file(folder / "adapter" / "adapter_model.safetensors")

@@ -62,7 +62,7 @@ def test_a_block_compiles_without_a_break(family, recompute):
     assert len(set(losses)) == 3
 
 
-@FAMILIES
+@pytest.mark.parametrize("values", every_day([T5], more=[GPT2]))
 def test_a_whole_model_compiles(values):
     torch.compiler.reset()
     plain = gradients(shardzoo.from_config(values), batch(values))

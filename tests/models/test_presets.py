@@ -8,6 +8,7 @@ from math import prod
 import pytest
 import torch
 import transformers
+from every_case import by_turns
 
 import shardzoo
 from shardzoo.cli.models import bytes_on_rank, main, measure
@@ -125,7 +126,7 @@ def test_every_preset_has_its_published_number_of_parameters():
     assert not lacking
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", by_turns(PUBLISHED, 2))
 def test_parameter_counts(name):
     assert measure(find_config(name), 1).parameters == PUBLISHED[name]
 

@@ -75,8 +75,8 @@ def apply(mesh, name, xs, grads, strided, way):
 @pytest.mark.parametrize(
     ("tp", "way"),
     every_day(
-        [(1, "memory"), (2, "fp32"), (3, "memory"), (3, "native"), (4, "memory")],
-        more=[(2, "memory"), (4, "auto"), (2, "native"), (4, "native")],
+        [(1, "memory"), (3, "memory"), (3, "native"), (4, "fp32")],
+        more=[(2, "fp32"), (4, "memory"), (2, "memory"), (4, "auto"), (2, "native"), (4, "native")],
     ),
 )
 def test_forward_and_backward(tp, way, name, run_mesh):

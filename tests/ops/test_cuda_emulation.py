@@ -54,11 +54,10 @@ def check(environment):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
 
 
+@pytest.mark.before_release
 def test_broken_kernels_fail(build):
-    """A barrier, a check of divisibility and an index; SHARDZOO_TESTS=all runs every mutant."""
     build()
-    which = [] if EVERY_CASE else ["barrier of column sums", "divisibility of a mask's rows", "row of dropout"]
-    command = [sys.executable, str(HERE / "cuda_emulation" / "mutants.py"), str(OBJECTS), *which]
+    command = [sys.executable, str(HERE / "cuda_emulation" / "mutants.py"), str(OBJECTS)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(": caught") >= (len(which) or 48)
+    assert done.stdout.count(": caught") >= 48

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from commands import user_environment, warm_environment
+from every_case import every_day
 
 from shardzoo.trainer import TrainingArguments
 from shardzoo.trainer.launch import heartbeat
@@ -258,8 +259,13 @@ def test_ranks_of_another_launcher_notice_a_stopped_one(tmp_path):
     assert f"exitcode  : {STALLED}" in messages
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("cause", ["stopped", "stuck"])
+@pytest.mark.parametrize(
+    ("cause", "number"),
+    every_day(
+        [("stopped", signal.SIGTERM), ("stuck", signal.SIGINT)],
+        more=[("stopped", signal.SIGINT), ("stuck", signal.SIGTERM)],
+    ),
+)
 def test_a_signal_ends_a_job_that_cannot_save(tmp_path, number, cause):
     script = tmp_path / "script.py"
     script.write_text(f"""

@@ -171,11 +171,12 @@ def test_rounding_errors_stay_small(run_mesh, tmp_path, whole, family):
 @pytest.mark.parametrize(
     ("layout", "changes"),
     every_day(
-        [
-            ((2, 1, 2), {"sequence_parallel": True, "recompute": "full", "data": Samples(2)}),
+        [((2, 1, 2), {"sequence_parallel": True, "recompute": "full", "data": Samples(2)})],
+        more=[
             ((1, 1, 3), {"pipeline_blocks": (1, 2, 1)}),
+            ((1, 1, 2), {"zero_stage": 0}),
+            ((1, 1, 2), {"recompute": "selective"}),
         ],
-        more=[((1, 1, 2), {"zero_stage": 0}), ((1, 1, 2), {"recompute": "selective"})],
     ),
 )
 def test_options_change_nothing(run_mesh, tmp_path, whole, layout, changes):

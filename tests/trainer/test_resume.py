@@ -42,7 +42,9 @@ def checkpoint(folder: Path, step: int) -> str:
 
 
 # Every day, those that others do not contain: a run in bf16, for example, saves fp32's state and more.
-CONTAINED = ("pytorch", "DDP", "DDP bf16", "ZeRO-0", "ZeRO-2", "ZeRO-3", "linear", "lion")
+CONTAINED = (
+    "pytorch", "DDP", "DDP bf16", "ZeRO-0", "ZeRO-2", "ZeRO-3", "linear", "lion", "lamb", "adafactor", "ZeRO-2 lion",
+)  # fmt: skip
 STEPS, SAVED, SAMPLES = (8, 6, 40) if EVERY_CASE else (5, 4, 28)
 
 
@@ -224,6 +226,7 @@ class LongPairs:
         return {"input_ids": ids, "labels": ids[:128]}
 
 
+@pytest.mark.before_release
 def test_large_products_go_on_bit_for_bit(run_mesh, tmp_path):
     """Of a size from which products are computed in other ways than those of tiny models, in two processes."""
     model = partial(native_t5, vocab_size=4096, d_model=512, d_kv=64, d_ff=2048, num_heads=8)
