@@ -78,6 +78,7 @@ def test_a_dry_run_passes_and_reports(call, tmp_path):
         assert re.search(r"\| TP=2, ZeRO 1 \| CPU \| 20 \| .* \| same \|", page)
 
 
+@pytest.mark.before_release
 def test_the_commands_of_gpu_md(tmp_path):
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
     for command in commands("docs/gpu.md"):

@@ -15,7 +15,7 @@ void gelu_forward_rows(const GeluForward& a, int64_t begin, int64_t end) {
     for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
       V z = load(x + i, part);
       if (bias != nullptr) z += load(bias + i, part);
-      put(y + i, activate<Compute<T>, kActivation>(z), part, past_cache);
+      put(y + i, activate<T, kActivation>(z), part, past_cache);
     });
   }
 }
@@ -38,7 +38,7 @@ INLINE void gelu_backward_row(const GeluBackward& a, int64_t r, Compute<T>* sum_
   for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
     V z = load(x + i, part), derivative;
     if (bias != nullptr) z += load(bias + i, part);
-    activate_with_derivative<Compute<T>, kActivation>(z, derivative);
+    activate_with_derivative<T, kActivation>(z, derivative);
     const V grad_z = load(grad + i, part) * derivative;
     put(out + i, grad_z, part, past_cache);
     if (sum_bias != nullptr) store(sum_bias + i, load(sum_bias + i, part) + grad_z, part);
@@ -68,7 +68,7 @@ void glu_forward_rows(const GluForward& a, int64_t begin, int64_t end) {
     T* y = at<T>(a.y, r * a.columns);
     const bool past_cache = beyond_cache(y, a.rows * a.columns);
     for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
-      put(y + i, activate<Compute<T>, kActivation>(load(gate + i, part)) * load(up + i, part), part, past_cache);
+      put(y + i, activate<T, kActivation>(load(gate + i, part)) * load(up + i, part), part, past_cache);
     });
   }
 }
@@ -90,7 +90,7 @@ void glu_backward_rows(const GluBackward& a, int64_t begin, int64_t end) {
     const bool past_cache = beyond_cache(grad_gate, a.rows * a.columns) && beyond_cache(grad_up, a.rows * a.columns);
     for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
       V derivative;
-      const V value = activate_with_derivative<Compute<T>, kActivation>(load(gate + i, part), derivative);
+      const V value = activate_with_derivative<T, kActivation>(load(gate + i, part), derivative);
       const V dy = load(grad + i, part);
       put(grad_gate + i, dy * load(up + i, part) * derivative, part, past_cache);
       put(grad_up + i, dy * value, part, past_cache);

@@ -62,15 +62,50 @@ INLINE VD exp(VD x) {
   return x;
 }
 
-template <class V>
+// Whether results are rounded to bf16 and the processor has a reciprocal of 14 bits, which is quicker than a division.
+template <class T>
+constexpr bool kShort = false;
+#if defined(__AVX512F__)
+template <>
+constexpr bool kShort<BFloat16> = true;
+#endif
+
+template <class T, class V>
+INLINE V reciprocal(V x) {
+#if defined(__AVX512F__)
+  if constexpr (kShort<T>) return (V)_mm512_maskz_rcp14_ps(0xFFFF, (__m512)x);
+#endif
+  return 1 / x;
+}
+// To all bits of fp32, for results near 0; x is finite.
+template <class T, class V>
+INLINE V exact_reciprocal(V x) {
+  const V r = reciprocal<T>(x);
+  return kShort<T> ? r * (2 - x * r) : r;
+}
+
+// exp for results of type T.
+template <class T, bool kNegative = false, class V>
+INLINE V exp_for(V x) {
+#if defined(__AVX512F__)
+  if constexpr (kShort<T>) {
+    if constexpr (!kNegative) x = (V)_mm512_maskz_min_ps(0xFFFF, (__m512)(V{} + 100.0f), (__m512)x);
+    return short_exp(x);
+  }
+#endif
+  return exp<kNegative>(x);
+}
+
+template <class T, class V>
 INLINE V sigmoid(V x) {
-  return 1 / (1 + exp(-x));
+  return reciprocal<T>(1 + exp_for<T>(-x));
 }
 
 constexpr double kSqrtTwoOverPi = 0.79788456080286535588, kSqrtHalf = 0.70710678118654752440;
 constexpr double kInvSqrtTwoPi = 0.39894228040143267794, kCubic = 0.044715;
 
 // The normal distribution function to 2e-7, exactly 0 and 1 beyond 5.5: z P(z^2) / Q(z^2), a minimax fit.
+template <class T>
 INLINE VF normal_cdf(VF z) {
   const VI sign = (VI)z & INT32_MIN;
   const VF m = (VF)((VI)z ^ sign), s = m * m;
@@ -84,10 +119,11 @@ INLINE VF normal_cdf(VF z) {
   q = q * s + 2.864576504e-02f;
   q = q * s + 2.515214682e-01f;
   q = q * s + 1.0f;
-  const VF ratio = m * p / q;
+  const VF ratio = kShort<T> ? m * p * exact_reciprocal<T>(q) : m * p / q;
   const VF inner = m >= 5.5f ? VF{} + 0.5f : ratio;  // the probability between 0 and |z|
   return 0.5f + (VF)((VI)inner ^ sign);
 }
+template <class T>
 INLINE VD normal_cdf(VD z) {
   for (int i = 0; i < Wide<double>::lanes; ++i) z[i] = 0.5 * (1 + std::erf(z[i] * kSqrtHalf));
   return z;
@@ -97,6 +133,7 @@ INLINE VD normal_cdf(VD z) {
 //
 // The density is 2^n times a minimax fit of 2^f / sqrt(2 pi) on |f| <= 1/2; the distribution function is that of
 // Abramowitz and Stegun 26.2.17.
+template <class T>
 INLINE VF normal_density(VF z, VF& cdf) {
   const float shift = 12582912.0f;  // as in exp
   VF x = z * z * -0.72134752044f;   // the density is 2^x / sqrt(2 pi)
@@ -115,7 +152,8 @@ INLINE VF normal_density(VF z, VF& cdf) {
   density = x != x ? x : density;
 #endif
   const VI sign = (VI)z & INT32_MIN;
-  const VF u = 1 / (1 + 0.2316419f * (VF)((VI)z ^ sign));
+  const VF magnitude = larger(VF{} - 1e9f, -(VF)((VI)z ^ sign));  // negated; beyond this the density is 0
+  const VF u = exact_reciprocal<T>(1 - 0.2316419f * magnitude);
   VF p = 1.330274429f * u - 1.821255978f;
   p = p * u + 1.781477937f;
   p = p * u - 0.356563782f;
@@ -124,27 +162,30 @@ INLINE VF normal_density(VF z, VF& cdf) {
   cdf = 0.5f + (VF)((VI)inner ^ sign);
   return density;
 }
+template <class T>
 INLINE VD normal_density(VD z, VD& cdf) {
-  cdf = normal_cdf(z);
+  cdf = normal_cdf<T>(z);
   return exp(-0.5 * z * z) * kInvSqrtTwoPi;
 }
 
-// An activation and its derivative at z. C is the lanes' type.
-template <class C, int kActivation, class V>
+// An activation and its derivative at z, for results of type T.
+template <class T, int kActivation, class V>
 INLINE V activate(V z) {
-  if constexpr (kActivation == kSilu) return z * sigmoid(z);
+  using C = Compute<T>;
+  if constexpr (kActivation == kSilu) return z * sigmoid<T>(z);
   if constexpr (kActivation == kGeluTanh) {
     const V u = C(2 * kSqrtTwoOverPi) * (z + C(kCubic) * z * z * z);
-    return z * sigmoid(u);  // (1 + tanh(u / 2)) / 2 = sigmoid(u)
+    return z * sigmoid<T>(u);  // (1 + tanh(u / 2)) / 2 = sigmoid(u)
   }
-  return z * normal_cdf(z);
+  return z * normal_cdf<T>(z);
 }
 
-template <class C, int kActivation, class V>
+template <class T, int kActivation, class V>
 INLINE V activate_with_derivative(V z, V& derivative) {
+  using C = Compute<T>;
   if constexpr (kActivation == kGelu) {
     V cdf;
-    const V density = normal_density(z, cdf);
+    const V density = normal_density<T>(z, cdf);
     derivative = cdf + (density == 0 ? V{} : z * density);
     return z * cdf;
   }
@@ -153,7 +194,7 @@ INLINE V activate_with_derivative(V z, V& derivative) {
     u = C(2 * kSqrtTwoOverPi) * (z + C(kCubic) * z * z * z);
     slope = C(2 * kSqrtTwoOverPi) * (1 + C(3 * kCubic) * z * z);
   }
-  const V s = sigmoid(u), bump = s * (1 - s);
+  const V s = sigmoid<T>(u), bump = s * (1 - s);
   derivative = s + (bump == 0 ? V{} : z * bump * slope);  // where s is 0 or 1, z * slope may be infinite
   return z * s;
 }

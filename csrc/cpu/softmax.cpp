@@ -84,7 +84,7 @@ void softmax_forward(const SoftmaxForward& a, int64_t begin, int64_t end) {
     for (int64_t i = 0; i < limit; i += kLanes<T>) {
       prefetch(next_scores + i);
       if (next_bias != nullptr) prefetch(next_bias + i);
-      const V e = exp<true>(load(row + i, Full{}) - shift);
+      const V e = exp_for<T, true>(load(row + i, Full{}) - shift);
       store(row + i, e, Full{});
       sums += e;
     }

@@ -72,6 +72,7 @@ def test_other_errors_are_not_hidden():
             run(lambda: 1 // 0)
 
 
+@pytest.mark.before_release
 @pytest.mark.parametrize("seconds", every_day([0.3], more=[0]))
 def test_an_interrupt_during_a_destructor_is_not_lost(seconds):
     """Python swallows exceptions of destructors, such as those of the library that reads patterns of tokenizers.

@@ -109,6 +109,7 @@ def test_a_write_that_fails(arena, gpt2_folder, monkeypatch):
     assert "rank_0" in refusal
 
 
+@pytest.mark.before_release
 def test_a_real_limit_on_file_sizes(arena, gpt2_folder):
     """The kernel itself refuses to let files grow."""
     script = f"""

@@ -26,6 +26,7 @@ def model(zoo, tmp_path_factory) -> Path:
     return zoo.make(folder, "gpt2", heads=6, head_size=16, feed_forward=250, layers=6, vocabulary=1003)
 
 
+@pytest.mark.before_release
 def test_processes_write_what_threads_write(model, tmp_path, file_tree):
     for name, options in (("threads", Options(jobs=2)), ("processes", Options(workers=2))):
         split(model, tmp_path / name, 5, options)

@@ -193,6 +193,7 @@ def recomputing(mesh, folder: Path, kind: str, active: bool) -> tuple[list[float
     return losses(steps), peak
 
 
+@pytest.mark.before_release
 @pytest.mark.parametrize("kind", ["native", "transformers"])
 def test_recomputation_changes_no_loss_and_lowers_the_peak(kind, run_mesh, tmp_path):
     [(kept, most)] = run_mesh(1, partial(recomputing, folder=tmp_path / "kept", kind=kind, active=False))

@@ -81,6 +81,7 @@ def build_with_dropout(mesh, reduction: str = "auto"):
     return from_config(tiny("gpt2", 0.1, layers=2), mesh, parallel_config=config)
 
 
+@pytest.mark.before_release
 def test_compiled_blocks_take_the_same_steps(run_mesh, tmp_path):
     """Split, also along the sequence, with dropout and recomputation; each step has new masks."""
     settings = {

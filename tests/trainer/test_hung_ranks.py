@@ -251,6 +251,7 @@ def test_a_job_goes_on_with_fewer_ranks(tmp_path, fork_server, monkeypatch):
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
 
 
+@pytest.mark.before_release
 def test_ranks_of_another_launcher_notice_a_stopped_one(tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     code, messages = run("forward", tmp_path / "run", *launcher, stall_timeout=2)
@@ -323,6 +324,7 @@ def test_messages_between_ranks_are_plain(run_mesh):
     assert run_mesh(1, exchange, data=3) == [(expected, ("a", Path("b")), "None")] * 3
 
 
+@pytest.mark.before_release
 def test_ranks_wait_for_rank_0_for_longer_than_for_a_collective(run_ranks):
     def waits() -> str:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)

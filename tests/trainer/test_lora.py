@@ -129,6 +129,7 @@ def with_dropout(mesh: Any, folder: Path, run: str, steps: int, **changes: Any) 
     return losses(found)[-steps:]
 
 
+@pytest.mark.before_release
 def test_dropout_initial_values_and_resumed_runs_do_not_depend_on_the_layout(bases, run_mesh):
     folder, *_ = bases("t5")
     [whole] = run_mesh(1, with_dropout, folder, "whole", 6)

@@ -231,6 +231,7 @@ def train(run_mesh, tmp_path):
     return run
 
 
+@pytest.mark.before_release
 @pytest.mark.parametrize("kind", by_turns(RUNS, 2))
 def test_a_run_goes_on_in_every_layout(train, kind):
     whole = train("whole", zero_stage=0, **RUNS[kind])
