@@ -158,7 +158,8 @@ struct LinearForward {
 
 // dropout(softmax(scale q kᵀ + bias + mask)) v, on the CPU and not in fp64. The numbers of a row are adjacent;
 // strides are of batch, head and row, and of a mask's keys. One unit of work is kAttentionQueries queries of a head.
-constexpr int64_t kAttentionQueries = 256, kFewQueries = 4;
+constexpr int64_t kAttentionQueries = 256;
+constexpr int64_t kFewQueries = 4;  // up to so many are not arranged in tiles
 struct AttentionForward {
   const void *q, *k, *v, *mask;
   const float* bias;                // [heads, queries + keys - 1], by key - query

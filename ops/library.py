@@ -251,11 +251,13 @@ def can_bypass_dispatcher(*arguments: Any) -> bool:
 
     It may if nothing watches calls, the first tensor holds data, and no tensor has a subclass that intercepts calls.
     """
-    return (
-        not is_watched()
-        and arguments[0].device.type in ("cpu", "cuda")
-        and all(not isinstance(value, torch.Tensor) or is_plain(type(value)) for value in arguments)
-    )
+    if is_watched() or arguments[0].device.type not in ("cpu", "cuda"):
+        return False
+    for value in arguments:
+        kind = type(value)
+        if kind is not torch.Tensor and isinstance(value, torch.Tensor) and not is_plain(kind):
+            return False
+    return True
 
 
 def needs_gradient(*arguments: Any) -> bool:

@@ -94,7 +94,8 @@ INLINE void linear_tile(const LinearForward& a, const X<T>* x, int64_t width, in
 template <class T, int Rows>
 INLINE void linear_rows(const LinearForward& a, const X<T>* x, int64_t width, int64_t row, int64_t feature,
                         int64_t end) {
-  // One row needs so little arithmetic that it waits for memory, which is fastest when it is read in one piece.
+  // One row, or products of pairs, need so little arithmetic that they wait for memory, which is fastest when it is read
+  // in one piece.
   constexpr int kMost = kLanes<T> < 4 ? kLanes<T> : 4;
   constexpr int kFeatures = Rows == 1 || kPairs<T> ? 1 : kSums / Rows < kMost ? kSums / Rows : kMost;
   for (; feature + kFeatures <= end; feature += kFeatures) linear_tile<T, Rows, kFeatures>(a, x, width, row, feature);
