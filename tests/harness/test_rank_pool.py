@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from rank_pool import RankPools
 
 OFFSET = 10  # a module-level name that the shipped functions use
 
@@ -38,6 +41,28 @@ def test_a_call_costs_milliseconds(run_ranks):
     for _ in range(20):
         run_ranks(2, _sum_of_ranks, 0)
     assert (time.perf_counter() - start) / 20 < 0.1  # about 2 ms on a quiet machine
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ranks_are_stopped_between_calls_and_end_with_the_pool():
+    pools = RankPools()
+    numbers = pools.run_ranks(2, os.getpid)
+
+    def states():
+        stats = [Path(f"/proc/{number}/stat") for number in numbers]
+        return [stat.read_text().rpartition(")")[2].split()[0] for stat in stats if stat.exists()]
+
+    def become(expected):
+        end = time.monotonic() + 20
+        while states() != expected and time.monotonic() < end:
+            time.sleep(0.01)
+        assert states() == expected
+
+    become(["T", "T"])
+    assert pools.run_ranks(2, os.getpid) == numbers
+    become(["T", "T"])
+    pools.close()
+    become([])
 
 
 def test_every_failing_rank_shows_its_traceback(run_ranks):
