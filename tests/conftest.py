@@ -36,9 +36,7 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish():
     """Full garbage collections need not visit what the test files have imported, nor the tests."""
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 20)  # what tests leave is seldom a cycle
-    gc.enable()
+    importlib.import_module("quick_collections").ignore_what_exists()
 
 
 @pytest.fixture(autouse=True)

@@ -231,7 +231,7 @@ void attention(const Tensor& q, const Tensor& k, const Tensor& v, const Optional
   const AttentionForward a = attention_of(q, k, v, bias, mask, prefix, lengths, keys, scale, causal, p, first_head,
                                           first_row, out, lse);
   const int64_t blocks = (a.queries + kAttentionQueries - 1) / kAttentionQueries;
-  const int64_t work = a.queries / blocks * a.keys;
+  const int64_t work = a.queries / blocks * a.keys;  // the time of a few queries is that of reading the keys
   run(kAttentionForward, q, &a, a.batch * a.heads * blocks, a.queries <= kFewQueries ? work * a.size : work);
 }
 

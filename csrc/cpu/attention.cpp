@@ -3,6 +3,7 @@
 // The scores of a tile are kept transposed: a row holds one key, and its lanes the queries. So the sums and maxima of
 // the softmax need no steps across lanes, and the numbers of a relative bias are adjacent. Products are in fp32, and
 // those of bf16 in bf16 where the processor has instructions for it.
+#include "attention_rules.h"
 #include "entry.h"
 #include "few_queries.h"
 #include "math.h"
@@ -15,8 +16,6 @@ constexpr int kQueries = 64, kKeys = 64;
 constexpr int kPanels = kAttentionQueries / kQueries;  // panels of queries that use a tile of keys together
 constexpr int kVectors = kQueries / kWidth;
 constexpr int kPadded = kQueries + 2 * kWidth;  // a row of gradients between zeros, for sums along diagonals
-
-INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Up to 64 consecutive queries.
 struct Panel {
@@ -45,9 +44,8 @@ class Head {
 
   void choose(int64_t b, int64_t n) {
     b_ = b, n_ = n;
-    limit_ = a_.lengths == nullptr ? a_.keys : smaller(a_.lengths[b], a_.keys);
-    prefix_ = a_.prefix == nullptr ? 0 : a_.prefix[b];
-    while (masks_keys() && a_.mask_is_bool && limit_ > 0 && !*mask_at<uint8_t>(0, limit_ - 1)) --limit_;
+    limit_ = key_limit(a_, b), prefix_ = prefix_of(a_, b);
+    while (masks_keys() && a_.mask_is_bool && limit_ > 0 && !*mask_at<uint8_t>(a_, b, n, 0, limit_ - 1)) --limit_;
     if (a_.bias == nullptr) return;
     const int64_t distances = a_.queries + a_.keys - 1;
     const float* bias = a_.bias + n * distances;
@@ -57,9 +55,7 @@ class Head {
 
   void start(Panel& panel, int64_t first) const {
     panel.first = first, panel.count = smaller(kQueries, a_.queries - first);
-    const int64_t diagonal = first + panel.count + a_.keys - a_.queries;
-    panel.keys = a_.causal ? smaller(limit_, diagonal > prefix_ ? diagonal : prefix_) : limit_;
-    if (panel.keys < 0) panel.keys = 0;
+    panel.keys = keys_before(a_, limit_, prefix_, first + panel.count);
     for (int i = 0; i < kQueries; ++i) {
       panel.top[i] = -kInfinity, panel.sum[i] = 0;
       if (a_.dropout.keys == nullptr) continue;
@@ -100,19 +96,14 @@ class Head {
 
  private:
   bool masks_keys() const { return a_.mask != nullptr && a_.mask_stride[2] == 0; }
-  template <class M>
-  const M* mask_at(int64_t query, int64_t key) const {
-    const int64_t* stride = a_.mask_stride;
-    return static_cast<const M*>(a_.mask) + b_ * stride[0] + n_ * stride[1] + query * stride[2] + key * stride[3];
-  }
   float added(int64_t query, int64_t key) const {
-    if (a_.mask_is_bool) return *mask_at<uint8_t>(query, key) ? 0 : -kInfinity;
-    return first_lane(mask_at<T>(query, key));
+    if (a_.mask_is_bool) return *mask_at<uint8_t>(a_, b_, n_, query, key) ? 0 : -kInfinity;
+    return first_lane(mask_at<T>(a_, b_, n_, query, key));
   }
   template <class P>
   VF added(int64_t query, int64_t key, P part) const {
-    if (a_.mask_is_bool) return where(mask_at<uint8_t>(query, key), part, VF{}, -kInfinity);
-    return load(mask_at<T>(query, key), part);
+    if (a_.mask_is_bool) return where(mask_at<uint8_t>(a_, b_, n_, query, key), part, VF{}, -kInfinity);
+    return load(mask_at<T>(a_, b_, n_, query, key), part);
   }
   static float first_lane(const T* p) { return load(p, Part{1})[0]; }
 
@@ -144,15 +135,6 @@ INLINE void store_rows(const float* from, int64_t width, int64_t rows, int64_t s
       store(to + r * stride + i, load(from + r * width + i, Full{}) * scale, part);
     });
   }
-}
-
-template <class T>
-INLINE T* row_at(T* base, const int64_t* stride, int64_t b, int64_t head, int64_t row) {
-  return base + b * stride[0] + head * stride[1] + row * stride[2];
-}
-template <class T>
-INLINE const T* row_at(const void* base, const int64_t* stride, int64_t b, int64_t head, int64_t row) {
-  return row_at(static_cast<const T*>(base), stride, b, head, row);
 }
 
 // Turns the scores z of the keys [first, end) into weights exp(z - top) with dropout, and rescales the output to a new

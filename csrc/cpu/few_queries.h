@@ -2,7 +2,7 @@
 // as they are stored, one query after the other: the tiles of attention.cpp would first be arranged for products.
 #pragma once
 
-#include "entry.h"
+#include "attention_rules.h"
 #include "math.h"
 
 namespace shardzoo {
@@ -19,12 +19,12 @@ INLINE void scores_of(const T* q, const T* k, int64_t k_stride, int64_t count, i
   }
 }
 
-// Adds a row of a mask to scores, or hides what it does not allow. T is the type of a mask of numbers.
+// Adds the mask of a query to its scores, or hides what it does not allow. T is the type of a mask of numbers.
 template <class T>
-INLINE void add_mask(const AttentionForward& a, int64_t offset, int64_t count, float* scores) {
+INLINE void add_mask(const AttentionForward& a, int64_t b, int64_t n, int64_t query, int64_t count, float* scores) {
   const int64_t step = a.mask_stride[3];
-  const uint8_t* allowed = static_cast<const uint8_t*>(a.mask) + offset;
-  const T* added = static_cast<const T*>(a.mask) + offset;
+  const auto* allowed = mask_at<uint8_t>(a, b, n, query, 0);
+  const auto* added = mask_at<T>(a, b, n, query, 0);
   if (step != 1) {
     for (int64_t key = 0; key < count; ++key) {
       if (!a.mask_is_bool) scores[key] += load(added + key * step, Part{1})[0];
@@ -86,34 +86,23 @@ template <class T>
 void attend_few_queries(const AttentionForward& a, int64_t begin, int64_t end) {
   const Scratch<float> scratch(a.keys + kLanes<float>);
   float* scores = scratch.get();
-  const auto row = [](auto* base, const int64_t* stride, int64_t b, int64_t head, int64_t query) LAMBDA {
-    return base + b * stride[0] + head * stride[1] + query * stride[2];
-  };
   for (int64_t unit = begin; unit < end; ++unit) {
     const int64_t n = unit % a.heads, b = unit / a.heads, group = n / (a.heads / a.key_value_heads);
-    const T* k = row(static_cast<const T*>(a.k), a.k_stride, b, group, 0);
-    const T* v = row(static_cast<const T*>(a.v), a.v_stride, b, group, 0);
+    const T* k = row_at<T>(a.k, a.k_stride, b, group, 0);
+    const T* v = row_at<T>(a.v, a.v_stride, b, group, 0);
     for (int64_t query = 0; query < a.queries; ++query) {
-      int64_t count = a.keys;
-      if (a.causal) {
-        const int64_t earlier = query + 1 + a.keys - a.queries, prefix = a.prefix == nullptr ? 0 : a.prefix[b];
-        count = earlier > prefix ? earlier : prefix;
-      }
-      if (count > a.keys) count = a.keys;
-      if (a.lengths != nullptr && count > a.lengths[b]) count = a.lengths[b];
-      if (count < 0) count = 0;
-      const T* q = row(static_cast<const T*>(a.q), a.q_stride, b, n, query);
+      const int64_t count = keys_before(a, key_limit(a, b), prefix_of(a, b), query + 1);
+      const T* q = row_at<T>(a.q, a.q_stride, b, n, query);
       scores_of(q, k, a.k_stride[2], count, a.size, static_cast<float>(a.scale), scores);
       if (a.bias != nullptr) {  // by key - query
         const float* bias = a.bias + n * (a.queries + a.keys - 1) + a.queries - 1 - query;
         for (int64_t key = 0; key < count; ++key) scores[key] += bias[key];
       }
-      const int64_t* stride = a.mask_stride;
-      if (a.mask != nullptr) add_mask<T>(a, b * stride[0] + n * stride[1] + query * stride[2], count, scores);
+      if (a.mask != nullptr) add_mask<T>(a, b, n, query, count, scores);
       float top = 0, sum = 0;
       exponentials(scores, count, top, sum);
       weighted_sum(scores, v, a.v_stride[2], count, a.size, sum == 0 ? 0 : 1 / sum,
-                   row(static_cast<T*>(a.out), a.out_stride, b, n, query));
+                   row_at(static_cast<T*>(a.out), a.out_stride, b, n, query));
       static_cast<float*>(a.lse)[unit * a.queries + query] = sum == 0 ? -kInfinity : top + std::log(sum);
     }
   }

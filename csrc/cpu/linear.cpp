@@ -38,24 +38,13 @@ struct Factors<BFloat16> {
     std::memcpy(&v, p, part.count * sizeof *p);
     return v;
   }
-  INLINE V add_product(V sum, V x, V w) {
-    return (V)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)w);
-  }
+  INLINE V add_product(V sum, V x, V w) { return add_pairs(sum, x, w); }
 };
 #endif
 template <class T>
 using X = typename Factors<T>::X;
 template <class T>
 constexpr bool kPairs = Factors<T>::kStep > kLanes<T>;
-
-// Calls step(i, Full or Part) for every vector of `columns` elements.
-template <class T, class F>
-INLINE void for_factors(int64_t columns, F step) {
-  constexpr int kStep = Factors<T>::kStep;
-  int64_t i = 0;
-  for (; i + kStep <= columns; i += kStep) step(i, Full{});
-  if (i < columns) step(i, Part{static_cast<int>(columns - i)});
-}
 
 // Products of `Rows` rows of x (padded to `width`) with `Features` rows of the weight. Every sum has a separate
 // register and adds the vectors in order, so that it is the same for any number of rows and in every tile.
@@ -65,7 +54,7 @@ INLINE void linear_tile(const LinearForward& a, const X<T>* x, int64_t width, in
   using V = typename Factors<T>::V;
   const T *weight = at<T>(a.weight, feature * a.columns), *bias = at<T>(a.bias, feature);
   V sums[Rows][Features] = {};
-  for_factors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
+  for_vectors<T, Factors<T>::kStep>(a.columns, [&](int64_t i, auto part) LAMBDA {
     V w[Features];
 #pragma GCC unroll 4
     for (int f = 0; f < Features; ++f) {
@@ -117,7 +106,7 @@ void linear_forward(const LinearForward& a, int64_t begin, int64_t end) {
   const Scratch<X<T>> scratch(a.rows * width);
   X<T>* x = scratch.get();
   for (int64_t r = 0; r < a.rows; ++r) {
-    for_factors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
+    for_vectors<T, Factors<T>::kStep>(a.columns, [&](int64_t i, auto part) LAMBDA {
       const typename F::V value = F::load_vector(at<T>(a.x, r * a.columns + i), part);
       std::memcpy(x + r * width + i, &value, sizeof value);
     });

@@ -20,8 +20,7 @@ INLINE VF exp(VF x) {
   const float shift = 12582912.0f;  // 1.5 * 2^23: adding it leaves round(x / ln 2) in the low bits
 #if defined(__AVX512F__)
   const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, (__m512)(VF{} - kSmallestExponent), _CMP_NLT_UQ);  // or NaN
-  // beyond this bound scalef gives infinity; min returns its second operand if it is NaN
-  if constexpr (!kNegative) x = (VF)_mm512_maskz_min_ps(0xFFFF, (__m512)(VF{} + 100.0f), (__m512)x);
+  if constexpr (!kNegative) x = smaller(VF{} + 100.0f, x);  // beyond this bound scalef gives infinity
 #endif
   const VF t = x * 1.44269504f + shift;
   const VF n = t - shift;
@@ -43,8 +42,10 @@ INLINE VF exp(VF x) {
 #endif
 }
 #if defined(__AVX512F__)
-// exp of no x above 88 to 3e-6, for results that are rounded to bf16: 2^n 2^f, and a minimax fit of 2^f.
+// exp to 3e-6, for results that are rounded to bf16: 2^n 2^f, and a minimax fit of 2^f.
+template <bool kNegative = false>
 INLINE VF short_exp(VF x) {
+  if constexpr (!kNegative) x = smaller(VF{} + 100.0f, x);  // as in exp
   const float shift = 12582912.0f, log2_e = 1.44269504f;
   const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, (__m512)(VF{} - kSmallestExponent), _CMP_NLT_UQ);  // or NaN
   const VF n = (x * log2_e + shift) - shift;
@@ -77,21 +78,21 @@ INLINE V reciprocal(V x) {
 #endif
   return 1 / x;
 }
-// To all bits of fp32, for results near 0; x is finite.
+// To all bits of fp32, for results near 0. Of infinity it is 0, or with kShort nearly so.
 template <class T, class V>
 INLINE V exact_reciprocal(V x) {
-  const V r = reciprocal<T>(x);
-  return kShort<T> ? r * (2 - x * r) : r;
+  if constexpr (kShort<T>) {
+    const V finite = smaller(V{} + 1e30f, x), r = reciprocal<T>(finite);
+    return r * (2 - finite * r);
+  }
+  return reciprocal<T>(x);
 }
 
 // exp for results of type T.
 template <class T, bool kNegative = false, class V>
 INLINE V exp_for(V x) {
 #if defined(__AVX512F__)
-  if constexpr (kShort<T>) {
-    if constexpr (!kNegative) x = (V)_mm512_maskz_min_ps(0xFFFF, (__m512)(V{} + 100.0f), (__m512)x);
-    return short_exp(x);
-  }
+  if constexpr (kShort<T>) return short_exp<kNegative>(x);
 #endif
   return exp<kNegative>(x);
 }
@@ -152,8 +153,7 @@ INLINE VF normal_density(VF z, VF& cdf) {
   density = x != x ? x : density;
 #endif
   const VI sign = (VI)z & INT32_MIN;
-  const VF magnitude = larger(VF{} - 1e9f, -(VF)((VI)z ^ sign));  // negated; beyond this the density is 0
-  const VF u = exact_reciprocal<T>(1 - 0.2316419f * magnitude);
+  const VF u = exact_reciprocal<T>(1 + 0.2316419f * (VF)((VI)z ^ sign));
   VF p = 1.330274429f * u - 1.821255978f;
   p = p * u + 1.781477937f;
   p = p * u - 0.356563782f;

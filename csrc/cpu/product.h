@@ -48,7 +48,7 @@ struct Product {
 template <bool kPairs>
 INLINE VF add_product(VF sum, float x, VF w) {
 #if defined(__AVX512BF16__)
-  if constexpr (kPairs) return (VF)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(VF{} + x), (__m512bh)w);
+  if constexpr (kPairs) return add_pairs(sum, VF{} + x, w);
 #endif
   return sum + x * w;
 }
@@ -347,7 +347,7 @@ struct PairProducts {
   static Left left_of(const Tile& tile) { return {tile.left, tile.left_step, 1}; }
   static Right right_of(const Tile& tile) { return {tile.right, 64}; }
 
-  static LAMBDA VF exp(VF x) { return short_exp(x); }
+  static LAMBDA VF exp(VF x) { return short_exp<true>(x); }
 
   static void multiply(const Product& p) {
     if (shardzoo_cpu_has_amx()) return multiply_tiles(p);

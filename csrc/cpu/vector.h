@@ -269,11 +269,11 @@ INLINE V where(const uint8_t* mask, Part part, V value, C otherwise) {
   return where<C>(mask, part.count, value, otherwise);
 }
 
-// Calls step(i, Full or Part) for i = 0, lanes, ... over n elements of dtype T's vectors.
-template <class T, class F>
+// Calls step(i, Full or Part) for i = 0, kStep, ... over n elements; by default for dtype T's vectors.
+template <class T, int kStep = kLanes<T>, class F>
 INLINE void for_vectors(int64_t n, F step) {
   int64_t i = 0;
-  for (; i + kLanes<T> <= n; i += kLanes<T>) step(i, Full{});
+  for (; i + kStep <= n; i += kStep) step(i, Full{});
   if (i < n) step(i, Part{static_cast<int>(n - i)});
 }
 
@@ -328,6 +328,20 @@ INLINE VF larger(VF a, VF b) {
   return a > b ? a : b;
 #endif
 }
+
+// The smaller, or b if one of them is NaN.
+INLINE VF smaller(VF a, VF b) {
+#if defined(__AVX512F__)
+  return (VF)_mm512_maskz_min_ps(0xFFFF, (__m512)a, (__m512)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+
+#if defined(__AVX512BF16__)
+// sums + the products of pairs of bf16, in fp32.
+INLINE VF add_pairs(VF sums, VF x, VF y) { return (VF)_mm512_dpbf16_ps((__m512)sums, (__m512bh)x, (__m512bh)y); }
+#endif
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 

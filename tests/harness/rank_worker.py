@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import datetime
 import faulthandler
-import gc
 import os
 import signal
 import sys
@@ -17,6 +16,7 @@ import cloudpickle
 import quick_disk  # noqa: F401 - for what it does
 import torch
 import torch.distributed as dist
+from quick_collections import ignore_what_exists
 
 # A collective that waits longer than this raises in its rank, so even a deadlock of all ranks ends.
 COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=20)
@@ -43,8 +43,7 @@ def end_with_parent() -> None:
 
 def serve(connection: Connection, rank: int, world_size: int, port: int, prefix: str, stack_path: str) -> None:
     """The life of one worker: join the process group, then run functions until the connection closes."""
-    gc.set_threshold(20_000, 20, 20)
-    gc.freeze()  # else each full collection visits all that the fork server has imported, and copies its pages
+    ignore_what_exists()
     end_with_parent()
     os.setpgid(0, 0)  # when a shell leaves a group in which processes are stopped, the kernel hangs up on all of it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then closes the connections

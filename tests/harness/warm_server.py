@@ -288,14 +288,13 @@ def main() -> None:
     """Becomes, in a copy, the program that is asked for; a copy of that becomes a program that it starts; and so on."""
     baseline = dict(os.environ)
     importlib.import_module("quick_disk")
+    ignore = importlib.import_module("quick_collections").ignore_what_exists
     sys.path.pop(0)  # this file's folder
     sys.dont_write_bytecode = False
     gc.disable()  # it would take a fifth of the time of the imports
     for module in PRELOADED:
         importlib.import_module(module)
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 20)  # the usual 700 would take another tenth
-    gc.enable()
+    ignore()
     request = serve(sys.argv[1], baseline)
     while request is not None:
         become(*request)

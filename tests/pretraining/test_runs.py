@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_case import EVERY_CASE, by_turns, every_day
+from every_case import EVERY_CASE, every_day
 from pretraining_runs import run_pretraining, train_losses
 from tiny_models import hf_model, save_glm
 
@@ -150,11 +150,10 @@ EVERY_FAMILY_AND_OBJECTIVE = [
     ("gpt2", "gpt"), ("bert", "bert-nsp"), ("bert", "bert-sop"), ("roberta", "roberta"), ("t5", "ul2"),
     ("t5", "prefix-lm"), ("glm", "glm"), ("mt5", "t5"),
 ]  # fmt: skip
-RESUMED = by_turns(EVERY_FAMILY_AND_OBJECTIVE, len(EVERY_FAMILY_AND_OBJECTIVE))
 
 
 @pytest.mark.before_release
-@pytest.mark.parametrize(("name", "objective"), RESUMED)
+@pytest.mark.parametrize(("name", "objective"), EVERY_FAMILY_AND_OBJECTIVE)
 def test_a_killed_run_resumes_bit_for_bit(run_mesh, tmp_path, texts, config, name, objective):
     settings = {"model": str(config(name)), "objective": objective, "data": (str(texts),), "lr_schedule": "constant"}
     with pytest.raises(Exception, match=r"died|killed|SIGKILL"):

@@ -1,6 +1,6 @@
 """kill -9 at random moments, saving included: the run goes on, and no bit of it differs from one that was left alone.
 
-`SHARDZOO_KILLS=20` kills each kind of run so often; a test of every day makes do with a few.
+`SHARDZOO_KILLS=20` kills each kind of run so often; `make test-all` makes do with a few.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from every_case import every_day
 from training import Pairs, Stream, native_t5, run_training
 
 KILLS = int(os.environ.get("SHARDZOO_KILLS", "0"))
@@ -33,7 +32,7 @@ RUNS = {
         1,
     ),
 }
-EVERY_DAY = every_day([("pipeline", "indexed", 1)], more=[("pytorchDDP", "streamed", 2)])
+A_FEW = [("pipeline", "indexed", 1), ("pytorchDDP", "streamed", 2)]
 ALL = [(name, data, KILLS) for name in RUNS for data in ("indexed", "streamed")]
 
 
@@ -67,7 +66,7 @@ def final_bytes(folder: Path) -> dict[str, bytes]:
 
 
 @(pytest.mark.timeout(1800) if KILLS else pytest.mark.before_release)
-@pytest.mark.parametrize(("name", "data", "kills"), ALL if KILLS else EVERY_DAY)
+@pytest.mark.parametrize(("name", "data", "kills"), ALL if KILLS else A_FEW)
 def test_killed_runs_equal_whole_ones(run_mesh, tmp_path, name, data, kills):
     arguments, tp, ranks = RUNS[name]
     samples = Pairs(60) if data == "indexed" else Stream(Pairs(60))

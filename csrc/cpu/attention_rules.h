@@ -1,0 +1,39 @@
+// Where attention finds its rows, and which keys its rules leave a query, however the scores are computed.
+#pragma once
+
+#include "entry.h"
+
+namespace shardzoo {
+namespace {
+
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+template <class T>
+INLINE T* row_at(T* base, const int64_t* stride, int64_t b, int64_t head, int64_t row) {
+  return base + b * stride[0] + head * stride[1] + row * stride[2];
+}
+template <class T>
+INLINE const T* row_at(const void* base, const int64_t* stride, int64_t b, int64_t head, int64_t row) {
+  return row_at(static_cast<const T*>(base), stride, b, head, row);
+}
+
+// The mask of a query from `key` on, of booleans or of numbers.
+template <class M>
+INLINE const M* mask_at(const AttentionForward& a, int64_t b, int64_t n, int64_t query, int64_t key) {
+  return row_at<M>(a.mask, a.mask_stride, b, n, query) + key * a.mask_stride[3];
+}
+
+INLINE int64_t prefix_of(const AttentionForward& a, int64_t b) { return a.prefix == nullptr ? 0 : a.prefix[b]; }
+INLINE int64_t key_limit(const AttentionForward& a, int64_t b) {
+  return a.lengths == nullptr ? a.keys : smaller(a.lengths[b], a.keys);
+}
+
+// The number of keys, at most `limit`, of which no query before `end` sees a later one.
+INLINE int64_t keys_before(const AttentionForward& a, int64_t limit, int64_t prefix, int64_t end) {
+  const int64_t diagonal = end + a.keys - a.queries;
+  const int64_t keys = a.causal ? smaller(limit, diagonal > prefix ? diagonal : prefix) : limit;
+  return keys < 0 ? 0 : keys;
+}
+
+}  // namespace
+}  // namespace shardzoo
