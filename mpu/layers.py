@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from ..ops import autocast_arguments, empty_pooled, in_inference_mode, linear, linear_cross_entropy, matmul
 from ..ops.autograd import Function, once_differentiable
 from ..ops.library import OPS
+from ..ops.norm import normalize
 from .collectives import (
     SEQUENCE_DIM,
     copy_to_tp,
@@ -526,7 +527,7 @@ class _Norm(nn.Module):
                 self.operator, group, self.eps, by_hand, tensor, residual, *self.affine()
             )
         else:
-            output, h = OPS[self.operator](tensor, residual, *self.affine(), self.eps)[:2]
+            output, h = normalize(self.operator, tensor, residual, *self.affine(), eps=self.eps)
         if not return_residual:
             return output
         return output, tensor if forked and not by_hand else h

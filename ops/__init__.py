@@ -14,6 +14,7 @@ from .cross_entropy import (
     token_cross_entropy,
 )
 from .dropout import bias_dropout_residual, dropout, dropout_keep, dropout_keys, use_key
+from .few_queries import few_queries_attention
 from .library import current_choice, empty_pooled, in_inference_mode, kernels
 from .matmul import addmm, autocast_arguments, linear, matmul
 from .norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -23,7 +24,8 @@ from .softmax import masked_softmax
 __all__ = [
     "add_layer_norm", "add_rms_norm", "addmm", "attention", "autocast_arguments", "bias_dropout_residual", "bias_gelu",
     "cross_entropy", "cross_entropy_grad", "cross_entropy_loss", "cross_entropy_stats", "current_choice", "dropout",
-    "dropout_keep", "dropout_keys", "empty_pooled", "geglu", "in_inference_mode", "kernels", "layer_norm", "linear",
-    "linear_cross_entropy", "masked_softmax", "matmul", "relu", "rms_norm", "swiglu", "token_cross_entropy", "use_key",
+    "dropout_keep", "dropout_keys", "empty_pooled", "few_queries_attention", "geglu", "in_inference_mode", "kernels",
+    "layer_norm", "linear", "linear_cross_entropy", "masked_softmax", "matmul", "relu", "rms_norm", "swiglu",
+    "token_cross_entropy", "use_key",
 ]
 # fmt: on

@@ -10,7 +10,7 @@ An op is described by pure functions:
 An op `name` also has a form `name_out` that writes into tensors passed by the caller. Calling the `Op` itself does
 what `torch.ops.shardzoo.<name>` does, but skips PyTorch's dispatcher if nothing needs it.
 
-`SHARDZOO_KERNELS` (or `kernels(...)` for a block of code) chooses the variant:
+`SHARDZOO_KERNELS`, which is read once (or `kernels(...)` for a block of code), chooses the variant:
 
     auto       the fastest variant that exists for the tensor's device, else the reference (the default)
     reference  PyTorch's own operators
@@ -44,6 +44,7 @@ LIBRARY = torch.library.Library("shardzoo", "DEF")
 COMPILED = Path(__file__).with_name("_kernels.so")
 VARIANTS = ("reference", "cpp", "cuda", "triton")
 CHOICES = ("auto", *VARIANTS)
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 POOLED = 1 << 20  # bytes; outputs of this size or more use memory of the pool (csrc/binding/pool.cpp)
 Outputs = tuple[torch.Tensor, ...]
 OPS: dict[str, Op] = {}  # by name
@@ -96,7 +97,8 @@ class Op:
         A small call spends most of its time in the dispatcher. The code inlines `can_bypass_dispatcher` and
         `needs_gradient`: on an accelerator, where a kernel call returns at once, a step waits for the Python before it.
         """
-        if is_watched() or arguments[0].device.type not in ("cpu", "cuda"):
+        first = arguments[0]
+        if is_watched() or not (first.is_cpu or first.is_cuda):
             return self._operator(*arguments)
         gradient = False
         for value in arguments:
@@ -142,11 +144,12 @@ class Op:
 
     def run_fast(self, arguments: tuple, outputs: Outputs) -> bool:
         """Runs a variant other than the reference into `outputs`. Returns False if the reference must run instead."""
-        first, *others = (value for value in arguments if isinstance(value, torch.Tensor))
-        for other in others:
-            if other.device != first.device:
-                raise ValueError(f"{self.name} got tensors on {first.device} and on {other.device}; use one device")
-        variant = self.choose_variant(first.device.type)
+        first = arguments[0]
+        device = first.device
+        for value in arguments:
+            if isinstance(value, torch.Tensor) and value.device != device:
+                raise ValueError(f"{self.name} got tensors on {device} and on {value.device}; use one device")
+        variant = self.choose_variant(device.type)
         if variant == "reference" or self.prepare is None:
             return False
         prepared = "an empty tensor" if first.numel() == 0 else self.prepare(*arguments)
@@ -199,12 +202,12 @@ def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 def same_dtype(*tensors: torch.Tensor | None) -> str | None:
     """Returns why compiled kernels cannot take these tensors together, or None if they can."""
-    dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
-    if len(dtypes) > 1:
-        return "mixed dtypes " + ", ".join(sorted(str(dtype) for dtype in dtypes))
-    if not dtypes <= {torch.float32, torch.bfloat16, torch.float16, torch.float64}:
-        return f"no kernel for {dtypes.pop()}"
-    return None
+    first = next(tensor for tensor in tensors if tensor is not None).dtype
+    for tensor in tensors:
+        if tensor is not None and tensor.dtype != first:
+            dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
+            return "mixed dtypes " + ", ".join(sorted(str(dtype) for dtype in dtypes))
+    return None if first in KERNEL_DTYPES else f"no kernel for {first}"
 
 
 def contiguous(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -217,11 +220,10 @@ def empty_pooled(like: torch.Tensor, *size: int) -> torch.Tensor:
 
     A large CPU tensor reuses the memory of a freed tensor, if the compiled kernels are available.
     """
-    size = size or like.shape
-    large = math.prod(size) * like.itemsize >= POOLED
-    if large and is_plain(type(like)) and like.device.type == "cpu" and load_error() is None:
-        return recycled(like, size)
-    return like.new_empty(size)
+    elements = math.prod(size) if size else like.numel()
+    if elements * like.itemsize >= POOLED and is_plain(type(like)) and like.is_cpu and load_error() is None:
+        return recycled(like, size or like.shape)
+    return like.new_empty(size) if size else torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
 def empty_placeholder(like: torch.Tensor) -> torch.Tensor:
@@ -251,7 +253,7 @@ def can_bypass_dispatcher(*arguments: Any) -> bool:
 
     It may if nothing watches calls, the first tensor holds data, and no tensor has a subclass that intercepts calls.
     """
-    if is_watched() or arguments[0].device.type not in ("cpu", "cuda"):
+    if is_watched() or not (arguments[0].is_cpu or arguments[0].is_cuda):
         return False
     for value in arguments:
         kind = type(value)
@@ -273,6 +275,16 @@ def in_inference_mode() -> bool:
     `no_grad` is not enough: such a pass may be repeated with gradients later, and must then round in the same way.
     """
     return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+
+
+def may_decode(*arguments: torch.Tensor | None) -> bool:
+    """Returns whether the operators of a decoding step (csrc/binding/decoding.h) may compute a call."""
+    return (
+        in_inference_mode()
+        and can_bypass_dispatcher(*arguments)
+        and not torch.is_autocast_enabled("cpu")
+        and choose_variant("cpu") == "cpp"
+    )
 
 
 def flop_counters() -> list[Any]:
@@ -297,7 +309,13 @@ def is_plain(kind: type[torch.Tensor]) -> bool:
 
 def current_choice() -> str:
     """Returns the current choice: that of the innermost `kernels` block, else SHARDZOO_KERNELS, else "auto"."""
-    return _forced or _validated(os.environ.get("SHARDZOO_KERNELS") or "auto")
+    return _forced or choice_of_environment()
+
+
+@functools.cache
+def choice_of_environment() -> str:
+    """Returns what SHARDZOO_KERNELS chooses. It is read once: a decoding step asks a hundred times."""
+    return _validated(os.environ.get("SHARDZOO_KERNELS") or "auto")
 
 
 @contextlib.contextmanager
@@ -343,7 +361,7 @@ def choose_variant(device_type: str) -> str:
     return _best_variant(current_choice(), device_type)
 
 
-@functools.cache  # a decoding step asks a hundred times
+@functools.cache
 def _best_variant(choice: str, device_type: str) -> str:
     if choice != "auto":
         reason = unavailable(choice, device_type)
@@ -464,9 +482,9 @@ def _compiled_operator(name: str) -> torch._ops.OpOverload:
     return getattr(torch.ops.shardzoo_kernels, name).default
 
 
-def call_compiled(name: str, *arguments) -> None:
-    """Runs one compiled kernel. The last arguments are the tensors that it writes."""
-    _compiled_operator(name)(*arguments)
+def call_compiled(name: str, *arguments) -> Any:
+    """Runs one compiled kernel. The last arguments are the tensors that it writes, unless it returns its results."""
+    return _compiled_operator(name)(*arguments)
 
 
 def recycled(like: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:

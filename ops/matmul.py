@@ -27,10 +27,9 @@ from . import library
 from .library import (
     POOLED,
     can_bypass_dispatcher,
-    choose_variant,
     empty_pooled,
     flop_counters,
-    in_inference_mode,
+    may_decode,
     needs_gradient,
 )
 
@@ -61,8 +60,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if not x.is_cpu:
         return F.linear(x, weight, bias)
-    if _suits_gemv(x, weight, bias):
-        return _gemv(x, weight, bias)
+    if torch.is_inference_mode_enabled() and (y := _few_rows(x, weight, bias)) is not None:
+        return y
     if not needs_gradient(x, weight, bias):
         return _cpu_linear(x, weight, bias)
     largest = max(_elements(x, weight.shape[0]), x.numel(), weight.numel())
@@ -246,12 +245,6 @@ def _linear_flops(x: Tensor, weight: Tensor, *_: object, **__: object) -> int:
 # Few rows.
 
 
-def _gemv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    y = x.new_empty((*x.shape[:-1], weight.shape[0]))
-    library.call_compiled("linear", x.contiguous(), weight, bias, y)
-    return y
-
-
 @functools.cache
 def _max_gemv_rows(dtype: torch.dtype) -> int:
     if dtype == torch.bfloat16 and library.load_error() is None and library.cpu_isa() == "x86-64-v4+bf16":
@@ -259,19 +252,9 @@ def _max_gemv_rows(dtype: torch.dtype) -> int:
     return MAX_GEMV_ROWS.get(dtype, 0)
 
 
-def _suits_gemv(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Returns whether the kernel for few rows can and should compute this product."""
-    columns = x.shape[-1] if x.dim() else 0
-    return (
-        in_inference_mode()
-        and x.is_cpu
-        and 0 < x.numel() <= _max_gemv_rows(x.dtype) * columns
-        and weight.dim() == 2
-        and weight.shape[1] == columns
-        and weight.is_contiguous()
-        and x.dtype == weight.dtype
-        and (bias is None or (bias.dtype == x.dtype and bias.shape == weight.shape[:1] and bias.is_contiguous()))
-        and can_bypass_dispatcher(x, weight, bias)
-        and not torch.is_autocast_enabled("cpu")
-        and choose_variant("cpu") == "cpp"
-    )
+def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Returns `F.linear`, or None if the kernel for few rows cannot or should not compute it."""
+    most = _max_gemv_rows(x.dtype)
+    if not (most and may_decode(x, weight, bias)):
+        return None
+    return library.call_compiled("linear_of_few_rows", x, weight, bias, most)

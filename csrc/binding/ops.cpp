@@ -1,5 +1,6 @@
 // The operators `torch.ops.shardzoo_kernels.*`. Their arguments are a kernel's inputs, then the tensors it writes. They
 // are private to shardzoo.ops, which validates the arguments and makes the inputs contiguous.
+#include "decoding.h"
 #include "launch.h"
 #include "pool.h"
 
@@ -183,16 +184,6 @@ void cross_entropy_grad(const Tensor& logits, const Tensor& target, const Tensor
   run(kCrossEntropyGrad, logits, &a, a.rows, a.row_stride);
 }
 
-void linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& y) {
-  constexpr int64_t block = 12;  // a few of the kernel's tiles, which fit into any second-level cache
-  const int64_t features = weight.size(0), columns = weight.size(1);
-  const LinearForward a = {input(x), input(weight), input(bias), output(y), x.numel() / columns, columns, features, block};
-  check_sizes(a.rows * columns, {x});
-  check_sizes(features, {bias});
-  check_sizes(a.rows * features, {y});
-  run(kLinearForward, x, &a, (features + block - 1) / block, block * columns);
-}
-
 void copy_strides(const Tensor& tensor, int64_t* strides) {
   for (int i = 0; i < 3; ++i) strides[i] = tensor.stride(i);
   STD_TORCH_CHECK(tensor.stride(3) == 1 || tensor.size(3) == 1, "the numbers of a head's row must be adjacent");
@@ -301,7 +292,12 @@ STABLE_TORCH_LIBRARY(shardzoo_kernels, m) {
   m.def(
       "cross_entropy_grad(Tensor logits, Tensor target, Tensor grad, Tensor log_z, int first, int columns, "
       "int num_classes, float label_smoothing, float z_loss, int ignore_index, Tensor(a!) grad_logits) -> ()");
-  m.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) y) -> ()");
+  m.def("linear_of_few_rows(Tensor x, Tensor weight, Tensor? bias, int most_rows) -> Tensor?");
+  m.def(
+      "norm_of_few_rows(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps, bool centered) -> "
+      "(Tensor?, Tensor?)");
+  m.def(
+      "attention_of_few_queries(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool causal) -> Tensor?");
   m.def(
       "attention(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? prefix, Tensor? lengths, "
       "Tensor? keys, float scale, bool causal, float p, int first_head, int first_row, Tensor(a!) out, "
@@ -334,7 +330,9 @@ STABLE_TORCH_LIBRARY(shardzoo_kernels, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(shardzoo_kernels, CPU, m) {
   SHARDZOO_IMPLEMENTATIONS(m);
-  m.impl("linear", TORCH_BOX(&shardzoo::linear));
+  m.impl("linear_of_few_rows", TORCH_BOX(&shardzoo::linear_of_few_rows));
+  m.impl("norm_of_few_rows", TORCH_BOX(&shardzoo::norm_of_few_rows));
+  m.impl("attention_of_few_queries", TORCH_BOX(&shardzoo::attention_of_few_queries));
   m.impl("attention", TORCH_BOX(&shardzoo::attention));
   m.impl("attention_backward", TORCH_BOX(&shardzoo::attention_backward));
   m.impl("recycled", TORCH_BOX(&shardzoo::recycled));

@@ -34,7 +34,7 @@ from ...mpu import (
 )
 from ...mpu.parameter import split_parameter
 from ...mpu.shard import first_unit
-from ...ops import attention, bias_gelu, geglu, in_inference_mode, linear, matmul, relu, swiglu
+from ...ops import attention, bias_gelu, few_queries_attention, geglu, in_inference_mode, linear, matmul, relu, swiglu
 from ...ops.autograd import Function, once_differentiable
 from ...ops.library import OPS, can_bypass_dispatcher, empty_pooled, needs_gradient
 from ...ops.softmax import lay_out_diagonals
@@ -45,8 +45,6 @@ from .rotary import Rotary, rotate
 MAX_EAGER_SCORES = 512 * 512  # scores per head, for `eager_beats_sdpa`
 MIN_TILED_SCORES = 64 * 64  # scores per head, for `suits_blocks`
 MIN_BLOCKED_SCORES = 2048 * 2048  # the same without a kernel
-FEW_QUERIES = 4  # for `decodes`; the kernel's kFewQueries
-MIN_FEW_KEYS = 1 << 18  # numbers of all keys in fp32, for `decodes`
 
 gelu_tanh = partial(F.gelu, approximate="tanh")
 
@@ -389,14 +387,12 @@ class CoreAttention(nn.Module):
         return self.attend(q, k, v, visible, position_bias)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, position_bias: Tensor | None) -> Tensor:
-        if in_inference_mode() and position_bias is not None and visible.mask is None and not visible.causal:
-            visible, position_bias = (
-                Visible(position_bias),
-                None,
-            )  # without gradients, it can be a mask of added numbers
-        if position_bias is None and decodes(q, k, visible.mask):
-            return self.attend_in_blocks(q, k, v, visible, None)
+        if position_bias is not None and visible.mask is None and not visible.causal and in_inference_mode():
+            visible, position_bias = Visible(position_bias), None  # without gradients, it can be a mask to add
         if position_bias is None and not self.dropout.drops and not eager_beats_sdpa(q, k):
+            few = few_queries_attention(q, k, v, *visible, scale=self.scale)
+            if few is not None:
+                return few
             causal = visible.mask is None and visible.prefix is None and visible.causal and q.shape[2] == k.shape[2]
             grouped = q.shape[1] != k.shape[1]
             mask = None if causal else visible.whole_mask(q.shape[2], k.shape[2], q.device)
@@ -486,22 +482,6 @@ def has_attention_kernel(device: str, itemsize: int) -> bool:
     return itemsize < 8 and (device != "cpu" or OPS["attention"].choose_variant(device) != "reference")
 
 
-def decodes(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
-    """Whether attention is that of a decoding step, for which the kernel is faster than `scaled_dot_product_attention`.
-
-    In bf16 it takes a seventh of the time for 8 × 12 heads of 64 and 64 keys, in fp32 0.8 of it; for fewer keys in fp32
-    its call takes longer. The kernel takes masks of numbers in the dtype of q alone.
-    """
-    return (
-        in_inference_mode()
-        and q.is_cpu
-        and q.shape[2] <= FEW_QUERIES
-        and (q.dtype.itemsize == 2 or k.numel() >= MIN_FEW_KEYS)
-        and (mask is None or mask.dtype in (torch.bool, q.dtype))
-        and has_attention_kernel("cpu", q.dtype.itemsize)
-    )
-
-
 def eager_beats_sdpa(q: Tensor, k: Tensor) -> bool:
     """Whether two matrix products and a softmax are faster than `scaled_dot_product_attention`, forward and backward.
 
@@ -539,8 +519,7 @@ def split_fused_heads(x: Tensor, heads: tuple[int, ...], head_size: int) -> tupl
 
 
 def _split_blocks(x: Tensor, heads: tuple[int, ...], head_size: int) -> tuple[Tensor, ...]:
-    blocks = torch.split(x, [count * head_size for count in heads], dim=-1)
-    return tuple(split_heads(block, head_size) for block in blocks)
+    return split_heads(x, head_size).split_with_sizes(heads, dim=1)
 
 
 class _SplitFusedHeads(Function):

@@ -179,3 +179,16 @@ def pytest_generate_tests(metafunc):
 def zoo():
     """The helpers of this file."""
     return SimpleNamespace(cases=build_cases, close=assert_close, Case=Case, variants=VARIANTS, device=DEVICE)
+
+
+@pytest.fixture
+def set_kernels(monkeypatch):
+    """`set_kernels(choice)` sets SHARDZOO_KERNELS, which is read once."""
+
+    def set_kernels(choice):
+        monkeypatch.setenv("SHARDZOO_KERNELS", choice)
+        library.choice_of_environment.cache_clear()
+
+    yield set_kernels
+    monkeypatch.undo()
+    library.choice_of_environment.cache_clear()

@@ -104,11 +104,11 @@ def test_bench_misuse(arguments, status, capsys):
     assert bench.main(arguments) == status
 
 
-def test_doctor_reports(monkeypatch, capsys):
+def test_doctor_reports(set_kernels, capsys):
     assert doctor.main([]) == 0
     shown = capsys.readouterr().out
     for heading in ("kernel library", "C++ compiler", "nvcc", "cpu tensors", "triton"):
         assert heading in shown
-    monkeypatch.setenv("SHARDZOO_KERNELS", "cuda")
+    set_kernels("cuda")
     assert doctor.main([]) == 1
     assert "cuda kernels do not run on cpu tensors" in capsys.readouterr().out

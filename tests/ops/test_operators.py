@@ -156,8 +156,8 @@ def test_tracers_and_subclasses_see_the_operator():
     assert "shardzoo.bias_gelu.default" in seen
 
 
-def test_dispatch(monkeypatch, caplog, tmp_path):
-    monkeypatch.setenv("SHARDZOO_KERNELS", "reference")
+def test_dispatch(set_kernels):
+    set_kernels("reference")
     assert library.choose_variant("cpu") == "reference"
     with ops.kernels("auto"):
         assert ops.current_choice() == "auto"
@@ -167,7 +167,7 @@ def test_dispatch(monkeypatch, caplog, tmp_path):
         ops.bias_gelu(torch.ones(3))
     with pytest.raises(ValueError, match="'fast' do not exist; use one of auto, reference"):
         ops.kernels("fast").__enter__()
-    monkeypatch.setenv("SHARDZOO_KERNELS", "nonsense")
+    set_kernels("nonsense")
     with pytest.raises(ValueError, match="'nonsense'"):
         ops.bias_gelu(torch.ones(3))
 
