@@ -24,14 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from . import library
-from .library import (
-    POOLED,
-    can_bypass_dispatcher,
-    empty_pooled,
-    flop_counters,
-    may_decode,
-    needs_gradient,
-)
+from .library import POOLED, can_bypass_dispatcher, empty_pooled, flop_counters, may_decode, needs_gradient
 
 MIN_ONEDNN_SIZE = 1 << 27  # multiplications; for fewer, preparing oneDNN for a new size costs as much as it saves
 # The most rows of a linear layer for our kernel; with more, BLAS is as fast or faster. Where our kernel multiplies bf16

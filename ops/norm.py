@@ -14,16 +14,7 @@ import torch
 from torch import Tensor
 
 from . import library
-from .library import (
-    OPS,
-    Op,
-    compute_dtype,
-    contiguous,
-    empty_placeholder,
-    empty_pooled,
-    may_decode,
-    same_dtype,
-)
+from .library import OPS, Op, compute_dtype, contiguous, empty_placeholder, empty_pooled, may_decode, same_dtype
 
 
 def layer_norm_reference(x, residual, weight, bias, eps):

@@ -1,5 +1,5 @@
+#include "activations.h"
 #include "entry.h"
-#include "math.h"
 
 namespace shardzoo {
 namespace {
@@ -8,6 +8,7 @@ template <class T, int kActivation>
 void gelu_forward_rows(const GeluForward& a, int64_t begin, int64_t end) {
   using V = VectorOf<T>;
   const T* bias = at<T>(a.bias, 0);
+  const Activation<T, kActivation> activation;
   for (int64_t r = begin; r < end; ++r) {
     const T* x = at<T>(a.x, r * a.columns);
     T* y = at<T>(a.y, r * a.columns);
@@ -15,7 +16,7 @@ void gelu_forward_rows(const GeluForward& a, int64_t begin, int64_t end) {
     for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
       V z = load(x + i, part);
       if (bias != nullptr) z += load(bias + i, part);
-      put(y + i, activate<T, kActivation>(z), part, past_cache);
+      put(y + i, activation.at(z), part, past_cache);
     });
   }
 }
@@ -34,11 +35,12 @@ INLINE void gelu_backward_row(const GeluBackward& a, int64_t r, Compute<T>* sum_
   using V = VectorOf<T>;
   const T *x = at<T>(a.x, r * a.columns), *grad = at<T>(a.grad, r * a.columns), *bias = at<T>(a.bias, 0);
   T* out = at<T>(a.grad_x, r * a.columns);
+  const Activation<T, kActivation> activation;
   const bool past_cache = beyond_cache(out, a.rows * a.columns);
   for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
     V z = load(x + i, part), derivative;
     if (bias != nullptr) z += load(bias + i, part);
-    activate_with_derivative<T, kActivation>(z, derivative);
+    activation.at(z, derivative);
     const V grad_z = load(grad + i, part) * derivative;
     put(out + i, grad_z, part, past_cache);
     if (sum_bias != nullptr) store(sum_bias + i, load(sum_bias + i, part) + grad_z, part);
@@ -63,12 +65,13 @@ void gelu_backward(const GeluBackward& a, int64_t begin, int64_t end) {
 
 template <class T, int kActivation>
 void glu_forward_rows(const GluForward& a, int64_t begin, int64_t end) {
+  const Activation<T, kActivation> activation;
   for (int64_t r = begin; r < end; ++r) {
     const T *gate = at<T>(a.gate, r * a.gate_stride), *up = at<T>(a.up, r * a.up_stride);
     T* y = at<T>(a.y, r * a.columns);
     const bool past_cache = beyond_cache(y, a.rows * a.columns);
     for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
-      put(y + i, activate<T, kActivation>(load(gate + i, part)) * load(up + i, part), part, past_cache);
+      put(y + i, activation.at(load(gate + i, part)) * load(up + i, part), part, past_cache);
     });
   }
 }
@@ -83,6 +86,7 @@ void glu_forward(const GluForward& a, int64_t begin, int64_t end) {
 template <class T, int kActivation>
 void glu_backward_rows(const GluBackward& a, int64_t begin, int64_t end) {
   using V = VectorOf<T>;
+  const Activation<T, kActivation> activation;
   for (int64_t r = begin; r < end; ++r) {
     const T *gate = at<T>(a.gate, r * a.gate_stride), *up = at<T>(a.up, r * a.up_stride);
     const T* grad = at<T>(a.grad, r * a.grad_stride);
@@ -90,7 +94,7 @@ void glu_backward_rows(const GluBackward& a, int64_t begin, int64_t end) {
     const bool past_cache = beyond_cache(grad_gate, a.rows * a.columns) && beyond_cache(grad_up, a.rows * a.columns);
     for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
       V derivative;
-      const V value = activate_with_derivative<T, kActivation>(load(gate + i, part), derivative);
+      const V value = activation.at(load(gate + i, part), derivative);
       const V dy = load(grad + i, part);
       put(grad_gate + i, dy * load(up + i, part) * derivative, part, past_cache);
       put(grad_up + i, dy * value, part, past_cache);

@@ -5,56 +5,78 @@ namespace shardzoo {
 namespace {
 
 constexpr int64_t kBlock = 2048;  // stays in the L1 cache between the passes for the maximum and the sum
+constexpr float kFarAbove = 40;   // logits this far above the reference of the sum could make it overflow
 
 // The largest of n numbers, ignoring NaN; -inf if there is none.
 template <class T>
 INLINE Compute<T> largest_of(const T* x, int64_t n) {
   using C = Compute<T>;
   using V = VectorOf<T>;
-  constexpr int64_t lanes = kLanes<T>;
   const C lowest = -kInfinity;
-  V top[4] = {V{} + lowest, V{} + lowest, V{} + lowest, V{} + lowest};  // four independent chains of operations
-  int64_t i = 0;
-  for (; i + 4 * lanes <= n; i += 4 * lanes) {
-    for (int j = 0; j < 4; ++j) top[j] = larger(load(x + i + j * lanes, Full{}), top[j]);
-  }
-  for_vectors<T>(n - i, [&](int64_t k, auto part) LAMBDA {
-    top[0] = larger(keep_lanes<C>(load(x + i + k, part), part, lowest), top[0]);
+  V top = V{} + lowest;
+  for_vectors<T>(n, [&](int64_t i, auto part) LAMBDA {
+    top = larger(keep_lanes<C>(load(x + i, part), part, lowest), top);
   });
-  return max_lanes<C>(larger(larger(top[0], top[1]), larger(top[2], top[3])));
+  return max_lanes<C>(top);
+}
+
+// Adds exp(x - reference) and, if wanted, x of n logits to the sums, and returns the largest, as above.
+template <class T, bool kWithSum>
+INLINE Compute<T> add_logits(const T* x, int64_t n, Compute<T> reference, VectorOf<T>& exps, VectorOf<T>& sums) {
+  using C = Compute<T>;
+  using V = VectorOf<T>;
+  const C lowest = -kInfinity;
+  const ShiftedExp<T> shifted_exp(reference);
+  V top = V{} + lowest;
+  for_vectors<T>(n, [&](int64_t i, auto part) LAMBDA {
+    prefetch(x + kBlock + i);
+    const V value = load(x + i, part), kept = keep_lanes<C>(value, part, lowest);
+    exps += shifted_exp.at(kept);
+    if constexpr (kWithSum) sums += value;
+    top = larger(kept, top);
+  });
+  return max_lanes<C>(top);
+}
+
+// The sum of exponentials is relative to a reference, which is the largest logit of the first block with a finite one,
+// until a logit is far above it. So a block is read once.
+template <class T, bool kWithSum>
+INLINE void cross_entropy_row(const CrossEntropyStats& a, int64_t r) {
+  using C = Compute<T>;
+  using V = VectorOf<T>;
+  const T* x = at<T>(a.logits, r * a.row_stride);
+  const C lowest = -kInfinity;
+  C reference = lowest, top = lowest;
+  V exps = {}, sums = {};
+  for (int64_t block = 0; block < a.columns; block += kBlock) {
+    const int64_t size = a.columns - block < kBlock ? a.columns - block : kBlock;
+    if (reference == lowest) reference = largest_of(x + block, size);
+    // Without a finite logit the exponentials are 0 (or NaN) for any reference.
+    const V exps_before = exps, sums_before = sums;
+    C largest = add_logits<T, kWithSum>(x + block, size, reference == lowest ? 0 : reference, exps, sums);
+    if (largest > reference + kFarAbove) {
+      exps = exps_before * exp<true>(V{} + (reference - largest)), sums = sums_before;
+      reference = largest;
+      largest = add_logits<T, kWithSum>(x + block, size, reference, exps, sums);
+    }
+    top = largest > top ? largest : top;
+  }
+  const int64_t column = a.target[r] - a.first;
+  const bool here = column >= 0 && column < a.columns;
+  static_cast<C*>(a.maximum)[r] = top;
+  static_cast<C*>(a.sum_exp)[r] = sum_lanes<C>(exps) * (top == reference ? C(1) : std::exp(reference - top));
+  if (kWithSum) static_cast<C*>(a.sum_logits)[r] = sum_lanes<C>(sums);
+  static_cast<C*>(a.target_logit)[r] = here ? load(x + column, Part{1})[0] : 0;
 }
 
 template <class T>
 void cross_entropy_stats(const CrossEntropyStats& a, int64_t begin, int64_t end) {
-  using C = Compute<T>;
-  using V = VectorOf<T>;
-  const C lowest = -kInfinity;
   for (int64_t r = begin; r < end; ++r) {
-    const T* x = at<T>(a.logits, r * a.row_stride);
-    C top = lowest;
-    V exps = {}, sums = {};
-    for (int64_t block = 0; block < a.columns; block += kBlock) {
-      const int64_t size = a.columns - block < kBlock ? a.columns - block : kBlock;
-      const C largest = largest_of(x + block, size);
-      if (largest > top) {
-        // Before the first finite logit the sums are 0 (or NaN) and have no scale.
-        if (top != lowest) exps *= exp<true>(V{} + (top - largest));
-        top = largest;
-      }
-      const C shift = top == lowest ? 0 : top;
-      for_vectors<T>(size, [&](int64_t i, auto part) LAMBDA {
-        prefetch(x + block + kBlock + i);
-        const V value = load(x + block + i, part);
-        exps += exp<true>(keep_lanes<C>(value - shift, part, lowest));
-        sums += value;
-      });
+    if (a.sum_logits != nullptr) {
+      cross_entropy_row<T, true>(a, r);
+    } else {
+      cross_entropy_row<T, false>(a, r);
     }
-    const int64_t column = a.target[r] - a.first;
-    const bool here = column >= 0 && column < a.columns;
-    static_cast<C*>(a.maximum)[r] = top;
-    static_cast<C*>(a.sum_exp)[r] = sum_lanes<C>(exps);
-    if (a.sum_logits != nullptr) static_cast<C*>(a.sum_logits)[r] = sum_lanes<C>(sums);
-    static_cast<C*>(a.target_logit)[r] = here ? load(x + column, Part{1})[0] : 0;
   }
 }
 
@@ -74,12 +96,13 @@ void cross_entropy_grad(const CrossEntropyGrad& a, int64_t begin, int64_t end) {
       const int64_t column = a.target[r] - a.first;
       const bool here = column >= 0 && column < a.columns;
       const C target_logit = here ? load(x + column, Part{1})[0] : 0;  // read before it is overwritten
+      const ShiftedExp<T> shifted_exp(log_z);
       for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
-        put(out + i, exp(load(x + i, part) - log_z) * slope - uniform, part, past_cache);
+        put(out + i, shifted_exp.at(load(x + i, part)) * slope - uniform, part, past_cache);
       });
       if (here) {
         const C hit = scale * static_cast<C>(1 - a.label_smoothing);
-        store(out + column, exp(V{} + (target_logit - log_z)) * slope - uniform - hit, Part{1});
+        store(out + column, shifted_exp.at(V{} + target_logit) * slope - uniform - hit, Part{1});
       }
       written = a.columns;
     }

@@ -1,4 +1,4 @@
-// exp, the normal distribution and the activations on vectors. Single precision uses polynomials and ratios of them.
+// exp, sigmoid and the normal distribution on vectors. Single precision uses polynomials and ratios of them.
 // Double precision, which only gradient checks need, uses the C library, lane by lane.
 #pragma once
 
@@ -42,19 +42,15 @@ INLINE VF exp(VF x) {
 #endif
 }
 #if defined(__AVX512F__)
-// exp to 3e-6, for results that are rounded to bf16: 2^n 2^f, and a minimax fit of 2^f.
-template <bool kNegative = false>
-INLINE VF short_exp(VF x) {
-  if constexpr (!kNegative) x = smaller(VF{} + 100.0f, x);  // as in exp
-  const float shift = 12582912.0f, log2_e = 1.44269504f;
-  const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, (__m512)(VF{} - kSmallestExponent), _CMP_NLT_UQ);  // or NaN
-  const VF n = (x * log2_e + shift) - shift;
-  const VF f = x * log2_e - n;
-  VF p = 0.0095701f * f + 0.05591786f;
-  p = p * f + 0.24024745f;
-  p = p * f + 0.69312181f;
-  p = p * f + 0.99999926f;
-  return (VF)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)n);
+// 2^x to 3e-6, for results that are rounded to bf16: 2^f by a minimax fit on [0, 1), scaled by 2^floor(x).
+INLINE VF short_exp2(VF x) {
+  const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, (__m512)(VF{} - 126.0f), _CMP_NLT_UQ);  // or NaN
+  const VF f = (VF)_mm512_maskz_reduce_ps(0xFFFF, (__m512)x, _MM_FROUND_TO_NEG_INF);  // x - floor(x), 0 of infinity
+  VF p = 1.353416792e-02f * f + 5.201146061e-02f;
+  p = p * f + 2.414427569e-01f;
+  p = p * f + 6.930038345e-01f;
+  p = p * f + 1.000002593f;
+  return (VF)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)x);
 }
 #endif
 template <bool kNegative = false>
@@ -78,35 +74,31 @@ INLINE V reciprocal(V x) {
 #endif
   return 1 / x;
 }
-// To all bits of fp32, for results near 0. Of infinity it is 0, or with kShort nearly so.
-template <class T, class V>
-INLINE V exact_reciprocal(V x) {
-  if constexpr (kShort<T>) {
-    const V finite = smaller(V{} + 1e30f, x), r = reciprocal<T>(finite);
-    return r * (2 - finite * r);
-  }
-  return reciprocal<T>(x);
-}
-
-// exp for results of type T.
-template <class T, bool kNegative = false, class V>
-INLINE V exp_for(V x) {
+// exp(x - shift) for results of type T. `kNegative` is that of exp.
+template <class T, bool kNegative = false>
+class ShiftedExp {
+ public:
+  explicit ShiftedExp(Compute<T> shift) : shift_(kShort<T> ? -kLog2E * shift : shift) {}
+  LAMBDA VectorOf<T> at(VectorOf<T> x) const {
 #if defined(__AVX512F__)
-  if constexpr (kShort<T>) return short_exp<kNegative>(x);
+    if constexpr (kShort<T>) return short_exp2(kLog2E * x + shift_);
 #endif
-  return exp<kNegative>(x);
-}
+    return exp<kNegative>(x - shift_);
+  }
+
+ private:
+  static constexpr Compute<T> kLog2E = 1.44269504088896340736;
+  Compute<T> shift_;
+};
 
 template <class T, class V>
 INLINE V sigmoid(V x) {
-  return reciprocal<T>(1 + exp_for<T>(-x));
+  return reciprocal<T>(1 + ShiftedExp<T>(0).at(-x));
 }
 
-constexpr double kSqrtTwoOverPi = 0.79788456080286535588, kSqrtHalf = 0.70710678118654752440;
-constexpr double kInvSqrtTwoPi = 0.39894228040143267794, kCubic = 0.044715;
+constexpr double kSqrtHalf = 0.70710678118654752440, kInvSqrtTwoPi = 0.39894228040143267794;
 
 // The normal distribution function to 2e-7, exactly 0 and 1 beyond 5.5: z P(z^2) / Q(z^2), a minimax fit.
-template <class T>
 INLINE VF normal_cdf(VF z) {
   const VI sign = (VI)z & INT32_MIN;
   const VF m = (VF)((VI)z ^ sign), s = m * m;
@@ -120,11 +112,9 @@ INLINE VF normal_cdf(VF z) {
   q = q * s + 2.864576504e-02f;
   q = q * s + 2.515214682e-01f;
   q = q * s + 1.0f;
-  const VF ratio = kShort<T> ? m * p * exact_reciprocal<T>(q) : m * p / q;
-  const VF inner = m >= 5.5f ? VF{} + 0.5f : ratio;  // the probability between 0 and |z|
+  const VF inner = m >= 5.5f ? VF{} + 0.5f : m * p / q;  // the probability between 0 and |z|
   return 0.5f + (VF)((VI)inner ^ sign);
 }
-template <class T>
 INLINE VD normal_cdf(VD z) {
   for (int i = 0; i < Wide<double>::lanes; ++i) z[i] = 0.5 * (1 + std::erf(z[i] * kSqrtHalf));
   return z;
@@ -134,7 +124,6 @@ INLINE VD normal_cdf(VD z) {
 //
 // The density is 2^n times a minimax fit of 2^f / sqrt(2 pi) on |f| <= 1/2; the distribution function is that of
 // Abramowitz and Stegun 26.2.17.
-template <class T>
 INLINE VF normal_density(VF z, VF& cdf) {
   const float shift = 12582912.0f;  // as in exp
   VF x = z * z * -0.72134752044f;   // the density is 2^x / sqrt(2 pi)
@@ -153,7 +142,7 @@ INLINE VF normal_density(VF z, VF& cdf) {
   density = x != x ? x : density;
 #endif
   const VI sign = (VI)z & INT32_MIN;
-  const VF u = exact_reciprocal<T>(1 + 0.2316419f * (VF)((VI)z ^ sign));
+  const VF u = 1 / (1 + 0.2316419f * (VF)((VI)z ^ sign));
   VF p = 1.330274429f * u - 1.821255978f;
   p = p * u + 1.781477937f;
   p = p * u - 0.356563782f;
@@ -162,41 +151,9 @@ INLINE VF normal_density(VF z, VF& cdf) {
   cdf = 0.5f + (VF)((VI)inner ^ sign);
   return density;
 }
-template <class T>
 INLINE VD normal_density(VD z, VD& cdf) {
-  cdf = normal_cdf<T>(z);
+  cdf = normal_cdf(z);
   return exp(-0.5 * z * z) * kInvSqrtTwoPi;
-}
-
-// An activation and its derivative at z, for results of type T.
-template <class T, int kActivation, class V>
-INLINE V activate(V z) {
-  using C = Compute<T>;
-  if constexpr (kActivation == kSilu) return z * sigmoid<T>(z);
-  if constexpr (kActivation == kGeluTanh) {
-    const V u = C(2 * kSqrtTwoOverPi) * (z + C(kCubic) * z * z * z);
-    return z * sigmoid<T>(u);  // (1 + tanh(u / 2)) / 2 = sigmoid(u)
-  }
-  return z * normal_cdf<T>(z);
-}
-
-template <class T, int kActivation, class V>
-INLINE V activate_with_derivative(V z, V& derivative) {
-  using C = Compute<T>;
-  if constexpr (kActivation == kGelu) {
-    V cdf;
-    const V density = normal_density<T>(z, cdf);
-    derivative = cdf + (density == 0 ? V{} : z * density);
-    return z * cdf;
-  }
-  V u = z, slope = V{} + 1;
-  if constexpr (kActivation == kGeluTanh) {
-    u = C(2 * kSqrtTwoOverPi) * (z + C(kCubic) * z * z * z);
-    slope = C(2 * kSqrtTwoOverPi) * (1 + C(3 * kCubic) * z * z);
-  }
-  const V s = sigmoid<T>(u), bump = s * (1 - s);
-  derivative = s + (bump == 0 ? V{} : z * bump * slope);  // where s is 0 or 1, z * slope may be infinite
-  return z * s;
 }
 
 }  // namespace

@@ -13,17 +13,17 @@ INLINE Compute<T> load_row(const NormForward& a, int64_t r, Compute<T>* row, boo
   const T *x = at<T>(a.x, r * a.columns), *residual = at<T>(a.residual, r * a.columns);
   T* summed = at<T>(a.summed, r * a.columns);
   const bool past_cache = beyond_cache(summed, a.rows * a.columns);
-  V sums = {};
-  for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
+  Sum<T> sum;
+  for_vectors_in_turns<T>(a.columns, [&](int64_t i, auto part, int turn) LAMBDA {
     V h = load(x + i, part);
     if (residual != nullptr) {
       h = round_to<T>(h + load(residual + i, part));
       put(summed + i, h, part, past_cache);
     }
     store(row + i, h, Full{});
-    sums += squares ? h * h : h;
+    sum.parts[turn] += squares ? h * h : h;
   });
-  return sum_lanes<C>(sums) / static_cast<C>(a.columns);
+  return sum_lanes<C>(sum.total()) / static_cast<C>(a.columns);
 }
 
 template <class T>
@@ -32,12 +32,12 @@ INLINE void layer_norm_row(const NormForward& a, int64_t r, Compute<T>* row) {
   using V = VectorOf<T>;
   const T *weight = at<T>(a.weight, 0), *bias = at<T>(a.bias, 0);
   const C mean = load_row<T>(a, r, row, false);
-  V squares = {};
-  for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
+  Sum<T> squares;
+  for_vectors_in_turns<T>(a.columns, [&](int64_t i, auto part, int turn) LAMBDA {
     const V centered = keep_lanes<C>(load(row + i, Full{}) - mean, part, C(0));
-    squares += centered * centered;
+    squares.parts[turn] += centered * centered;
   });
-  const C rstd = 1 / std::sqrt(sum_lanes<C>(squares) / static_cast<C>(a.columns) + static_cast<C>(a.eps));
+  const C rstd = 1 / std::sqrt(sum_lanes<C>(squares.total()) / static_cast<C>(a.columns) + static_cast<C>(a.eps));
   static_cast<C*>(a.mean)[r] = mean;
   static_cast<C*>(a.rstd)[r] = rstd;
   T* y = at<T>(a.y, r * a.columns);
@@ -84,17 +84,17 @@ INLINE void norm_backward_row(const NormBackward& a, int64_t r, Compute<T>* sum_
   const bool centered = a.mean != nullptr;
   const C mean = centered ? static_cast<const C*>(a.mean)[r] : 0;
   const C rstd = static_cast<const C*>(a.rstd)[r];
-  V sums = {}, products = {};
-  for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
+  Sum<T> sum, product;
+  for_vectors_in_turns<T>(a.columns, [&](int64_t i, auto part, int turn) LAMBDA {
     const V dy = load(grad + i, part), normalized = (load(h + i, part) - mean) * rstd;
     const V weighted = dy * load(weight + i, part);
-    sums += weighted;
-    products += weighted * normalized;
+    sum.parts[turn] += weighted;
+    product.parts[turn] += weighted * normalized;
     store(sum_weight + i, load(sum_weight + i, part) + dy * normalized, part);
     if (sum_bias != nullptr) store(sum_bias + i, load(sum_bias + i, part) + dy, part);
   });
-  const C mean_weighted = centered ? sum_lanes<C>(sums) / static_cast<C>(a.columns) : 0;
-  const C mean_product = sum_lanes<C>(products) / static_cast<C>(a.columns);
+  const C mean_weighted = centered ? sum_lanes<C>(sum.total()) / static_cast<C>(a.columns) : 0;
+  const C mean_product = sum_lanes<C>(product.total()) / static_cast<C>(a.columns);
   T* out = at<T>(a.grad_x, start);
   const bool past_cache = beyond_cache(out, a.rows * a.columns);
   for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {

@@ -347,7 +347,7 @@ struct PairProducts {
   static Left left_of(const Tile& tile) { return {tile.left, tile.left_step, 1}; }
   static Right right_of(const Tile& tile) { return {tile.right, 64}; }
 
-  static LAMBDA VF exp(VF x) { return short_exp<true>(x); }
+  static LAMBDA VF exp(VF x) { return ShiftedExp<BFloat16, true>(0).at(x); }
 
   static void multiply(const Product& p) {
     if (shardzoo_cpu_has_amx()) return multiply_tiles(p);

@@ -76,7 +76,8 @@ void softmax_forward(const SoftmaxForward& a, int64_t begin, int64_t end) {
     const int64_t start = ((b * a.heads + n) * a.queries + q) * a.columns;
     const int64_t limit = visible_columns(a, b, q);
     const C top = masked_scores<T>(a, place, limit, row);
-    const C shift = top == -kInfinity ? 0 : top;  // with shift 0 every exp is 0, or NaN where the score is
+    // With shift 0 every exp is 0, or NaN where the score is.
+    const ShiftedExp<T, true> shifted_exp(top == -kInfinity ? 0 : top);
     const Place next = place_of(a, unit + 1 < end ? unit + 1 : unit);
     const T* next_scores = scores_of<T>(a, next);
     const T* next_bias = bias_of<T>(a, next);
@@ -84,7 +85,7 @@ void softmax_forward(const SoftmaxForward& a, int64_t begin, int64_t end) {
     for (int64_t i = 0; i < limit; i += kLanes<T>) {
       prefetch(next_scores + i);
       if (next_bias != nullptr) prefetch(next_bias + i);
-      const V e = exp_for<T, true>(load(row + i, Full{}) - shift);
+      const V e = shifted_exp.at(load(row + i, Full{}));
       store(row + i, e, Full{});
       sums += e;
     }

@@ -277,6 +277,25 @@ INLINE void for_vectors(int64_t n, F step) {
   if (i < n) step(i, Part{static_cast<int>(n - i)});
 }
 
+// A sum over vectors as four sums that do not wait for each other: one addition takes longer than a short loop's rest.
+template <class T>
+struct Sum {
+  VectorOf<T> parts[4] = {};
+  LAMBDA VectorOf<T> total() const { return (parts[0] + parts[1]) + (parts[2] + parts[3]); }
+};
+
+// Calls step(i, Full or Part, part of a Sum) like for_vectors.
+template <class T, class F>
+INLINE void for_vectors_in_turns(int64_t n, F step) {
+  constexpr int64_t lanes = kLanes<T>;
+  int64_t i = 0;
+  for (; i + 4 * lanes <= n; i += 4 * lanes) {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) step(i + j * lanes, Full{}, j);
+  }
+  for_vectors<T>(n - i, [&](int64_t rest, auto part) LAMBDA { step(i + rest, part, 0); });
+}
+
 // The sum of the two halves of a vector.
 template <class C, int bytes, class V>
 INLINE auto fold(V v) {
