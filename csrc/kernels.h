@@ -28,6 +28,8 @@ enum Kernel : int {
   kLinearForward,
   kAttentionForward,
   kAttentionBackward,
+  kSquareSums,
+  kAdamW,
   kKernels,
 };
 
@@ -180,6 +182,26 @@ struct AttentionBackward {
   int64_t grad_stride[3];
   void *grad_q, *grad_k, *grad_v;  // [batch, queries or keys, heads, size]
   void* partial_bias;              // wide [batch, heads, queries + keys - 1]
+};
+
+// Of an optimizer, on the CPU. One unit of work is a block of so many elements of a parameter or gradient.
+constexpr int64_t kOptimizerBlock = 8192;
+struct SquareSums {
+  const void* x;
+  double* sums;  // one for each block
+  int64_t elements;
+};
+
+// AdamW (Loshchilov and Hutter 2019). All tensors are of the kernel's dtype, but for `rounded`, which gets the new
+// parameter in bf16 or fp16, or is null.
+struct AdamW {
+  void* param;
+  const void* grad;
+  void *exp_avg, *exp_avg_sq, *rounded;
+  int64_t elements;
+  int rounds_to_half;
+  double factor, lr, beta1, beta2, eps, weight_decay;  // factor: of the gradient
+  double bias_correction1, bias_correction2;           // 1 - beta^step
 };
 
 }  // namespace shardzoo

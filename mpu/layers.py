@@ -17,10 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..ops import autocast_arguments, empty_pooled, in_inference_mode, linear, linear_cross_entropy, matmul
+from ..ops import autocast_arguments, empty_pooled, in_inference_mode, library, linear, linear_cross_entropy, matmul
 from ..ops.autograd import Function, once_differentiable
-from ..ops.library import OPS
-from ..ops.norm import normalize
+from ..ops.library import OPS, may_decode
 from .collectives import (
     SEQUENCE_DIM,
     copy_to_tp,
@@ -527,7 +526,12 @@ class _Norm(nn.Module):
                 self.operator, group, self.eps, by_hand, tensor, residual, *self.affine()
             )
         else:
-            output, h = normalize(self.operator, tensor, residual, *self.affine(), eps=self.eps)
+            arguments, output, h = (tensor, residual, *self.affine()), None, None
+            if torch.is_inference_mode_enabled() and may_decode(*arguments):
+                given, centered = (*arguments, None)[:4], self.operator == "layer_norm"
+                output, h = library.call_compiled("norm_of_few_rows", *given, self.eps, centered)
+            if output is None:
+                output, h = OPS[self.operator](*arguments, self.eps)[:2]
         if not return_residual:
             return output
         return output, tensor if forked and not by_hand else h

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..ops.library import call_compiled, suits_optimizer_kernels
 from .dropout import assign_dropout_sites
 from .mesh import ParallelMesh, tp_rank, tp_size
 from .shard import Shard
@@ -151,13 +152,20 @@ def grad_norm(parameters: Iterable[Tensor], mesh: ParallelMesh | None = None) ->
         split += replicated
     device = parameters[0].device if parameters else torch.device("cpu")
     squares = torch.zeros((), dtype=torch.float32, device=device)
-    if split:
+    if split and all(map(suits_optimizer_kernels, split)):  # in one pass, in an order that depends only on the sizes
+        squares = torch.tensor(sum(call_compiled("square_sum", grad) for grad in split), dtype=torch.float32)
+    elif split:
         wide = reduce(torch.promote_types, (grad.dtype for grad in split), torch.float32)
         norms = torch.ops.aten._foreach_norm(split, 2, dtype=wide)
         squares = torch.stack([norm.to(device) for norm in norms]).square().sum().float()
     if mesh is not None and mesh.get_model_parallel_world_size() > 1:
         cast(Any, dist).all_reduce(squares, group=mesh.get_model_parallel_group())
     return squares.sqrt()
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """Returns the fp32 factor of all gradients that limits their total norm to `max_norm`, as PyTorch computes it."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 @torch.no_grad()
@@ -168,7 +176,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, mesh: Paralle
     """
     parameters = list(parameters)
     norm = grad_norm(parameters, mesh)
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = clip_factor(norm, max_norm)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if gradients:
         torch.ops.aten._foreach_mul_(gradients, factor)  # the factor is fp32, so a 16-bit gradient is rounded once

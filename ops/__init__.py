@@ -4,7 +4,7 @@ They compute on one rank's tensors and do not communicate. Callers pass offsets 
 """
 
 from .activation import bias_gelu, geglu, relu, swiglu
-from .attention import attention
+from .attention import attention, few_queries_attention
 from .cross_entropy import (
     cross_entropy,
     cross_entropy_grad,
@@ -14,7 +14,6 @@ from .cross_entropy import (
     token_cross_entropy,
 )
 from .dropout import bias_dropout_residual, dropout, dropout_keep, dropout_keys, use_key
-from .few_queries import few_queries_attention
 from .library import current_choice, empty_pooled, in_inference_mode, kernels
 from .matmul import addmm, autocast_arguments, linear, matmul
 from .norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm

@@ -287,6 +287,12 @@ def may_decode(*arguments: torch.Tensor | None) -> bool:
     )
 
 
+def suits_optimizer_kernels(*tensors: torch.Tensor) -> bool:
+    """Returns whether `square_sum` and `adamw` of the compiled kernels take these tensors: dense, alike, on a CPU."""
+    dense = all(tensor.is_cpu and tensor.is_contiguous() and tensor.numel() for tensor in tensors)
+    return dense and same_dtype(*tensors) is None and can_bypass_dispatcher(*tensors) and choose_variant("cpu") == "cpp"
+
+
 def flop_counters() -> list[Any]:
     """Returns the active `FlopCounterMode`s; none in compiled code, which a mode does not see and cannot be traced."""
     if torch.compiler.is_compiling():
@@ -482,7 +488,7 @@ def _compiled_operator(name: str) -> torch._ops.OpOverload:
     return getattr(torch.ops.shardzoo_kernels, name).default
 
 
-def call_compiled(name: str, *arguments) -> Any:
+def call_compiled(name: str, *arguments: Any) -> Any:
     """Runs one compiled kernel. The last arguments are the tensors that it writes, unless it returns its results."""
     return _compiled_operator(name)(*arguments)
 

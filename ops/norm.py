@@ -13,8 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import library
-from .library import OPS, Op, compute_dtype, contiguous, empty_placeholder, empty_pooled, may_decode, same_dtype
+from .library import Op, compute_dtype, contiguous, empty_placeholder, empty_pooled, same_dtype
 
 
 def layer_norm_reference(x, residual, weight, bias, eps):
@@ -225,23 +224,6 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         raise _mismatch(x, weight, residual)
     y, summed, _ = rms_norm_op(x, residual, weight, eps)
     return y, summed
-
-
-def normalize(
-    operator: str, x: Tensor, residual: Tensor | None, weight: Tensor, *bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor | None]:
-    """Returns (norm(h), h) with h = x + residual; without a residual the second is not h.
-
-    Args:
-        operator: "layer_norm", whose bias may be None, or "rms_norm", which has none. Shapes are as in `layer_norm`,
-            and are not checked.
-    """
-    if torch.is_inference_mode_enabled() and may_decode(x, residual, weight, *bias):
-        arguments = (x, residual, weight, bias[0] if bias else None, eps, operator == "layer_norm")
-        y, h = library.call_compiled("norm_of_few_rows", *arguments)
-        if y is not None:
-            return y, h
-    return OPS[operator](x, residual, weight, *bias, eps)[:2]
 
 
 def _mismatch(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> ValueError:

@@ -1,7 +1,8 @@
 // The operators `torch.ops.shardzoo_kernels.*`. Their arguments are a kernel's inputs, then the tensors it writes. They
-// are private to shardzoo.ops, which validates the arguments and makes the inputs contiguous.
+// are private to shardzoo, which validates the arguments and makes the inputs contiguous.
 #include "decoding.h"
 #include "launch.h"
+#include "optimizer.h"
 #include "pool.h"
 
 namespace shardzoo {
@@ -307,6 +308,10 @@ STABLE_TORCH_LIBRARY(shardzoo_kernels, m) {
       "Tensor? mask, Tensor? prefix, Tensor? lengths, Tensor? keys, float scale, bool causal, float p, "
       "int first_head, int first_row, Tensor(a!) grad_q, Tensor(b!) grad_k, Tensor(c!) grad_v, "
       "Tensor(d!) grad_bias) -> ()");
+  m.def("square_sum(Tensor x) -> float");
+  m.def(
+      "adamw(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? rounded, "
+      "float factor, float lr, float beta1, float beta2, float eps, float weight_decay, float step) -> ()");
   m.def("recycled(Tensor like, int[] size) -> Tensor");
   m.def("recycled_idle() -> int");
 }
@@ -335,6 +340,8 @@ STABLE_TORCH_LIBRARY_IMPL(shardzoo_kernels, CPU, m) {
   m.impl("attention_of_few_queries", TORCH_BOX(&shardzoo::attention_of_few_queries));
   m.impl("attention", TORCH_BOX(&shardzoo::attention));
   m.impl("attention_backward", TORCH_BOX(&shardzoo::attention_backward));
+  m.impl("square_sum", TORCH_BOX(&shardzoo::square_sum));
+  m.impl("adamw", TORCH_BOX(&shardzoo::adamw));
   m.impl("recycled", TORCH_BOX(&shardzoo::recycled));
 }
 STABLE_TORCH_LIBRARY_IMPL(shardzoo_kernels, CompositeExplicitAutograd, m) {

@@ -8,7 +8,7 @@ template <class T, int kActivation>
 void gelu_forward_rows(const GeluForward& a, int64_t begin, int64_t end) {
   using V = VectorOf<T>;
   const T* bias = at<T>(a.bias, 0);
-  const Activation<T, kActivation> activation;
+  const ActivationOf<T, kActivation> activation;
   for (int64_t r = begin; r < end; ++r) {
     const T* x = at<T>(a.x, r * a.columns);
     T* y = at<T>(a.y, r * a.columns);
@@ -35,7 +35,7 @@ INLINE void gelu_backward_row(const GeluBackward& a, int64_t r, Compute<T>* sum_
   using V = VectorOf<T>;
   const T *x = at<T>(a.x, r * a.columns), *grad = at<T>(a.grad, r * a.columns), *bias = at<T>(a.bias, 0);
   T* out = at<T>(a.grad_x, r * a.columns);
-  const Activation<T, kActivation> activation;
+  const ActivationOf<T, kActivation> activation;
   const bool past_cache = beyond_cache(out, a.rows * a.columns);
   for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
     V z = load(x + i, part), derivative;
@@ -65,7 +65,7 @@ void gelu_backward(const GeluBackward& a, int64_t begin, int64_t end) {
 
 template <class T, int kActivation>
 void glu_forward_rows(const GluForward& a, int64_t begin, int64_t end) {
-  const Activation<T, kActivation> activation;
+  const ActivationOf<T, kActivation> activation;
   for (int64_t r = begin; r < end; ++r) {
     const T *gate = at<T>(a.gate, r * a.gate_stride), *up = at<T>(a.up, r * a.up_stride);
     T* y = at<T>(a.y, r * a.columns);
@@ -86,7 +86,7 @@ void glu_forward(const GluForward& a, int64_t begin, int64_t end) {
 template <class T, int kActivation>
 void glu_backward_rows(const GluBackward& a, int64_t begin, int64_t end) {
   using V = VectorOf<T>;
-  const Activation<T, kActivation> activation;
+  const ActivationOf<T, kActivation> activation;
   for (int64_t r = begin; r < end; ++r) {
     const T *gate = at<T>(a.gate, r * a.gate_stride), *up = at<T>(a.up, r * a.up_stride);
     const T* grad = at<T>(a.grad, r * a.grad_stride);

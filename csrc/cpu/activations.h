@@ -36,7 +36,7 @@ INLINE V activate(V z) {
 
 // The same as an object, which a kernel makes before its loop.
 template <class T, int kActivation>
-struct Activation {
+struct ActivationOf {
   template <class V>
   LAMBDA V at(V z) const {
     return activate<T, kActivation>(z);
@@ -132,9 +132,9 @@ struct Gelu {
   }
 };
 template <>
-struct Activation<BFloat16, kGelu> : Gelu<gelu_factor, gelu_slope> {};
+struct ActivationOf<BFloat16, kGelu> : Gelu<gelu_factor, gelu_slope> {};
 template <>
-struct Activation<BFloat16, kGeluTanh> : Gelu<gelu_tanh_factor, gelu_tanh_slope> {};
+struct ActivationOf<BFloat16, kGeluTanh> : Gelu<gelu_tanh_factor, gelu_tanh_slope> {};
 #endif
 
 }  // namespace

@@ -59,6 +59,21 @@ INLINE VD exp(VD x) {
   return x;
 }
 
+INLINE VF root(VF x) {
+#if defined(__AVX512F__)
+  return (VF)_mm512_maskz_sqrt_ps(0xFFFF, (__m512)x);
+#elif defined(__AVX2__)
+  return (VF)_mm256_sqrt_ps((__m256)x);
+#else
+  for (int i = 0; i < Wide<float>::lanes; ++i) x[i] = std::sqrt(x[i]);
+  return x;
+#endif
+}
+INLINE VD root(VD x) {
+  for (int i = 0; i < Wide<double>::lanes; ++i) x[i] = std::sqrt(x[i]);
+  return x;
+}
+
 // Whether results are rounded to bf16 and the processor has a reciprocal of 14 bits, which is quicker than a division.
 template <class T>
 constexpr bool kShort = false;

@@ -331,7 +331,7 @@ class CrossAttention(Attention):
             cache: The first call stores the source's keys and values in it, and later calls use them. With a cache, x
                 may have n consecutive rows for each row of the source, and mask must be the same for all queries.
         """
-        q = split_heads(self.query(x), self.head_size)  # [B, Np, S, D]
+        q = torch.unflatten(self.query(x), -1, (-1, self.head_size)).transpose(1, 2)  # [B, Np, S, D]
         if cache is not None and cache.length:
             k, v = cache.filled()
         else:
@@ -390,8 +390,8 @@ class CoreAttention(nn.Module):
         if position_bias is not None and visible.mask is None and not visible.causal and in_inference_mode():
             visible, position_bias = Visible(position_bias), None  # without gradients, it can be a mask to add
         if position_bias is None and not self.dropout.drops and not eager_beats_sdpa(q, k):
-            few = few_queries_attention(q, k, v, *visible, scale=self.scale)
-            if few is not None:
+            few = torch.is_inference_mode_enabled() and few_queries_attention(q, k, v, *visible, scale=self.scale)
+            if isinstance(few, Tensor):
                 return few
             causal = visible.mask is None and visible.prefix is None and visible.causal and q.shape[2] == k.shape[2]
             grouped = q.shape[1] != k.shape[1]
@@ -501,11 +501,6 @@ def check_heads(num_heads: int, tensor_parallel_size: int) -> None:
         )
 
 
-def split_heads(x: Tensor, head_size: int) -> Tensor:
-    """[B, S, Hp] -> [B, Np, S, D]"""
-    return torch.unflatten(x, -1, (-1, head_size)).transpose(1, 2)
-
-
 def merge_heads(x: Tensor) -> Tensor:
     """[B, Np, S, D] -> [B, S, Hp]"""
     return x.transpose(1, 2).flatten(2)
@@ -519,7 +514,8 @@ def split_fused_heads(x: Tensor, heads: tuple[int, ...], head_size: int) -> tupl
 
 
 def _split_blocks(x: Tensor, heads: tuple[int, ...], head_size: int) -> tuple[Tensor, ...]:
-    return split_heads(x, head_size).split_with_sizes(heads, dim=1)
+    blocks = torch.unflatten(x, -1, (-1, head_size)).split_with_sizes(heads, dim=2)
+    return tuple(block.transpose(1, 2) for block in blocks)
 
 
 class _SplitFusedHeads(Function):

@@ -6,6 +6,8 @@ held against fp64 elsewhere, so here they must give the same bits.
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +17,7 @@ from shardzoo import mpu, ops
 from shardzoo.ops import library
 
 pytestmark = pytest.mark.skipif(library.unavailable("cpp", "cpu") is not None, reason="no compiled kernels")
+MODULE = importlib.import_module("shardzoo.ops.attention")
 SHORT = (torch.float32, torch.bfloat16, torch.float16)
 counts = st.integers(1, 4)
 
@@ -105,7 +108,7 @@ def test_attention(problem, kind):
     mask = mask if mask is None or mask.dtype == torch.bool else mask.to(kind)
     expected = ops.attention(q, k, v, mask=mask, causal=causal, scale=0.3)
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardzoo.ops.few_queries.MIN_FEW_KEYS", 0)
+        patch.setattr(MODULE, "MIN_FEW_KEYS", 0)
         result = ops.few_queries_attention(q, k, v, mask, causal, None, scale=0.3)
     assert torch.equal(result, expected)
     assert result.transpose(1, 2).is_contiguous()  # merging the heads copies nothing

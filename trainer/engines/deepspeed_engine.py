@@ -26,7 +26,6 @@ from torch.nn import functional
 
 from ...checkpoint.rank_files import MASTER_WEIGHT, TensorPart
 from ...models.common.language_model import ModelOutput
-from ...mpu import grad_norm
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.ranks import Ranks
 from .buckets import OrderedGradients
@@ -34,6 +33,7 @@ from .deepspeed_config import deepspeed_config, zero_stage
 from .engine import Forward, StepOutcome
 from .optimizers import ELEMENT_STATES
 from .state import load_state_tensors, model_tensors, persistent_buffers, state_tensors
+from .torch_engine import clip
 from .whole_matrix import WholeMatrixOptimizer
 
 
@@ -53,6 +53,7 @@ class DeepSpeedEngine:
         self._replicas, self._mesh = ranks.dp_size, ranks.mesh
         self._rank = ranks.dp_rank
         self._zero, self._saves = zero_stage(arguments), arguments.save_optim
+        self._clip_grad = arguments.clip_grad
         self._keeps_master_weights = arguments.precision != "fp32"
         self._needs_whole = isinstance(optimizer, WholeMatrixOptimizer)
         self._states = (
@@ -125,8 +126,7 @@ class DeepSpeedEngine:
 
     def step(self, hold: Tensor | None = None) -> StepOutcome:
         skipped = self._engine.skipped_steps
-        # Without ZeRO, DeepSpeed clips by the norm but does not return it.
-        norm = grad_norm(list(self._owners), self._mesh) if not self._zero else None
+        norm = clip(list(self._owners), self._clip_grad, self.optimizer, self._mesh) if not self._zero else None
         self._engine.step()
         for buffer in self._buffers:
             dist.broadcast(buffer, group=self._replica_group, group_src=0)

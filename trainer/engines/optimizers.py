@@ -13,6 +13,7 @@ from ...mpu import tp_size
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.ranks import Ranks
 from .deepspeed_config import zero_stage
+from .torch_engine import AdamW
 from .whole_matrix import Adafactor, Lamb, WholeMatrixOptimizer
 
 # Optimizers whose update of an element depends on that element alone.
@@ -46,7 +47,7 @@ def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> torch.opti
     groups = weight_decay_groups(model, arguments.weight_decay)
     betas = (arguments.beta1, arguments.beta2)
     if arguments.optimizer in ("adamw", "adam"):
-        return torch.optim.AdamW(groups, lr=arguments.lr, betas=betas, eps=arguments.adam_eps, fused=True)
+        return AdamW(groups, lr=arguments.lr, betas=betas, eps=arguments.adam_eps, fused=True)
     if arguments.optimizer == "adafactor":
         return _adafactor(groups, model, arguments)
     if arguments.optimizer == "lamb" and _is_split(model, arguments):

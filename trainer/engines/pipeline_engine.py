@@ -18,12 +18,13 @@ from deepspeed.runtime.utils import combine_grad_norm_groups
 from torch import Tensor, nn
 
 from ...models.common.pipeline import Stage, copied_parameters
-from ...mpu import clip_grad_norm_, receive_from_stage, send_to_stage
+from ...mpu import receive_from_stage, send_to_stage
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.ranks import Ranks
 from .deepspeed_config import deepspeed_config
 from .deepspeed_engine import DeepSpeedEngine
 from .engine import Forward, StepOutcome
+from .torch_engine import clip
 
 
 class PipelineEngine(DeepSpeedEngine):
@@ -43,7 +44,6 @@ class PipelineEngine(DeepSpeedEngine):
         self._pipeline: Stage = whole.stage
         self._shared = SharedParameters(model, self._pipeline)
         _leave_out(optimizer, self._shared.copies)
-        self._clip_grad = arguments.clip_grad
         super().__init__(model, optimizer, arguments, ranks)
         for parameter in self._shared.copies:
             self._owners.pop(parameter, None)
@@ -56,8 +56,6 @@ class PipelineEngine(DeepSpeedEngine):
         config = deepspeed_config(arguments, ranks.dp_size, sum(parameter.numel() for parameter in self._owners))
         # Tensor-parallel ranks would split hidden states between them, as whole tensors of one shape.
         config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
-        if not self._zero:
-            config["gradient_clipping"] = 0.0  # DeepSpeed would count shared parameters several times
         self._layer = _StageLayer(self._pipeline, ranks.dp_size * config["gradient_accumulation_steps"])
         self._layer.add_module("model", model)
         topology = PipeModelDataParallelTopology(mesh.pp_size, mesh.tp_size, mesh.dp_size)
@@ -99,9 +97,7 @@ class PipelineEngine(DeepSpeedEngine):
         return torch.stack(self._layer.losses)
 
     def step(self, hold: Tensor | None = None) -> StepOutcome:
-        norm = None
-        if not self._zero:
-            norm = clip_grad_norm_(list(self._owners), self._clip_grad or float("inf"), self._mesh)
+        norm = clip(list(self._owners), self._clip_grad, self.optimizer, self._mesh) if not self._zero else None
         self._engine._exec_optimizer_step()
         self._shared.send_values()
         self.applied_steps += 1

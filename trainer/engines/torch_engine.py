@@ -1,14 +1,16 @@
-"""Trains with plain PyTorch in one process, with fp32 master weights of 16-bit parameters."""
+"""Trains with plain PyTorch in one process, with fp32 master weights of 16-bit parameters, which `AdamW` rounds."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...checkpoint.rank_files import MASTER_WEIGHT
-from ...mpu import clip_grad_norm_, grad_norm
+from ...mpu import ParallelMesh, clip_factor, clip_grad_norm_, grad_norm
+from ...ops.library import call_compiled, suits_optimizer_kernels
 from ..arguments.training_arguments import TrainingArguments
 from .engine import Forward, StepOutcome
 from .state import load_state_tensors, model_tensors, state_tensors
@@ -24,6 +26,8 @@ class TorchEngine:
         self.applied_steps = 0
         names = {parameter: name for name, parameter in model.named_parameters()}
         self._masters = MasterWeights(optimizer)
+        if isinstance(optimizer, AdamW):
+            optimizer.rounded = {master: parameter for parameter, master in self._masters.pairs}
         self._master_names = {master: names[parameter] for parameter, master in self._masters.pairs}
         updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._owners = {p: self._master_names.get(p) or names[p] for p in updated}
@@ -59,7 +63,7 @@ class TorchEngine:
         if self._scaler:
             self._scaler.unscale_(self.optimizer)
         parameters = list(self._owners)
-        norm = clip_grad_norm_(parameters, self._clip_grad) if self._clip_grad else grad_norm(parameters)
+        norm = clip(parameters, self._clip_grad, self.optimizer)
         applied = True
         if hold is not None:
             vars(self.optimizer)["found_inf"] = ((hold != 0) | ~norm.isfinite()).float()
@@ -73,7 +77,8 @@ class TorchEngine:
         self.applied_steps += applied
         if self.applied_steps == 1 and self._saves:
             state_tensors(self.optimizer, self._owners)  # raises now if the states cannot be saved
-        self._masters.update_parameters()
+        if not getattr(self.optimizer, "has_rounded", False):
+            self._masters.update_parameters()
         self.optimizer.zero_grad(set_to_none=True)
         return StepOutcome(norm, applied)
 
@@ -172,3 +177,64 @@ class MasterWeights:
 
 def _widened(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+class AdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW(fused=True)`, with the same states, that can scale gradients and round parameters as it steps.
+
+    Elsewhere than on a CPU with our kernels, PyTorch's own step runs.
+
+    Attributes:
+        grad_factor: fp32 [], multiplies the gradients of the next step, to clip them; None for 1.
+        rounded: Master weight -> the bf16 or fp16 parameter that gets its new value.
+        has_rounded: Whether the last step wrote them.
+    """
+
+    grad_factor: Tensor | None = None
+    rounded: Mapping[Tensor, Tensor] = {}
+    has_rounded = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        factor, self.grad_factor = self.grad_factor, None
+        updates = self._updates() if closure is None and getattr(self, "grad_scale", None) is None else None
+        self.has_rounded = updates is not None
+        if updates is None:
+            if factor is not None:
+                grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+                torch.ops.aten._foreach_mul_(grads, factor)
+            step: Any = torch.optim.AdamW.step  # without the user's hooks, which are called around this method
+            return (step.__wrapped__ if getattr(step, "hooked", False) else step)(self, closure)
+        found_inf = getattr(self, "found_inf", None)  # of GradScaler, or of an engine that holds a step
+        if found_inf is not None and found_inf.item():
+            return None
+        scale = 1.0 if factor is None else factor.item()
+        for group, tensors, step in updates:
+            step += 1
+            numbers = (scale, group["lr"], *group["betas"], group["eps"], group["weight_decay"], step)
+            call_compiled("adamw", *tensors, self.rounded.get(tensors[0]), *map(float, numbers))
+        return None
+
+    def _updates(self) -> list[tuple[dict[str, Any], tuple[Tensor, ...], Tensor]] | None:
+        """Returns of each parameter: its group, (itself, gradient, states), and its steps; None if the kernel does not
+        take one of them."""
+        updates = []
+        for group in self.param_groups:
+            lists: list[list[Tensor]] = [[] for _ in range(6)]
+            self._init_group(group, *lists)  # pyright: ignore[reportCallIssue]
+            *tensors, _, steps = lists
+            updates += [(group, *update) for update in zip(zip(*tensors, strict=True), steps, strict=True)]
+        others = any(group["amsgrad"] or group["maximize"] for group in self.param_groups)
+        return None if others or not all(suits_optimizer_kernels(*tensors) for _, tensors, _ in updates) else updates
+
+
+def clip(
+    parameters: list[Tensor], max_norm: float, optimizer: torch.optim.Optimizer, mesh: ParallelMesh | None = None
+) -> Tensor:
+    """Clips the gradients before a step, or lets `AdamW` do so; 0 clips nothing. Returns the norm before."""
+    if max_norm and not isinstance(optimizer, AdamW):
+        return clip_grad_norm_(parameters, max_norm, mesh)
+    norm = grad_norm(parameters, mesh)
+    if max_norm:
+        vars(optimizer)["grad_factor"] = clip_factor(norm, max_norm)
+    return norm

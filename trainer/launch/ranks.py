@@ -59,10 +59,6 @@ class Ranks:
 Result = TypeVar("Result")
 
 
-def is_first_rank() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
 def on_first_rank(work: Callable[[], Result]) -> Result:
     """Runs `work` on rank 0; returns its result, or raises its `ValueError` or `OSError`, on every rank.
 

@@ -1,0 +1,172 @@
+"""The trainer's AdamW against PyTorch's: updates, states, clipping, rounding, held steps, and what falls back."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from shardzoo import ops
+from shardzoo.mpu import grad_norm
+from shardzoo.ops import library
+from shardzoo.trainer.engines.torch_engine import AdamW, clip
+
+has_kernels = library.unavailable("cpp", "cpu") is None
+needs_kernels = pytest.mark.skipif(not has_kernels, reason="no compiled kernels")
+SHAPES = [(1,), (7,), (16,), (3, 5), (130, 129), (8193,), (3, 8192)]
+
+
+def parameters(dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def give_gradients(params, step):
+    generator = torch.Generator().manual_seed(100 + step)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+def ours(params, kind=AdamW):
+    return kind(params, lr=0.01, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1, fused=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_steps_are_pytorchs(dtype):
+    mine, theirs = parameters(dtype), parameters(dtype)
+    optimizer, expected = ours(mine), ours(theirs, torch.optim.AdamW)
+    for step in range(5):
+        for params, one in ((mine, optimizer), (theirs, expected)):
+            give_gradients(params, step)
+            params[step].grad = None
+            clip(params, 3.0, one)
+            one.step()
+    tolerance = dict.fromkeys(("rtol", "atol"), 5 * torch.finfo(dtype).eps)  # a rounding for each step
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, **tolerance)
+        for name, value in expected.state[b].items():
+            torch.testing.assert_close(optimizer.state[a][name], value, **tolerance)
+
+
+@needs_kernels
+@pytest.mark.parametrize("short", [torch.bfloat16, torch.float16], ids=str)
+def test_the_step_rounds(short):
+    masters = parameters(torch.float32)
+    optimizer = ours(masters)
+    rounded = [torch.zeros_like(master, dtype=short) for master in masters]
+    optimizer.rounded = dict(zip(masters[1:], rounded[1:], strict=True))
+    give_gradients(masters, 0)
+    optimizer.step()
+    assert optimizer.has_rounded
+    assert not rounded[0].any()
+    for master, value in zip(masters[1:], rounded[1:], strict=True):
+        assert torch.equal(master.to(short), value)
+
+
+@needs_kernels
+def test_the_kernel_is_used_once_for_a_parameter_and_leaves_gradients(monkeypatch):
+    params, calls, call = parameters(torch.float32), [], library.call_compiled
+    for user in ("mpu.parameter", "trainer.engines.torch_engine"):
+        name = f"shardzoo.{user}.call_compiled"
+        monkeypatch.setattr(name, lambda kernel, *arguments: (calls.append(kernel), call(kernel, *arguments))[1])
+    give_gradients(params, 0)
+    before = [p.grad.clone() for p in params]
+    optimizer = ours(params)
+    norm = clip(params, 0.5, optimizer)
+    optimizer.step()
+    assert calls == ["square_sum"] * len(params) + ["adamw"] * len(params)
+    assert all(map(torch.equal, before, (p.grad for p in params)))
+    assert norm > 0.5
+    assert optimizer.grad_factor is None  # the next step is not clipped by this norm
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_a_step_is_held(kernels):
+    """Where `found_inf` is 1, nothing changes, as GradScaler asks."""
+    params = parameters(torch.float32)
+    optimizer = ours(params)
+    with ops.kernels(kernels):
+        give_gradients(params, 0)
+        optimizer.step()
+        before, state = [p.detach().clone() for p in params], copy.deepcopy(optimizer.state_dict())
+        for p in params:
+            p.grad.fill_(math.nan)
+        vars(optimizer)["found_inf"] = torch.ones(())
+        optimizer.step()
+        assert all(map(torch.equal, before, params))
+        for index, values in state["state"].items():
+            for name, value in values.items():
+                assert torch.equal(optimizer.state_dict()["state"][index][name], value)
+        vars(optimizer)["found_inf"] = torch.zeros(())
+        give_gradients(params, 1)
+        optimizer.step()
+        assert not any(map(torch.equal, before, params))
+
+
+@needs_kernels
+def test_other_layouts_and_options_take_pytorchs_step():
+    def step(change):
+        params = [nn.Parameter(torch.ones(4, 6)), nn.Parameter(torch.ones(5))]
+        optimizer = ours(params)
+        for p in params:
+            p.grad = torch.ones_like(p)
+        change(optimizer, params)
+        clip(params, 0.1, optimizer)
+        optimizer.step()
+        return optimizer.has_rounded, params
+
+    assert step(lambda optimizer, params: None)[0]
+    _, expected = step(lambda optimizer, params: None)
+    changes = [
+        lambda optimizer, params: setattr(params[0], "grad", torch.ones(6, 4).t()),
+        lambda optimizer, params: optimizer.param_groups[0].update(amsgrad=True),
+    ]
+    for change in changes:
+        used, params = step(change)
+        assert not used
+        for a, b in zip(params, expected, strict=True):
+            torch.testing.assert_close(a, b)
+    used, params = step(lambda optimizer, params: optimizer.param_groups[0].update(maximize=True))
+    assert not used
+    assert (params[0] > expected[0]).all()
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_hooks_of_a_step_are_called_once(kernels):
+    """Though PyTorch's step, which is called where the kernel cannot be, is one that calls them."""
+    params, seen = parameters(torch.float32), []
+    ours(parameters(torch.float32), torch.optim.AdamW)  # PyTorch hooks a class when it is first used
+    optimizer = ours(params)
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    give_gradients(params, 0)
+    with ops.kernels(kernels):
+        optimizer.step()
+    assert seen == ["before", "after"]
+    assert optimizer.has_rounded == (kernels == "auto" and has_kernels)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("elements", [1, 37, 8192, 8193, 40000])
+def test_square_sum(elements, dtype):
+    x = torch.randn(elements, generator=torch.Generator().manual_seed(elements)).to(dtype)
+    assert library.call_compiled("square_sum", x) == pytest.approx(float(x.double().square().sum()), rel=1e-6)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    one = library.call_compiled("square_sum", x)
+    torch.set_num_threads(threads)
+    assert one == library.call_compiled("square_sum", x)
+
+
+def test_norms_of_what_the_kernel_does_not_take():
+    x = nn.Parameter(torch.ones(4, 6))
+    x.grad = torch.arange(24.0).view(6, 4).t()
+    assert not library.suits_optimizer_kernels(x.grad)
+    assert grad_norm([x]) == torch.arange(24.0).norm()
+    for special in (math.inf, math.nan):
+        x.grad = torch.full((4, 6), special)
+        assert not grad_norm([x]).isfinite()
