@@ -33,6 +33,9 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
 }
 WIDE = {"vocab_size": 61}  # no multiple of the ranks, so the shards are padded
+# Above the rounding of gradients, about 1e-9. With AdamW's default, 1e-8, the first step of an element whose gradient
+# is as small follows that rounding, and the second gradient of its whole row follows the step.
+EPSILON = 1e-6
 
 
 def native(folder: Path, mesh: Any) -> Any:
@@ -43,8 +46,8 @@ def native(folder: Path, mesh: Any) -> Any:
 
 def train(run_mesh: Any, folder: Path, size: int, model: Any, **changes: Any) -> Path:
     """The checkpoint of the second step."""
-    data = Pairs(vocab_size=61)
-    on_ranks(run_mesh, folder, tp=size, model=model, data=data, **{"train_steps": 2, "global_batch_size": 4, **changes})
+    settings = {"train_steps": 2, "global_batch_size": 4, "adam_eps": EPSILON, **changes}
+    on_ranks(run_mesh, folder, tp=size, model=model, data=Pairs(vocab_size=61), **settings)
     return RunFolder(folder).checkpoint(2)
 
 
@@ -77,7 +80,8 @@ def adamw(named: dict[str, torch.Tensor], stage: int, rate: float) -> torch.opti
     """Under ZeRO 3, DeepSpeed loads one step count into all groups, which torch then counts up once for each group."""
     groups = [[p for p in named.values() if (p.dim() > 1 or stage == 3) == decayed] for decayed in (True, False)]
     decays = [0.1, 0.0]
-    return torch.optim.AdamW([{"params": g, "weight_decay": d} for g, d in zip(groups, decays, strict=True) if g], rate)
+    groups_of_decay = [{"params": g, "weight_decay": d} for g, d in zip(groups, decays, strict=True) if g]
+    return torch.optim.AdamW(groups_of_decay, rate, eps=EPSILON)
 
 
 def resume_in_deepspeed(folder: Path, family: str, stage: int) -> dict[str, torch.Tensor]:
@@ -133,10 +137,10 @@ def next_weights(family: str, state: dict[str, torch.Tensor], stage: int, rate: 
 
 
 def check_state(name: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Other roundings reach the moments at the size of the gradients; Adam makes them steps where gradients vanish."""
+    """Other roundings reach the moments at the size of the gradients, and the weights divided by EPSILON at most."""
     if name.startswith("exp_avg_sq/"):
         found, wanted = found.sqrt(), wanted.sqrt()
-    least = 1e-3 if name.startswith("fp32/") else 1e-4 * float(wanted.abs().max()) + 1e-8
+    least = 1e-4 if name.startswith("fp32/") else 1e-4 * float(wanted.abs().max()) + 1e-8
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=least, msg=lambda message: f"{name}: {message}")
 
 
@@ -157,15 +161,8 @@ def test_deepspeed_goes_on_where_the_run_was(family, size, replicas, stage, save
     for name, value in loaded.items():
         check_state(name, value, wanted[name])
     weights = next_weights(family, loaded, stage, rate)
-    sizes = {
-        name.partition("/")[2]: float(v.max().sqrt()) for name, v in loaded.items() if name.startswith("exp_avg_sq/")
-    }
     for name, value in after.items():
-        plain = name.partition("/")[2]
-        # The gradient of a bias of keys is zero but for rounding, of which Adam makes steps of any size up to the rate.
-        noise = sizes[plain] < 1e-5 * max(sizes.values())
-        assert noise == plain.endswith(".key.bias")
-        torch.testing.assert_close(value, weights[plain], rtol=1e-5, atol=2 * rate if noise else 1e-6)
+        torch.testing.assert_close(value, weights[name.partition("/")[2]], rtol=1e-5, atol=1e-6)
 
 
 MISTAKES = {

@@ -145,7 +145,7 @@ def test_attention_is_written_out_attention(problem, dtype, rows, variant):
         assert all(error(value, wanted) <= BOUND[dtype] for value, wanted in zip((*values, lse), expected, strict=True))
 
 
-@settings(max_examples=200 if EVERY_CASE else 6, deadline=None)
+@settings(max_examples=80 if EVERY_CASE else 6, deadline=None)  # of about 0.7 s each, in Triton's interpreter
 @given(
     problem=problems(40, 40, sizes=(8, 24, 64, 128)) if EVERY_CASE else problems(20, 34, sizes=(8, 24)),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),

@@ -6,6 +6,7 @@ import time
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -199,12 +200,19 @@ if EVERY_CASE:
 
 @pytest.mark.parametrize(("family", "layout"), BF16)
 def test_bf16(run_mesh, tmp_path, whole, family, layout):
+    """Losses all along; gradient norms where they hang on the layout and not on the roundings of all steps before.
+
+    In one process, other micro-batches move T5's norm at step 20, where its curve turns, by 12 %, and fp32 by 14 %. At
+    step 1 the weights are equal still, and the norm differs by less than one rounding to bf16, 2**-8. Half of the steps
+    differ by less than 0.6 % in every family and layout.
+    """
     _, expected, norms, _ = whole(family, precision="bf16")
     for steps, _ in on_ranks(run_mesh, tmp_path, **settings(family, *layout, precision="bf16")):
-        assert losses(steps) == pytest.approx(expected, rel=2e-2)
-        # Rounding moves the norm of a single step further than its loss.
-        found = [step["grad_norm"] for step in steps]
-        assert found == pytest.approx(norms, rel=2e-2 if family == "gpt2" else 0.1)
+        assert losses(steps) == pytest.approx(expected, rel=1e-2)
+        deviations = [abs(step["grad_norm"] / norm - 1) for step, norm in zip(steps, norms, strict=True)]
+        assert deviations[0] < 2**-7
+        assert max(deviations[:8]) < 0.1
+        assert median(deviations) < 1e-2
 
 
 @pytest.mark.parametrize("changes", every_day([{"precision": "bf16"}], more=[{}]))

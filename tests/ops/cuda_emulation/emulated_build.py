@@ -96,11 +96,15 @@ def make(job: tuple[Path, list[str]]) -> None:
         part.replace(target)
 
 
-def build(folder: Path, *, sanitize: bool = False, changed: dict[str, str] | None = None) -> Path:
+def build(
+    folder: Path, *, sanitize: bool = False, changed: dict[str, str] | None = None, only: str | None = None
+) -> Path:
     """Returns the library below `folder`, built if what it is made of has changed.
 
     Args:
         changed: Texts that replace files of csrc/cuda, by name.
+        only: The source that sees them; the others stay as they are. It is linked first, so that of the templates that
+            several sources instantiate, the changed ones are taken.
 
     Raises:
         build.CannotBuild: There is no C++ compiler.
@@ -108,6 +112,9 @@ def build(folder: Path, *, sanitize: bool = False, changed: dict[str, str] | Non
     """
     flags = SANITIZERS if sanitize else ()
     parts = jobs(folder.resolve(), changed or {}, flags)
+    if only is not None:
+        seen = [job for job in parts if job[0].name == f"{only}.o"]
+        parts = seen + [job for job in jobs(folder.resolve(), {}, flags) if job[0].name != f"{only}.o"]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(make, parts))
     objects = [str(target) for target, _ in parts]

@@ -1,6 +1,6 @@
 """Checks that the emulated CUDA kernels fail their cases when a kernel is broken: one small change at a time.
 
-    python tests/ops/cuda_emulation/mutants.py FOLDER [NAME...]
+    python tests/ops/cuda_emulation/mutants.py FOLDER [NAME... | PART/PARTS]
 
 Builds each mutant below FOLDER, and runs the cases that reach the change in a process of its own, in several orders of
 threads, until one fails. Prints a line per mutant. Exits with 1 if the unchanged kernels fail or a mutant survives.
@@ -9,6 +9,7 @@ threads, until one fails. Prints a line per mutant. Exits with 1 if the unchange
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 import traceback
@@ -155,6 +156,9 @@ MUTANTS = {
     "writer of the target": ("cross_entropy.cu", "target / N % kThreads", "target % kThreads", "cross_entropy"),
     "share of the target": ("cross_entropy.cu", "is_mine ? widen(x[target])", "is_mine ? C(0)", "cross_entropy"),
 }
+# What a mutant of a header is compiled into: the source of the cases that reach it, by how their names end.
+SOURCES = {"norm": "norm.cu", "rms": "norm.cu", "softmax": "softmax.cu"}
+SOURCES |= {"gelu": "activation.cu", "swiglu": "activation.cu", "dropout": "dropout.cu"}
 ORDERS = ("forward", "reversed", "5")
 # short rows, whole vectors, several warps, and rows too long for registers, for scalars and for vectors
 SIZES = ((5, 37), (3, 64), (2, 520), (2, 2057), (1, 16400))
@@ -267,16 +271,24 @@ def fails(built: Path, prefix: str, order: str) -> str | None:
     return next((line for line in lines if "runtime error" in line), lines[-1]) if code else None
 
 
+def source_of(prefix: str) -> str:
+    """Returns the source whose kernels the cases call whose names begin with `prefix`."""
+    return next(source for end, source in SOURCES.items() if prefix.endswith(end))
+
+
 def main(folder: Path, names: list[str]) -> int:
     """Returns the exit code: 1 if a mutant survives or the unchanged kernels fail."""
     torch.set_num_threads(1)  # processes with OpenMP's threads cannot fork
     bad = 0
+    if names and (share := re.fullmatch(r"(\d+)/(\d+)", names[0])):
+        names = ["", *MUTANTS][int(share[1]) :: int(share[2])]
     for name in names or ["", *MUTANTS]:
         file, old, new, prefix = MUTANTS[name] if name else ("norm.cu", "#include", "#include", "")
         text = (emulated_build.CSRC / "cuda" / file).read_text()
         if old not in text:
             raise ValueError(f"{file} has no {old!r} any more; change the mutant {name!r}")
-        built = emulated_build.build(folder, changed={file: text.replace(old, new)})
+        only = source_of(prefix) if name and file.endswith(".cuh") else None
+        built = emulated_build.build(folder, changed={file: text.replace(old, new)}, only=only)
         found = next(((order, line) for order in ORDERS if (line := fails(built, prefix, order))), None)
         bad += (found is not None) != bool(name)
         told = (
