@@ -162,6 +162,16 @@ def test_square_sum(elements, dtype):
     assert one == library.call_compiled("square_sum", x)
 
 
+def test_parameters_elsewhere_take_pytorchs_step():
+    """As on a GPU, which the meta device stands for; PyTorch has no fused step there, but is asked for it."""
+    parameter = nn.Parameter(torch.ones(3, device="meta"))
+    parameter.grad = torch.ones(3, device="meta")
+    optimizer = ours([parameter])
+    with pytest.raises(RuntimeError, match="fused=True"):
+        optimizer.step()
+    assert not optimizer.has_rounded
+
+
 def test_norms_of_what_the_kernel_does_not_take():
     x = nn.Parameter(torch.ones(4, 6))
     x.grad = torch.arange(24.0).view(6, 4).t()

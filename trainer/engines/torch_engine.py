@@ -197,7 +197,8 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         factor, self.grad_factor = self.grad_factor, None
-        updates = self._updates() if closure is None and getattr(self, "grad_scale", None) is None else None
+        plain = closure is None and getattr(self, "grad_scale", None) is None  # GradScaler's, of scaled gradients
+        updates = self._updates() if plain else None
         self.has_rounded = updates is not None
         if updates is None:
             if factor is not None:
@@ -216,16 +217,16 @@ class AdamW(torch.optim.AdamW):
         return None
 
     def _updates(self) -> list[tuple[dict[str, Any], tuple[Tensor, ...], Tensor]] | None:
-        """Returns of each parameter: its group, (itself, gradient, states), and its steps; None if the kernel does not
-        take one of them."""
-        updates = []
-        for group in self.param_groups:
+        """Returns each parameter's group, (itself, gradient, states), steps; None if the kernel does not take one."""
+        updates, groups = [], self.param_groups
+        if any(g["amsgrad"] or g["maximize"] or not all(p.is_cpu for p in g["params"]) for g in groups):
+            return None
+        for group in groups:
             lists: list[list[Tensor]] = [[] for _ in range(6)]
             self._init_group(group, *lists)  # pyright: ignore[reportCallIssue]
             *tensors, _, steps = lists
             updates += [(group, *update) for update in zip(zip(*tensors, strict=True), steps, strict=True)]
-        others = any(group["amsgrad"] or group["maximize"] for group in self.param_groups)
-        return None if others or not all(suits_optimizer_kernels(*tensors) for _, tensors, _ in updates) else updates
+        return updates if all(suits_optimizer_kernels(*tensors) for _, tensors, _ in updates) else None
 
 
 def clip(
