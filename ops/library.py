@@ -277,14 +277,10 @@ def in_inference_mode() -> bool:
     return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
 
 
-def may_decode(*arguments: torch.Tensor | None) -> bool:
+def may_decode(first: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Returns whether the operators of a decoding step (csrc/binding/decoding.h) may compute a call."""
-    return (
-        in_inference_mode()
-        and can_bypass_dispatcher(*arguments)
-        and not torch.is_autocast_enabled("cpu")
-        and choose_variant("cpu") == "cpp"
-    )
+    eager = first.is_cpu and in_inference_mode() and not torch.is_autocast_enabled("cpu")
+    return eager and can_bypass_dispatcher(first, *others) and choose_variant("cpu") == "cpp"
 
 
 def suits_optimizer_kernels(*tensors: torch.Tensor) -> bool:

@@ -7,6 +7,7 @@ held against fp64 elsewhere, so here they must give the same bits.
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -140,3 +141,11 @@ def test_attention_that_others_compute():
             assert attend() is None
         with torch.autocast("cpu", torch.bfloat16):
             assert attend() is None
+
+
+def test_nothing_of_a_gpu_decodes_here():
+    """A stand-in for a CUDA tensor, for which the operators have no kernels."""
+    here, there = (SimpleNamespace(is_cpu=cpu, is_cuda=not cpu) for cpu in (True, False))
+    with torch.inference_mode():
+        assert library.may_decode(here)
+        assert not library.may_decode(there)
