@@ -519,7 +519,8 @@ class _Norm(nn.Module):
         split = self.sequence_parallel and self.mesh is not None and self.mesh.tp_size > 1
         forked = return_residual and residual is None
         # A compiler fuses the sum of the two gradients itself, and cannot trace an output that is the input.
-        by_hand = forked and not torch.compiler.is_compiling() and torch.is_grad_enabled()
+        compiling = torch.compiler.is_compiling()
+        by_hand = forked and not compiling and torch.is_grad_enabled()
         if split or by_hand:
             group = self.mesh.tp_group if split and self.mesh is not None else None
             output, h = _NormWithResidual.apply(
@@ -527,7 +528,7 @@ class _Norm(nn.Module):
             )
         else:
             arguments, output, h = (tensor, residual, *self.affine()), None, None
-            if torch.is_inference_mode_enabled() and may_decode(*arguments):
+            if not compiling and torch.is_inference_mode_enabled() and may_decode(*arguments):
                 given, centered = (*arguments, None)[:4], self.operator == "layer_norm"
                 output, h = library.call_compiled("norm_of_few_rows", *given, self.eps, centered)
             if output is None:

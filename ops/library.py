@@ -279,7 +279,7 @@ def in_inference_mode() -> bool:
 
 def may_decode(first: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Returns whether the operators of a decoding step (csrc/binding/decoding.h) may compute a call."""
-    eager = first.is_cpu and in_inference_mode() and not torch.is_autocast_enabled("cpu")
+    eager = in_inference_mode() and first.is_cpu and not torch.is_autocast_enabled("cpu")
     return eager and can_bypass_dispatcher(first, *others) and choose_variant("cpu") == "cpp"
 
 

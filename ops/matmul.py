@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from . import library
-from .library import POOLED, can_bypass_dispatcher, empty_pooled, flop_counters, may_decode, needs_gradient
+from .library import POOLED, can_bypass_dispatcher, empty_pooled, flop_counters, in_inference_mode, needs_gradient
 
 MIN_ONEDNN_SIZE = 1 << 27  # multiplications; for fewer, preparing oneDNN for a new size costs as much as it saves
 # The most rows of a linear layer for our kernel; with more, BLAS is as fast or faster. Where our kernel multiplies bf16
@@ -53,7 +53,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if not x.is_cpu:
         return F.linear(x, weight, bias)
-    if torch.is_inference_mode_enabled() and (y := _few_rows(x, weight, bias)) is not None:
+    if in_inference_mode() and (y := _few_rows(x, weight, bias)) is not None:
         return y
     if not needs_gradient(x, weight, bias):
         return _cpu_linear(x, weight, bias)
@@ -247,7 +247,6 @@ def _max_gemv_rows(dtype: torch.dtype) -> int:
 
 def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """Returns `F.linear`, or None if the kernel for few rows cannot or should not compute it."""
-    most = _max_gemv_rows(x.dtype)
-    if not (most and may_decode(x, weight, bias)):
-        return None
-    return library.call_compiled("linear_of_few_rows", x, weight, bias, most)
+    may = library.may_decode(x, weight, bias) and weight.layout is torch.strided
+    most_rows = _max_gemv_rows(x.dtype) if may else 0
+    return library.call_compiled("linear_of_few_rows", x, weight, bias, most_rows) if most_rows else None

@@ -21,6 +21,11 @@ Tensor empty(Sizes size, const Tensor& like) {
   return Tensor(made);
 }
 
+bool has_kernels(ScalarType dtype) {
+  return dtype == ScalarType::Float || dtype == ScalarType::BFloat16 || dtype == ScalarType::Half ||
+         dtype == ScalarType::Double;
+}
+
 // Whether kernels of `like` can read a dense tensor of `elements` elements. None always fits.
 bool fits(const OptionalTensor& tensor, const Tensor& like, int64_t elements) {
   return !tensor || (tensor->is_cpu() && tensor->scalar_type() == like.scalar_type() && tensor->numel() == elements &&
@@ -55,7 +60,8 @@ OptionalTensor linear_of_few_rows(const Tensor& x, const Tensor& weight, const O
   const int64_t elements = x.numel(), columns = x.dim() == 0 ? 0 : columns_of(x);
   if (elements == 0 || elements > most_rows * columns || weight.dim() != 2 || weight.size(1) != columns) return {};
   const int64_t features = weight.size(0), rows = elements / columns;
-  if (!fits(weight, x, features * columns) || !fits(bias, x, features)) return {};
+  if (!has_kernels(x.scalar_type()) || !fits(weight, x, features * columns) || !fits(bias, x, features)) return {};
+  if (bias && bias->dim() != 1) return {};
   const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);
   std::vector<int64_t> size(x.sizes().begin(), x.sizes().end());
   size.back() = features;
@@ -69,7 +75,8 @@ std::tuple<OptionalTensor, OptionalTensor> norm_of_few_rows(const Tensor& x, con
                                                             const Tensor& weight, const OptionalTensor& bias, double eps,
                                                             bool centered) {
   const int64_t elements = x.numel();
-  if (elements == 0 || elements > kFewElements || !fits(x, x, elements) || !fits(residual, x, elements)) return {};
+  if (elements == 0 || elements > kFewElements || !has_kernels(x.scalar_type())) return {};
+  if (!fits(x, x, elements) || !fits(residual, x, elements)) return {};
   const int64_t columns = columns_of(x), rows = elements / columns;
   if (!fits(weight, x, columns) || !fits(bias, x, columns)) return {};
   const Tensor y = empty(x.sizes(), x);
@@ -91,7 +98,8 @@ OptionalTensor attention_of_few_queries(const Tensor& q, const Tensor& k, const 
   a.key_value_heads = k.size(1), a.keys = k.size(2), a.causal = causal, a.scale = scale;
   const bool fit = a.queries <= kFewQueries && a.heads % a.key_value_heads == 0 && k.size(0) == a.batch &&
                    k.size(3) == a.size && k.sizes() == v.sizes() && q.scalar_type() == k.scalar_type() &&
-                   q.scalar_type() == v.scalar_type() && q.scalar_type() != ScalarType::Double;
+                   q.scalar_type() == v.scalar_type() && has_kernels(q.scalar_type()) &&
+                   q.scalar_type() != ScalarType::Double;
   if (!fit || !has_rows(q, a.q_stride) || !has_rows(k, a.k_stride) || !has_rows(v, a.v_stride)) return {};
   if (!takes_mask(a, q, mask)) return {};
   const std::array<int64_t, 4> size = {a.batch, a.queries, a.heads, a.size};

@@ -23,6 +23,7 @@ void adamw(const Tensor& param, const Tensor& grad, const Tensor& exp_avg, const
   for (const Tensor& other : {grad, exp_avg, exp_avg_sq}) {
     STD_TORCH_CHECK(other.scalar_type() == param.scalar_type(), "a state or gradient has another dtype than its parameter");
   }
+  STD_TORCH_CHECK(!rounded || rounded->is_contiguous(), "the rounded parameter is not contiguous");
   const bool half = rounded && rounded->scalar_type() == ScalarType::Half;
   STD_TORCH_CHECK(!rounded || half || rounded->scalar_type() == ScalarType::BFloat16, "only bf16 and fp16 are rounded to");
   const AdamW a = {output(param), input(grad), output(exp_avg), output(exp_avg_sq), rounded ? output(*rounded) : nullptr,

@@ -93,10 +93,10 @@ INLINE V reciprocal(V x) {
 template <class T, bool kNegative = false>
 class ShiftedExp {
  public:
-  explicit ShiftedExp(Compute<T> shift) : shift_(kShort<T> ? -kLog2E * shift : shift) {}
+  explicit ShiftedExp(Compute<T> shift) : shift_(shift) {}
   LAMBDA VectorOf<T> at(VectorOf<T> x) const {
 #if defined(__AVX512F__)
-    if constexpr (kShort<T>) return short_exp2(kLog2E * x + shift_);
+    if constexpr (kShort<T>) return short_exp2(kLog2E * (x - shift_));  // the difference is exact where it matters
 #endif
     return exp<kNegative>(x - shift_);
   }

@@ -390,7 +390,7 @@ class CoreAttention(nn.Module):
         if position_bias is not None and visible.mask is None and not visible.causal and in_inference_mode():
             visible, position_bias = Visible(position_bias), None  # without gradients, it can be a mask to add
         if position_bias is None and not self.dropout.drops and not eager_beats_sdpa(q, k):
-            few = torch.is_inference_mode_enabled() and few_queries_attention(q, k, v, *visible, scale=self.scale)
+            few = in_inference_mode() and few_queries_attention(q, k, v, *visible, scale=self.scale)
             if isinstance(few, Tensor):
                 return few
             causal = visible.mask is None and visible.prefix is None and visible.causal and q.shape[2] == k.shape[2]

@@ -6,15 +6,19 @@ held against fp64 elsewhere, so here they must give the same bits.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardzoo import mpu, ops
+from shardzoo.models.common.parallel_config import ParallelConfig
+from shardzoo.models.common.transformer import CoreAttention
 from shardzoo.ops import library
 
 pytestmark = pytest.mark.skipif(library.unavailable("cpp", "cpu") is not None, reason="no compiled kernels")
@@ -149,3 +153,32 @@ def test_nothing_of_a_gpu_decodes_here():
     with torch.inference_mode():
         assert library.may_decode(here)
         assert not library.may_decode(there)
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("kind", ["linear", "LayerNorm", "RMSNorm", "attention"])
+def test_a_compiler_traces_the_layers(kind, mode):
+    """As one graph, which must not ask what only an eager call can."""
+    attend = CoreAttention(2, 2, scale=0.5, dropout=0.0, mesh=None, parallel_config=ParallelConfig())
+    functions = {
+        "linear": lambda x: ops.linear(x, torch.ones(3, 8)),
+        "attention": lambda x: attend(x[None], x[None], x[None], None, None, True),
+    }
+    function = functions.get(kind) or norm_of(kind, 8, torch.float32)
+    x = torch.randn(2, 5, 8)
+    with mode():
+        compiled = torch.compile(function, backend="eager", fullgraph=True)(x)
+        torch.testing.assert_close(compiled, function(x))
+
+
+def test_linear_that_others_compute(results):
+    x, weight = torch.randn(2, 4, 8)
+    with torch.inference_mode():
+        column = torch.randn(4, 1)
+        assert torch.equal(ops.linear(x, weight, column), F.linear(x, weight, column))
+        with pytest.raises(RuntimeError):
+            ops.linear(x, weight, torch.randn(2, 2))
+        torch.testing.assert_close(ops.linear(x, weight.to_sparse()), F.linear(x, weight))
+        assert ops.linear(x.int(), weight.int()).dtype == torch.int32
+        ops.linear(x, weight)
+    assert results("linear_of_few_rows") == 1

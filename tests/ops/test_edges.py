@@ -115,6 +115,23 @@ def test_rows_that_see_nothing_are_zero(variant, dtype):
     torch.testing.assert_close(tall[:, :, 15:].sum(-1).float(), torch.ones(2, 2, 4), rtol=2**-7, atol=0)
 
 
+@pytest.mark.parametrize("hidden", [-1e4, -1e10, -1e15, "least"])
+def test_large_numbers_hide(variant, dtype, hidden):
+    """A mask of numbers on every key, and a vocabulary that begins with thousands of hidden words."""
+    least = max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
+    hidden = least if hidden == "least" else max(hidden, least)
+    logits = torch.linspace(-1, 1, 3000).repeat(2, 1).to(dtype)
+    logits[:, :2100] = hidden
+    target = torch.tensor([2999, 2500])
+    with ops.kernels(variant):
+        mask = torch.full((1, 1, 1, 8), hidden).to(dtype)
+        probs = ops.masked_softmax(torch.zeros(1, 1, 2, 8, dtype=dtype), mask)
+        torch.testing.assert_close(probs, torch.full_like(probs, 1 / 8))
+        losses = ops.token_cross_entropy(logits, target, num_classes=3000)
+    expected = torch.nn.functional.cross_entropy(logits.double(), target, reduction="none")
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_masked_nan_is_not_seen(variant):
     scores = torch.zeros(1, 1, 3, 3)
     scores[0, 0, 0, 2] = NAN

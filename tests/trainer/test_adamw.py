@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 
 import pytest
@@ -12,6 +13,9 @@ from torch import nn
 from shardzoo import ops
 from shardzoo.mpu import grad_norm
 from shardzoo.ops import library
+from shardzoo.trainer import TrainingArguments
+from shardzoo.trainer.engines import torch_engine
+from shardzoo.trainer.engines.deepspeed_config import deepspeed_config
 from shardzoo.trainer.engines.torch_engine import AdamW, clip
 
 has_kernels = library.unavailable("cpp", "cpu") is None
@@ -66,6 +70,33 @@ def test_the_step_rounds(short):
         assert torch.equal(master.to(short), value)
 
 
+def test_scattered_parameters_are_rounded():
+    """Those that lie in a larger tensor, of which the rest must not change."""
+    whole = torch.ones(4, 8, dtype=torch.bfloat16)
+    parameter = nn.Parameter(whole[:, :4])
+    model = nn.Module()
+    model.weight = parameter
+    optimizer = torch_engine.AdamW([parameter], lr=1.0, weight_decay=0.0, fused=True)
+    engine = torch_engine.TorchEngine(model, optimizer, TrainingArguments(precision="bf16", save_optim=False))
+    engine.backward((model.weight.float() * 2).sum())
+    engine.step()
+    assert whole[:, :4].abs().max() < 1e-6
+    assert torch.equal(whole[:, 4:], torch.ones(4, 4))
+
+
+def test_a_graph_of_the_old_weights_is_refused():
+    parameter = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    model = nn.Module()
+    model.weight = parameter
+    optimizer = ours([parameter])
+    engine = torch_engine.TorchEngine(model, optimizer, TrainingArguments(precision="bf16", save_optim=False))
+    loss = (model.weight * model.weight).sum()
+    engine.backward(model.weight.sum())
+    engine.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 @needs_kernels
 def test_the_kernel_is_used_once_for_a_parameter_and_leaves_gradients(monkeypatch):
     params, calls, call = parameters(torch.float32), [], library.call_compiled
@@ -114,6 +145,7 @@ def test_other_layouts_and_options_take_pytorchs_step():
         for p in params:
             p.grad = torch.ones_like(p)
         change(optimizer, params)
+        optimizer.rounded = {params[1]: torch.zeros(5, dtype=torch.bfloat16)}
         clip(params, 0.1, optimizer)
         optimizer.step()
         return optimizer.has_rounded, params
@@ -140,6 +172,7 @@ def test_hooks_of_a_step_are_called_once(kernels):
     params, seen = parameters(torch.float32), []
     ours(parameters(torch.float32), torch.optim.AdamW)  # PyTorch hooks a class when it is first used
     optimizer = ours(params)
+    optimizer.rounded = {params[0]: torch.zeros(1, dtype=torch.bfloat16)}
     optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
     optimizer.register_step_post_hook(lambda *_: seen.append("after"))
     give_gradients(params, 0)
@@ -180,3 +213,11 @@ def test_norms_of_what_the_kernel_does_not_take():
     for special in (math.inf, math.nan):
         x.grad = torch.full((4, 6), special)
         assert not grad_norm([x]).isfinite()
+
+
+@pytest.mark.parametrize(("file", "expected"), [({}, 0.0), ({"torch_autocast": {"enabled": True}}, 0.5)], ids=str)
+def test_deepspeed_clips_only_gradients_that_it_scales(tmp_path, file, expected):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(file))
+    arguments = TrainingArguments(env_type="deepspeed", zero_stage=0, clip_grad=0.5, deepspeed_config=str(path))
+    assert deepspeed_config(arguments, 1, 10)["gradient_clipping"] == expected

@@ -38,10 +38,10 @@ def deepspeed_config(arguments: TrainingArguments, data_parallel_size: int, trai
         decided["data_types"] = {"grad_accum_dtype": "fp32"}
     config = _merge(decided, translated(read_deepspeed_file(arguments.deepspeed_config)).others)
     config.setdefault("steps_per_print", 2**31)  # the trainer shows its own progress
-    if not stage:
+    if not stage and not config.get("torch_autocast", {}).get("enabled"):  # with which DeepSpeed may scale gradients
         # The engine clips: DeepSpeed returns no norm, and counts what several pipeline stages hold several times.
         config["gradient_clipping"] = 0.0
-    else:
+    if stage:
         _set_buckets(config, arguments, data_parallel_size, trained)
     return config
 

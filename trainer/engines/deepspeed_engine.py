@@ -53,7 +53,6 @@ class DeepSpeedEngine:
         self._replicas, self._mesh = ranks.dp_size, ranks.mesh
         self._rank = ranks.dp_rank
         self._zero, self._saves = zero_stage(arguments), arguments.save_optim
-        self._clip_grad = arguments.clip_grad
         self._keeps_master_weights = arguments.precision != "fp32"
         self._needs_whole = isinstance(optimizer, WholeMatrixOptimizer)
         self._states = (
@@ -95,6 +94,7 @@ class DeepSpeedEngine:
         """Returns DeepSpeed's engine, and sets `model`, which runs the forward passes."""
         mpu = ranks.mesh if arguments.env_type == "deepspeed+mpu" else None
         config = deepspeed_config(arguments, ranks.dp_size, sum(parameter.numel() for parameter in self._owners))
+        self._clip_grad = 0.0 if config["gradient_clipping"] else arguments.clip_grad
         overlaps = self._zero in (1, 2) and config["zero_optimization"].get("overlap_comm", False)
         with _bucketing_optimizer() if overlaps else nullcontext():
             self.model = deepspeed.initialize(model=model, optimizer=self.optimizer, config=config, mpu=mpu)[0]

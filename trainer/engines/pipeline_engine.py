@@ -54,6 +54,7 @@ class PipelineEngine(DeepSpeedEngine):
         assert ranks.mesh is not None
         mesh, self.model = ranks.mesh, model
         config = deepspeed_config(arguments, ranks.dp_size, sum(parameter.numel() for parameter in self._owners))
+        self._clip_grad = 0.0 if config["gradient_clipping"] else arguments.clip_grad
         # Tensor-parallel ranks would split hidden states between them, as whole tensors of one shape.
         config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
         self._layer = _StageLayer(self._pipeline, ranks.dp_size * config["gradient_accumulation_steps"])

@@ -27,7 +27,8 @@ class TorchEngine:
         names = {parameter: name for name, parameter in model.named_parameters()}
         self._masters = MasterWeights(optimizer)
         if isinstance(optimizer, AdamW):
-            optimizer.rounded = {master: parameter for parameter, master in self._masters.pairs}
+            dense = all(parameter.is_contiguous() for parameter, _ in self._masters.pairs)
+            optimizer.rounded = {master: parameter for parameter, master in self._masters.pairs if dense}
         self._master_names = {master: names[parameter] for parameter, master in self._masters.pairs}
         updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._owners = {p: self._master_names.get(p) or names[p] for p in updated}
@@ -182,7 +183,7 @@ def _widened(value: Any) -> Any:
 class AdamW(torch.optim.AdamW):
     """`torch.optim.AdamW(fused=True)`, with the same states, that can scale gradients and round parameters as it steps.
 
-    Elsewhere than on a CPU with our kernels, PyTorch's own step runs.
+    The gradients themselves stay as they are. Elsewhere than on a CPU with our kernels, PyTorch's own step runs.
 
     Attributes:
         grad_factor: fp32 [], multiplies the gradients of the next step, to clip them; None for 1.
@@ -199,7 +200,7 @@ class AdamW(torch.optim.AdamW):
         factor, self.grad_factor = self.grad_factor, None
         plain = closure is None and getattr(self, "grad_scale", None) is None  # GradScaler's, of scaled gradients
         updates = self._updates() if plain else None
-        self.has_rounded = updates is not None
+        self.has_rounded = updates is not None and bool(self.rounded)
         if updates is None:
             if factor is not None:
                 grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -214,6 +215,7 @@ class AdamW(torch.optim.AdamW):
             step += 1
             numbers = (scale, group["lr"], *group["betas"], group["eps"], group["weight_decay"], step)
             call_compiled("adamw", *tensors, self.rounded.get(tensors[0]), *map(float, numbers))
+        torch.autograd.graph.increment_version(list(self.rounded.values()))  # for those who saved them for a gradient
         return None
 
     def _updates(self) -> list[tuple[dict[str, Any], tuple[Tensor, ...], Tensor]] | None:
