@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import math
 
 import pytest
 import torch
+from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
 from torch import nn
 
 from shardzoo import ops
@@ -221,3 +223,8 @@ def test_deepspeed_clips_only_gradients_that_it_scales(tmp_path, file, expected)
     path.write_text(json.dumps(file))
     arguments = TrainingArguments(env_type="deepspeed", zero_stage=0, clip_grad=0.5, deepspeed_config=str(path))
     assert deepspeed_config(arguments, 1, 10)["gradient_clipping"] == expected
+
+
+def test_zero_does_not_warn_of_it():
+    importlib.import_module("shardzoo.trainer.engines.deepspeed_engine")
+    assert is_zero_supported_optimizer(ours(parameters(torch.float32)))

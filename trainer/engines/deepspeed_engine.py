@@ -12,6 +12,7 @@ import torch.distributed as dist
 from deepspeed.runtime import compiler
 from deepspeed.runtime.constants import BFLOAT16
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from deepspeed.utils import (
     groups,
     safe_get_local_fp32_param,
@@ -33,8 +34,10 @@ from .deepspeed_config import deepspeed_config, zero_stage
 from .engine import Forward, StepOutcome
 from .optimizers import ELEMENT_STATES
 from .state import load_state_tensors, model_tensors, persistent_buffers, state_tensors
-from .torch_engine import clip
+from .torch_engine import AdamW, clip
 from .whole_matrix import WholeMatrixOptimizer
+
+ZERO_SUPPORTED_OPTIMIZERS.append(AdamW)  # like the class that it extends; ZeRO warns of others
 
 
 class DeepSpeedEngine:

@@ -26,9 +26,8 @@ class TorchEngine:
         self.applied_steps = 0
         names = {parameter: name for name, parameter in model.named_parameters()}
         self._masters = MasterWeights(optimizer)
-        if isinstance(optimizer, AdamW):
-            dense = all(parameter.is_contiguous() for parameter, _ in self._masters.pairs)
-            optimizer.rounded = {master: parameter for parameter, master in self._masters.pairs if dense}
+        if isinstance(optimizer, AdamW) and all(parameter.is_contiguous() for parameter, _ in self._masters.pairs):
+            optimizer.rounded = {master: parameter for parameter, master in self._masters.pairs}
         self._master_names = {master: names[parameter] for parameter, master in self._masters.pairs}
         updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._owners = {p: self._master_names.get(p) or names[p] for p in updated}
@@ -63,8 +62,7 @@ class TorchEngine:
     def step(self, hold: Tensor | None = None) -> StepOutcome:
         if self._scaler:
             self._scaler.unscale_(self.optimizer)
-        parameters = list(self._owners)
-        norm = clip(parameters, self._clip_grad, self.optimizer)
+        norm = clip(list(self._owners), self._clip_grad, self.optimizer)
         applied = True
         if hold is not None:
             vars(self.optimizer)["found_inf"] = ((hold != 0) | ~norm.isfinite()).float()
