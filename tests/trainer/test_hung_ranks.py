@@ -204,7 +204,7 @@ def test_a_rank_that_fails_twice_is_left_out(tmp_path, monkeypatch, capfd, devic
     script.write_text("""
 import os, signal, sys
 rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
-os.write(1, f"{rank} {size} {os.environ.get('CUDA_VISIBLE_DEVICES')}\\n".encode())  # at once: the other rank writes, too
+os.write(1, f"{rank} {size} {os.environ.get('CUDA_VISIBLE_DEVICES')}\\n".encode())  # in one piece
 if size == "3" and rank == "1" or size == "2" and not os.path.exists("once"):
     open("once", "w")
     os.kill(os.getpid(), signal.SIGKILL)
