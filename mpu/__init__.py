@@ -33,10 +33,9 @@ __all__ = [
     "ColumnParallelLinear", "Dropout", "LayerNorm", "ParallelMesh", "RMSNorm", "RowParallelLinear", "Shard",
     "VocabParallelEmbedding", "VocabParallelHead", "any_rank", "assign_dropout_sites", "borrow_once",
     "broadcast_from_stage", "checkpoint", "clip_factor", "clip_grad_norm_", "column_parallel", "copy_to_tp", "divide",
-    "dropout_state",
-    "gather_from_tp", "gather_sequence", "grad_norm", "head_losses", "initialize", "materialize", "receive_from_stage",
-    "reduce_from_tp", "reduce_scatter_sequence", "scaled_masked_softmax", "scatter_sequence", "scatter_to_tp",
-    "send_to_stage", "set_reduction", "tp_rank", "tp_size", "use_symmetric_memory", "validate_layout",
+    "dropout_state", "gather_from_tp", "gather_sequence", "grad_norm", "head_losses", "initialize", "materialize",
+    "receive_from_stage", "reduce_from_tp", "reduce_scatter_sequence", "scaled_masked_softmax", "scatter_sequence",
+    "scatter_to_tp", "send_to_stage", "set_reduction", "tp_rank", "tp_size", "use_symmetric_memory", "validate_layout",
     "vocab_parallel_cross_entropy",
 ]
 # fmt: on

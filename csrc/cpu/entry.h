@@ -68,7 +68,7 @@ INLINE T* at(void* base, int64_t offset) {
   return base == nullptr ? nullptr : static_cast<T*>(base) + offset;
 }
 
-// The first row and one past the last of a chunk.
+// The first row and one past the last of a chunk, or of any other block.
 INLINE int64_t first_row(int64_t chunk, int64_t chunk_rows) { return chunk * chunk_rows; }
 INLINE int64_t end_row(int64_t chunk, int64_t chunk_rows, int64_t rows) {
   const int64_t end = (chunk + 1) * chunk_rows;

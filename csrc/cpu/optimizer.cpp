@@ -9,10 +9,10 @@ void square_sums(const SquareSums& a, int64_t begin, int64_t end) {
   using C = Compute<T>;
   using V = VectorOf<T>;
   for (int64_t block = begin; block < end; ++block) {
-    const int64_t first = block * kOptimizerBlock, rest = a.elements - first;
+    const int64_t first = first_row(block, kOptimizerBlock), end = end_row(block, kOptimizerBlock, a.elements);
     const T* x = at<T>(a.x, first);
     Sum<T> sum;
-    for_vectors_in_turns<T>(rest < kOptimizerBlock ? rest : kOptimizerBlock, [&](int64_t i, auto part, int turn) LAMBDA {
+    for_vectors_in_turns<T>(end - first, [&](int64_t i, auto part, int turn) LAMBDA {
       const V value = load(x + i, part);
       sum.parts[turn] += value * value;
     });
@@ -49,12 +49,11 @@ INLINE void adamw_block(const AdamW& a, int64_t first, int64_t count) {
 template <class T>
 void adamw(const AdamW& a, int64_t begin, int64_t end) {
   for (int64_t block = begin; block < end; ++block) {
-    const int64_t first = block * kOptimizerBlock, rest = a.elements - first;
-    const int64_t count = rest < kOptimizerBlock ? rest : kOptimizerBlock;
+    const int64_t first = first_row(block, kOptimizerBlock), end = end_row(block, kOptimizerBlock, a.elements);
     if (a.rounds_to_half) {
-      adamw_block<T, Half>(a, first, count);
+      adamw_block<T, Half>(a, first, end - first);
     } else {
-      adamw_block<T, BFloat16>(a, first, count);
+      adamw_block<T, BFloat16>(a, first, end - first);
     }
   }
 }
