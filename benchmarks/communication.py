@@ -5,7 +5,7 @@
 The first table has each collective of `shardzoo.mpu.collectives` over ranks on this machine, by size, in turns. Every
 result is compared with the exact one first. `--steps` times training steps of a T5 and a BERT in one process with two
 threads, and over two ranks with one thread each, through shared memory, through gloo, and with DeepSpeed's AutoTP over
-transformers' model; their losses must agree.
+transformers' model, eager and SDPA; their losses must agree.
 `--kills` kills a rank in the middle of collectives that many times: the other must end by itself, and nothing may stay
 in /dev/shm.
 """
@@ -39,6 +39,7 @@ from rich.table import Table
 import shardzoo
 from shardzoo.models import find_config
 from shardzoo.mpu import ParallelMesh, collectives, dropout_state, shared_memory
+from shardzoo.trainer.engines.torch_engine import AdamW
 
 SIZES = [4, 1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 23, 1 << 26]  # bytes of a rank's tensor
 KINDS: dict[str, Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]] = {
@@ -109,7 +110,6 @@ class Route:
 
 
 ROUTES = ("gloo", "shared memory")
-VARIANTS = ("one process", "TP=2, gloo", "TP=2, shared memory", "TP=2, DeepSpeed's AutoTP")
 Step = Callable[[], float]
 
 
@@ -158,23 +158,33 @@ def check(kind: str, own: torch.Tensor, result: torch.Tensor, mesh: ParallelMesh
 
 
 def measure_steps(mesh: ParallelMesh, rounds: int) -> None:
-    table = Table(title="a training step, fp32, fused AdamW, no dropout: median seconds", title_justify="left")
-    for column in ("model", *VARIANTS):
-        table.add_column(column, justify="left" if column == "model" else "right")
-    for title, (preset, changes, *shape) in MODELS.items():
-        seconds = time_steps(mesh, find_config(preset).to_dict() | changes, shape, rounds)
-        if mesh.tp_rank == 0:
-            table.add_row(title, *(f"{value:.3f} ({value / seconds[VARIANTS[0]]:.2f} ×)" for value in seconds.values()))
-    if mesh.tp_rank == 0:
-        Console().print(table)
+    for title, (preset, changes, batch_size, length, targets) in MODELS.items():
+        config = find_config(preset).to_dict() | changes
+        ids = torch.randint(5, config["vocab_size"], (batch_size, length), generator=torch.Generator().manual_seed(0))
+        batch = {"input_ids": ids, "labels": ids[:, : targets or length].contiguous()}
+        compare_steps(mesh, title, make_reference(config), batch, torch.float32, rounds)
 
 
-def time_steps(mesh: ParallelMesh, config: dict, shape: list[int], rounds: int) -> dict[str, float]:
-    """Checks that the variants have equal losses and returns their median seconds; on other ranks than 0 partly."""
-    batch_size, length, targets = shape
-    ids = torch.randint(5, config["vocab_size"], (batch_size, length), generator=torch.Generator().manual_seed(0))
-    batch = {"input_ids": ids, "labels": ids[:, : targets or length].contiguous()}
-    steps = make_steps(mesh, make_reference(config), batch)
+def make_reference(config: dict) -> transformers.PreTrainedModel:
+    dropouts = {name: 0.0 for name in config if "dropout" in name}
+    config = transformers.AutoConfig.for_model(**config | dropouts)
+    kinds = transformers.AutoModelForSeq2SeqLM, transformers.AutoModelForMaskedLM
+    torch.manual_seed(0)
+    return kinds[not config.is_encoder_decoder].from_config(config)
+
+
+def compare_steps(
+    mesh: ParallelMesh,
+    title: str,
+    reference: transformers.PreTrainedModel,
+    batch: dict[str, torch.Tensor],
+    dtype: torch.dtype,
+    rounds: int,
+    loss_tolerance: float = 1e-5,
+    autotp: bool = True,
+) -> None:
+    """Checks that the losses of all variants agree, and prints the seconds of their training steps."""
+    steps = make_steps(mesh, reference, batch, dtype, autotp)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     losses = {}
     for turn in range(rounds + 1):  # the first is not counted
@@ -186,32 +196,45 @@ def time_steps(mesh: ParallelMesh, config: dict, shape: list[int], rounds: int) 
             losses[name] = step()
             if turn:
                 seconds[name].append(time.perf_counter() - start)
-    if mesh.tp_rank == 0 and max(losses.values()) > min(losses.values()) * (1 + 1e-5):
+    if mesh.tp_rank == 0 and max(losses.values()) > min(losses.values()) * (1 + loss_tolerance):
         raise RuntimeError(f"losses differ: {losses}")
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    if mesh.tp_rank == 0:
+        whole = statistics.median(seconds["one process"])
+        table = Table(title=f"{title}: a training step", title_justify="left")
+        for column in ("variant", "median s", "min … max", "× one process"):
+            table.add_column(column, justify="left" if column == "variant" else "right")
+        for name, values in seconds.items():
+            median = statistics.median(values)
+            table.add_row(name, f"{median:.3f}", f"{min(values):.3f} … {max(values):.3f}", f"{median / whole:.2f}")
+        Console().print(table)
 
 
-def make_reference(config: dict) -> transformers.PreTrainedModel:
-    dropouts = {name: 0.0 for name in config if "dropout" in name}
-    config = transformers.AutoConfig.for_model(**config | dropouts)
-    kinds = transformers.AutoModelForSeq2SeqLM, transformers.AutoModelForMaskedLM
-    torch.manual_seed(0)
-    return kinds[not config.is_encoder_decoder].from_config(config)
-
-
-def make_steps(mesh: ParallelMesh, reference: transformers.PreTrainedModel, batch: dict) -> dict[str, Step]:
+def make_steps(
+    mesh: ParallelMesh,
+    reference: transformers.PreTrainedModel,
+    batch: dict[str, torch.Tensor],
+    dtype: torch.dtype,
+    autotp: bool,
+) -> dict[str, Step]:
     with tempfile.TemporaryDirectory() as folder:
         reference.save_pretrained(folder)  # under torch.distributed only the first rank writes
         folders = [folder]
         dist.broadcast_object_list(folders)
-        split = plain_step(shardzoo.from_pretrained(folders[0], mesh), batch)
-        whole = plain_step(shardzoo.from_pretrained(folder), batch) if mesh.tp_rank == 0 else lambda: 0.0
+        split = native_step(shardzoo.from_pretrained(folders[0], mesh, dtype=dtype), batch)
+        alone = mesh.tp_rank == 0
+        whole = native_step(shardzoo.from_pretrained(folder, dtype=dtype), batch) if alone else lambda: 0.0
+        steps = {"one process": whole}
+        steps |= {f"TP={mesh.tp_size}, {route}": split for route in ROUTES}
+        for attention in ("eager", "sdpa") if autotp else ():
+            rival = type(reference).from_pretrained(folders[0], attn_implementation=attention)
+            steps[f"TP={mesh.tp_size}, AutoTP {attention}"] = autotp_step(rival, mesh.tp_size, batch)
         dist.barrier()
-    return dict(zip(VARIANTS, (whole, split, split, autotp_step(reference, mesh.tp_size, batch)), strict=True))
+    return steps
 
 
-def plain_step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Step:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+def native_step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Step:
+    optimizer = AdamW(model.parameters(), lr=0.0, fused=True)
+    model.train()
 
     def step() -> float:
         dropout_state.set(1, 0)
@@ -228,7 +251,7 @@ def autotp_step(model: torch.nn.Module, size: int, batch: dict[str, torch.Tensor
     """Returns a step of DeepSpeed's AutoTP, which splits transformers' model and has its own shared-memory sum."""
     import deepspeed
 
-    model = deepspeed.tp_model_init(model, tp_size=size, dtype=torch.float32)
+    model = deepspeed.tp_model_init(model.train(), tp_size=size, dtype=torch.float32)
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=torch.optim.AdamW(model.parameters(), lr=0.0, fused=True),

@@ -6,10 +6,16 @@ All variants have the same weights, batch, type and threads. transformers runs w
 attention, and compiled, and steps with PyTorch's fused AdamW and clipping; native runs uncompiled, and with each block
 compiled, and steps with its trainer's AdamW, which clips. If the loss or the gradient norm of a variant is wrong, the
 program prints no times and fails. The variants run alternately, and ratios are those of their medians.
+
+    python benchmarks/train_step.py --model-parallel-size 2
+
+splits the models over ranks of one thread each instead. In fp32 it compares native's steps with those of DeepSpeed's
+AutoTP over transformers' models, eager and with SDPA, as benchmarks/communication.py does for two models.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -35,7 +41,7 @@ import shardzoo
 from shardzoo.cli.bench import environment
 from shardzoo.models import find_config
 from shardzoo.models.common.config import ModelConfig
-from shardzoo.mpu import dropout_state
+from shardzoo.mpu import ParallelMesh, dropout_state
 from shardzoo.trainer.engines.torch_engine import AdamW, clip
 
 SIZES = {
@@ -69,6 +75,7 @@ DROPOUTS = {
     "t5": ("dropout_rate",),
     "mt5": ("dropout_rate",),
 }
+WITHOUT_AUTOTP = ("gpt2", "modernbert")  # DeepSpeed 0.19 refuses the first, and splits the other's gates wrongly
 LOSS_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 PARTS = {  # part of a step -> what the names of its torch operators contain
     "products": ("aten::mm", "aten::addmm", "aten::bmm", "mkldnn::"),
@@ -96,6 +103,8 @@ class Arguments:
     rounds: int = 7
     threads: int = 0
     """Threads of torch; 0 for torch's default."""
+    model_parallel_size: int = 1
+    """More than 1: compare one process with so many ranks on this machine's CPU, and with AutoTP."""
     device: Literal["cpu", "cuda"] = "cpu"
     clock: Literal["wall", "cpu"] = "wall"
     """"cpu" measures this process's CPU time; with `--threads 1` it is the only stable figure on a busy machine."""
@@ -115,6 +124,14 @@ def main() -> int:
         torch.set_num_threads(arguments.threads)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    if arguments.model_parallel_size > 1:
+        if arguments.device != "cpu":
+            raise SystemExit("--model-parallel-size compares ranks on CPUs: leave --device out")
+        from communication import run  # which makes DeepSpeed use the CPU
+
+        for family, dtype in itertools.product(arguments.families, arguments.dtypes):
+            run(arguments.model_parallel_size, measure_ranks, family, dtype, arguments)
+        return 0
     facts = environment(arguments.device) | {"transformers": transformers.__version__}
     results, wrong = [], False
     for family in arguments.families:
@@ -176,6 +193,18 @@ def measure(family: str, dtype: str, arguments: Arguments) -> dict:
         "best_rival": rivals[rival],
         "parts": time_parts(steps["native"], arguments.device),
     }
+
+
+def measure_ranks(mesh: ParallelMesh, family: str, dtype: str, arguments: Arguments) -> None:
+    """Times steps of the split model on one of the ranks, beside one process's and AutoTP's."""
+    from communication import compare_steps
+
+    reference = make_reference(family, arguments)
+    batch = make_batch(family, reference.config, arguments)
+    tolerance = float("inf") if arguments.dropout else LOSS_TOLERANCE[dtype]  # masks of dropout differ
+    autotp = dtype == "float32" and family not in WITHOUT_AUTOTP
+    kind = getattr(torch, dtype)
+    compare_steps(mesh, f"{family} {dtype}", reference, batch, kind, arguments.rounds, tolerance, autotp)
 
 
 def make_reference(family: str, arguments: Arguments) -> nn.Module:
