@@ -65,6 +65,7 @@ class Arguments:
 
 def main() -> int:
     arguments = tyro.cli(Arguments, description=__doc__)
+    transformers.logging.disable_progress_bar()
     for size in arguments.ranks:
         run(size, measure_collectives, arguments.rounds)
     if arguments.steps:
