@@ -3,8 +3,8 @@
 1. Large results reuse the memory of freed results (csrc/binding/pool.h). New memory from the system causes page faults
    when it is first written, which can take longer than the product itself: attention scores are large compared with
    their arithmetic.
-2. Large fp32 products use oneDNN on AMD processors with AVX-512, on which PyTorch's choice, MKL, runs AVX2 (Zen 4:
-   MKL 150, oneDNN 195 GFLOP/s on two cores).
+2. Large fp32 products use oneDNN on AMD processors with AVX-512, on which PyTorch's choice, MKL, runs AVX2 (two cores
+   of Zen 4: MKL 150, oneDNN 195 GFLOP/s; of Zen 5: 215, 370 to 470).
 3. A linear layer of few rows, as in a decoding step, takes as long as reading the weight once. BLAS is tuned for many
    rows; our kernel reads the weight in its memory order, once for all rows, and multiplies pairs of bf16 where the
    processor can. Every sum is computed in fp32 (fp64 for fp64) in an order that does not depend on the number of rows
@@ -27,10 +27,11 @@ from . import library
 from .library import POOLED, can_bypass_dispatcher, empty_pooled, flop_counters, in_inference_mode, needs_gradient
 
 MIN_ONEDNN_SIZE = 1 << 27  # multiplications; for fewer, preparing oneDNN for a new size costs as much as it saves
-# The most rows of a linear layer for our kernel; with more, BLAS is as fast or faster. Where our kernel multiplies bf16
-# as BLAS does, it pays for more rows.
+# Of a transposed matrix: oneDNN copies them in fp32, and takes a third longer in bf16 for some counts, such as 50,257.
+ROWS_AT_ONCE = 4096
+# The most rows of a linear layer for our kernel; with more, BLAS is as fast or faster.
 MAX_GEMV_ROWS = {torch.float32: 32, torch.float64: 8, torch.bfloat16: 8, torch.float16: 8}
-MAX_GEMV_ROWS_BF16 = 16  # with AVX512-BF16; not with AMX, which BLAS uses
+MAX_GEMV_ROWS_BF16 = 16  # with AVX512-BF16, where our kernel multiplies as BLAS does; not with AMX, which BLAS uses
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -139,6 +140,11 @@ def _cpu_matmul(a: Tensor, b: Tensor) -> Tensor:
     """Returns a @ b outside autograd."""
     if not fits_pool(_elements(a, b.shape[-1]), a, b):
         return a @ b
+    if a.dim() == 2 and len(a) > ROWS_AT_ONCE and a.stride(0) == 1 and onednn_is_quicker():
+        result = empty_pooled(a, len(a), b.shape[-1])
+        for rows, out in zip(a.split(ROWS_AT_ONCE), result.split(ROWS_AT_ONCE), strict=True):
+            out.copy_(_cpu_matmul(rows, b))
+        return result
     if a.dim() == 2 and _suits_onednn(a, b.t(), None):
         return _onednn_linear(a, b.t(), None)
     size = (*a.shape[:-1], b.shape[-1])
@@ -213,15 +219,15 @@ def _suits_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return (
         x.numel() * weight.shape[0] >= MIN_ONEDNN_SIZE
         and x.dtype == torch.float32
-        and x.is_contiguous()
-        and (_has_dense_rows(weight) or _has_dense_rows(weight.t()))
+        and (x.is_contiguous() or (x.dim() == 2 and _is_dense(x)))
+        and _is_dense(weight)
         and (bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()))
         and onednn_is_quicker()
     )
 
 
-def _has_dense_rows(matrix: Tensor) -> bool:
-    return matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1]
+def _is_dense(matrix: Tensor) -> bool:
+    return any(rows.stride(1) == 1 and rows.stride(0) >= rows.shape[1] for rows in (matrix, matrix.t()))
 
 
 def _onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import deepspeed
 import torch
@@ -185,10 +185,10 @@ class DeepSpeedEngine:
         tensors: dict[str, Tensor | TensorPart] = {}
         for parameter, name in self._owners.items():
             for state in self._states:
-                part = _not_none(safe_get_local_optimizer_state(parameter, state))
+                part = cast(Tensor, safe_get_local_optimizer_state(parameter, state))
                 tensors[f"{state}/{name}"] = self._part(parameter, part)
             if self._keeps_master_weights:
-                part = _not_none(safe_get_local_fp32_param(parameter))
+                part = cast(Tensor, safe_get_local_fp32_param(parameter))
                 tensors[f"{MASTER_WEIGHT}/{name}"] = self._part(parameter, part)
         return tensors
 
@@ -359,8 +359,3 @@ def _import_muon() -> None:
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
     finally:
         compiler.compile = original
-
-
-def _not_none(value: Tensor | None) -> Tensor:
-    assert value is not None
-    return value
