@@ -28,7 +28,7 @@ from .library import POOLED, can_bypass_dispatcher, empty_pooled, flop_counters,
 
 MIN_ONEDNN_SIZE = 1 << 27  # multiplications; for fewer, preparing oneDNN for a new size costs as much as it saves
 # Of a transposed matrix: oneDNN copies them in fp32, and takes a third longer in bf16 for some counts, such as 50,257.
-ROWS_AT_ONCE = 4096
+ROWS_AT_ONCE_FP32, ROWS_AT_ONCE = 256, 4096
 # The most rows of a linear layer for our kernel; with more, BLAS is as fast or faster.
 MAX_GEMV_ROWS = {torch.float32: 32, torch.float64: 8, torch.bfloat16: 8, torch.float16: 8}
 MAX_GEMV_ROWS_BF16 = 16  # with AVX512-BF16, where our kernel multiplies as BLAS does; not with AMX, which BLAS uses
@@ -140,12 +140,14 @@ def _cpu_matmul(a: Tensor, b: Tensor) -> Tensor:
     """Returns a @ b outside autograd."""
     if not fits_pool(_elements(a, b.shape[-1]), a, b):
         return a @ b
-    if a.dim() == 2 and len(a) > ROWS_AT_ONCE and a.stride(0) == 1 and onednn_is_quicker():
+    onednn = a.dim() == 2 and _suits_onednn(a, b.t(), None)
+    at_once = ROWS_AT_ONCE_FP32 if onednn else ROWS_AT_ONCE
+    if a.dim() == 2 and a.stride(0) == 1 and len(a) > at_once and onednn_is_quicker():
         result = empty_pooled(a, len(a), b.shape[-1])
-        for rows, out in zip(a.split(ROWS_AT_ONCE), result.split(ROWS_AT_ONCE), strict=True):
-            out.copy_(_cpu_matmul(rows, b))
+        for rows, out in zip(a.split(at_once), result.split(at_once), strict=True):
+            out.copy_(_onednn_linear(rows, b.t(), None) if onednn else rows @ b)
         return result
-    if a.dim() == 2 and _suits_onednn(a, b.t(), None):
+    if onednn:
         return _onednn_linear(a, b.t(), None)
     size = (*a.shape[:-1], b.shape[-1])
     if a.dim() > 2 and a.itemsize < 4:  # for 16-bit types, a copy is faster than several products
@@ -165,10 +167,7 @@ def _cpu_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return _onednn_linear(x, weight, bias)
     result = empty_pooled(x, *x.shape[:-1], weight.shape[0])
     rows, out = x.flatten(0, -2), result.flatten(0, -2)
-    if bias is None:
-        torch.mm(rows, weight.t(), out=out)
-    else:
-        torch.addmm(bias, rows, weight.t(), out=out)
+    torch.mm(rows, weight.t(), out=out) if bias is None else torch.addmm(bias, rows, weight.t(), out=out)
     return result
 
 

@@ -143,17 +143,17 @@ def test_onednn_does_large_products_of_fp32(monkeypatch):
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 def test_gradients_of_many_features_are_computed_in_blocks(kind, monkeypatch):
     monkeypatch.setattr(MODULE, "onednn_is_quicker", lambda: True)
-    monkeypatch.setattr(MODULE, "ROWS_AT_ONCE", 256)
-    shapes, multiply = [], MODULE._cpu_matmul
-    monkeypatch.setattr(MODULE, "_cpu_matmul", lambda a, b: shapes.append(tuple(a.shape)) or multiply(a, b))
+    monkeypatch.setattr(MODULE, "ROWS_AT_ONCE", 500)
+    blocks, split = [], torch.Tensor.split
+    monkeypatch.setattr(torch.Tensor, "split", lambda x, size: blocks.append(size) or split(x, size))
     g = torch.Generator().manual_seed(4)
     x, weight, grad = (torch.randn(*size, generator=g).to(kind) for size in ((1400, 700), (1201, 700), (1400, 1201)))
     x, weight = x.requires_grad_(), weight.requires_grad_()
     found = torch.autograd.grad(linear(x, weight, None), (x, weight), grad)
+    assert blocks == [256 if kind == torch.float32 else 500] * 2  # of the factor and of the result
     for own, wanted in zip(found, (grad.double() @ weight.double(), grad.double().t() @ x.double()), strict=True):
         assert own.dtype == kind
         torch.testing.assert_close(own.double(), wanted, rtol=1e-5 if kind == torch.float32 else 2**-8, atol=1e-3)
-    assert shapes == [(1400, 1201), (1201, 1400), *[(256, 1400)] * 4, (177, 1400)]
 
 
 @needs_onednn
