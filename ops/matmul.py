@@ -3,8 +3,7 @@
 1. Large results reuse the memory of freed results (csrc/binding/pool.h). New memory from the system causes page faults
    when it is first written, which can take longer than the product itself: attention scores are large compared with
    their arithmetic.
-2. Large fp32 products use oneDNN on AMD processors with AVX-512, on which PyTorch's choice, MKL, runs AVX2 (two cores
-   of Zen 4: MKL 150, oneDNN 195 GFLOP/s; of Zen 5: 215, 370 to 470).
+2. Large fp32 products use oneDNN on AMD processors with AVX-512, on which PyTorch's choice, MKL, runs AVX2.
 3. A linear layer of few rows, as in a decoding step, takes as long as reading the weight once. BLAS is tuned for many
    rows; our kernel reads the weight in its memory order, once for all rows, and multiplies pairs of bf16 where the
    processor can. Every sum is computed in fp32 (fp64 for fp64) in an order that does not depend on the number of rows
@@ -27,8 +26,8 @@ from . import library
 from .library import POOLED, can_bypass_dispatcher, empty_pooled, flop_counters, in_inference_mode, needs_gradient
 
 MIN_ONEDNN_SIZE = 1 << 27  # multiplications; for fewer, preparing oneDNN for a new size costs as much as it saves
-# Of a transposed matrix: oneDNN copies them in fp32, and takes a third longer in bf16 for some counts, such as 50,257.
-ROWS_AT_ONCE_FP32, ROWS_AT_ONCE = 256, 4096
+ROWS_COPIED = 256  # at once, of a matrix that is not contiguous: oneDNN copies it in fp32
+ROWS_AT_ONCE = 4096  # of a transposed matrix: oneDNN takes a third longer in bf16 for some counts, such as 50,257
 # The most rows of a linear layer for our kernel; with more, BLAS is as fast or faster.
 MAX_GEMV_ROWS = {torch.float32: 32, torch.float64: 8, torch.bfloat16: 8, torch.float16: 8}
 MAX_GEMV_ROWS_BF16 = 16  # with AVX512-BF16, where our kernel multiplies as BLAS does; not with AMX, which BLAS uses
@@ -140,14 +139,7 @@ def _cpu_matmul(a: Tensor, b: Tensor) -> Tensor:
     """Returns a @ b outside autograd."""
     if not fits_pool(_elements(a, b.shape[-1]), a, b):
         return a @ b
-    onednn = a.dim() == 2 and _suits_onednn(a, b.t(), None)
-    at_once = ROWS_AT_ONCE_FP32 if onednn else ROWS_AT_ONCE
-    if a.dim() == 2 and a.stride(0) == 1 and len(a) > at_once and onednn_is_quicker():
-        result = empty_pooled(a, len(a), b.shape[-1])
-        for rows, out in zip(a.split(at_once), result.split(at_once), strict=True):
-            out.copy_(_onednn_linear(rows, b.t(), None) if onednn else rows @ b)
-        return result
-    if onednn:
+    if a.dim() == 2 and _suits_onednn(a, b.t(), None):
         return _onednn_linear(a, b.t(), None)
     size = (*a.shape[:-1], b.shape[-1])
     if a.dim() > 2 and a.itemsize < 4:  # for 16-bit types, a copy is faster than several products
@@ -167,7 +159,10 @@ def _cpu_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return _onednn_linear(x, weight, bias)
     result = empty_pooled(x, *x.shape[:-1], weight.shape[0])
     rows, out = x.flatten(0, -2), result.flatten(0, -2)
-    torch.mm(rows, weight.t(), out=out) if bias is None else torch.addmm(bias, rows, weight.t(), out=out)
+    if bias is None:
+        torch.mm(rows, weight.t(), out=out)
+    else:
+        torch.addmm(bias, rows, weight.t(), out=out)
     return result
 
 
@@ -188,7 +183,10 @@ def _empty_laid_out_as(b: Tensor, like: Tensor, *size: int) -> Tensor:
 
 
 def _write_matmul(a: Tensor, b: Tensor, result: Tensor) -> None:
-    if result.dim() == 2:
+    if result.dim() == 2 and a.stride(0) == 1 and onednn_is_quicker():
+        for rows, out in zip(a.split(ROWS_AT_ONCE), result.split(ROWS_AT_ONCE), strict=True):
+            torch.mm(rows, b, out=out)
+    elif result.dim() == 2:
         torch.mm(a, b, out=result)
     elif result.dim() == 3:
         torch.bmm(a, b, out=result)
@@ -233,7 +231,13 @@ def _onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Returns `F.linear` outside autograd. The weight may be a transposed view."""
     for counter in flop_counters():
         counter.flop_registry.setdefault(torch.ops.mkldnn._linear_pointwise, _linear_flops)
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    multiply = torch.ops.mkldnn._linear_pointwise
+    if x.is_contiguous():
+        return multiply(x, weight, bias, "none", [], "")
+    result = empty_pooled(x, len(x), len(weight))
+    for rows, out in zip(x.split(ROWS_COPIED), result.split(ROWS_COPIED), strict=True):
+        out.copy_(multiply(rows, weight, bias, "none", [], ""))
+    return result
 
 
 def _linear_flops(x: Tensor, weight: Tensor, *_: object, **__: object) -> int:

@@ -78,7 +78,9 @@ class DeepSpeedEngine:
         # DeepSpeed would compile this CPU collective at run time, with a lock file that a killed run leaves behind.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         _import_muon()
-        self._engine: Any = self._initialize(model, arguments, ranks)
+        config = deepspeed_config(arguments, ranks.dp_size, sum(parameter.numel() for parameter in self._owners))
+        self._clip_grad = 0.0 if config["gradient_clipping"] else arguments.clip_grad
+        self._engine: Any = self._initialize(model, arguments, ranks, config)
         # A forward pass updates buffers from its own samples. As in DDP, those of the first replica are broadcast.
         self._buffers = list(persistent_buffers(model).values()) if ranks.dp_size > 1 else []
         self._replica_group = ranks.mesh.dp_group if ranks.mesh else None
@@ -93,11 +95,9 @@ class DeepSpeedEngine:
         if self._zero == 3:
             self._hooks.append(model.register_forward_hook(_as_output))
 
-    def _initialize(self, model: nn.Module, arguments: TrainingArguments, ranks: Ranks) -> Any:
+    def _initialize(self, model: nn.Module, arguments: TrainingArguments, ranks: Ranks, config: dict[str, Any]) -> Any:
         """Returns DeepSpeed's engine, and sets `model`, which runs the forward passes."""
         mpu = ranks.mesh if arguments.env_type == "deepspeed+mpu" else None
-        config = deepspeed_config(arguments, ranks.dp_size, sum(parameter.numel() for parameter in self._owners))
-        self._clip_grad = 0.0 if config["gradient_clipping"] else arguments.clip_grad
         overlaps = self._zero in (1, 2) and config["zero_optimization"].get("overlap_comm", False)
         with _bucketing_optimizer() if overlaps else nullcontext():
             self.model = deepspeed.initialize(model=model, optimizer=self.optimizer, config=config, mpu=mpu)[0]

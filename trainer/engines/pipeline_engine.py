@@ -21,7 +21,6 @@ from ...models.common.pipeline import Stage, copied_parameters
 from ...mpu import receive_from_stage, send_to_stage
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.ranks import Ranks
-from .deepspeed_config import deepspeed_config
 from .deepspeed_engine import DeepSpeedEngine
 from .engine import Forward, StepOutcome
 from .torch_engine import clip
@@ -50,11 +49,9 @@ class PipelineEngine(DeepSpeedEngine):
             self._names.pop(parameter, None)
         _even_out_norms(self._engine.optimizer, ranks)
 
-    def _initialize(self, model: nn.Module, arguments: TrainingArguments, ranks: Ranks) -> Any:
+    def _initialize(self, model: nn.Module, arguments: TrainingArguments, ranks: Ranks, config: dict[str, Any]) -> Any:
         assert ranks.mesh is not None
         mesh, self.model = ranks.mesh, model
-        config = deepspeed_config(arguments, ranks.dp_size, sum(parameter.numel() for parameter in self._owners))
-        self._clip_grad = 0.0 if config["gradient_clipping"] else arguments.clip_grad
         # Tensor-parallel ranks would split hidden states between them, as whole tensors of one shape.
         config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
         self._layer = _StageLayer(self._pipeline, ranks.dp_size * config["gradient_accumulation_steps"])
