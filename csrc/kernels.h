@@ -26,6 +26,7 @@ enum Kernel : int {
   kCrossEntropyStats,
   kCrossEntropyGrad,
   kLinearForward,
+  kMatrixProduct,
   kAttentionForward,
   kAttentionBackward,
   kSquareSums,
@@ -156,6 +157,21 @@ struct LinearForward {
   const void *x, *weight, *bias;  // [rows, columns], [features, columns], [features]
   void* y;                        // [rows, features]
   int64_t rows, columns, features, block;
+};
+
+// c = a b + bias, on the CPU and not in fp64. The numbers of a row or of a column of a and b are adjacent. One unit of
+// work is a part of the result's rows and columns. Its workspace holds parts of a and b in the order in which they are
+// read, and sums that later parts of the depth are added to; kernels fill parts up to whole tiles.
+constexpr int64_t kMostProductRows = 1024, kMostProductColumns = 1536, kProductDepth = 512;  // that are processed at once
+constexpr int64_t kProductTile = 64;  // no smaller than the rows or columns of a tile or panel
+struct MatrixProduct {
+  const void *a, *b, *bias;  // [rows, depth], [depth, columns], [columns]
+  void* c;                   // [rows, columns]
+  float* workspace;          // [row_parts * column_parts, workspace_floats]
+  int64_t rows, columns, depth;
+  int64_t a_stride[2], b_stride[2];
+  int64_t row_parts, column_parts, part_rows, part_columns;
+  int64_t workspace_floats;
 };
 
 // dropout(softmax(scale q kᵀ + bias + mask)) v, on the CPU and not in fp64. The numbers of a row are adjacent;

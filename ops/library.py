@@ -465,9 +465,9 @@ def build_info() -> str:
     return _symbols().shardzoo_build_info().decode()
 
 
-def is_amd_with_avx512() -> bool:
-    """Returns whether the processor is AMD's and the CPU kernels use AVX-512; False without the library."""
-    return load_error() is None and bool(_symbols().shardzoo_cpu_is_amd()) and cpu_isa().startswith("x86-64-v4")
+def is_amd_with_avx512_bf16() -> bool:
+    """Returns whether the processor is AMD's and the CPU kernels use AVX512-BF16; False without the library."""
+    return load_error() is None and bool(_symbols().shardzoo_cpu_is_amd()) and cpu_isa() == "x86-64-v4+bf16"
 
 
 @functools.cache

@@ -3,7 +3,9 @@
 1. Large results reuse the memory of freed results (csrc/binding/pool.h). New memory from the system causes page faults
    when it is first written, which can take longer than the product itself: attention scores are large compared with
    their arithmetic.
-2. Large fp32 products use oneDNN on AMD processors with AVX-512, on which PyTorch's choice, MKL, runs AVX2.
+2. Large products use our kernel on AMD processors with AVX512-BF16 (csrc/cpu/matrix_product.cpp). PyTorch's libraries
+   run AVX2 in fp32 there, have no kernel for fp16, and are slower for many shapes in bf16. Each sum is computed in fp32
+   in an order that depends only on its length, and rounded once.
 3. A linear layer of few rows, as in a decoding step, takes as long as reading the weight once. BLAS is tuned for many
    rows; our kernel reads the weight in its memory order, once for all rows, and multiplies pairs of bf16 where the
    processor can. Every sum is computed in fp32 (fp64 for fp64) in an order that does not depend on the number of rows
@@ -25,9 +27,7 @@ from torch.nn import functional as F
 from . import library
 from .library import POOLED, can_bypass_dispatcher, empty_pooled, flop_counters, in_inference_mode, needs_gradient
 
-MIN_ONEDNN_SIZE = 1 << 27  # multiplications; for fewer, preparing oneDNN for a new size costs as much as it saves
-ROWS_COPIED = 256  # at once, of a matrix that is not contiguous: oneDNN copies it in fp32
-ROWS_AT_ONCE = 4096  # of a transposed matrix: oneDNN takes a third longer in bf16 for some counts, such as 50,257
+MIN_PRODUCT = 1 << 24  # multiplications; for fewer, the calls from Python take longer than the kernel saves
 # The most rows of a linear layer for our kernel; with more, BLAS is as fast or faster.
 MAX_GEMV_ROWS = {torch.float32: 32, torch.float64: 8, torch.bfloat16: 8, torch.float16: 8}
 MAX_GEMV_ROWS_BF16 = 16  # with AVX512-BF16, where our kernel multiplies as BLAS does; not with AMX, which BLAS uses
@@ -43,7 +43,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     if not needs_gradient(a, b):
         return _cpu_matmul(a, b)
     largest = max(_elements(a, b.shape[-1]), a.numel(), b.numel())
-    return _MatMul.apply(a, b) if fits_pool(largest, a, b) else a @ b
+    return _MatMul.apply(a, b) if fits_pool(largest, a, b) or _suits_kernel(a, b) else a @ b
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -58,8 +58,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not needs_gradient(x, weight, bias):
         return _cpu_linear(x, weight, bias)
     largest = max(_elements(x, weight.shape[0]), x.numel(), weight.numel())
-    pooled = _is_one_product(x, bias) and fits_pool(largest, x, weight, bias)
-    return _Linear.apply(x, weight, bias) if pooled else F.linear(x, weight, bias)
+    ours = fits_pool(largest, x, weight, bias) or _suits_kernel(x.flatten(0, -2), weight.t(), bias)
+    return _Linear.apply(x, weight, bias) if ours and _is_one_product(x, bias) else F.linear(x, weight, bias)
 
 
 def addmm(bias: Tensor | None, x: Tensor, weight_t: Tensor) -> Tensor:
@@ -123,10 +123,14 @@ def fits_pool(elements: int, first: Tensor, *others: Tensor | None) -> bool:
     It should if it is large, real, dense and on a CPU, and if the computation is not traced, transformed, cast or
     differentiated in forward mode.
     """
+    return elements * first.itemsize >= POOLED and _is_plain_call(first, *others)
+
+
+def _is_plain_call(first: Tensor, *others: Tensor | None) -> bool:
+    """Returns whether a call outside autograd has real, dense CPU tensors of one dtype and nothing watches it."""
     return (
         first.is_cpu
         and first.is_floating_point()
-        and elements * first.itemsize >= POOLED
         and all(other is None or other.dtype == first.dtype for other in others)
         and all(tensor is None or tensor.layout is torch.strided for tensor in (first, *others))
         and forward_ad._current_level < 0
@@ -137,10 +141,10 @@ def fits_pool(elements: int, first: Tensor, *others: Tensor | None) -> bool:
 
 def _cpu_matmul(a: Tensor, b: Tensor) -> Tensor:
     """Returns a @ b outside autograd."""
+    if _suits_kernel(a, b):
+        return _multiply(a, b)
     if not fits_pool(_elements(a, b.shape[-1]), a, b):
         return a @ b
-    if a.dim() == 2 and _suits_onednn(a, b.t(), None):
-        return _onednn_linear(a, b.t(), None)
     size = (*a.shape[:-1], b.shape[-1])
     if a.dim() > 2 and a.itemsize < 4:  # for 16-bit types, a copy is faster than several products
         result = empty_pooled(a, *size)
@@ -153,16 +157,19 @@ def _cpu_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 def _cpu_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Returns `F.linear` outside autograd."""
-    if not (_is_one_product(x, bias) and fits_pool(_elements(x, weight.shape[0]), x, weight, bias)):
+    if not _is_one_product(x, bias):
         return F.linear(x, weight, bias)
-    if _suits_onednn(x, weight, bias):
-        return _onednn_linear(x, weight, bias)
+    rows, columns = x.flatten(0, -2), weight.t()
+    if _suits_kernel(rows, columns, bias):
+        return _multiply(rows, columns, bias).view(*x.shape[:-1], -1)
+    if not fits_pool(_elements(x, weight.shape[0]), x, weight, bias):
+        return F.linear(x, weight, bias)
     result = empty_pooled(x, *x.shape[:-1], weight.shape[0])
-    rows, out = x.flatten(0, -2), result.flatten(0, -2)
+    out = result.flatten(0, -2)
     if bias is None:
-        torch.mm(rows, weight.t(), out=out)
+        torch.mm(rows, columns, out=out)
     else:
-        torch.addmm(bias, rows, weight.t(), out=out)
+        torch.addmm(bias, rows, columns, out=out)
     return result
 
 
@@ -183,10 +190,7 @@ def _empty_laid_out_as(b: Tensor, like: Tensor, *size: int) -> Tensor:
 
 
 def _write_matmul(a: Tensor, b: Tensor, result: Tensor) -> None:
-    if result.dim() == 2 and a.stride(0) == 1 and onednn_is_quicker():
-        for rows, out in zip(a.split(ROWS_AT_ONCE), result.split(ROWS_AT_ONCE), strict=True):
-            torch.mm(rows, b, out=out)
-    elif result.dim() == 2:
+    if result.dim() == 2:
         torch.mm(a, b, out=result)
     elif result.dim() == 3:
         torch.bmm(a, b, out=result)
@@ -202,46 +206,41 @@ def _matrices(tensor: Tensor) -> Tensor:
     return tensor.mT.flatten(0, -3).mT if tensor.stride(-2) == 1 else tensor.flatten(0, -3)
 
 
-# oneDNN.
+# The kernel for large products.
 
 
 @functools.cache
-def onednn_is_quicker() -> bool:
-    """Returns whether oneDNN is available and faster than MKL on this processor."""
-    return library.is_amd_with_avx512() and torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
+def _kernel_dtypes() -> tuple[torch.dtype, ...]:
+    """Returns the dtypes in which our kernel is faster on this processor than PyTorch's libraries."""
+    return (torch.float32, torch.bfloat16, torch.float16) if library.is_amd_with_avx512_bf16() else ()
 
 
-def _suits_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Returns whether oneDNN should compute `F.linear`. It needs a dense bias and matrices without overlapping rows."""
+def _suits_kernel(a: Tensor, b: Tensor, bias: Tensor | None = None) -> bool:
+    """Returns whether our kernel should compute `a @ b + bias`. It reads a matrix along its rows or its columns."""
     return (
-        x.numel() * weight.shape[0] >= MIN_ONEDNN_SIZE
-        and x.dtype == torch.float32
-        and (x.is_contiguous() or (x.dim() == 2 and _is_dense(x)))
-        and _is_dense(weight)
-        and (bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()))
-        and onednn_is_quicker()
+        a.dim() == b.dim() == 2
+        and a.dtype in _kernel_dtypes()
+        and a.numel() * b.shape[1] >= MIN_PRODUCT
+        and a.shape[1] == b.shape[0]
+        and 1 in a.stride()
+        and 1 in b.stride()
+        and (bias is None or (bias.shape == b.shape[1:] and bias.is_contiguous()))
+        and _is_plain_call(a, b, bias)
+        and library.choose_variant("cpu") == "cpp"
     )
 
 
-def _is_dense(matrix: Tensor) -> bool:
-    return any(rows.stride(1) == 1 and rows.stride(0) >= rows.shape[1] for rows in (matrix, matrix.t()))
-
-
-def _onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns `F.linear` outside autograd. The weight may be a transposed view."""
+def _multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Returns `a @ b + bias` outside autograd."""
     for counter in flop_counters():
-        counter.flop_registry.setdefault(torch.ops.mkldnn._linear_pointwise, _linear_flops)
-    multiply = torch.ops.mkldnn._linear_pointwise
-    if x.is_contiguous():
-        return multiply(x, weight, bias, "none", [], "")
-    result = empty_pooled(x, len(x), len(weight))
-    for rows, out in zip(x.split(ROWS_COPIED), result.split(ROWS_COPIED), strict=True):
-        out.copy_(multiply(rows, weight, bias, "none", [], ""))
+        counter.flop_registry.setdefault(torch.ops.shardzoo_kernels.matrix_product, _product_flops)
+    result = empty_pooled(a, len(a), b.shape[1])
+    library.call_compiled("matrix_product", a, b, bias, result)
     return result
 
 
-def _linear_flops(x: Tensor, weight: Tensor, *_: object, **__: object) -> int:
-    return 2 * x.numel() * weight.shape[0]
+def _product_flops(a: Tensor, b: Tensor, *_: object, **__: object) -> int:
+    return 2 * a.numel() * b.shape[1]
 
 
 # Few rows.

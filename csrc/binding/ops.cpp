@@ -2,6 +2,7 @@
 // are private to shardzoo, which validates the arguments and makes the inputs contiguous.
 #include "decoding.h"
 #include "launch.h"
+#include "matrix_product.h"
 #include "optimizer.h"
 #include "pool.h"
 
@@ -308,6 +309,7 @@ STABLE_TORCH_LIBRARY(shardzoo_kernels, m) {
       "Tensor? mask, Tensor? prefix, Tensor? lengths, Tensor? keys, float scale, bool causal, float p, "
       "int first_head, int first_row, Tensor(a!) grad_q, Tensor(b!) grad_k, Tensor(c!) grad_v, "
       "Tensor(d!) grad_bias) -> ()");
+  m.def("matrix_product(Tensor a, Tensor b, Tensor? bias, Tensor(a!) c) -> ()");
   m.def("square_sum(Tensor x) -> float");
   m.def(
       "adamw(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? rounded, "
@@ -340,6 +342,7 @@ STABLE_TORCH_LIBRARY_IMPL(shardzoo_kernels, CPU, m) {
   m.impl("attention_of_few_queries", TORCH_BOX(&shardzoo::attention_of_few_queries));
   m.impl("attention", TORCH_BOX(&shardzoo::attention));
   m.impl("attention_backward", TORCH_BOX(&shardzoo::attention_backward));
+  m.impl("matrix_product", TORCH_BOX(&shardzoo::matrix_product));
   m.impl("square_sum", TORCH_BOX(&shardzoo::square_sum));
   m.impl("adamw", TORCH_BOX(&shardzoo::adamw));
   m.impl("recycled", TORCH_BOX(&shardzoo::recycled));

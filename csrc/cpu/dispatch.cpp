@@ -18,8 +18,8 @@ using Entry = void (*)(int dtype, const void* parameters, int64_t begin, int64_t
   X(norm_forward, isa) X(norm_backward, isa) X(column_sum, isa) X(gelu_forward, isa)           \
   X(gelu_backward, isa) X(glu_forward, isa) X(glu_backward, isa) X(dropout_forward, isa)       \
   X(dropout_backward, isa) X(cross_entropy_stats, isa) X(cross_entropy_grad, isa)              \
-  X(linear_forward, isa) X(attention_forward, isa) X(attention_backward, isa)                  \
-  X(square_sums, isa) X(adamw, isa)
+  X(linear_forward, isa) X(matrix_product, isa)                                                \
+  X(attention_forward, isa) X(attention_backward, isa) X(square_sums, isa) X(adamw, isa)
 
 #define X(name, isa) extern "C" void shardzoo_##name##_##isa(int, const void*, int64_t, int64_t);
 SHARDZOO_EACH_KERNEL(baseline)

@@ -44,13 +44,13 @@ struct Product {
   bool add;
 };
 
-// sum + x w, where x and w are floats or pairs.
+// sum + x w, where x and w are floats or pairs. As a float, a pair can be denormal: only integers may be computed of it.
 template <bool kPairs>
-INLINE VF add_product(VF sum, float x, VF w) {
+INLINE VF add_product(VF sum, const float* x, VF w) {
 #if defined(__AVX512BF16__)
-  if constexpr (kPairs) return add_pairs(sum, VF{} + x, w);
+  if constexpr (kPairs) return add_pairs(sum, (VF)(VU{} + read<uint32_t>(x)), w);
 #endif
-  return sum + x * w;
+  return sum + *x * w;
 }
 
 template <bool kPairs, int Rows, int Columns>
@@ -72,7 +72,7 @@ INLINE void product_tile(const Product& p, int64_t row, int64_t column) {
     for (int v = 0; v < Columns; ++v) w[v] = widen(b + i * p.b.row_step + v * kWidth);
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) {
-      const float x = a[r * p.a.row_step + i * p.a.step];
+      const float* x = a + r * p.a.row_step + i * p.a.step;
 #pragma GCC unroll 4
       for (int v = 0; v < Columns; ++v) sums[r][v] = add_product<kPairs>(sums[r][v], x, w[v]);
     }
