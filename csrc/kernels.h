@@ -159,11 +159,11 @@ struct LinearForward {
   int64_t rows, columns, features, block;
 };
 
-// c = a b + bias, on the CPU and not in fp64. The numbers of a row or of a column of a and b are adjacent. One unit of
-// work is a part of the result's rows and columns. Its workspace holds parts of a and b in the order in which they are
-// read, and sums that later parts of the depth are added to; kernels fill parts up to whole tiles.
-constexpr int64_t kMostProductRows = 1024, kMostProductColumns = 1536, kProductDepth = 512;  // that are processed at once
-constexpr int64_t kProductTile = 64;  // no smaller than the rows or columns of a tile or panel
+// c = a b + bias, on the CPU and not in fp64. One stride of a and one of b is 1. One unit of work is a part of the
+// result's rows and columns, of which up to kMostProductRows and kMostProductColumns are computed at a time. A unit's
+// workspace holds as much of a and of b, up to kProductDepth deep and filled up to whole tiles, and fp32 sums.
+constexpr int64_t kMostProductRows = 1024, kMostProductColumns = 1536, kProductDepth = 512;
+constexpr int64_t kProductTile = 64;  // no tile or panel has more rows or columns
 struct MatrixProduct {
   const void *a, *b, *bias;  // [rows, depth], [depth, columns], [columns]
   void* c;                   // [rows, columns]

@@ -43,7 +43,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     if not needs_gradient(a, b):
         return _cpu_matmul(a, b)
     largest = max(_elements(a, b.shape[-1]), a.numel(), b.numel())
-    return _MatMul.apply(a, b) if fits_pool(largest, a, b) or _suits_kernel(a, b) else a @ b
+    return _MatMul.apply(a, b) if _is_ours(largest, _multiplications(a, b), a, b) else a @ b
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -58,8 +58,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not needs_gradient(x, weight, bias):
         return _cpu_linear(x, weight, bias)
     largest = max(_elements(x, weight.shape[0]), x.numel(), weight.numel())
-    ours = fits_pool(largest, x, weight, bias) or _suits_kernel(x.flatten(0, -2), weight.t(), bias)
-    return _Linear.apply(x, weight, bias) if ours and _is_one_product(x, bias) else F.linear(x, weight, bias)
+    ours = _is_one_product(x, bias) and _is_ours(largest, x.numel() * weight.shape[0], x, weight, bias)
+    return _Linear.apply(x, weight, bias) if ours else F.linear(x, weight, bias)
 
 
 def addmm(bias: Tensor | None, x: Tensor, weight_t: Tensor) -> Tensor:
@@ -139,12 +139,18 @@ def _is_plain_call(first: Tensor, *others: Tensor | None) -> bool:
     )
 
 
+def _is_ours(elements: int, multiplications: int, first: Tensor, *others: Tensor | None) -> bool:
+    """Returns whether this module computes a product: in memory of the pool, with our kernel, or both."""
+    large = elements * first.itemsize >= POOLED or _suits_kernel(multiplications, first)
+    return large and _is_plain_call(first, *others)
+
+
 def _cpu_matmul(a: Tensor, b: Tensor) -> Tensor:
     """Returns a @ b outside autograd."""
-    if _suits_kernel(a, b):
-        return _multiply(a, b)
-    if not fits_pool(_elements(a, b.shape[-1]), a, b):
+    if not _is_ours(_elements(a, b.shape[-1]), _multiplications(a, b), a, b):
         return a @ b
+    if (product := _multiply(a, b, None)) is not None:
+        return product
     size = (*a.shape[:-1], b.shape[-1])
     if a.dim() > 2 and a.itemsize < 4:  # for 16-bit types, a copy is faster than several products
         result = empty_pooled(a, *size)
@@ -157,19 +163,18 @@ def _cpu_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 def _cpu_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Returns `F.linear` outside autograd."""
-    if not _is_one_product(x, bias):
+    features = weight.shape[0]
+    if not (_is_one_product(x, bias) and _is_ours(_elements(x, features), x.numel() * features, x, weight, bias)):
         return F.linear(x, weight, bias)
-    rows, columns = x.flatten(0, -2), weight.t()
-    if _suits_kernel(rows, columns, bias):
-        return _multiply(rows, columns, bias).view(*x.shape[:-1], -1)
-    if not fits_pool(_elements(x, weight.shape[0]), x, weight, bias):
-        return F.linear(x, weight, bias)
-    result = empty_pooled(x, *x.shape[:-1], weight.shape[0])
+    rows = x.flatten(0, -2)
+    if (product := _multiply(rows, weight.t(), bias)) is not None:
+        return product.view(*x.shape[:-1], features)
+    result = empty_pooled(x, *x.shape[:-1], features)
     out = result.flatten(0, -2)
     if bias is None:
-        torch.mm(rows, columns, out=out)
+        torch.mm(rows, weight.t(), out=out)
     else:
-        torch.addmm(bias, rows, columns, out=out)
+        torch.addmm(bias, rows, weight.t(), out=out)
     return result
 
 
@@ -180,6 +185,11 @@ def _is_one_product(x: Tensor, bias: Tensor | None) -> bool:
 
 def _elements(rows: Tensor, columns: int) -> int:
     return rows.shape[:-1].numel() * columns
+
+
+def _multiplications(a: Tensor, b: Tensor) -> int:
+    """Returns those of one product; 0 for a batch, for which we have no kernel."""
+    return a.numel() * b.shape[1] if a.dim() == b.dim() == 2 else 0
 
 
 def _empty_laid_out_as(b: Tensor, like: Tensor, *size: int) -> Tensor:
@@ -215,32 +225,22 @@ def _kernel_dtypes() -> tuple[torch.dtype, ...]:
     return (torch.float32, torch.bfloat16, torch.float16) if library.is_amd_with_avx512_bf16() else ()
 
 
-def _suits_kernel(a: Tensor, b: Tensor, bias: Tensor | None = None) -> bool:
-    """Returns whether our kernel should compute `a @ b + bias`. It reads a matrix along its rows or its columns."""
-    return (
-        a.dim() == b.dim() == 2
-        and a.dtype in _kernel_dtypes()
-        and a.numel() * b.shape[1] >= MIN_PRODUCT
-        and a.shape[1] == b.shape[0]
-        and 1 in a.stride()
-        and 1 in b.stride()
-        and (bias is None or (bias.shape == b.shape[1:] and bias.is_contiguous()))
-        and _is_plain_call(a, b, bias)
-        and library.choose_variant("cpu") == "cpp"
-    )
+def _suits_kernel(multiplications: int, a: Tensor) -> bool:
+    worthwhile = multiplications >= MIN_PRODUCT and a.dtype in _kernel_dtypes()
+    return worthwhile and library.choose_variant("cpu") == "cpp"
 
 
-def _multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Returns `a @ b + bias` outside autograd."""
+def _multiply(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Returns `a @ b + bias` outside autograd, or None if our kernel cannot or should not compute it."""
+    if not _suits_kernel(_multiplications(a, b), a):
+        return None
     for counter in flop_counters():
         counter.flop_registry.setdefault(torch.ops.shardzoo_kernels.matrix_product, _product_flops)
-    result = empty_pooled(a, len(a), b.shape[1])
-    library.call_compiled("matrix_product", a, b, bias, result)
-    return result
+    return library.call_compiled("matrix_product", a, b, bias)
 
 
-def _product_flops(a: Tensor, b: Tensor, *_: object, **__: object) -> int:
-    return 2 * a.numel() * b.shape[1]
+def _product_flops(a: Tensor, b: Tensor, *_: object, out_val: Tensor | None) -> int:
+    return 0 if out_val is None else 2 * a.numel() * b.shape[1]
 
 
 # Few rows.

@@ -32,33 +32,34 @@ int64_t workspace_floats(const MatrixProduct& m) {
   return whole(packed + whole(rows, kProductTile) * whole(columns, kProductTile), kProductTile) + kProductTile;
 }
 
-void copy_strides(const Tensor& matrix, int64_t* strides) {
+bool copy_strides(const Tensor& matrix, int64_t* strides) {
   for (int i = 0; i < 2; ++i) strides[i] = matrix.stride(i);
-  STD_TORCH_CHECK(strides[0] == 1 || strides[1] == 1, "the numbers of a matrix's rows or columns must be adjacent");
+  return strides[0] == 1 || strides[1] == 1;
+}
+
+bool is_like(const Tensor& tensor, const Tensor& first) {
+  return tensor.is_cpu() && tensor.scalar_type() == first.scalar_type();
 }
 
 }  // namespace
 
-void matrix_product(const Tensor& a, const Tensor& b, const OptionalTensor& bias, const Tensor& c) {
+OptionalTensor matrix_product(const Tensor& a, const Tensor& b, const OptionalTensor& bias) {
+  if (a.dim() != 2 || b.dim() != 2 || a.size(1) != b.size(0) || a.numel() == 0 || b.numel() == 0) return {};
+  if (!a.is_cpu() || a.scalar_type() == ScalarType::Double || !is_like(b, a)) return {};
   MatrixProduct m = {};
-  m.a = input(a), m.b = input(b), m.bias = input(bias), m.c = output(c);
+  m.a = input(a), m.b = input(b), m.bias = input(bias);
   m.rows = a.size(0), m.depth = a.size(1), m.columns = b.size(1);
-  STD_TORCH_CHECK(a.numel() > 0 && b.numel() > 0 && b.size(0) == m.depth, "the sizes of the factors do not fit");
-  for (const OptionalTensor& other : {OptionalTensor(a), OptionalTensor(b), bias}) {
-    STD_TORCH_CHECK(!other || other->scalar_type() == c.scalar_type(), "a factor or bias has another dtype than the result");
-  }
-  STD_TORCH_CHECK(c.scalar_type() != ScalarType::Double, "fp64 products are not implemented");
-  STD_TORCH_CHECK(c.is_contiguous() && (!bias || bias->is_contiguous()), "a result or bias is not contiguous");
-  check_sizes(m.rows * m.columns, {c});
-  check_sizes(m.columns, {bias});
-  copy_strides(a, m.a_stride), copy_strides(b, m.b_stride);
+  if (!copy_strides(a, m.a_stride) || !copy_strides(b, m.b_stride)) return {};
+  if (bias && !(bias->dim() == 1 && bias->size(0) == m.columns && bias->is_contiguous() && is_like(*bias, a))) return {};
   divide(m, torch::stable::get_num_threads());
   m.workspace_floats = workspace_floats(m);
   const int64_t units = m.row_parts * m.column_parts;
-  const int64_t per_float = static_cast<int64_t>(sizeof(float) / c.element_size());
-  const Tensor workspace = recycled(c, {units * m.workspace_floats * per_float});
-  m.workspace = static_cast<float*>(output(workspace));
-  run(kMatrixProduct, c, &m, units, m.part_rows * m.part_columns * m.depth);
+  const Tensor c = recycled(a, {m.rows, m.columns});
+  const Tensor workspace = recycled(a, {units * m.workspace_floats * static_cast<int64_t>(sizeof(float)) /
+                                        static_cast<int64_t>(a.element_size())});
+  m.c = output(c), m.workspace = static_cast<float*>(output(workspace));
+  run(kMatrixProduct, a, &m, units, m.part_rows * m.part_columns * m.depth);
+  return c;
 }
 
 }  // namespace shardzoo

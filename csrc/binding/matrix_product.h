@@ -5,7 +5,8 @@
 
 namespace shardzoo {
 
-// Writes a b + bias to c, of a [M, K], b [K, N], bias [N] and c [M, N], which is contiguous; fp32, bf16 or fp16.
-void matrix_product(const Tensor& a, const Tensor& b, const OptionalTensor& bias, const Tensor& c);
+// Returns a b + bias, of a [M, K], b [K, N] and bias [N] of one dtype, which is not fp64; or nothing if the tensors do
+// not suit the kernel. The numbers of each factor's rows or columns must be adjacent, and those of the bias.
+OptionalTensor matrix_product(const Tensor& a, const Tensor& b, const OptionalTensor& bias);
 
 }  // namespace shardzoo

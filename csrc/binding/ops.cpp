@@ -309,7 +309,7 @@ STABLE_TORCH_LIBRARY(shardzoo_kernels, m) {
       "Tensor? mask, Tensor? prefix, Tensor? lengths, Tensor? keys, float scale, bool causal, float p, "
       "int first_head, int first_row, Tensor(a!) grad_q, Tensor(b!) grad_k, Tensor(c!) grad_v, "
       "Tensor(d!) grad_bias) -> ()");
-  m.def("matrix_product(Tensor a, Tensor b, Tensor? bias, Tensor(a!) c) -> ()");
+  m.def("matrix_product(Tensor a, Tensor b, Tensor? bias) -> Tensor?");
   m.def("square_sum(Tensor x) -> float");
   m.def(
       "adamw(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? rounded, "

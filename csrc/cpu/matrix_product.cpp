@@ -1,8 +1,10 @@
 // Products of large matrices, as in Goto and van de Geijn 2008, "Anatomy of high-performance matrix multiplication".
 //
-// Both factors are packed into panels: what a tile of the result needs is adjacent, unit by unit along the depth (which
-// is summed over). A unit is a float, or where the processor multiplies them, a pair of bf16. Every sum adds its units in
-// order and is rounded once, so it does not depend on the number of rows, columns or threads.
+// A block of columns of b is packed into panels: what a tile of the result needs is adjacent, unit by unit along the
+// depth (which is summed over), and stays in the second-level cache while all rows of a are multiplied with it. A unit
+// is a float, or where the processor multiplies them, a pair of bf16. Rows of a whose units are adjacent are read where
+// they are; others are packed, too. Every sum adds its units in order and is rounded once, so it does not depend on the
+// number of rows, columns or threads.
 #include "product.h"
 
 namespace shardzoo {
@@ -19,9 +21,8 @@ constexpr int kTileRows = 4, kTileVectors = 2;
 constexpr int kTileColumns = kTileVectors * kWidth;
 constexpr int kPanelRows = kWidth;   // of a: one or two tiles
 constexpr int64_t kChunk = 64;       // units that are packed at once
-constexpr int64_t kBlockRows = 128;  // which multiply a block of columns that stays in the second-level cache
-constexpr int64_t kBlockColumns = 4 * kTileColumns;
-constexpr int64_t kBlockUnits = 384;  // if the depth is longer than kProductDepth, so that sums are added in parts
+constexpr int64_t kBlockRows = 128, kBlockColumns = 4 * kTileColumns;
+constexpr int64_t kBlockUnits = 384;  // most of a block if there are more than kProductDepth, and sums are kept between
 static_assert(kPanelRows % kTileRows == 0 && kPanelRows <= kProductTile && kTileColumns <= kProductTile);
 static_assert(kBlockUnits <= kProductDepth && kMostProductColumns % kBlockColumns == 0);
 
@@ -36,7 +37,12 @@ template <class T>
 constexpr int64_t kPerUnit = kInPairs<T> ? 2 : 1;
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t whole(int64_t size, int64_t tile) { return (size + tile - 1) / tile * tile; }
+INLINE int64_t count(int64_t size, int64_t each) { return (size + each - 1) / each; }
+INLINE int64_t whole(int64_t size, int64_t each) { return count(size, each) * each; }
+template <class T>
+INLINE int64_t units_of(int64_t elements) {
+  return count(elements, kPerUnit<T>);
+}
 
 // The lines of a factor: rows of a, or columns of b. Element i of a line is summed over.
 template <class T>
@@ -56,7 +62,8 @@ INLINE bool are_units(const Lines<T>& from, int64_t size) {
 
 // The units of lines whose elements are adjacent: where they are, or converted in the spare memory.
 template <class T>
-INLINE Left rows_of_units(const Lines<T>& from, int64_t line, int64_t lines, int64_t start, int64_t size, float* spare) {
+INLINE Left rows_of_units(const Lines<T>& from, int64_t line, int64_t lines, int64_t start, int64_t size,
+                          float* spare) {
   const T* p = from.at(line, start);
   if (are_units(from, size)) return {reinterpret_cast<const float*>(p), from.line_step / kPerUnit<T>, 1};
 #if defined(__AVX512BF16__)
@@ -74,8 +81,8 @@ class Ahead {
     p_ = reinterpret_cast<const char*>(from.at(line, start));
     step_ = (across ? from.step : from.line_step) * static_cast<int64_t>(sizeof(T));
     bytes_ = (across ? lines : size) * static_cast<int64_t>(sizeof(T));
-    rows_ = across ? size : lines;
-    each_ = (rows_ * (bytes_ / kLine + 1) + tiles - 1) / tiles;
+    rows_ = size == 0 ? 0 : across ? size : lines;
+    each_ = count(rows_ * (bytes_ / kLine + 1), tiles);
   }
   LAMBDA void prefetch_share() {
     for (int64_t i = 0; i < each_ && rows_ > 0; ++i) {
@@ -96,7 +103,7 @@ class Ahead {
 template <class T, int kLines>
 INLINE void pack_chunk(const Lines<T>& from, int64_t line, int64_t lines, int64_t start, int64_t size, float* spare,
                        float* out) {
-  const int64_t units = (size + kPerUnit<T> - 1) / kPerUnit<T>;
+  const int64_t units = units_of<T>(size);
   if (lines < kLines) zeroed(out, units * kLines);
   if (from.step == 1) {
     const Left rows = rows_of_units(from, line, lines, start, size, spare);
@@ -127,7 +134,7 @@ __attribute__((noinline)) void pack(const Lines<T>& from, int64_t line, int64_t 
                                     float* out) {
   alignas(64) float spare[kProductTile * 2 * kChunk];
   constexpr int64_t kElements = kChunk * kPerUnit<T>;
-  const int64_t units = (size + kPerUnit<T> - 1) / kPerUnit<T>;
+  const int64_t units = units_of<T>(size);
   const auto pack_part = [&](int64_t i, int64_t l) LAMBDA {
     float* to = out + l * units + i / kPerUnit<T> * kPanel;
     pack_chunk<T, kPanel>(from, line + l, least(kPanel, lines - l), start + i, least(kElements, size - i), spare, to);
@@ -143,14 +150,14 @@ __attribute__((noinline)) void pack(const Lines<T>& from, int64_t line, int64_t 
   }
 }
 
-// Adds the product of `rows` rows and packed columns to a block of sums, or sets it. Of a, whole tiles are where `direct`
-// says, if it is not null, and the rest is packed.
+// Adds the product of `rows` rows and packed columns to a block of sums, or sets it. Of a, whole panels are read at
+// `direct`, if it is not null, and the rest is packed.
 template <class T>
 __attribute__((noinline)) void multiply_block(const float* packed_a, const Left& direct, const float* packed_b,
                                               int64_t rows, int64_t columns, int64_t units, float* sums, int64_t step,
                                               bool add, Ahead& ahead) {
   for (int64_t column = 0; column < columns; column += kTileColumns) {
-    const int64_t vectors = whole(least(kTileColumns, columns - column), kWidth) / kWidth;
+    const int64_t vectors = count(least(kTileColumns, columns - column), kWidth);
     const Right b = {packed_b + column * units, kTileColumns};
     const auto tile = [&](const Left& a, int64_t row) LAMBDA {
       ahead.prefetch_share();
@@ -187,33 +194,33 @@ template <class T>
 INLINE void multiply_part(const MatrixProduct& m, float* workspace, int64_t row, int64_t rows, int64_t column,
                           int64_t columns) {
   const Lines<T> a = {at<T>(m.a, 0), m.a_stride[0], m.a_stride[1]}, b = {at<T>(m.b, 0), m.b_stride[1], m.b_stride[0]};
-  const int64_t all = (m.depth + kPerUnit<T> - 1) / kPerUnit<T>;
-  const int64_t parts = all <= kProductDepth ? 1 : (all + kBlockUnits - 1) / kBlockUnits, units = (all + parts - 1) / parts;
-  const int64_t most = units * kPerUnit<T>;
+  const int64_t all = units_of<T>(m.depth), parts = all <= kProductDepth ? 1 : count(all, kBlockUnits);
+  const int64_t most_units = count(all, parts), most = most_units * kPerUnit<T>;
   float* packed_a = workspace;
-  float* packed_b = packed_a + whole((rows + kProductTile) * units, kWidth);
-  float* sums = packed_b + whole((least(columns, kBlockColumns) + kProductTile) * units, kWidth);
-  const bool once = parts == 1;  // then the sums of a block are needed no longer than its product takes
-  const int64_t step = whole(once ? least(columns, kBlockColumns) : columns, kProductTile);
+  float* packed_b = packed_a + whole((rows + kProductTile) * most_units, kWidth);
+  float* sums = packed_b + whole((least(columns, kBlockColumns) + kProductTile) * most_units, kWidth);
+  const bool keeps_sums = parts > 1;  // otherwise those of a block are needed no longer than its product takes
+  const int64_t step = whole(keeps_sums ? columns : least(columns, kBlockColumns), kProductTile);
   for (int64_t i = 0; i < m.depth; i += most) {
-    const int64_t size = least(most, m.depth - i), part_units = (size + kPerUnit<T> - 1) / kPerUnit<T>;
+    const int64_t size = least(most, m.depth - i), units = units_of<T>(size);
     const bool direct = are_units(a, size);
     const int64_t read = direct ? rows / kPanelRows * kPanelRows : 0;  // rows that are read where they are
-    pack<T, kPanelRows>(a, row + read, rows - read, i, size, packed_a + read * part_units);
+    pack<T, kPanelRows>(a, row + read, rows - read, i, size, packed_a + read * units);
     for (int64_t c = 0; c < columns; c += kBlockColumns) {
       const int64_t block_columns = least(kBlockColumns, columns - c);
       pack<T, kTileColumns>(b, column + c, block_columns, i, size, packed_b);
-      const bool last = c + kBlockColumns >= columns;  // of this part of the depth
-      const int64_t next = last ? 0 : c + kBlockColumns, next_i = last ? i + size : i;
-      const int64_t tiles = whole(rows, kTileRows) / kTileRows * (whole(block_columns, kTileColumns) / kTileColumns);
-      Ahead ahead(b, column + next, least(kBlockColumns, columns - next), next_i, least(most, m.depth - next_i), tiles);
+      const bool ends = c + kBlockColumns >= columns;
+      const int64_t next_c = ends ? 0 : c + kBlockColumns, next_i = ends ? i + size : i;
+      const int64_t tiles = count(rows, kTileRows) * count(block_columns, kTileColumns);
+      Ahead ahead(b, column + next_c, least(kBlockColumns, columns - next_c), next_i, least(most, m.depth - next_i),
+                  tiles);
       for (int64_t r = 0; r < rows; r += kBlockRows) {
         const int64_t block_rows = least(kBlockRows, rows - r);
-        float* block = once ? sums : sums + r * step + c;
+        float* block = keeps_sums ? sums + r * step + c : sums;
         const float* rows_of_a = direct ? reinterpret_cast<const float*>(a.at(row + r, i)) : nullptr;
         const Left left = {rows_of_a, a.line_step / kPerUnit<T>, 1};
-        multiply_block<T>(packed_a + r * part_units, left, packed_b, block_rows, block_columns, part_units, block, step,
-                          i > 0, ahead);
+        multiply_block<T>(packed_a + r * units, left, packed_b, block_rows, block_columns, units, block, step, i > 0,
+                          ahead);
         if (i + size == m.depth) write_block<T>(m, block, step, row + r, block_rows, column + c, block_columns);
       }
     }

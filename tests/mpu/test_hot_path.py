@@ -1,6 +1,6 @@
 """How much of our own code stands between a layer and torch where the tensors are not on a CPU.
 
-The meta device stands for an accelerator: it takes the same branches, because only CPU tensors have a pool, oneDNN and
+The meta device stands for an accelerator: it takes the same branches, because only CPU tensors have a pool, products and
 a kernel for few rows.
 """
 

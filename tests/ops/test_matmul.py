@@ -18,8 +18,8 @@ LARGE = 1 << 20  # elements
 
 @pytest.fixture
 def pooled(monkeypatch):
-    """The sizes of the results that were written into the pool's memory, oneDNN's being none of them."""
-    monkeypatch.setattr(MODULE, "onednn_is_quicker", lambda: False)
+    """The sizes of the results that PyTorch's libraries wrote into the pool's memory."""
+    monkeypatch.setattr(MODULE, "_kernel_dtypes", tuple)
     seen, empty_pooled = [], MODULE.empty_pooled
 
     def remember(like, *size):
@@ -104,76 +104,177 @@ def test_heads_stay_where_they_are(pooled):
         assert tensor.stride() == q.stride()
 
 
-needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch is built without it")
+needs_kernels = pytest.mark.skipif(library.unavailable("cpp", "cpu") is not None, reason="no compiled kernels")
+ROUNDING = {torch.float32: 2**-24, torch.float64: 2**-53, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+by_kernel = pytest.mark.parametrize("kind", KERNEL_DTYPES, ids=str)
 
 
-@needs_onednn
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("biased", [True, False])
-def test_onednn_is_exact_to_rounding(transposed, biased):
-    """Each sum of K products is within K roundings of the sum of their sizes (Higham 2002, section 3.1)."""
+@pytest.fixture
+def products(monkeypatch):
+    """The sizes (rows, depth, columns) of the products that our kernel computes, here of any size, on any processor."""
+    monkeypatch.setattr(MODULE, "_kernel_dtypes", lambda: KERNEL_DTYPES)
+    monkeypatch.setattr(MODULE, "MIN_PRODUCT", 1)
+    seen, call = [], library.call_compiled
+
+    def remember(name, *arguments):
+        result = call(name, *arguments)
+        if name == "matrix_product" and result is not None:
+            seen.append((*arguments[0].shape, arguments[1].shape[1]))
+        return result
+
+    monkeypatch.setattr(library, "call_compiled", remember)
+    return seen
+
+
+def multiply(a, b, bias=None):
+    return library.call_compiled("matrix_product", a, b, bias)
+
+
+def factors(rows, depth, columns, kind, a_across=False, b_across=False):
+    """a, b and a bias; the numbers of a's rows or columns are adjacent, and those of b's."""
+    g = torch.Generator().manual_seed(rows + depth + columns)
+    a, b, bias = (torch.randn(*size, generator=g).to(kind) for size in ((rows, depth), (depth, columns), (columns,)))
+    return a.t().contiguous().t() if a_across else a, b if b_across else b.t().contiguous().t(), bias
+
+
+def assert_rounded_once(result, a, b, bias):
+    """Each sum is within as many roundings of fp32 as it has terms (Higham 2002, section 3.1), and one of its type."""
+    exact, sizes = a.double() @ b.double(), a.double().abs() @ b.double().abs()
+    if bias is not None:
+        exact, sizes = exact + bias.double(), sizes + bias.double().abs()
+    allowed = ROUNDING[result.dtype] * exact.abs() + (a.shape[1] + 2) * 2**-24 * sizes
+    smallest = 2**-25 if result.dtype == torch.float16 else 0  # half of the step between its subnormal numbers
+    assert ((result.double() - exact).abs() <= 1.01 * allowed + smallest).all()
+
+
+@needs_kernels
+@by_kernel
+@pytest.mark.parametrize("a_across", [False, True])
+@pytest.mark.parametrize("b_across", [False, True])
+def test_the_kernel_rounds_once(kind, a_across, b_across):
+    """Sizes about those of tiles, panels, blocks and parts, and odd depths, which leave half of a pair of bf16."""
+    sizes = [(1, 1, 1), (7, 5, 3), (8, 64, 48), (9, 65, 49), (16, 2, 16), (17, 128, 33), (65, 129, 95), (129, 31, 193)]
+    sizes += [(130, 1023, 200), (33, 1024, 97), (20, 1025, 50), (40, 2501, 60), (1030, 40, 50), (30, 33, 3100)]
+    sizes += [(1100, 1100, 70), (70, 1100, 1600)]
+    for size in sizes:
+        a, b, bias = factors(*size, kind, a_across, b_across)
+        assert_rounded_once(multiply(a, b), a, b, None)
+        assert_rounded_once(multiply(a, b, bias), a, b, bias)
+
+
+@needs_kernels
+@by_kernel
+def test_the_kernel_reads_parts_of_larger_matrices(kind):
+    g = torch.Generator().manual_seed(1)
+    whole = torch.randn(301, 303, generator=g).to(kind)
+    for first in (0, 1):  # with an odd offset or stride, pairs of bf16 are not aligned
+        for a in (whole[first:200, first:150], whole.t()[first:200, first:150], whole[::2, first : first + 100]):
+            b = whole[: a.shape[1], 3:90]
+            assert_rounded_once(multiply(a, b), a, b, None)
+    row = whole[:1, :150].expand(40, 150)
+    assert torch.equal(multiply(row, whole[:150]), multiply(row.contiguous(), whole[:150]))
+
+
+@needs_kernels
+@by_kernel
+def test_a_sum_depends_on_its_terms_alone(kind):
+    """Neither on the other rows and columns, nor on the order of memory, nor on the threads."""
+    a, b, bias = factors(300, 1100, 210, kind)
+    threads, whole = torch.get_num_threads(), multiply(a, b, bias)
+    try:
+        for count in (1, 3, 4):
+            torch.set_num_threads(count)
+            assert torch.equal(multiply(a, b, bias), whole)
+    finally:
+        torch.set_num_threads(threads)
+    for rows, columns in ((slice(0, 1), slice(0, 1)), (slice(5, 131), slice(0, 210)), (slice(0, 300), slice(17, 90))):
+        assert torch.equal(multiply(a[rows], b[:, columns], bias[columns]), whole[rows, columns])
+    assert torch.equal(multiply(a.t().contiguous().t(), b.contiguous(), bias), whole)
+
+
+@needs_kernels
+@by_kernel
+def test_non_finite_numbers_of_a_product_stay_in_their_rows(kind):
+    a, b, _ = factors(40, 77, 60, kind)
+    a[3, 76], a[17, 0], b[2, 59] = float("nan"), float("inf"), float("inf")
+    result = multiply(a, b).isfinite()
+    expected = torch.ones(40, 60, dtype=torch.bool)
+    expected[3], expected[17], expected[:, 59] = False, False, False
+    assert torch.equal(result, expected)
+
+
+@needs_kernels
+def test_the_kernel_gives_way():
+    a, b, bias = factors(20, 30, 40, torch.float32)
+    assert multiply(a, b[:29]) is None
+    assert multiply(a[:, ::2][:, ::2], b[:8]) is None  # no stride is 1
+    assert multiply(a[:0], b) is None
+    assert multiply(a[None], b[None]) is None
+    assert multiply(a.double(), b.double()) is None
+    assert multiply(a, b.bfloat16()) is None
+    assert multiply(a, b, bias.bfloat16()) is None
+    assert multiply(a, b, bias[:39]) is None
+    assert multiply(a, b, bias[:1]) is None
+    assert multiply(a, b, bias[None]) is None
+    assert multiply(a, b, bias.repeat_interleave(2)[::2]) is None
+
+
+@needs_kernels
+@by_kernel
+def test_products_of_a_layer_and_its_gradients_are_the_kernels(kind, products):
     g = torch.Generator().manual_seed(4)
-    x, weight = torch.randn(2, 700, 600, generator=g), torch.randn(600, 600, generator=g)
-    weight = weight.t() if transposed else weight
-    inputs = (x, weight, torch.randn(600, generator=g) if biased else None)
-    exact = F.linear(*(None if tensor is None else tensor.double() for tensor in inputs))
-    sizes = F.linear(*(None if tensor is None else tensor.double().abs() for tensor in inputs))
-    error = (MODULE._onednn_linear(*inputs) - exact).abs()
-    assert (error <= (600 + biased) * torch.finfo(torch.float32).eps / 2 * sizes).all()
-
-
-@needs_onednn
-def test_onednn_does_large_products_of_fp32(monkeypatch):
-    shapes, onednn_linear = [], MODULE._onednn_linear
-    monkeypatch.setattr(MODULE, "onednn_is_quicker", lambda: True)
-    monkeypatch.setattr(
-        MODULE, "_onednn_linear", lambda x, *others: shapes.append(tuple(x.shape)) or onednn_linear(x, *others)
-    )
-    g = torch.Generator().manual_seed(4)
-    x, weight, bias = (torch.randn(*size, generator=g) for size in ((2, 1400, 96), (600, 96), (600,)))
-    for own, other in zip(results(linear, x, weight, bias), results(F.linear, x, weight, bias), strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-3)  # of sums of up to 2800 terms
-    assert shapes == [(2, 1400, 96), (2800, 600)]  # the output and the gradient of x
-    for rows in (x[:, ::2], x.double(), x[:1, :900]):
-        linear(rows, weight.to(rows.dtype), None)
-    assert len(shapes) == 2
-
-
-@needs_onednn
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
-def test_gradients_of_many_features_are_computed_in_blocks(kind, monkeypatch):
-    monkeypatch.setattr(MODULE, "onednn_is_quicker", lambda: True)
-    monkeypatch.setattr(MODULE, "ROWS_AT_ONCE", 500)
-    blocks, split = [], torch.Tensor.split
-    monkeypatch.setattr(torch.Tensor, "split", lambda x, size: blocks.append(size) or split(x, size))
-    g = torch.Generator().manual_seed(4)
-    x, weight, grad = (torch.randn(*size, generator=g).to(kind) for size in ((1400, 700), (1201, 700), (1400, 1201)))
-    x, weight = x.requires_grad_(), weight.requires_grad_()
-    found = torch.autograd.grad(linear(x, weight, None), (x, weight), grad)
-    assert blocks == [256 if kind == torch.float32 else 500] * 2  # of the factor and of the result
-    for own, wanted in zip(found, (grad.double() @ weight.double(), grad.double().t() @ x.double()), strict=True):
+    x, weight, bias = (torch.randn(*size, generator=g).to(kind) for size in ((2, 140, 96), (60, 96), (60,)))
+    # x, weight and bias lose nothing in fp64, and the gradient of ones loses nothing in 16 bits
+    leaves = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
+    wide = [tensor.double().requires_grad_() for tensor in (x, weight, bias)]
+    grad = torch.randn(2, 140, 60, generator=g).to(kind)
+    output, exact = linear(*leaves), F.linear(*wide)
+    found, wanted = torch.autograd.grad(output, leaves, grad), torch.autograd.grad(exact, wide, grad.double())
+    for own, other in zip((output, *found), (exact, *wanted), strict=True):
         assert own.dtype == kind
-        torch.testing.assert_close(own.double(), wanted, rtol=1e-5 if kind == torch.float32 else 2**-8, atol=1e-3)
+        torch.testing.assert_close(own.double(), other, rtol=2 * ROUNDING[kind], atol=1e-4 if own.dim() > 1 else 1)
+    assert products == [(280, 96, 60), (280, 60, 96), (60, 280, 96)]
+    a = x[0].clone().requires_grad_()
+    matmul(a, weight.t()).sum().backward()
+    assert products[3:] == [(140, 96, 60)]  # the gradient of a sum has no adjacent numbers
+    torch.testing.assert_close(a.grad.double(), weight.double().sum(0).expand(140, 96), rtol=2 * ROUNDING[kind], atol=0.1)
+    with torch.no_grad():
+        assert torch.equal(linear(x, weight, bias), output)
 
 
-@needs_onednn
-def test_onednn_gets_only_what_it_reads_rightly(monkeypatch):
-    """It takes a bias to be dense, and knows no matrix whose rows overlap."""
-    monkeypatch.setattr(MODULE, "onednn_is_quicker", lambda: True)
-    g = torch.Generator().manual_seed(4)
-    x, weight, values = (torch.randn(*size, generator=g) for size in ((256, 1024), (1024, 1024), (3 * 1024,)))
-    biases = (
-        values[::3],
-        values[:1].expand(1024),
-        values[0],
-        values[:1],
-        values[:1024].view(1, -1),
-        values[:256, None],
-    )
-    for bias in biases:
-        torch.testing.assert_close(linear(x, weight, bias), F.linear(x, weight, bias), rtol=1e-5, atol=1e-3)
-    overlapping = values.unfold(0, 1024, 2)
-    torch.testing.assert_close(linear(x, overlapping, None), F.linear(x, overlapping), rtol=1e-5, atol=1e-3)
+@needs_kernels
+def test_what_the_kernel_does_not_suit_is_pytorchs(products):
+    x, weight = torch.randn(2, 700, 96), torch.randn(600, 96)
+    assert torch.equal(linear(x.double(), weight.double()), F.linear(x.double(), weight.double()))
+    for bias in (torch.randn(1), torch.randn(1, 600), torch.randn(1200)[::2]):
+        assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
+    with ops.kernels("reference"):
+        assert torch.equal(linear(x, weight), F.linear(x, weight))
+    with pytest.raises(RuntimeError):
+        linear(x, weight[:, :95])
+    assert products == []
+    monkey = linear(x, weight)
+    assert products == [(1400, 96, 600)]
+    torch.testing.assert_close(monkey, F.linear(x, weight))
+
+
+@needs_kernels
+def test_pairs_of_bf16_survive_where_denormal_numbers_do_not():
+    """A pair whose second number is 0 is a denormal float."""
+    a, b, _ = factors(40, 64, 50, torch.bfloat16)
+    a[:, 1::2] = 0
+    q = a[None, None, :32]
+    threads, wanted, mixed = torch.get_num_threads(), multiply(a, b), ops.attention(q, q, q, scale=0.1)
+    torch.set_num_threads(1)
+    try:
+        if not torch.set_flush_denormal(True):
+            pytest.skip("this processor cannot flush denormal numbers")
+        assert torch.equal(multiply(a, b), wanted)
+        assert torch.equal(ops.attention(q, q, q, scale=0.1), mixed)
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(threads)
 
 
 def test_gradients_of_complex_numbers_and_forward_ones():
@@ -211,12 +312,12 @@ def test_nobody_who_looks_is_passed_by(pooled):
     assert pooled == []
 
 
-@pytest.mark.parametrize("quicker", [False, pytest.param(True, marks=needs_onednn)])
-def test_counting_changes_no_bit(monkeypatch, quicker):
+@pytest.mark.parametrize("kinds", [(), pytest.param(KERNEL_DTYPES, marks=needs_kernels)])
+def test_counting_changes_no_bit(monkeypatch, kinds):
     """The trainer counts a process's first step, which in a resumed run is one that was not counted before."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    monkeypatch.setattr(MODULE, "onednn_is_quicker", lambda: quicker)
+    monkeypatch.setattr(MODULE, "_kernel_dtypes", lambda: kinds)
     q, k, v = (heads(seed, torch.float32) for seed in range(3))
     x, weight = torch.randn(2048, 512), torch.randn(1024, 512)
     calls = ((matmul, q, k.mT), (matmul, torch.rand(2, 3, 430, 430), v), (linear, x, weight, None))
@@ -241,10 +342,6 @@ def test_memory_is_used_again(pooled):
     third = ops.linear(x, weight)
     assert third.data_ptr() != place
     assert torch.equal(second, kept)
-
-
-needs_kernels = pytest.mark.skipif(library.unavailable("cpp", "cpu") is not None, reason="no compiled kernels")
-ROUNDING = {torch.float32: 2**-24, torch.float64: 2**-53, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
 @pytest.fixture
