@@ -1,7 +1,7 @@
 """How much of our own code stands between a layer and torch where the tensors are not on a CPU.
 
-The meta device stands for an accelerator: it takes the same branches, because only CPU tensors have a pool, products and
-a kernel for few rows.
+The meta device stands for an accelerator: it takes the same branches, because only CPU tensors have a pool and kernels
+for products.
 """
 
 from __future__ import annotations
