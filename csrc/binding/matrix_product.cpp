@@ -1,9 +1,40 @@
 #include "matrix_product.h"
 
+#include <sys/mman.h>
+
+#include <cstdlib>
+
 #include "pool.h"
 
 namespace shardzoo {
 namespace {
+
+// The workspace of the products that a thread starts. It is as large as the largest needed, and kept for the next one:
+// new memory from the system causes page faults.
+class Workspace {
+ public:
+  Workspace() = default;
+  ~Workspace() { std::free(data_); }
+  Workspace(const Workspace&) = delete;
+  Workspace& operator=(const Workspace&) = delete;
+
+  float* of(int64_t floats) {
+    constexpr size_t huge_page = size_t{2} << 20;
+    const size_t bytes = (static_cast<size_t>(floats) * sizeof(float) + huge_page - 1) / huge_page * huge_page;
+    if (bytes > bytes_) {
+      std::free(data_);
+      data_ = std::aligned_alloc(huge_page, bytes);
+      bytes_ = data_ == nullptr ? 0 : bytes;
+      STD_TORCH_CHECK(data_ != nullptr, "no memory for the workspace of a matrix product: ", bytes, " bytes");
+      madvise(data_, bytes, MADV_HUGEPAGE);  // optional: if it fails, the pages are small
+    }
+    return static_cast<float*>(data_);
+  }
+
+ private:
+  void* data_ = nullptr;
+  size_t bytes_ = 0;
+};
 
 int64_t whole(int64_t size, int64_t tile) { return (size + tile - 1) / tile * tile; }
 
@@ -55,9 +86,8 @@ OptionalTensor matrix_product(const Tensor& a, const Tensor& b, const OptionalTe
   m.workspace_floats = workspace_floats(m);
   const int64_t units = m.row_parts * m.column_parts;
   const Tensor c = recycled(a, {m.rows, m.columns});
-  const Tensor workspace = recycled(a, {units * m.workspace_floats * static_cast<int64_t>(sizeof(float)) /
-                                        static_cast<int64_t>(a.element_size())});
-  m.c = output(c), m.workspace = static_cast<float*>(output(workspace));
+  thread_local Workspace workspace;
+  m.c = output(c), m.workspace = workspace.of(units * m.workspace_floats);
   run(kMatrixProduct, a, &m, units, m.part_rows * m.part_columns * m.depth);
   return c;
 }
