@@ -141,8 +141,10 @@ def _is_plain_call(first: Tensor, *others: Tensor | None) -> bool:
 
 def _is_ours(elements: int, multiplications: int, first: Tensor, *others: Tensor | None) -> bool:
     """Returns whether this module computes a product: in memory of the pool, with our kernel, or both."""
-    large = elements * first.itemsize >= POOLED or _suits_kernel(multiplications, first)
-    return large and _is_plain_call(first, *others)
+    fills_pool = elements * first.itemsize >= POOLED
+    worthwhile = fills_pool or multiplications >= MIN_PRODUCT
+    # The kernel is asked for last, because a compiler cannot trace that.
+    return worthwhile and _is_plain_call(first, *others) and (fills_pool or _suits_kernel(multiplications, first))
 
 
 def _cpu_matmul(a: Tensor, b: Tensor) -> Tensor:

@@ -311,6 +311,16 @@ def test_nobody_who_looks_is_passed_by(pooled):
     assert pooled == []
 
 
+@needs_kernels
+def test_compilers_trace_pytorchs_products():
+    """Also those that our kernel computes otherwise; asking for that processor is nothing that they can trace."""
+    MODULE._kernel_dtypes.cache_clear()
+    x, weight = torch.randn(256, 300), torch.randn(300, 300, requires_grad=True)
+    compiled = torch.compile(lambda x, w: (linear(x, w), matmul(x, w)), backend="eager", fullgraph=True)
+    for one, other in zip(compiled(x, weight), (F.linear(x, weight), x @ weight), strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("kinds", [(), pytest.param(KERNEL_DTYPES, marks=needs_kernels)])
 def test_counting_changes_no_bit(monkeypatch, kinds):
     """The trainer counts a process's first step, which in a resumed run is one that was not counted before."""
