@@ -125,8 +125,10 @@ def main() -> int:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     if arguments.model_parallel_size > 1:
-        if arguments.device != "cpu":
-            raise SystemExit("--model-parallel-size compares ranks on CPUs: leave --device out")
+        ignored = {"device": "cpu", "clock": "wall", "threads": 0, "required": 0.0, "json": None}
+        given = [f"--{name}" for name, default in ignored.items() if getattr(arguments, name) != default]
+        if given:
+            raise SystemExit(f"--model-parallel-size times ranks of one thread each on this CPU: leave {given[0]} out")
         from communication import run  # which makes DeepSpeed use the CPU
 
         for family, dtype in itertools.product(arguments.families, arguments.dtypes):
