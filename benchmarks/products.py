@@ -2,9 +2,9 @@
 
     python benchmarks/products.py --dtypes float32 bfloat16 --sizes 1024x768x3072 256x768x32128
 
-A size is tokens x inputs x outputs of a linear layer. It has three products: the layer's, and the gradients of its input
-and of its weight. Results are checked against fp64 before they are timed, in turns; rates are those of the medians.
-Where PyTorch has a faster library than its default (oneDNN in fp32), that is measured too.
+A size is tokens x inputs x outputs of a linear layer. It has three products: its output, and the gradients of its input
+and of its weight. Results are checked against fp64 before they are timed, in turns; rates are those of the medians. In
+fp32, oneDNN is measured too, which PyTorch has beside its default library.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def factors(tokens: int, inputs: int, outputs: int, dtype: torch.dtype) -> dict[
     generator = torch.Generator().manual_seed(0)
     sizes = ((tokens, inputs), (outputs, inputs), (tokens, outputs))
     x, weight, grad = (torch.randn(size, generator=generator).to(dtype) for size in sizes)
-    return {"output": (x, weight.t()), "input's gradient": (grad, weight), "weight's gradient": (grad.t(), x)}
+    return {"output": (x, weight.t()), "dx": (grad, weight), "dw": (grad.t(), x)}
 
 
 def ours(a: Tensor, b: Tensor) -> Tensor:
@@ -105,14 +105,15 @@ def measure(a: Tensor, b: Tensor, seconds: float) -> dict:
 
 
 def show(results: list[dict], facts: dict[str, str]) -> None:
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(", ".join(f"{name} {value}" for name, value in facts.items()), highlight=False)
     table = Table(title="GFLOP/s", title_justify="left")
-    for column in ("dtype", "tokens x inputs x outputs", "product", "ours", "torch.mm", "oneDNN", "ratio to the best"):
+    for column in ("dtype", "tokens x inputs x outputs", "product", "ours", "torch.mm", "oneDNN", "ratio"):
         table.add_column(column, justify="left" if column in ("dtype", "product") else "right")
     for result in results:
-        rates = [f"{rate:,.0f}" if (rate := result["rates"].get(name)) else "" for name in ("ours", "torch.mm", "oneDNN")]
-        table.add_row(result["dtype"], result["size"], result["product"], *rates, f"{result['ratio']:.2f}")
+        rates = (result["rates"].get(name) for name in ("ours", "torch.mm", "oneDNN"))
+        cells = ("" if rate is None else f"{rate:,.0f}" for rate in rates)
+        table.add_row(result["dtype"], result["size"], result["product"], *cells, f"{result['ratio']:.2f}")
     console.print(table)
 
 

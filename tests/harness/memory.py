@@ -28,8 +28,8 @@ def kept_bytes(forward: Callable[[], Any], own: Iterable[torch.Tensor] = ()) -> 
 def peak_of(work: Any) -> int:
     """Bytes that torch's profiler sees the allocator give out, at most, on top of what is there before.
 
-    The pool of large CPU outputs, which the profiler does not see, has no part in it, nor has the product's kernel, which
-    takes its results from there.
+    The pool of large CPU outputs, which the profiler does not see, has no part in it, nor has the kernel for products,
+    whose results are from there.
     """
     import sys
     from unittest import mock
