@@ -162,7 +162,7 @@ def measured_step(config: ModelConfig, shape: dict[str, int], repeats: int) -> V
         optimizer.zero_grad(set_to_none=True)
 
     step()
-    # The pool of large CPU outputs, which the profiler does not see, has no part in the peak, nor the kernel that uses it.
+    # The profiler does not see the pool of large CPU outputs; it has no part in the peak, nor the kernel that uses it.
     without_pool = mock.patch("shardzoo.ops.library.recycled", lambda like, size: like.new_empty(size))
     without_kernel = mock.patch.object(sys.modules["shardzoo.ops.matmul"], "_kernel_dtypes", tuple)
     with without_pool, without_kernel, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
