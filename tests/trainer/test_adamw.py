@@ -228,3 +228,11 @@ def test_deepspeed_clips_only_gradients_that_it_scales(tmp_path, file, expected)
 def test_zero_does_not_warn_of_it():
     importlib.import_module("shardzoo.trainer.engines.deepspeed_engine")
     assert AdamW in ZERO_SUPPORTED_OPTIMIZERS
+
+
+def test_a_step_without_gradients_changes_nothing():
+    parameter = torch.nn.Parameter(torch.ones(5))
+    optimizer = AdamW([parameter], lr=0.1, fused=True)
+    optimizer.step()
+    assert torch.equal(parameter, torch.ones(5))
+    assert not optimizer.state

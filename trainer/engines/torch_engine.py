@@ -209,7 +209,8 @@ class AdamW(torch.optim.AdamW):
         if found_inf is not None and found_inf.item():
             return None
         scale = 1.0 if factor is None else factor.item()
-        torch.ops.aten._foreach_add_([step for *_, step in updates], 1)
+        if updates:
+            torch.ops.aten._foreach_add_([step for *_, step in updates], 1)
         for group, tensors, step in updates:
             numbers = (scale, group["lr"], *group["betas"], group["eps"], group["weight_decay"], step)
             call_compiled("adamw", *tensors, self.rounded.get(tensors[0]), *map(float, numbers))
