@@ -118,16 +118,13 @@ class _Linear(Function):
 
 
 def fits_pool(elements: int, first: Tensor, *others: Tensor | None) -> bool:
-    """Returns whether a result of `elements` elements, computed from these tensors, should use memory of the pool.
-
-    It should if it is large, real, dense and on a CPU, and if the computation is not traced, transformed, cast or
-    differentiated in forward mode.
-    """
+    """Returns whether a result of `elements` elements, computed from these tensors, should use memory of the pool."""
     return elements * first.itemsize >= POOLED and _is_plain_call(first, *others)
 
 
 def _is_plain_call(first: Tensor, *others: Tensor | None) -> bool:
-    """Returns whether a call outside autograd has real, dense CPU tensors of one dtype and nothing watches it."""
+    """Returns whether a call has real, dense CPU tensors of one dtype, and nothing traces, transforms, casts or
+    differentiates it in forward mode."""
     return (
         first.is_cpu
         and first.is_floating_point()
