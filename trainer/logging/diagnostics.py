@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from ...ops import matmul
 from ..engines.engine import Engine, ForwardStep
 from ..launch.ranks import Ranks
 
@@ -65,7 +66,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def device_peak(device: torch.device) -> float:
-    """Returns the peak FLOP/s: of a known GPU from its data sheet, else from timing a large fp32 matmul."""
+    """Returns the peak FLOP/s: of a known GPU from its data sheet, else from timing a large fp32 product."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for known, peak in PEAKS.items():
@@ -76,7 +77,7 @@ def device_peak(device: torch.device) -> float:
 
 @functools.cache
 def _matmul_flops(device: torch.device, threads: int) -> float:
-    """Returns the FLOP/s of a matmul. It is timed once in a process for each number of threads."""
+    """Returns the FLOP/s of a product as the models compute it. It is timed once for each number of threads."""
     size = 1024
     a = torch.ones(size, size, device=device)
     best = min(_seconds(a) for _ in range(3))
@@ -85,7 +86,7 @@ def _matmul_flops(device: torch.device, threads: int) -> float:
 
 def _seconds(a: Tensor) -> float:
     started = time.perf_counter()
-    (a @ a)[0, 0].item()
+    matmul(a, a)[0, 0].item()
     return time.perf_counter() - started
 
 
