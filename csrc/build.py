@@ -30,10 +30,7 @@ from setuptools.command.build_ext import build_ext
 CSRC = Path(__file__).resolve().parent
 KERNELS = "shardzoo.ops._kernels"
 TORCH_TARGET = "0x020b000000000000"  # the oldest torch whose stable ABI the library uses: 2.11
-CPU_SOURCES = (
-    *("activation", "attention", "cross_entropy", "dropout", "linear", "matrix_product", "norm", "optimizer"),
-    "softmax",
-)
+CPU_SOURCES = sorted(path.stem for path in (CSRC / "cpu").glob("*.cpp") if path.stem != "dispatch")
 X86_FLAGS = {
     "v4bf16": ["-march=x86-64-v4", "-mavx512bf16"],
     "v4": ["-march=x86-64-v4"],
