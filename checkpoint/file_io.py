@@ -28,7 +28,8 @@ class OpenFiles:
     def open(self, paths: Sequence[Path]) -> None:
         """Opens files. Raises ValueError if the system's limit of open files is too low, and OSError as `os.open`."""
         new = [path for path in dict.fromkeys(paths) if path not in self._descriptors]
-        _allow_open_files(len(self._descriptors) + len(new))
+        if new:  # counting the open files of the process takes longer than reading a small tensor
+            _allow_open_files(len(self._descriptors) + len(new))
         for path in new:
             self._descriptors[path] = self._opener(path)
 

@@ -34,6 +34,20 @@ def with_mesh(tensor_parallel_size: int, pipeline_parallel_size: int, function, 
     return function(_meshes[sizes], *args, **kwargs)
 
 
+def serve_groups_by_one_thread() -> None:
+    """Has all of gloo's groups share the process's sockets: a thread for each wakes up a hundred times a second, and a
+    worker has dozens of groups."""
+    gloo = dist.ProcessGroupGloo
+    device, start = gloo.create_device(interface="lo"), gloo.__init__
+
+    def start_with_device(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
+        options = gloo._Options()
+        options._devices, options._timeout = [device], timeout
+        start(self, store, rank, size, options)
+
+    gloo.__init__ = start_with_device
+
+
 def end_with_parent() -> None:
     """Lets the kernel end this process with the fork server, also while it is stopped between two functions."""
     if sys.platform == "linux":
@@ -61,6 +75,7 @@ def serve(connection: Connection, rank: int, world_size: int, port: int, prefix:
     )
     torch.set_num_threads(1)
     store = dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port, is_master=False))
+    serve_groups_by_one_thread()
     dist.distributed_c10d.default_pg_timeout = COLLECTIVE_TIMEOUT  # also for the groups a test creates
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
     while True:
