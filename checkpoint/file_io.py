@@ -30,8 +30,7 @@ class OpenFiles:
         new = [path for path in dict.fromkeys(paths) if path not in self._descriptors]
         if new:  # counting the open files of the process takes longer than reading a small tensor
             _allow_open_files(len(self._descriptors) + len(new))
-        for path in new:
-            self._descriptors[path] = self._opener(path)
+        self._descriptors.update((path, self._opener(path)) for path in new)
 
     def __getitem__(self, path: Path) -> int:
         return self._descriptors[path]

@@ -236,6 +236,7 @@ def test_a_mistake_of_any_rank_is_told_once(run_ranks, makers):
 def test_before_the_ranks_meet_each_machine_tells_its_mistakes(rank, told, capsys, monkeypatch):
     waits: list[float] = []
     monkeypatch.setattr("time.sleep", waits.append)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)  # whatever an earlier test has started
     assert exit_code_of_rank(lambda: Share(0), RankInfo(rank, 4, rank % 2, 2)) == 2
     assert (capsys.readouterr().err.strip() == f"error: {MISTAKE}") is told
     assert bool(waits) is not told  # a launcher stops the rank that reports when a silent one ends before it
