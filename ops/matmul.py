@@ -5,7 +5,7 @@
    their arithmetic.
 2. Large products use our kernel on AMD processors with AVX512-BF16 (csrc/cpu/matrix_product.cpp). PyTorch's libraries
    run AVX2 in fp32 there, have no kernel for fp16, and are slower for many shapes in bf16. Each sum is computed in fp32
-   in an order that depends only on its length, and rounded once.
+   in an order that depends only on its length, and rounded once. Compiled code calls them as an operator.
 3. A linear layer of few rows, as in a decoding step, takes as long as reading the weight once. BLAS is tuned for many
    rows; our kernel reads the weight in its memory order, once for all rows, and multiplies pairs of bf16 where the
    processor can. Every sum is computed in fp32 (fp64 for fp64) in an order that does not depend on the number of rows
@@ -40,6 +40,8 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """
     if not a.is_cpu:
         return a @ b
+    if torch.compiler.is_compiling() and _is_operator(_multiplications(a, b)):
+        return torch.ops.shardzoo.product(a, b, None)
     if not needs_gradient(a, b):
         return _cpu_matmul(a, b)
     largest = max(_elements(a, b.shape[-1]), a.numel(), b.numel())
@@ -53,6 +55,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if not x.is_cpu:
         return F.linear(x, weight, bias)
+    if torch.compiler.is_compiling() and _is_one_product(x, bias) and _is_operator(x.numel() * weight.shape[0]):
+        rows = torch.ops.shardzoo.product(x.flatten(0, -2), weight.t(), bias)
+        return rows.view(*x.shape[:-1], weight.shape[0])
     if in_inference_mode() and (y := _few_rows(x, weight, bias)) is not None:
         return y
     if not needs_gradient(x, weight, bias):
@@ -112,6 +117,44 @@ class _Linear(Function):
             _cpu_matmul(grad.t(), x.flatten(0, -2)) if needs_weight else None,
             grad.sum(0) if needs_bias else None,
         )
+
+
+# Compiled code, which cannot trace how a product is computed: a large one is an operator, which chooses when it runs.
+
+
+def _is_operator(multiplications: int) -> bool:
+    return multiplications >= MIN_PRODUCT and not torch.is_autocast_enabled("cpu")
+
+
+def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    if (product := _multiply(a, b, bias)) is not None:
+        return product
+    return a @ b if bias is None else torch.addmm(bias, a, b)
+
+
+def _keep_factors(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs[:2])
+
+
+def _product_backward(ctx, grad: Tensor):
+    (a, b), (needs_a, needs_b, needs_bias) = ctx.saved_tensors, ctx.needs_input_grad
+    product, grad_b = torch.ops.shardzoo.product, None
+    grad_a = product(grad, b.mT, None) if needs_a else None
+    if needs_b:  # in the layout of b
+        grad_b = product(grad.mT, a, None).mT if b.stride(0) == 1 else product(a.mT, grad, None)
+    return grad_a, grad_b, grad.sum(0) if needs_bias else None
+
+
+def _allocate_product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1])
+
+
+library.LIBRARY.define("product(Tensor a, Tensor b, Tensor? bias) -> Tensor")
+library.LIBRARY.impl("product", _product, "CPU")
+torch.library.register_fake("shardzoo::product", _allocate_product, lib=library.LIBRARY)
+torch.library.register_autograd(
+    "shardzoo::product", _product_backward, setup_context=_keep_factors, lib=library.LIBRARY
+)
 
 
 # The pool.

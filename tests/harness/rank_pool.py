@@ -1,9 +1,8 @@
 """Pools of gloo workers that live for the whole test session.
 
 The workers are forked from a server that has torch loaded, and keep their process group between tests, so running a
-function on N ranks costs milliseconds. Between two functions they are stopped: each of gloo's groups has a thread that
-wakes up a hundred times a second, and hundreds of them took a quarter of the processors. A pool in which anything went
-wrong is thrown away: its ranks may disagree about which collective comes next.
+function on N ranks costs milliseconds. Between two functions they are stopped: gloo's threads wake up a hundred times a
+second. A pool in which anything went wrong is thrown away: its ranks may disagree about which collective comes next.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 
 import pytest
@@ -312,13 +313,41 @@ def test_nobody_who_looks_is_passed_by(pooled):
 
 
 @needs_kernels
-def test_compilers_trace_pytorchs_products():
-    """Also those that our kernel computes otherwise; asking for that processor is nothing that they can trace."""
-    MODULE._kernel_dtypes.cache_clear()
-    x, weight = torch.randn(256, 300), torch.randn(300, 300, requires_grad=True)
-    compiled = torch.compile(lambda x, w: (linear(x, w), matmul(x, w)), backend="eager", fullgraph=True)
-    for one, other in zip(compiled(x, weight), (F.linear(x, weight), x @ weight), strict=True):
-        assert torch.equal(one, other)
+@by_kernel
+def test_compiled_code_has_the_products_of_plain_code(kind, products):
+    g = torch.Generator().manual_seed(4)
+    x, weight, bias = (torch.randn(*size, generator=g).to(kind) for size in ((2, 140, 96), (60, 96), (60,)))
+    for inputs in ((x, weight, bias), (x.transpose(0, 1), weight, None), (x[0], weight, bias)):
+        products.clear()
+        expected, plain = results(linear, *inputs), products.copy()
+        assert_same_bits(results(compiled(linear), *inputs), expected)
+        assert products == plain * 2
+        assert len(plain) == 3
+    for a, b in ((x[0], weight.t()), (x[0], weight.t().contiguous()), (x[0].t(), x[1])):
+        assert_same_bits(results(compiled(matmul), a, b), results(matmul, a, b))
+
+
+def compiled(function):
+    torch.compiler.reset()
+    return torch.compile(function, backend="aot_eager", fullgraph=True)
+
+
+@pytest.mark.parametrize("kinds", [(), pytest.param(KERNEL_DTYPES, marks=needs_kernels)])
+def test_compiled_products_that_the_kernel_does_not_suit_are_pytorchs(monkeypatch, kinds):
+    """Small ones, other processors' and types', under autocast. To ask for the processor is not traced."""
+    monkeypatch.setattr(MODULE, "_kernel_dtypes", functools.cache(lambda: kinds))
+    x, weight, bias = torch.randn(256, 300), torch.randn(300, 300), torch.randn(300)
+    for rows, kind in ((256, torch.float64), (8, torch.float32), *([] if kinds else [(256, torch.float32)])):
+        inputs = x[:rows].to(kind), weight.to(kind), bias.to(kind)
+        assert_same_bits(results(compiled(linear), *inputs), results(F.linear, *inputs))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same_bits(results(compiled(linear), x, weight), results(F.linear, x, weight))
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_the_operator_of_compiled_products_is_one_of_pytorchs(biased, products):
+    a, b, bias = (torch.randn(*size, requires_grad=True) for size in ((7, 5), (5, 9), (9,)))
+    torch.library.opcheck(torch.ops.shardzoo.product.default, (a, b, bias if biased else None))
 
 
 @pytest.mark.parametrize("kinds", [(), pytest.param(KERNEL_DTYPES, marks=needs_kernels)])
