@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import product
 
 import pytest
@@ -16,6 +17,7 @@ from shardzoo.models import ParallelConfig
 from shardzoo.models.common.language_model import Seq2SeqLMOutput
 from shardzoo.models.common.transformer import CoreAttention, RelativeBias, eager_beats_sdpa
 from shardzoo.mpu import dropout_state
+from shardzoo.ops import matmul
 from shardzoo.ops.softmax import lay_out_diagonals
 from shardzoo.trainer.engines.precision import compile_model
 
@@ -45,8 +47,12 @@ OTHERS = [case for case in product(ALL, ("none", "full")) if case not in DAILY]
 
 
 @pytest.mark.parametrize(("family", "recompute"), every_day(DAILY, more=OTHERS))
-def test_a_block_compiles_without_a_break(family, recompute):
-    """With dropout, each step of a compiled block has new masks, the same as those of the plain block."""
+def test_a_block_compiles_without_a_break(family, recompute, monkeypatch):
+    """With dropout, each step of a compiled block has new masks, the same as those of the plain block.
+
+    Its products are operators, as large ones are.
+    """
+    monkeypatch.setattr(sys.modules[matmul.__module__], "MIN_PRODUCT", 1)
     torch.compiler.reset()
     values, inputs = tiny(family, 0.1, layers=2) if family != "t5" else T5 | {"dropout_rate": 0.1}, batch(GPT2)
     models = [shardzoo.from_config(values, parallel_config=ParallelConfig(recompute=recompute)) for _ in range(2)]

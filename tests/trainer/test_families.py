@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -73,9 +75,12 @@ def test_splitting_changes_nothing_and_any_split_goes_on(run_mesh, tmp_path, fam
 
 
 def build_with_dropout(mesh, reduction: str = "auto"):
+    """The model; compiled, its products are operators, as large ones are."""
     from shardzoo.models import ParallelConfig, from_config
     from shardzoo.mpu import collectives
+    from shardzoo.ops import matmul
 
+    mock.patch.object(sys.modules[matmul.__module__], "MIN_PRODUCT", 1).start()
     assert collectives._reductions[mesh.tp_group] == reduction
     config = ParallelConfig(sequence_parallel=mesh is not None and mesh.tp_size > 1)
     return from_config(tiny("gpt2", 0.1, layers=2), mesh, parallel_config=config)
@@ -86,7 +91,7 @@ def test_compiled_blocks_take_the_same_steps(run_mesh, tmp_path):
     """Split, also along the sequence, with dropout and recomputation; each step has new masks."""
     settings = {
         "env_type": "deepspeed+mpu", "model": build_with_dropout, "data": Samples(), "train_steps": STEPS, "lr": 5e-3,
-        "micro_batch_size": 2, "recompute": "full", "gradient_accumulation_steps": 2,
+        "micro_batch_size": 2, "recompute": "full", "gradient_accumulation_steps": 2, "isolated": True,
     }  # fmt: skip
     [(plain, _)] = on_ranks(run_mesh, tmp_path / "plain", **settings)
     compiled = {"model": partial(build_with_dropout, reduction="native"), "tensor_parallel_reduction": "native",
