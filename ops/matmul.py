@@ -40,7 +40,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """
     if not a.is_cpu:
         return a @ b
-    if torch.compiler.is_compiling() and _is_operator(_multiplications(a, b)):
+    if torch.compiler.is_compiling() and _is_operator(_multiplications(a, b), a):
         return torch.ops.shardzoo.product(a, b, None)
     if not needs_gradient(a, b):
         return _cpu_matmul(a, b)
@@ -55,7 +55,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if not x.is_cpu:
         return F.linear(x, weight, bias)
-    if torch.compiler.is_compiling() and _is_one_product(x, bias) and _is_operator(x.numel() * weight.shape[0]):
+    if torch.compiler.is_compiling() and _is_one_product(x, bias) and _is_operator(x.numel() * weight.shape[0], x):
         rows = torch.ops.shardzoo.product(x.flatten(0, -2), weight.t(), bias)
         return rows.view(*x.shape[:-1], weight.shape[0])
     if in_inference_mode() and (y := _few_rows(x, weight, bias)) is not None:
@@ -122,8 +122,8 @@ class _Linear(Function):
 # Compiled code, which cannot trace how a product is computed: a large one is an operator, which chooses when it runs.
 
 
-def _is_operator(multiplications: int) -> bool:
-    return multiplications >= MIN_PRODUCT and not torch.is_autocast_enabled("cpu")
+def _is_operator(multiplications: int, a: Tensor) -> bool:
+    return multiplications >= MIN_PRODUCT and a.is_floating_point() and not torch.is_autocast_enabled("cpu")
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:

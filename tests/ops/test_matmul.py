@@ -337,8 +337,9 @@ def test_compiled_products_that_the_kernel_does_not_suit_are_pytorchs(monkeypatc
     """Small ones, other processors' and types', under autocast. To ask for the processor is not traced."""
     monkeypatch.setattr(MODULE, "_kernel_dtypes", functools.cache(lambda: kinds))
     x, weight, bias = torch.randn(256, 300), torch.randn(300, 300), torch.randn(300)
-    for rows, kind in ((256, torch.float64), (8, torch.float32), *([] if kinds else [(256, torch.float32)])):
-        inputs = x[:rows].to(kind), weight.to(kind), bias.to(kind)
+    others = [(256, torch.float64), (256, torch.complex64), (8, torch.float32)]
+    for rows, kind in others if kinds else [*others, (256, torch.float32)]:
+        inputs = [tensor.to(kind) * (1 - 1j if kind.is_complex else 1) for tensor in (x[:rows], weight, bias)]
         assert_same_bits(results(compiled(linear), *inputs), results(F.linear, *inputs))
     with torch.autocast("cpu", torch.bfloat16):
         assert_same_bits(results(compiled(linear), x, weight), results(F.linear, x, weight))
