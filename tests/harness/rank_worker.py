@@ -35,8 +35,10 @@ def with_mesh(tensor_parallel_size: int, pipeline_parallel_size: int, function, 
 
 
 def serve_groups_by_one_thread() -> None:
-    """Has all of gloo's groups share the process's sockets: a thread for each wakes up a hundred times a second, and a
-    worker has dozens of groups."""
+    """Has one thread of this process serve all of gloo's groups.
+
+    Otherwise each has its own, which wakes up a hundred times a second, and a worker has dozens of groups.
+    """
     gloo = dist.ProcessGroupGloo
     device, start = gloo.create_device(interface="lo"), gloo.__init__
 
