@@ -161,8 +161,9 @@ struct LinearForward {
 
 // c = a b + bias, on the CPU and not in fp64. One stride of a and one of b is 1. One unit of work is a part of the
 // result's rows and columns, of which up to kMostProductRows and kMostProductColumns are computed at a time. A unit's
-// workspace holds as much of a and of b, up to kProductDepth deep and filled up to whole tiles, and fp32 sums.
-constexpr int64_t kMostProductRows = 1024, kMostProductColumns = 1536, kProductDepth = 512;
+// workspace holds their fp32 sums, as many rows of a, and up to kProductColumns columns of b, up to kProductDepth deep and
+// filled up to whole tiles.
+constexpr int64_t kMostProductRows = 1024, kMostProductColumns = 1536, kProductColumns = 192, kProductDepth = 768;
 constexpr int64_t kProductTile = 64;  // no tile or panel has more rows or columns
 struct MatrixProduct {
   const void *a, *b, *bias;  // [rows, depth], [depth, columns], [columns]

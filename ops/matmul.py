@@ -3,9 +3,10 @@
 1. Large results reuse the memory of freed results (csrc/binding/pool.h). New memory from the system causes page faults
    when it is first written, which can take longer than the product itself: attention scores are large compared with
    their arithmetic.
-2. Large products use our kernel on AMD processors with AVX512-BF16 (csrc/cpu/matrix_product.cpp). PyTorch's libraries
-   run AVX2 in fp32 there, have no kernel for fp16, and are slower for many shapes in bf16. Each sum is computed in fp32
-   in an order that depends only on its length, and rounded once. Compiled code calls them as an operator.
+2. Large products use our kernel (csrc/cpu/matrix_product.cpp) where PyTorch has no library for a 16-bit type, as on
+   processors without AVX-512, and on AMD processors with AVX512-BF16, where its libraries run AVX2 in fp32 and are
+   slower for many shapes in bf16. Each sum is computed in fp32 in an order that depends only on its length, and rounded
+   once. Compiled code calls them as an operator.
 3. A linear layer of few rows, as in a decoding step, takes as long as reading the weight once. BLAS is tuned for many
    rows; our kernel reads the weight in its memory order, once for all rows, and multiplies pairs of bf16 where the
    processor can. Every sum is computed in fp32 (fp64 for fp64) in an order that does not depend on the number of rows
@@ -17,6 +18,7 @@ The reference of each function is the PyTorch function in its docstring.
 from __future__ import annotations
 
 import functools
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -28,6 +30,7 @@ from . import library
 from .library import POOLED, can_bypass_dispatcher, empty_pooled, flop_counters, in_inference_mode, needs_gradient
 
 MIN_PRODUCT = 1 << 24  # multiplications; for fewer, the calls from Python take longer than the kernel saves
+MIN_PRODUCT_WITHOUT_LIBRARY = 1 << 18  # the same in a type that PyTorch multiplies without a library
 # The most rows of a linear layer for our kernel; with more, BLAS is as fast or faster.
 MAX_GEMV_ROWS = {torch.float32: 32, torch.float64: 8, torch.bfloat16: 8, torch.float16: 8}
 MAX_GEMV_ROWS_BF16 = 16  # with AVX512-BF16, where our kernel multiplies as BLAS does; not with AMX, which BLAS uses
@@ -40,7 +43,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """
     if not a.is_cpu:
         return a @ b
-    if torch.compiler.is_compiling() and _is_operator(_multiplications(a, b), a):
+    if torch.compiler.is_compiling() and a.dim() == 2 and _is_operator(_multiplications(a, b), a):
         return torch.ops.shardzoo.product(a, b, None)
     if not needs_gradient(a, b):
         return _cpu_matmul(a, b)
@@ -123,7 +126,7 @@ class _Linear(Function):
 
 
 def _is_operator(multiplications: int, a: Tensor) -> bool:
-    return multiplications >= MIN_PRODUCT and a.is_floating_point() and not torch.is_autocast_enabled("cpu")
+    return multiplications >= _min_product(a.dtype) and a.is_floating_point() and not torch.is_autocast_enabled("cpu")
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
@@ -182,7 +185,7 @@ def _is_plain_call(first: Tensor, *others: Tensor | None) -> bool:
 def _is_ours(elements: int, multiplications: int, first: Tensor, *others: Tensor | None) -> bool:
     """Returns whether this module computes a product: in memory of the pool, with our kernel, or both."""
     fills_pool = elements * first.itemsize >= POOLED
-    worthwhile = fills_pool or multiplications >= MIN_PRODUCT
+    worthwhile = fills_pool or multiplications >= _min_product(first.dtype)
     # The kernel is asked for last, because a compiler cannot trace that.
     return worthwhile and _is_plain_call(first, *others) and (fills_pool or _suits_kernel(multiplications, first))
 
@@ -194,7 +197,9 @@ def _cpu_matmul(a: Tensor, b: Tensor) -> Tensor:
     if (product := _multiply(a, b, None)) is not None:
         return product
     size = (*a.shape[:-1], b.shape[-1])
-    if a.dim() > 2 and a.itemsize < 4:  # for 16-bit types, a copy is faster than several products
+    if a.dim() > 2 and not _has_library(a.dtype):  # copies in fp32 are faster than PyTorch's loops
+        result = empty_pooled(a, *size).copy_(_cpu_matmul(a.float(), b.float()))
+    elif a.dim() > 2 and a.itemsize < 4:  # for 16-bit types, a copy is faster than several products
         result = empty_pooled(a, *size)
         torch.bmm(_matrices(a), _matrices(b), out=result.flatten(0, -3))
     else:
@@ -230,8 +235,8 @@ def _elements(rows: Tensor, columns: int) -> int:
 
 
 def _multiplications(a: Tensor, b: Tensor) -> int:
-    """Returns those of one product; 0 for a batch, for which we have no kernel."""
-    return a.numel() * b.shape[1] if a.dim() == b.dim() == 2 else 0
+    """Returns those of one product, or of a batch that we compute in fp32; 0 for PyTorch's other batches."""
+    return a.numel() * b.shape[-1] if a.dim() == b.dim() == 2 or not _has_library(a.dtype) else 0
 
 
 def _empty_laid_out_as(b: Tensor, like: Tensor, *size: int) -> Tensor:
@@ -262,13 +267,31 @@ def _matrices(tensor: Tensor) -> Tensor:
 
 
 @functools.cache
+def _types_without_library() -> tuple[torch.dtype, ...]:
+    """Returns the types that PyTorch multiplies by its own loops here, which are up to 100 times slower."""
+    checks = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    available = torch.backends.mkldnn.is_available()
+    return tuple(t for t, check in checks.items() if not (available and getattr(torch.ops.mkldnn, check)()))
+
+
+@cast(Any, torch.compiler).assume_constant_result
+def _has_library(dtype: torch.dtype) -> bool:
+    return dtype not in _types_without_library()
+
+
+@functools.cache
 def _kernel_dtypes() -> tuple[torch.dtype, ...]:
-    """Returns the dtypes in which our kernel is faster on this processor than PyTorch's libraries."""
-    return (torch.float32, torch.bfloat16, torch.float16) if library.is_amd_with_avx512_bf16() else ()
+    """Returns the types in which our kernel is faster on this processor than PyTorch."""
+    always = library.is_amd_with_avx512_bf16()
+    return tuple(t for t in (torch.float32, torch.bfloat16, torch.float16) if always or not _has_library(t))
+
+
+def _min_product(dtype: torch.dtype) -> int:
+    return MIN_PRODUCT if _has_library(dtype) else min(MIN_PRODUCT, MIN_PRODUCT_WITHOUT_LIBRARY)
 
 
 def _suits_kernel(multiplications: int, a: Tensor) -> bool:
-    worthwhile = multiplications >= MIN_PRODUCT and a.dtype in _kernel_dtypes()
+    worthwhile = multiplications >= _min_product(a.dtype) and a.dtype in _kernel_dtypes()
     return worthwhile and library.choose_variant("cpu") == "cpp"
 
 

@@ -59,7 +59,8 @@ void divide(MatrixProduct& m, int64_t threads) {
 // The packed factors, the sums, and what whole tiles and vectors add.
 int64_t workspace_floats(const MatrixProduct& m) {
   const int64_t rows = std::min(m.part_rows, kMostProductRows), columns = std::min(m.part_columns, kMostProductColumns);
-  const int64_t packed = (rows + columns + 2 * kProductTile) * std::min(m.depth, kProductDepth);
+  const int64_t lines = rows + std::min(columns, kProductColumns) + 2 * kProductTile;
+  const int64_t packed = lines * std::min(m.depth, kProductDepth);
   return whole(packed + whole(rows, kProductTile) * whole(columns, kProductTile), kProductTile) + kProductTile;
 }
 

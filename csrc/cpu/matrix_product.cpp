@@ -18,13 +18,23 @@ constexpr int kTileRows = 4, kTileVectors = 3;
 #else
 constexpr int kTileRows = 4, kTileVectors = 2;
 #endif
+// A block of b is narrow and deep where the second-level cache is small. Reading rows of a where they are and prefetching b
+// save time on a Zen 5, and cost time on a Zen 3. A depth of up to kMostUnits is one block; a larger one is blocks of up to
+// kBlockUnits, between which sums are kept.
+#if defined(__AVX512F__)
+constexpr int64_t kBlockColumns = 192, kMostUnits = 512, kBlockUnits = 384;
+constexpr bool kReadsRows = true, kPrefetches = true;
+#else
+constexpr int64_t kBlockColumns = 48, kMostUnits = 768, kBlockUnits = 768;
+constexpr bool kReadsRows = false, kPrefetches = false;
+#endif
 constexpr int kTileColumns = kTileVectors * kWidth;
-constexpr int kPanelRows = kWidth;   // of a: one or two tiles
-constexpr int64_t kChunk = 64;       // units that are packed at once
-constexpr int64_t kBlockRows = 128, kBlockColumns = 4 * kTileColumns;
-constexpr int64_t kBlockUnits = 384;  // most of a block if there are more than kProductDepth, and sums are kept between
+constexpr int kPanelRows = kWidth;  // of a: one or two tiles
+constexpr int64_t kChunk = 64;      // units that are packed at once
+constexpr int64_t kBlockRows = 128;
 static_assert(kPanelRows % kTileRows == 0 && kPanelRows <= kProductTile && kTileColumns <= kProductTile);
-static_assert(kBlockUnits <= kProductDepth && kMostProductColumns % kBlockColumns == 0);
+static_assert(kBlockUnits <= kMostUnits && kMostUnits <= kProductDepth && kBlockColumns <= kProductColumns);
+static_assert(kBlockColumns % kTileColumns == 0 && kMostProductColumns % kBlockColumns == 0);
 
 #if defined(__AVX512BF16__)
 template <class T>
@@ -81,7 +91,7 @@ class Ahead {
     p_ = reinterpret_cast<const char*>(from.at(line, start));
     step_ = (across ? from.step : from.line_step) * static_cast<int64_t>(sizeof(T));
     bytes_ = (across ? lines : size) * static_cast<int64_t>(sizeof(T));
-    rows_ = size == 0 ? 0 : across ? size : lines;
+    rows_ = !kPrefetches || size == 0 ? 0 : across ? size : lines;
     each_ = count(rows_ * (bytes_ / kLine + 1), tiles);
   }
   LAMBDA void prefetch_share() {
@@ -194,7 +204,7 @@ template <class T>
 INLINE void multiply_part(const MatrixProduct& m, float* workspace, int64_t row, int64_t rows, int64_t column,
                           int64_t columns) {
   const Lines<T> a = {at<T>(m.a, 0), m.a_stride[0], m.a_stride[1]}, b = {at<T>(m.b, 0), m.b_stride[1], m.b_stride[0]};
-  const int64_t all = units_of<T>(m.depth), parts = all <= kProductDepth ? 1 : count(all, kBlockUnits);
+  const int64_t all = units_of<T>(m.depth), parts = all <= kMostUnits ? 1 : count(all, kBlockUnits);
   const int64_t most_units = count(all, parts), most = most_units * kPerUnit<T>;
   float* packed_a = workspace;
   float* packed_b = packed_a + whole((rows + kProductTile) * most_units, kWidth);
@@ -203,7 +213,7 @@ INLINE void multiply_part(const MatrixProduct& m, float* workspace, int64_t row,
   const int64_t step = whole(keeps_sums ? columns : least(columns, kBlockColumns), kProductTile);
   for (int64_t i = 0; i < m.depth; i += most) {
     const int64_t size = least(most, m.depth - i), units = units_of<T>(size);
-    const bool direct = are_units(a, size);
+    const bool direct = kReadsRows && are_units(a, size);
     const int64_t read = direct ? rows / kPanelRows * kPanelRows : 0;  // rows that are read where they are
     pack<T, kPanelRows>(a, row + read, rows - read, i, size, packed_a + read * units);
     for (int64_t c = 0; c < columns; c += kBlockColumns) {

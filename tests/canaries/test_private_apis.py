@@ -9,6 +9,7 @@ import importlib
 import inspect
 import io
 import json
+import os
 import pickle
 import re
 import subprocess
@@ -497,6 +498,23 @@ def test_lm_evaluation_harness_has_its_command():
         assert callable(HarnessCLI().execute)
 
 
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_pytorch_says_in_which_types_it_multiplies_by_a_library(name):
+    with needed_by(
+        "ops/matmul.py (_has_library)",
+        breaks="Products of 16-bit types use PyTorch's loops, up to 100 times slower, or our kernel where PyTorch's "
+        "library is faster.",
+        remedy="Find how at::native decides (use_mkldnn_bf16_matmul and use_mkldnn_fp16_matmul in "
+        "aten/src/ATen/native/mkldnn/Matmul.cpp).",
+    ):
+        kind = {"bf16": "bfloat16", "fp16": "float16"}[name]
+        code = f"import torch; a = torch.ones(256, 256, dtype=torch.{kind}); a @ a"
+        code += f"; print('supported', torch.ops.mkldnn._is_mkldnn_{name}_supported())"
+        environment = os.environ | {"ONEDNN_VERBOSE": "1"}
+        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        assert f"supported {'matmul' in run.stdout}" in run.stdout
+
+
 def test_every_private_name_has_a_canary():
     """A new use of another library's private name needs a test in this file."""
     import shardzoo
@@ -510,6 +528,7 @@ def test_every_private_name_has_a_canary():
         "_utils", "_untyped_storage", "_checkpoint_offset", "_rebuild_tensor_v2", "_StorageInfo",
         "_MEM_FORMAT_ENCODING", "_get_layout",
         "_set_pg_timeout", "_symmetric_memory", "_cli", "_do_optimizer_sanity_check",
+        "_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported",
         "_INSTRUCTION_MAP", "_exec_schedule", "_train_schedule", "_exec_optimizer_step", "_compute_loss", "_hp_grad",
     }  # fmt: skip
     # Of long standing and documented, or in a benchmark alone.

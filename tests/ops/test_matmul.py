@@ -21,6 +21,7 @@ LARGE = 1 << 20  # elements
 def pooled(monkeypatch):
     """The sizes of the results that PyTorch's libraries wrote into the pool's memory."""
     monkeypatch.setattr(MODULE, "_kernel_dtypes", tuple)
+    monkeypatch.setattr(MODULE, "_has_library", lambda dtype: True)
     seen, empty_pooled = [], MODULE.empty_pooled
 
     def remember(like, *size):
@@ -157,11 +158,53 @@ def test_the_kernel_rounds_once(kind, a_across, b_across):
     """Sizes about those of tiles, panels, blocks and parts, and odd depths, which leave half of a pair of bf16."""
     sizes = [(1, 1, 1), (7, 5, 3), (8, 64, 48), (9, 65, 49), (16, 2, 16), (17, 128, 33), (65, 129, 95), (129, 31, 193)]
     sizes += [(130, 1023, 200), (33, 1024, 97), (20, 1025, 50), (40, 2501, 60), (1030, 40, 50), (30, 33, 3100)]
-    sizes += [(1100, 1100, 70), (70, 1100, 1600)]
+    sizes += [(1100, 1100, 70), (70, 1100, 1600), (33, 768, 97), (20, 769, 49), (9, 1537, 47)]
     for size in sizes:
         a, b, bias = factors(*size, kind, a_across, b_across)
         assert_rounded_once(multiply(a, b), a, b, None)
         assert_rounded_once(multiply(a, b, bias), a, b, bias)
+
+
+@needs_kernels
+@pytest.mark.parametrize("amd", [True, False])
+@pytest.mark.parametrize("kind", KERNEL_DTYPES, ids=str)
+@pytest.mark.parametrize("supported", [True, False])
+def test_the_kernel_serves_types_that_pytorch_multiplies_slowly(kind, amd, supported, monkeypatch):
+    """On every processor, and from smaller products on; where PyTorch has a library, large ones on AMD's alone."""
+    monkeypatch.setattr(library, "is_amd_with_avx512_bf16", lambda: amd)
+    for name in ("_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported"):
+        monkeypatch.setattr(torch.ops.mkldnn, name, lambda: supported)
+    for cached in (MODULE._kernel_dtypes, MODULE._types_without_library):
+        monkeypatch.setattr(MODULE, cached.__name__, cached.__wrapped__)
+    seen, compute = [], MODULE._multiply
+    monkeypatch.setattr(MODULE, "_multiply", lambda a, b, bias: seen.append(compute(a, b, bias)) or seen[-1])
+    slow = not supported and kind != torch.float32
+    for rows, ours in ((16, False), (512, slow), (4096, slow or amd)):
+        x, weight = torch.randn(rows, 128).to(kind), torch.randn(64, 128).to(kind)
+        seen.clear()
+        linear(x, weight)
+        assert sum(product is not None for product in seen) == ours
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=str)
+def test_batches_of_a_type_without_library_are_rounded_once(kind, monkeypatch):
+    """Both products and their gradients, within a rounding of fp64's: PyTorch multiplies them in fp32."""
+    monkeypatch.setattr(MODULE, "_has_library", lambda dtype: dtype != kind)
+    monkeypatch.setattr(MODULE, "_kernel_dtypes", lambda: (kind,))
+    seen, multiply = [], MODULE._cpu_matmul
+    monkeypatch.setattr(MODULE, "_cpu_matmul", lambda a, b: seen.append(a.dtype) or multiply(a, b))
+    q, k, v, heads_grad = (heads(seed, kind) for seed in range(4))
+    weights = torch.rand(2, 3, 430, 430, generator=torch.Generator().manual_seed(4)).to(kind)
+    for a, b, grad in ((q, k.mT, weights), (weights, v, heads_grad)):
+        a, b = a.clone().requires_grad_(), b.clone().requires_grad_()
+        output = matmul(a, b)
+        grads = torch.autograd.grad(output, (a, b), grad)
+        x, y, z = a.double(), b.double(), grad.double()
+        for actual, exact in zip((output, *grads), (x @ y, z @ y.mT, x.mT @ z), strict=True):
+            assert actual.dtype == kind
+            torch.testing.assert_close(actual.double(), exact, rtol=1.01 * ROUNDING[kind], atol=1e-4)
+    assert seen.count(torch.float32) == 6
 
 
 @needs_kernels
