@@ -194,12 +194,12 @@ def _cpu_matmul(a: Tensor, b: Tensor) -> Tensor:
     """Returns a @ b outside autograd."""
     if not _is_ours(_elements(a, b.shape[-1]), _multiplications(a, b), a, b):
         return a @ b
-    if (product := _multiply(a, b, None)) is not None:
-        return product
     size = (*a.shape[:-1], b.shape[-1])
     if a.dim() > 2 and not _has_library(a.dtype):  # copies in fp32 are faster than PyTorch's loops
-        result = empty_pooled(a, *size).copy_(_cpu_matmul(a.float(), b.float()))
-    elif a.dim() > 2 and a.itemsize < 4:  # for 16-bit types, a copy is faster than several products
+        return _empty_laid_out_as(b, a, *size).copy_(_cpu_matmul(a.float(), b.float()))
+    if (product := _multiply(a, b, None)) is not None:
+        return product
+    if a.dim() > 2 and a.itemsize < 4:  # for 16-bit types, a copy is faster than several products
         result = empty_pooled(a, *size)
         torch.bmm(_matrices(a), _matrices(b), out=result.flatten(0, -3))
     else:
@@ -287,7 +287,7 @@ def _kernel_dtypes() -> tuple[torch.dtype, ...]:
 
 
 def _min_product(dtype: torch.dtype) -> int:
-    return MIN_PRODUCT if _has_library(dtype) else min(MIN_PRODUCT, MIN_PRODUCT_WITHOUT_LIBRARY)
+    return MIN_PRODUCT if _has_library(dtype) else MIN_PRODUCT_WITHOUT_LIBRARY
 
 
 def _suits_kernel(multiplications: int, a: Tensor) -> bool:

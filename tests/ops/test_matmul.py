@@ -116,7 +116,7 @@ by_kernel = pytest.mark.parametrize("kind", KERNEL_DTYPES, ids=str)
 def products(monkeypatch):
     """The sizes (rows, depth, columns) of the products that our kernel computes, here of any size, on any processor."""
     monkeypatch.setattr(MODULE, "_kernel_dtypes", lambda: KERNEL_DTYPES)
-    monkeypatch.setattr(MODULE, "MIN_PRODUCT", 1)
+    monkeypatch.setattr(MODULE, "_min_product", lambda dtype: 1)
     seen, call = [], library.call_compiled
 
     def remember(name, *arguments):
