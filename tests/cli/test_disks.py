@@ -36,7 +36,7 @@ PART = [
 ]  # fmt: skip
 # Runs the commands one after another, each in a process of its own, and prints how they ended.
 SCRIPT = """
-import json, os, shutil, subprocess, sys, time
+import contextlib, json, os, shutil, subprocess, sys, time
 from pathlib import Path
 import torch
 import shardzoo.cli.convert, shardzoo.cli.data, shardzoo.cli.finetune, shardzoo.cli.generate, shardzoo.cli.pretrain
@@ -88,10 +88,11 @@ for fault, name in cases:
     while not ended:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if fault == "removed":
-            for path in disk.iterdir():
-                if path not in places and any(path.rglob("*.safetensors") if path.is_dir() else [1]):
-                    shutil.rmtree(path, ignore_errors=True)
-                    path.unlink(missing_ok=True) if path.is_file() else None
+            with contextlib.suppress(FileNotFoundError):  # the command renames and removes folders meanwhile
+                for path in disk.iterdir():
+                    if path not in places and any(path.rglob("*.safetensors") if path.is_dir() else [1]):
+                        shutil.rmtree(path, ignore_errors=True)
+                        path.unlink(missing_ok=True) if path.is_file() else None
         time.sleep(0.001)
     shown = log.read_text()
     log.unlink()
