@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from ..ops import bias_dropout_residual, dropout_keys, masked_softmax, use_key
+from ..ops.dropout import keys_from_row
 from ..ops.library import LIBRARY
 from .mesh import ParallelMesh, tp_rank, tp_size
 from .shard import first_unit
@@ -32,6 +33,8 @@ class DropoutKey(NamedTuple):
         visits: The number of uses of each site so far under this key.
         known: The uses that the key before this one saw: their 64-bit keys, and the row of each in a table.
         tables: The keys of the samples for all known uses, int64 [uses, batch], by first sample, batch and device.
+        rows: The number of samples, and of each row of the tensors its sample and its position, int64 [T], where the
+            tensors [T, 1, ...] leave out some positions.
     """
 
     seed: int
@@ -39,6 +42,7 @@ class DropoutKey(NamedTuple):
     visits: dict[int, int]
     known: dict[int, int]
     tables: dict[tuple[int, int, torch.device], Tensor]
+    rows: tuple[int, Tensor, Tensor] | None = None
 
 
 class DropoutState:
@@ -65,7 +69,7 @@ class DropoutState:
         """Returns `known` of the next key. The same passes share one dictionary."""
         if self._key is None:
             return {}
-        seed, _, visits, known, _ = self._key
+        seed, visits, known = self._key.seed, self._key.visits, self._key.known
         uses = [use_key(seed, site, visit) for site, count in visits.items() for visit in range(count)]
         return known if uses == list(known) else {use: row for row, use in enumerate(uses)}
 
@@ -92,11 +96,28 @@ class DropoutState:
         finally:
             self._key = current
 
+    @contextmanager
+    def rows_of(self, batch: int, samples: Tensor, positions: Tensor) -> Generator[None]:
+        """Within the context, tensors have a row for each of these positions: see `DropoutKey.rows`."""
+        current = self._key
+        self._key = current and current._replace(rows=(batch, samples, positions))
+        try:
+            yield
+        finally:
+            self._key = current
+
+    def visit_rows(self, site: int, batch: int, device: torch.device) -> Tensor:
+        """Returns the keys for this use of the site, of the samples or, within `rows_of`, of its rows, int64 [T]."""
+        if self._key is None or self._key.rows is None:
+            return self.visit(site, batch, device)
+        samples_in_all, samples, positions = self._key.rows
+        return keys_from_row(self.visit(site, samples_in_all, device)[samples], positions)
+
     def visit(self, site: int, batch: int, device: torch.device) -> Tensor:
         """Returns the keys of the samples for this use of the site, int64 [batch]. Raises RuntimeError before `set`."""
         if self._key is None:
             raise RuntimeError("call dropout_state.set(seed, first_sample) before a forward pass with dropout")
-        seed, first_sample, visits, known, tables = self._key
+        seed, first_sample, visits, known, tables, _ = self._key
         count = visits.get(site, 0)
         visits[site] = count + 1
         use, name = use_key(seed, site, count), (first_sample, batch, device)
@@ -169,7 +190,7 @@ class Dropout(nn.Module):
     def mask_arguments(self, tensor: Tensor) -> dict[str, Any]:
         """Returns the arguments `keys`, `first_row` and `first_column` of `ops`: where this rank's part begins in the
         unsplit tensor."""
-        arguments: dict[str, Any] = {"keys": self.keys(tensor)}
+        arguments: dict[str, Any] = {"keys": self.keys(tensor, dropout_state.visit_rows)}
         if self.mesh is None:
             return arguments
         if self.split_dim in (-1, tensor.dim() - 1):
@@ -192,13 +213,13 @@ class Dropout(nn.Module):
         rank = tp_rank(self.mesh)
         return rank * local if self.count is None else first_unit(self.count, rank, tp_size(self.mesh))
 
-    def keys(self, tensor: Tensor) -> Tensor:
+    def keys(self, tensor: Tensor, visit: Callable[[int, int, torch.device], Tensor] = dropout_state.visit) -> Tensor:
         """Returns the keys of the samples of a tensor [B, ...] for this use of the site, int64 [B]."""
         if self.site is None:
             raise RuntimeError("call assign_dropout_sites(model) once after building the model")
         if torch.compiler.is_compiling():
             return torch.ops.shardzoo.keys_of_site(tensor, self.site - (self.site >> 63 << 64))
-        return dropout_state.visit(self.site, tensor.shape[0], tensor.device)
+        return visit(self.site, tensor.shape[0], tensor.device)
 
     def extra_repr(self) -> str:
         return f"p={self.p}, split_dim={self.split_dim}"

@@ -198,12 +198,12 @@ def row_keys(keys: Tensor, rows: Tensor) -> Tensor:
     return _chain(keys.reshape(-1, 1), rows)
 
 
-def keys_from_row(keys: Tensor, first_row: int) -> Tensor:
+def keys_from_row(keys: Tensor, first_row: int | Tensor) -> Tensor:
     """Returns keys with which row r has the mask that row first_row + r has with `keys`.
 
     The key of a row depends on the sum of the sample's key and a multiple of the row.
     """
-    return keys + _signed(_GOLDEN * first_row)
+    return keys + (_signed(_GOLDEN * first_row) if isinstance(first_row, int) else first_row * _signed(_GOLDEN))
 
 
 def attention_rows(first_head: int, heads: int, queries: int, device: torch.device | str) -> Tensor:

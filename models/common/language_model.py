@@ -29,6 +29,7 @@ from ...mpu import (
     tp_size,
     vocab_parallel_cross_entropy,
 )
+from .padding import Tokens
 from .parallel_config import LayerArguments, ParallelConfig, layer_arguments
 from .transformer import find_activation
 
@@ -46,11 +47,13 @@ class Hidden(NamedTuple):
             [B, S, H], or [B, S/tp, H] under sequence parallelism.
         table: The word embedding table for a tied head; see `VocabParallelHead.forward`.
         encoder_states: The same of the encoder, if `states` are those of a decoder that attends to it.
+        encoder_tokens: If given, the encoder's states are the rows of these tokens, [T, 1, H].
     """
 
     states: list[Tensor]
     table: Tensor | None
     encoder_states: list[Tensor] | None = None
+    encoder_tokens: Tokens | None = None
 
 
 class Body(nn.Module):
@@ -106,15 +109,19 @@ class Body(nn.Module):
     def shown_states(self, hidden: Hidden, output_hidden_states: bool) -> dict[str, Any]:
         """Returns the fields of an output that hold hidden states."""
 
-        def gathered(states: list[Tensor]) -> tuple[Tensor, ...] | None:
+        def gathered(states: Iterable[Tensor]) -> tuple[Tensor, ...] | None:
             return self.gather_all_hidden_states(states) if output_hidden_states else None
 
         if hidden.encoder_states is None:
             return {"hidden_states": gathered(hidden.states)}
+
+        def padded(x: Tensor) -> Tensor:
+            return x if hidden.encoder_tokens is None else hidden.encoder_tokens.pad(x)
+
         return {
             "decoder_hidden_states": gathered(hidden.states),
-            "encoder_last_hidden_state": self.gather_hidden_states(hidden.encoder_states[-1]),
-            "encoder_hidden_states": gathered(hidden.encoder_states),
+            "encoder_last_hidden_state": self.gather_hidden_states(padded(hidden.encoder_states[-1])),
+            "encoder_hidden_states": gathered(map(padded, hidden.encoder_states)),
         }
 
 

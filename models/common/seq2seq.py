@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from ...mpu import dropout_state
+from ...ops.library import is_watched
 from .cache import Cache
 from .language_model import IGNORED, Body, EncoderOutput, Head, Hidden, LanguageModel, Seq2SeqLMOutput, vocabulary_head
+from .padding import Tokens
 from .transformer import causal_mask, key_mask, run_blocks
+
+MIN_PADDING = 1 / 8  # of the positions; with less, the copies at attention take more memory than the rows save
 
 
 class Stack(nn.Module):
@@ -39,28 +47,63 @@ class Stack(nn.Module):
         self,
         words: Tensor,
         ids: Tensor,
-        mask: Tensor | None,
+        mask: Tensor | Tokens | None,
         source: Tensor | None = None,
-        source_mask: Tensor | None = None,
+        source_mask: Tensor | Tokens | None = None,
         cache: Cache | None = None,
     ) -> list[Tensor]:
         """Returns the first block's input and each block's output, the last one as `finish` returns it.
 
+        They are [B, S, H] like the words, or [T, 1, H] if `Tokens` stand for the mask.
+
         Args:
             words, ids: See `embed`.
             mask, source_mask: See `SelfAttention` and `CrossAttention`.
-            source: The encoder's output [B, T, H], for a decoder.
+            source: The encoder's output, for a decoder.
         """
         cached = 0 if cache is None else cache.length
         shared = (mask, *self.context(ids, cached), source, source_mask)
-        states = run_blocks(
-            self.blocks,
-            self.embed(words, ids, cached),
-            lambda i: (*shared, cache and cache.layers[i], cache.sources[i] if cache and cache.sources else None),
-            self.recompute_blocks,
-        )
-        states[-1] = self.finish(states[-1])
+        with without_padding(self.embed(words, ids, cached), mask) as x:
+            states = run_blocks(
+                self.blocks,
+                x,
+                lambda i: (*shared, cache and cache.layers[i], cache.sources[i] if cache and cache.sources else None),
+                self.recompute_blocks,
+            )
+            states[-1] = self.finish(states[-1])
         return states
+
+
+@contextmanager
+def without_padding(x: Tensor, mask: Tensor | Tokens | None) -> Generator[Tensor]:
+    """Yields x [B, S, H], or the rows of its tokens if they stand for the mask. Dropout within knows which they are."""
+    if not isinstance(mask, Tokens):
+        yield x
+        return
+    samples, positions = mask.rows // mask.mask.shape[-1], mask.rows % mask.mask.shape[-1]
+    with dropout_state.rows_of(len(mask.mask), samples, positions):
+        yield mask.unpad(x)
+
+
+def find_tokens(mask: Tensor | None, ids: Tensor, blocks: nn.ModuleList) -> Tensor | Tokens | None:
+    """Returns the tokens that stand for the mask of an encoder's keys in training, or the mask itself.
+
+    They do on a CPU if enough of the batch is padding. Compiled code and pipeline stages need shapes that do not depend
+    on the batch.
+
+    Args:
+        ids: [B, S].
+    """
+    if mask is None or not mask.is_cpu or mask.shape != (len(ids), 1, 1, ids.shape[-1]):
+        return mask
+    fixed = hasattr(blocks, "part") or any(getattr(block, "_compiled_call_impl", None) for block in blocks)
+    if fixed or not blocks.training or not torch.is_grad_enabled() or is_watched():
+        return mask
+    is_token = mask.flatten()
+    rows, padding = is_token.nonzero()[:, 0], (~is_token).nonzero()[:, 0]
+    if not len(rows) or len(padding) < MIN_PADDING * len(is_token):
+        return mask
+    return Tokens(mask, rows, padding, (is_token.cumsum(0) - 1).clamp(min=0))
 
 
 class Seq2SeqBody(Body):
@@ -96,31 +139,34 @@ class Seq2SeqBody(Body):
             if input_ids is None:
                 raise ValueError("pass decoder_input_ids, or labels to a model with a language-modeling head")
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(input_ids)
+        source_mask = key_mask(attention_mask)
         if encoder_outputs is None:
-            encoder_states, table = self.run_encoder(input_ids, attention_mask)
+            if input_ids is not None and not self.parallel_config.sequence_parallel:
+                source_mask = find_tokens(source_mask, input_ids, self.encoder.blocks)
+            encoder_states, table = self.run_encoder(input_ids, source_mask)
         else:
             encoder_states, table = [self.scatter_hidden_states(encoder_outputs[0])], None
         words, table = self.word_embeddings.embed(decoder_input_ids, table)
         mask = causal_mask(decoder_attention_mask, decoder_input_ids.shape[1])
-        source = encoder_states[-1], key_mask(attention_mask)
-        return Hidden(self.decoder(words, decoder_input_ids, mask, *source, cache), table, encoder_states)
+        states = self.decoder(words, decoder_input_ids, mask, encoder_states[-1], source_mask, cache)
+        return Hidden(states, table, encoder_states, source_mask if isinstance(source_mask, Tokens) else None)
 
     def encode(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, output_hidden_states: bool = False
     ) -> EncoderOutput:
         """Returns the encoder's output, for step-by-step decoding."""
-        states, _ = self.run_encoder(input_ids, attention_mask)
+        states, _ = self.run_encoder(input_ids, key_mask(attention_mask))
         return EncoderOutput(
             self.gather_hidden_states(states[-1]),
             self.gather_all_hidden_states(states) if output_hidden_states else None,
         )
 
-    def run_encoder(self, input_ids: Tensor | None, attention_mask: Tensor | None) -> tuple[list[Tensor], Tensor]:
-        """Returns the encoder's hidden states, and the word embedding table for its next use."""
+    def run_encoder(self, input_ids: Tensor | None, mask: Tensor | Tokens | None) -> tuple[list[Tensor], Tensor]:
+        """Returns the states of the encoder, as the mask says, and the word embedding table for its next use."""
         if input_ids is None:
             raise ValueError("pass input_ids, or the encoder_outputs of an earlier call")
         words, table = self.word_embeddings.embed(input_ids)
-        return self.encoder(words, input_ids, key_mask(attention_mask)), table
+        return self.encoder(words, input_ids, mask), table
 
     @property
     def shared(self) -> nn.Module:

@@ -39,6 +39,7 @@ from ...ops.autograd import Function, once_differentiable
 from ...ops.library import OPS, can_bypass_dispatcher, empty_pooled, needs_gradient
 from ...ops.softmax import lay_out_diagonals
 from .cache import LayerKVCache
+from .padding import Tokens
 from .parallel_config import LayerArguments, ParallelConfig
 from .rotary import Rotary, rotate
 
@@ -279,7 +280,7 @@ class SelfAttention(Attention):
     def forward(
         self,
         x: Tensor,
-        mask: Tensor | None = None,
+        mask: Tensor | Tokens | None = None,
         position_bias: Tensor | None = None,
         *,
         causal: bool = False,
@@ -291,7 +292,8 @@ class SelfAttention(Attention):
 
         Args:
             x: [B, S, H].
-            mask: bool, broadcastable to [B, Np, S, S], True where a query attends to a key; None for all; or prefixes.
+            mask: bool, broadcastable to [B, Np, S, S], True where a query attends to a key; None for all; or prefixes;
+                or `Tokens`, whose rows [T, 1, H] x and the result then are.
             position_bias: Added to the scaled scores, and perhaps trained: from `RelativeBias`, or [1 or B, Np, S, S].
             causal: Each position attends to itself and to earlier positions only, unless the mask is complete.
             memory: [B, M, H], the hidden states of the positions before x, which x attends to as well. Not supported
@@ -300,6 +302,9 @@ class SelfAttention(Attention):
             rotary: The rotation to the positions of x, from `rotary_embedding`; not supported with memory.
         """
         qkv = self.qkv(x if memory is None else torch.cat([memory, x], dim=1))
+        tokens = None
+        if isinstance(mask, Tokens):
+            tokens, qkv, mask = mask, mask.pad(qkv), mask.mask
         q, k, v = split_fused_heads(qkv, self.heads["qkv"], self.head_size)  # [B, Np or Kp, S, D]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -309,7 +314,8 @@ class SelfAttention(Attention):
             q = q[:, :, memory.shape[1] :]
         if cache is not None:
             k, v = cache.extend(k, v)
-        return self.output(merge_heads(self.core(q, k, v, mask, position_bias, causal)))
+        merged = merge_heads(self.core(q, k, v, mask, position_bias, causal))
+        return self.output(merged if tokens is None else tokens.unpad(merged))
 
 
 class CrossAttention(Attention):
@@ -320,14 +326,14 @@ class CrossAttention(Attention):
     key_value: ColumnParallelLinear
 
     def forward(
-        self, x: Tensor, source: Tensor, mask: Tensor | None = None, cache: LayerKVCache | None = None
+        self, x: Tensor, source: Tensor, mask: Tensor | Tokens | None = None, cache: LayerKVCache | None = None
     ) -> Tensor:
         """Returns [B, S, H].
 
         Args:
             x: [B, S, H].
             source: [B, T, H], the sequence that x attends to.
-            mask: bool, broadcastable to [B, Np, S, T].
+            mask: bool, broadcastable to [B, Np, S, T]; or `Tokens`, whose rows the source then is.
             cache: The first call stores the source's keys and values in it, and later calls use them. With a cache, x
                 may have n consecutive rows for each row of the source, and mask must be the same for all queries.
         """
@@ -335,7 +341,10 @@ class CrossAttention(Attention):
         if cache is not None and cache.length:
             k, v = cache.filled()
         else:
-            k, v = split_fused_heads(self.key_value(source), self.heads["key_value"], self.head_size)
+            key_value = self.key_value(source)
+            if isinstance(mask, Tokens):
+                key_value, mask = mask.pad(key_value), mask.mask
+            k, v = split_fused_heads(key_value, self.heads["key_value"], self.head_size)
             if cache is not None:
                 k, v = cache.extend(k, v)
         q, copies = fold_beams(q, k.shape[0])

@@ -69,14 +69,15 @@ def config_of(name, layers, drops):
     return config_from_dict(tiny(name, 0.1 if drops else 0.0, layers=layers, **wide))
 
 
-def kept_by_blocks(mesh, name, layers, drops, padded, itemsize, parallel_config):
+def kept_by_blocks(mesh, name, layers, drops, padded, itemsize, parallel_config, length=SOURCE - 3):
+    """`length`: of a sample that is padded; without so much padding that an encoder leaves it out."""
     config = config_of(name, layers, drops)
     model = from_config(config, mesh, dtype=DTYPES[itemsize], parallel_config=parallel_config).train()
     ids = torch.arange(SIZE * SOURCE).view(SIZE, SOURCE) % 37 + 5
     batch = {"input_ids": ids, "labels": ids[:, :TARGET].clone() if is_seq2seq(name) else ids}
     if padded:
         mask = torch.ones_like(ids)
-        mask[1, SOURCE // 2 :] = 0
+        mask[1, length:] = 0
         batch["attention_mask"] = torch.tensor([4, 9]) if name == "glm" else mask
     for _ in range(2):  # the second key knows no uses, so each dropout keeps keys of its own
         mpu.dropout_state.set(0, 0)
@@ -99,6 +100,13 @@ def test_a_block_keeps_what_the_formula_says(name, drops, itemsize, padded):
     parallel_config = ParallelConfig()
     fewer, more = (kept_by_blocks(None, name, layers, drops, padded, itemsize, parallel_config) for layers in LAYERS)
     assert more - fewer == formula(name, drops, padded, Layout(itemsize, 1, parallel_config))
+
+
+@pytest.mark.parametrize("length", [SOURCE - 4, 1])
+@pytest.mark.parametrize("name", [name for name in TINY if is_seq2seq(name)])
+def test_leaving_padding_out_keeps_less(name, length):
+    fewer, more = (kept_by_blocks(None, name, n, True, True, 4, ParallelConfig(), length) for n in LAYERS)
+    assert more - fewer < formula(name, True, True, Layout(4, 1, ParallelConfig()))
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
