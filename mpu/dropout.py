@@ -110,8 +110,8 @@ class DropoutState:
         """Returns the keys for this use of the site, of the samples or, within `rows_of`, of its rows, int64 [T]."""
         if self._key is None or self._key.rows is None:
             return self.visit(site, batch, device)
-        samples_in_all, samples, positions = self._key.rows
-        return keys_from_row(self.visit(site, samples_in_all, device)[samples], positions)
+        batch, samples, positions = self._key.rows
+        return keys_from_row(self.visit(site, batch, device)[samples], positions)
 
     def visit(self, site: int, batch: int, device: torch.device) -> Tensor:
         """Returns the keys of the samples for this use of the site, int64 [batch]. Raises RuntimeError before `set`."""

@@ -203,7 +203,7 @@ def keys_from_row(keys: Tensor, first_row: int | Tensor) -> Tensor:
 
     The key of a row depends on the sum of the sample's key and a multiple of the row.
     """
-    return keys + (_signed(_GOLDEN * first_row) if isinstance(first_row, int) else first_row * _signed(_GOLDEN))
+    return keys + (first_row * _signed(_GOLDEN) if isinstance(first_row, Tensor) else _signed(_GOLDEN * first_row))
 
 
 def attention_rows(first_head: int, heads: int, queries: int, device: torch.device | str) -> Tensor:

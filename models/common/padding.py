@@ -7,8 +7,7 @@ the rows of the tokens alone, [T, 1, H], and attention gets [B, S, ...] with zer
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +16,7 @@ from ...ops import empty_pooled
 from ...ops.autograd import Function
 
 
-@dataclass(frozen=True, eq=False)
-class Tokens:
+class Tokens(NamedTuple):
     """Stands for the mask of a padded batch where the layers get the rows of its tokens alone.
 
     Attributes:
