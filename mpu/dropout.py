@@ -78,33 +78,30 @@ class DropoutState:
         return self._key and self._key._replace(visits=dict(self._key.visits))
 
     @contextmanager
-    def replay(self, key: DropoutKey | None) -> Generator[None]:
-        """Uses a captured key within the context, then restores the current one."""
-        current, self._key = self._key, key and key._replace(visits=dict(key.visits))
+    def _using(self, key: DropoutKey | None) -> Generator[None]:
+        current, self._key = self._key, key
         try:
             yield
         finally:
             self._key = current
+
+    @contextmanager
+    def replay(self, key: DropoutKey | None) -> Generator[None]:
+        """Uses a captured key within the context, then restores the current one."""
+        with self._using(key and key._replace(visits=dict(key.visits))):
+            yield
 
     @contextmanager
     def rows_per_sample(self, count: int) -> Generator[None]:
         """Within the context, each sample of the micro-batch has `count` consecutive rows."""
-        current = self._key
-        self._key = current and current._replace(first_sample=current.first_sample * count)
-        try:
+        with self._using(self._key and self._key._replace(first_sample=self._key.first_sample * count)):
             yield
-        finally:
-            self._key = current
 
     @contextmanager
     def rows_of(self, batch: int, samples: Tensor, positions: Tensor) -> Generator[None]:
         """Within the context, tensors have a row for each of these positions: see `DropoutKey.rows`."""
-        current = self._key
-        self._key = current and current._replace(rows=(batch, samples, positions))
-        try:
+        with self._using(self._key and self._key._replace(rows=(batch, samples, positions))):
             yield
-        finally:
-            self._key = current
 
     def visit_rows(self, site: int, batch: int, device: torch.device) -> Tensor:
         """Returns the keys for this use of the site, of the samples or, within `rows_of`, of its rows, int64 [T]."""
@@ -214,7 +211,10 @@ class Dropout(nn.Module):
         return rank * local if self.count is None else first_unit(self.count, rank, tp_size(self.mesh))
 
     def keys(self, tensor: Tensor, visit: Callable[[int, int, torch.device], Tensor] = dropout_state.visit) -> Tensor:
-        """Returns the keys of the samples of a tensor [B, ...] for this use of the site, int64 [B]."""
+        """Returns the keys of the samples of a tensor [B, ...] for this use of the site, int64 [B].
+
+        `visit` is `dropout_state.visit_rows` for tensors of which positions may be left out.
+        """
         if self.site is None:
             raise RuntimeError("call assign_dropout_sites(model) once after building the model")
         if torch.compiler.is_compiling():
