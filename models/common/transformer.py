@@ -92,6 +92,11 @@ def key_mask(attention_mask: Tensor | None) -> Tensor | None:
     )
 
 
+def split_mask(mask: Tensor | Tokens | None) -> tuple[Tokens | None, Tensor | None]:
+    """Returns the tokens, if they stand for the mask, and the mask."""
+    return (mask, mask.mask) if isinstance(mask, Tokens) else (None, mask)
+
+
 def causal_mask(attention_mask: Tensor | None, sequence_length: int) -> Tensor | None:
     """Returns the mask for S queries and `causal=True`: None, of the keys [B, 1, 1, Sk], or a complete one.
 
@@ -301,10 +306,9 @@ class SelfAttention(Attention):
             cache: The keys and values of M earlier positions; those of x are appended to it.
             rotary: The rotation to the positions of x, from `rotary_embedding`; not supported with memory.
         """
+        tokens, mask = split_mask(mask)
         qkv = self.qkv(x if memory is None else torch.cat([memory, x], dim=1))
-        tokens = None
-        if isinstance(mask, Tokens):
-            tokens, qkv, mask = mask, mask.pad(qkv), mask.mask
+        qkv = qkv if tokens is None else tokens.pad(qkv)
         q, k, v = split_fused_heads(qkv, self.heads["qkv"], self.head_size)  # [B, Np or Kp, S, D]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -337,13 +341,13 @@ class CrossAttention(Attention):
             cache: The first call stores the source's keys and values in it, and later calls use them. With a cache, x
                 may have n consecutive rows for each row of the source, and mask must be the same for all queries.
         """
+        tokens, mask = split_mask(mask)
         q = torch.unflatten(self.query(x), -1, (-1, self.head_size)).transpose(1, 2)  # [B, Np, S, D]
         if cache is not None and cache.length:
             k, v = cache.filled()
         else:
             key_value = self.key_value(source)
-            if isinstance(mask, Tokens):
-                key_value, mask = mask.pad(key_value), mask.mask
+            key_value = key_value if tokens is None else tokens.pad(key_value)
             k, v = split_fused_heads(key_value, self.heads["key_value"], self.head_size)
             if cache is not None:
                 k, v = cache.extend(k, v)

@@ -11,6 +11,7 @@ import shardzoo
 from shardzoo import mpu
 from shardzoo.models import ParallelConfig, config_from_dict, family, from_config
 from shardzoo.models.common import seq2seq, transformer
+from shardzoo.models.common.cache import Cache
 from shardzoo.models.common.padding import Tokens
 from shardzoo.models.common.seq2seq import find_tokens
 
@@ -144,6 +145,15 @@ def test_where_it_is_left_out():
     assert leaves_out(model.train() and ragged())
     blocks[0].compile()
     assert not leaves_out(ragged())
+
+
+def test_a_filled_cache_serves_in_training_too():
+    model, batch = from_config(tiny("t5", 0.0, layers=2)).train(), batch_of(ragged())
+    ids, inputs = batch.pop("labels"), batch
+    cache = Cache(2, 8, LENGTH)
+    pieces = [model(**inputs, decoder_input_ids=part, cache=cache).logits for part in (ids[:, :5], ids[:, 5:])]
+    whole = model(**inputs, decoder_input_ids=ids).logits
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-5, atol=1e-5)
 
 
 def test_sequence_parallelism_keeps_padding(run_mesh):
